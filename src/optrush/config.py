@@ -1,0 +1,248 @@
+"""The YAML as one frozen, strict model: what a run was asked to do. Inert: no I/O, no torch, no rules between fields.
+
+Text -> `document` (values with the line each stands on) -> flags laid over it -> `Run`. Every mistake becomes one
+ConfigError that names file, line and the nearest name. Aliases are refused: a training file has no use for them, and
+they are how a small YAML becomes a large one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+
+from optrush.errors import ConfigError
+
+Path = tuple[str | int, ...]
+# YAML 1.1 reads 1e-5 as text; everybody who writes it means a number.
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _short_model(value: object) -> object:
+    return {"path": value} if isinstance(value, str) else value
+
+
+class Model(_Part):
+    """Which model: a Hugging Face folder (or the built-in `tiny`), or a named shape with random weights."""
+
+    path: str | None = None
+    shape: str | None = None
+    implementation: Literal["native", "transformers"] | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    chat_template: str | None = None
+
+
+class Data(_Part):
+    """Which documents; exactly one of path, sample, random."""
+
+    path: str | None = None
+    sample: Literal["recipes"] | None = None
+    random: Annotated[int, Field(ge=1)] | Literal[True] | None = None
+    eval: Annotated[float, Field(gt=0, lt=1)] | str | None = None
+    max_samples: Annotated[int, Field(ge=1)] | None = None
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    too_long: Literal["error", "split", "drop", "truncate"] = "error"
+
+
+class BatchSize(_Part):
+    """Slots (rows x T), padding included: of a row, of a step over all ranks, of one rank's micro-batch."""
+
+    seq: Annotated[int, Field(ge=2)] = 2048
+    tokens: Annotated[int, Field(ge=1)] = 32768
+    micro_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+
+
+class Optim(_Part):
+    lr: Annotated[float, Field(gt=0)] = 2e-5
+    schedule: Literal["cosine", "constant", "linear"] = "cosine"
+    warmup: Annotated[float, Field(ge=0)] = 0.03
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)
+    ] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip: Annotated[float, Field(gt=0)] | None = 1.0
+
+
+class Training(_Part):
+    """`*_every` below 1 is a fraction of the run, from 1 on a number of steps."""
+
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    steps: Annotated[int, Field(ge=1)] | None = None
+    log_every: Annotated[int, Field(ge=1)] = 10
+    eval_every: Annotated[float, Field(gt=0)] | None = None
+    save_every: Annotated[float, Field(gt=0)] | None = None
+    keep: Annotated[int, Field(ge=1)] = 2
+    clean: bool = False
+
+
+class Run(_Part):
+    model: Annotated[Model, BeforeValidator(_short_model)]
+    objective: Literal["pretrain", "sft"]
+    data: Data
+    batch: BatchSize = BatchSize()
+    optim: Optim = Optim()
+    train: Training = Training()
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    output: str
+    with_: dict[str, dict[str, Any]] = Field(default_factory=dict, alias="with")
+
+
+def dump(run: Run) -> str:
+    """The run as YAML that `parse` reads back to the same Run."""
+    data = run.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def parse(
+    text: str, where: str, sets: Iterable[str] = (), withs: Iterable[str] = (), withouts: Iterable[str] = ()
+) -> Run:
+    """YAML text and the flags laid over it, in the order --set, --with, --without, into a checked Run.
+
+    Raises:
+        ConfigError: naming `where`:line (or the flag), what was found and the nearest name.
+    """
+    data, lines = document(text, where)
+    for flag in sets:
+        _set(data, flag)
+    for flag in withs:
+        name, _, options = flag.partition(":")
+        given = _section(data, "with", f"--with {flag}").setdefault(name, None)
+        chosen = dict(given or {})
+        for pair in filter(None, options.split(",")):
+            key, equals, value = pair.partition("=")
+            if not equals:
+                raise ConfigError(f"--with {flag}", f"{pair!r} has no value", "write --with NAME:option=value,...")
+            chosen[key] = scalar(value)
+        data["with"][name] = chosen
+    for name in withouts:
+        if name not in (data.get("with") or {}):
+            known = ", ".join(data.get("with") or {}) or "nothing"
+            raise ConfigError(f"--without {name}", f"`with` holds {known}", "leave the flag out, or name one of those")
+        del data["with"][name]
+    if isinstance(data.get("with"), dict):  # `packing:` alone means packing with its defaults
+        data["with"] = {k: {} if v is None else v for k, v in data["with"].items()}
+    try:
+        return Run.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error, where, lines) from None
+
+
+def document(text: str, where: str) -> tuple[dict[str, Any], dict[Path, int]]:
+    """YAML text as plain values, and the line of every key; refuses duplicates, aliases, tags, and non-mappings."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                line = event.start_mark.line + 1
+                raise ConfigError(f"{where}:{line}", f"the alias *{event.anchor}", "write the value out")
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"{where}:{mark.line + 1}" if mark else where
+        raise ConfigError(place, f"not YAML: {getattr(error, 'problem', error)}", "mend that line") from None
+    if not isinstance(node, yaml.MappingNode):
+        found = "nothing" if node is None else "no mapping"
+        raise ConfigError(where, f"{found} at the top", "begin with `model:`, `objective:`, `data:`, `output:`")
+    lines: dict[Path, int] = {}
+    value: dict[str, Any] = _plain(node, (), where, lines)
+    return value, lines
+
+
+def scalar(text: str) -> Any:
+    """One value as a flag gives it, by YAML's rules and the rule for 1e-5."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        return text
+    return None if node is None else _plain(node, (), "flag", {})
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to do about an unknown name: the nearest known one, or the list."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, 1, 0.6)
+    return f"did you mean `{close[0]}`?" if close else "known: " + ", ".join(known)
+
+
+def _plain(node: yaml.Node, path: Path, where: str, lines: dict[Path, int]) -> Any:
+    line = node.start_mark.line + 1
+    lines.setdefault(path, line)
+    if isinstance(node, yaml.MappingNode):
+        out: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            at = key_node.start_mark.line + 1
+            if key in out:
+                raise ConfigError(f"{where}:{at}", f"`{key}` stands here a second time", "keep one of them")
+            lines[(*path, key)] = at
+            out[key] = _plain(value_node, (*path, key), where, lines)
+        return out
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(n, (*path, i), where, lines) for i, n in enumerate(node.value)]
+    if node.tag == "tag:yaml.org,2002:str" and node.style is None and _NUMBER.match(node.value):
+        return float(node.value)
+    loader = yaml.SafeLoader("")
+    try:
+        value = loader.construct_object(node)  # type: ignore[no-untyped-call]
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{where}:{line}", f"`{node.value}`: {error}", "write a plain value") from None
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]
+    return value if isinstance(value, str | int | float | bool | None) else str(node.value)
+
+
+def _section(data: dict[str, Any], key: str, asked: str) -> dict[str, Any]:
+    if data.get(key) is None:
+        data[key] = {}
+    section = data[key]
+    if not isinstance(section, dict):
+        raise ConfigError(asked, f"`{key}` holds {section!r}, no mapping", "give the whole path of a value")
+    return section
+
+
+def _set(data: dict[str, Any], flag: str) -> None:
+    path, equals, value = flag.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {flag}", "no `key=value`", "write --set optim.lr=1e-4")
+    if keys[0] == "model" and len(keys) > 1:
+        data["model"] = _short_model(data.get("model"))
+    target = data
+    for key in keys[:-1]:
+        target = _section(target, key, f"--set {flag}")
+    target[keys[-1]] = scalar(value)
+
+
+def _explain(error: ValidationError, where: str, lines: dict[Path, int]) -> ConfigError:
+    """The first mistake of many, in the house's three lines."""
+    problems = error.errors()
+    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
+    path = tuple(p for p in first["loc"] if not (isinstance(p, str) and re.search(r"[\[\(]|^(str|int|float)$", p)))
+    while path and path not in lines:  # a union's branch, a missing key, or a value that a flag brought
+        if first["type"] in ("missing", "extra_forbidden"):
+            break
+        path = path[:-1]
+    name = ".".join(map(str, path))
+    line = lines.get(path) or lines.get(path[:-1])
+    place = f"{where}:{line}: `{name}`" if path in lines else f"{where}: `{name}`"
+    if first["type"] == "missing":
+        return ConfigError(f"{where}: `{name}`", "it is missing", f"add `{name}:`")
+    if first["type"] == "extra_forbidden":
+        return ConfigError(place, "no such key", nearest(str(path[-1]), _fields(path[:-1])))
+    wants = " or ".join(dict.fromkeys(p["msg"][0].lower() + p["msg"][1:] for p in problems if p["loc"][:1] == path[:1]))
+    return ConfigError(place, f"{first['input']!r}", wants)
+
+
+def _fields(path: Path) -> list[str]:
+    part: Any = Run
+    for key in path:
+        part = part.model_fields[str(key)].annotation if str(key) in part.model_fields else Run
+    return [f.alias or name for name, f in part.model_fields.items()]

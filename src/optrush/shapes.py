@@ -1,0 +1,381 @@
+"""What a model is made of, read from a Hugging Face config.json: sizes, counts of parameters, FLOPs. Pure Python.
+
+Legend: T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head width, V vocabulary, L layers.
+Everything here answers before torch is imported, for the planner must answer on a machine without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optrush.errors import ConfigError, NeedsError
+
+HF = Mapping[str, Any]  # a config.json
+ROPE_KINDS = ("default", "linear", "llama3")
+FOREIGN_ROPE_KINDS = (
+    "dynamic",
+    "yarn",
+    "longrope",
+    "proportional",
+)  # transformers alone computes these
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# What transformers assumes where config.json is silent (its configuration classes, versions 5.17 to 5.23).
+_SILENT: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": {
+        "num_key_value_heads": 32,
+        "head_dim": None,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+}
+
+
+@dataclass(frozen=True)
+class RopeShape:
+    """How positions become angles; the last four belong to 'llama3' alone (`factor` to 'linear' too)."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of one dense decoder of a family that our own decoder represents."""
+
+    family: str
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    ff_width: int
+    vocab: int
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    norm_eps: float
+    rope: RopeShape
+    window: int | None  # a sliding window that some layer uses; None: every layer sees everything before it
+
+    @classmethod
+    def read(cls, hf: HF) -> ModelShape:
+        """The shape in a config.json.
+
+        Raises:
+            NeedsError: our decoder does not represent it (foreign kind, family, RoPE type...).
+            ConfigError: a size is missing or does not divide.
+        """
+        refuse_foreign(hf)
+        obstacle = native_obstacle(hf)
+        if obstacle is not None:
+            raise NeedsError(
+                f"a model of type {hf.get('model_type')!r} in our own decoder",
+                obstacle,
+                "set `implementation: transformers`, or choose a llama, mistral, qwen2 or qwen3 model "
+                f"with a RoPE type among {', '.join(ROPE_KINDS)}",
+            )
+        return cls._read(hf)
+
+    @classmethod
+    def _read(cls, hf: HF) -> ModelShape:
+        family = str(hf["model_type"])
+        full = {**_SILENT[family], **hf}
+        width, heads = _size(hf, "hidden_size"), _size(hf, "num_attention_heads")
+        kv_heads = full["num_key_value_heads"] or heads
+        head_width = full["head_dim"] or width // heads
+        if heads % kv_heads or head_width % 2 or (full["head_dim"] is None and width % heads):
+            raise ConfigError(
+                f"a {family} model from config.json",
+                f"hidden_size {width}, num_attention_heads {heads}, num_key_value_heads {kv_heads}, "
+                f"head_dim {full['head_dim']}",
+                "heads must be a multiple of key/value heads, head_dim even, and hidden_size a multiple of heads",
+            )
+        bias = bool(hf.get("attention_bias", False)) and family in ("llama", "qwen3")
+        return cls(
+            family=family,
+            layers=_size(hf, "num_hidden_layers"),
+            width=width,
+            heads=heads,
+            kv_heads=int(kv_heads),
+            head_width=int(head_width),
+            ff_width=_size(hf, "intermediate_size"),
+            vocab=_size(hf, "vocab_size"),
+            tied=bool(hf.get("tie_word_embeddings", False)),
+            qkv_bias=bias or family == "qwen2",
+            o_bias=bias,
+            mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
+            qk_norm=family == "qwen3",
+            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            rope=_rope(full),
+            window=_window(full),
+        )
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights that take part in a matrix product: N_mm = N_lin + D V; the input embedding is a lookup."""
+        D, E = self.width, self.head_width
+        block = D * self.heads * E + 2 * D * self.kv_heads * E + self.heads * E * D + 3 * D * self.ff_width
+        return self.layers * block + D * self.vocab
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, a tied head counted once."""
+        D, E, F = self.width, self.head_width, self.ff_width
+        qkv = (self.heads + 2 * self.kv_heads) * E
+        small = 2 * D + (2 * E if self.qk_norm else 0)
+        small += (qkv if self.qkv_bias else 0) + (D if self.o_bias else 0) + (2 * F + D if self.mlp_bias else 0)
+        return self.matrix_parameters + self.layers * small + D + (0 if self.tied else self.vocab * D)
+
+    def flops(self, tokens: int, attended: int) -> int:
+        """FLOPs of one training step's forward and backward: 6 N_mm a token, and causal attention.
+
+        Args:
+            tokens: real tokens.
+            attended: sum of squared document lengths; half of those products are above the diagonal and not counted.
+        """
+        return 6 * self.matrix_parameters * tokens + 6 * attended * self.heads * self.head_width * self.layers
+
+    def check_window(self, T: int) -> None:
+        """Raise NeedsError if a row of T tokens is longer than a sliding window that a layer uses.
+
+        Up to the window's length it hides nothing, so our decoder, which has none, is exact there.
+        """
+        if self.window is not None and self.window < T:
+            raise NeedsError(
+                f"rows of {T} tokens",
+                f"a sliding window of {self.window} tokens in the {self.family} model, which our decoder does not cut",
+                f"use rows of at most {self.window} tokens, or `implementation: transformers`",
+            )
+
+
+def _size(hf: HF, key: str) -> int:
+    value = hf.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise ConfigError("a model from config.json", f"{key} is {value!r}", f"give {key} a positive whole number")
+    return value
+
+
+def _rope_dict(hf: HF) -> dict[str, Any]:
+    return dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
+
+
+def _rope_kind(hf: HF) -> str:
+    rope = _rope_dict(hf)
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _rope(hf: HF) -> RopeShape:
+    """Both forms: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
+    given, kind = _rope_dict(hf), _rope_kind(hf)
+    theta = given.get("rope_theta", hf.get("rope_theta"))
+    theta = 10000.0 if theta is None else float(theta)
+    needed = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}[kind]
+    for key in needed:
+        if not isinstance(given.get(key), int | float):
+            raise ConfigError(f"RoPE type {kind!r}", f"{key} is {given.get(key)!r}", f"give {key} a number")
+    if kind == "default":
+        return RopeShape("default", theta)
+    if kind == "linear":
+        return RopeShape("linear", theta, float(given["factor"]))
+    original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    return RopeShape(
+        "llama3",
+        theta,
+        float(given["factor"]),
+        float(given["low_freq_factor"]),
+        float(given["high_freq_factor"]),
+        int(original or hf["max_position_embeddings"]),
+    )
+
+
+def _window(full: HF) -> int | None:
+    family, window = full["model_type"], full.get("sliding_window")
+    if family == "llama" or window is None:
+        return None
+    if family == "mistral":
+        return int(window)
+    kinds = full.get("layer_types")
+    if kinds is None:
+        slides = int(full["max_window_layers"]) < int(full["num_hidden_layers"])
+    else:
+        slides = "sliding_attention" in kinds
+    return int(window) if full.get("use_sliding_window", False) and slides else None
+
+
+def native_obstacle(hf: HF) -> str | None:
+    """Why our own decoder cannot represent this config.json, or None where it can.
+
+    Raises:
+        NeedsError: a RoPE type in one of our families that transformers does not know either.
+    """
+    return next(_obstacles(hf), None)
+
+
+def _obstacles(hf: HF) -> Iterator[str]:
+    family = hf.get("model_type")
+    if family not in ARCHITECTURES:
+        yield f"model_type {family!r}, where our decoder knows {', '.join(ARCHITECTURES)}"
+        return
+    rope = _rope_dict(hf)
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        yield "RoPE parameters that differ between layers"
+        return
+    kind = _rope_kind(hf)
+    if kind in FOREIGN_ROPE_KINDS:
+        yield f"RoPE type {kind!r}, where our decoder knows {', '.join(ROPE_KINDS)}"
+    elif kind not in ROPE_KINDS:
+        raise NeedsError(
+            f"RoPE type {kind!r} in a {family} model",
+            f"known here: {', '.join(ROPE_KINDS)}; known to transformers besides: {', '.join(FOREIGN_ROPE_KINDS)}",
+            "correct rope_type in config.json",
+        )
+    partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        yield f"partial_rotary_factor {partial}: only a part of each head is rotated"
+    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
+        yield f"hidden_act {hf['hidden_act']!r}, where our decoder knows silu"
+    if hf.get("attention_dropout"):
+        yield f"attention_dropout {hf['attention_dropout']}, which our decoder does not have"
+    odd = sorted(set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
+    if odd:
+        yield f"layer types {', '.join(map(repr, odd))}"
+
+
+def refuse_foreign(hf: HF) -> None:
+    """Raise NeedsError for what is not one dense, unquantised, text-only causal language model."""
+    kind = str(hf.get("model_type", ""))
+    asked = f"to train a model of type {kind!r}"
+    dense = "choose a dense text-only causal language model (architecture ...ForCausalLM)"
+    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    found = next((f"{key} = {hf[key]}" for key in experts if hf.get(key)), None)
+    if found is not None or "moe" in kind or kind == "mixtral":
+        raise NeedsError(asked, f"a mixture of experts ({found or kind}), which is not supported", dense)
+    for key in ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config"):
+        if hf.get(key) is not None:
+            raise NeedsError(asked, f"a model of more than text ({key} in config.json)", dense)
+    names = hf.get("architectures") or ()
+    if hf.get("is_encoder_decoder"):
+        raise NeedsError(asked, "an encoder-decoder (is_encoder_decoder is true)", dense)
+    for name in names:
+        if not str(name).endswith(("ForCausalLM", "LMHeadModel")):
+            raise NeedsError(asked, f"architecture {name}, which is not a causal language model", dense)
+    if hf.get("quantization_config") is not None:
+        method = dict(hf["quantization_config"]).get("quant_method", "unnamed")
+        raise NeedsError(
+            asked,
+            f"weights quantised on disk (quantization_config, method {method})",
+            "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded",
+        )
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "dtype": "bfloat16",
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+
+# Published configurations, by the name that `shape:` takes.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {
+        **_LLAMA,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "rope_scaling": _llama3(32.0),
+        "tie_word_embeddings": True,
+    },
+    "llama-3.2-3b": {
+        **_LLAMA,
+        "head_dim": 128,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 28,
+        "rope_scaling": _llama3(32.0),
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "rope_scaling": _llama3(8.0),
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "dtype": "bfloat16",
+        "eos_token_id": 151643,
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "initializer_range": 0.02,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "model_type": "qwen2",
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}

@@ -1,0 +1,272 @@
+"""The seam: what an optimisation is, what it needs, what it owns, and in which order it acts. Pure, the plan needs it.
+
+A technique is one file with one frozen class, whose dataclass fields are its options, and one line of
+`techniques.ALL`. It acts before step 0 only, stage by stage, by replacing or wrapping the job's callables and slots;
+the training loop never learns its name. Whoever claims a part owns it alone, so conflicts follow by themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+
+from optrush.config import Run, nearest
+from optrush.errors import ConfigError, ConflictError, NeedsError
+from optrush.hardware import CPU, Device
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+
+class Part(enum.Enum):
+    """What a technique may own alone. One owner each."""
+
+    ROWS = "which documents share a row"
+    ATTENTION = "the attention kernel"
+    HEAD = "the head's loss kernel"
+    SAVED = "what the forward pass keeps for the backward pass"
+    PRECISION = "the dtype of weights and products"
+    DATA = "the data-parallel axis"
+    OPTIMIZER = "the optimizer"
+
+
+class Numerics(enum.Enum):
+    """The proof that a technique owes (docs/notation.md)."""
+
+    EXACT = "equal bits with the baseline (CPU, float32, deterministic)"
+    SAME_MATHS = "losses and gradients within a stated tolerance of the float32 baseline"
+    DIFFERENT_MATHS = "held-out loss no worse than the baseline's within a stated margin"
+
+
+# name -> whether it acts on the live Job (else on what exists before it). Order is the order of acting.
+STAGES = (
+    "process", "config", "data", "model", "adapt", "split", "loss", "recompute", "compile", "shard",
+    "optimizer", "drive", "finish",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a technique may know before anything is built. Owners and sizes, never techniques' names."""
+
+    device: Device
+    ranks: int
+    seq: int  # T
+    rows: int  # rows of one step over all ranks
+    micro_rows: int  # B, rows of one micro-batch of one rank
+    clip: float | None
+    dtype: str  # of the weights as configured: "float32" or "bfloat16"
+    native: bool  # our decoder, or the adapter around transformers
+    blocks: int  # L
+    owned: frozenset[Part] = frozenset()
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def accumulation(self) -> int:
+        return self.rows // (self.micro_rows * self.ranks)
+
+
+@dataclass(frozen=True)
+class Need:
+    """A condition with the fact found and the mend. `met` False stops the run before anything is written."""
+
+    met: bool
+    asked: str
+    found: str
+    do: str
+
+
+class Technique:
+    """Base of every technique. Subclasses are frozen dataclasses; a stage returns how many things it changed."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    source: ClassVar[str]
+    numerics: ClassVar[Numerics]
+    proof: ClassVar[str]  # the test that holds it to its numerics
+    verified_on: ClassVar[tuple[str, ...]]
+    claims: ClassVar[frozenset[Part]] = frozenset()
+    wants: ClassVar[frozenset[Part]] = frozenset()
+
+    def axes(self, setup: Setup) -> dict[str, int]:
+        """Mesh axes this technique adds; what is left of the ranks is the data axis."""
+        return {}
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        """Conditions, each with the fact found and the mend. May not import torch."""
+        yield from ()
+
+    def process(self, setup: Setup) -> int:
+        """Before torch and the process group: environment, allocator."""
+        return 0
+
+    def config(self, hf: dict[str, Any]) -> int:
+        """Edits the config.json dict in place, before a model is built."""
+        return 0
+
+    def data(self, job: Job) -> int:
+        """Rows into batches."""
+        return 0
+
+    def model(self, job: Job) -> int:
+        """Whole modules, on the meta device."""
+        return 0
+
+    def adapt(self, job: Job) -> int:
+        """Quantised bases, adapters, freezing: on the linears that `model` settled."""
+        return 0
+
+    def split(self, job: Job) -> int:
+        """Pipeline parts, tensor-parallel weights: which modules this rank has."""
+        return 0
+
+    def loss(self, job: Job) -> int:
+        """The head's kernel."""
+        return 0
+
+    def recompute(self, job: Job) -> int:
+        """What is not saved for the backward pass."""
+        return 0
+
+    def compile(self, job: Job) -> int:
+        """Modules and kernels, in place."""
+        return 0
+
+    def shard(self, job: Job) -> int:
+        """Placement over the data axis, of `job.roots`; still on meta."""
+        return 0
+
+    def optimizer(self, job: Job) -> int:
+        """Over `job.trained`, which has bytes now."""
+        return 0
+
+    def drive(self, job: Job) -> int:
+        """Who runs a window and what follows it."""
+        return 0
+
+    def finish(self, job: Job) -> int:
+        """Around the finished window."""
+        return 0
+
+
+def build(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping[str, Any]]) -> list[Technique]:
+    """The techniques a run asks for, in the ladder's order, their options checked.
+
+    Raises:
+        ConfigError: an unknown technique or option, or a value of the wrong type.
+    """
+    known = {c.name: c for c in classes}
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"the technique `{name}`", "no such technique", nearest(name, known))
+    return [_instance(c, wanted[c.name]) for c in classes if c.name in wanted]
+
+
+def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
+    from pydantic import TypeAdapter, ValidationError
+
+    fields = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for option in options:
+        if option not in fields:
+            todo = nearest(option, fields) if fields else f"`{cls.name}` takes no options"
+            raise ConfigError(f"`{cls.name}: {option}`", "no such option", todo)
+    hints = get_type_hints(cls, include_extras=True)
+    for option, value in options.items():
+        try:
+            TypeAdapter(hints[option]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"`{cls.name}: {option}`", f"{value!r}", error.errors()[0]["msg"]) from None
+    return cls(**options)
+
+
+def settle(techniques: Sequence[Technique], setup: Setup) -> Setup:
+    """The setup with its owners and axes, after claims, wants and needs were checked.
+
+    Raises:
+        ConflictError: two techniques claim one part.
+        NeedsError: a part somebody wants has no owner, or a need is not met.
+    """
+    owners: dict[Part, str] = {}
+    for t in techniques:
+        for part in sorted(t.claims, key=lambda p: p.name):
+            if part in owners:
+                raise ConflictError(
+                    f"`{owners[part]}` with `{t.name}`", f"both own {part.value}", f"take one: --without {t.name}"
+                )
+            owners[part] = t.name
+    setup = dataclasses.replace(setup, owned=frozenset(owners))
+    axes: dict[str, int] = {}
+    for t in techniques:
+        axes.update(t.axes(setup))
+    setup = dataclasses.replace(setup, axes=axes)
+    for t in techniques:
+        for part in t.wants - setup.owned:
+            raise NeedsError(f"`{t.name}`", f"nobody owns {part.value}", "add a technique that does")
+        for need in t.needs(setup):
+            if not need.met:
+                raise NeedsError(need.asked, need.found, need.do)
+    if setup.ranks > 1 and Part.DATA not in setup.owned:
+        raise NeedsError(
+            f"{setup.ranks} ranks", "no technique shares the work between them", "add --with ddp or --with fsdp"
+        )
+    return setup
+
+
+def in_order(techniques: Sequence[Technique]) -> list[Technique]:
+    """Within a stage: owners first (those that claim a part), then the ladder's order."""
+    return sorted(techniques, key=lambda t: not t.claims)
+
+
+def sizes(run: Run, ranks: int) -> tuple[int, int]:
+    """(rows of a step over all ranks, rows of one micro-batch), or what does not divide.
+
+    Raises:
+        ConfigError: micro_tokens is no multiple of T, tokens none of micro_tokens x ranks, or `auto` is asked for.
+    """
+    b = run.batch
+    micro = b.seq if b.micro_tokens is None else b.micro_tokens
+    if micro == "auto":
+        raise ConfigError("`batch.micro_tokens: auto`", "no technique here finds it", f"give a multiple of {b.seq}")
+    if micro % b.seq:
+        below = max(b.seq, micro // b.seq * b.seq)
+        raise ConfigError(
+            f"`batch.micro_tokens: {micro}`", f"no multiple of `batch.seq: {b.seq}`", f"take {below}, for example"
+        )
+    if b.tokens % (micro * ranks):
+        near = max(1, round(b.tokens / (micro * ranks))) * micro * ranks
+        raise ConfigError(
+            f"`batch.tokens: {b.tokens}`",
+            f"not divisible by {micro} slots of a micro-batch x {ranks} rank{'s' * (ranks > 1)}",
+            f"take {near}, or another `batch.micro_tokens`",
+        )
+    return b.tokens // b.seq, micro // b.seq
+
+
+def library(name: str) -> str | None:
+    """Version of an installed distribution, or None; does not import it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def at_least(version: str | None, wanted: tuple[int, ...]) -> bool:
+    """Whether a version like "2.11.0+cu130" is `wanted` or newer."""
+    if version is None:
+        return False
+    return tuple(int(n) for n in version.split("+")[0].split(".")[: len(wanted)] if n.isdigit()) >= wanted
+
+
+def gpu(technique: str, setup: Setup, capability: tuple[int, int] = (0, 0)) -> Need:
+    """The need for a CUDA device of at least this compute capability."""
+    found = "a CPU only" if setup.device.kind == CPU.kind else f"{setup.device.name}, {setup.device.capability}"
+    wanted = f"a CUDA device of capability {capability[0]}.{capability[1]}" if capability > (0, 0) else "a CUDA device"
+    met = setup.device.kind == "cuda" and setup.device.capability >= capability
+    return Need(met, f"`{technique}` needs {wanted}", found, "run it on one, or leave the technique out")
+
+
+Stage = Callable[..., int]
