@@ -1,0 +1,277 @@
+"""The `recipes` sample: conversations with a cook, put together from a grammar, as many as one likes.
+
+It exists so that a first run needs no download, and so that a small model has something to learn: amounts that follow
+from servings, steps that name the ingredients again, follow-up questions whose answers depend on what was said before.
+Conversation i depends on (seed, i) alone. Every dish is cooked for science only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from optrush.data.larder import (
+    AROMAS,
+    DAIRY_FINISHES,
+    DISHES,
+    FATS,
+    FINISHES,
+    JOKES,
+    LIQUIDS,
+    MAINS,
+    MOODS,
+    SPICES,
+    STAPLES,
+    SYSTEMS,
+    VEGETABLES,
+    WINES,
+    Dish,
+    Food,
+)
+
+Turn = dict[str, str]
+
+
+@dataclass
+class Recipe:
+    """One dish as it was settled: what follow-up questions are answered from."""
+
+    dish: Dish
+    title: str
+    servings: int
+    diet: str
+    foods: list[Food]
+    spices: list[str]
+    finish: str
+
+    @property
+    def main(self) -> Food:
+        return self.foods[0]
+
+
+def conversations(n: int, seed: int) -> Iterator[list[Turn]]:
+    """n conversations as lists of {role, content}; the i-th is the same whatever n is."""
+    for i in range(n):
+        yield _conversation(Random(f"recipes {seed} {i}"))
+
+
+def write(path: Path, n: int, seed: int) -> None:
+    """The conversations as JSON Lines, one {"messages": [...]} a row."""
+    with path.open("w", encoding="utf-8") as file:
+        for messages in conversations(n, seed):
+            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+
+
+def _conversation(random: Random) -> list[Turn]:
+    """A question and an answer, then up to three follow-ups; lengths vary by a factor of fifty, as real ones do."""
+    recipe = _recipe(random)
+    follow_ups = random.sample((_scale, _substitute, _how_long, _wine, _keep), 4)
+    kind = random.choices(("recipe", "question", "menu"), (6, 3, 1))[0]
+    if kind == "recipe":
+        turns = [(_question(random, recipe), _answer(random, recipe))]
+    elif kind == "question":
+        question, answer = follow_ups.pop()(random, recipe)
+        turns = [(f"I am making {recipe.title}, for {recipe.servings}. {question}", answer)]
+    else:
+        turns = [_menu(random, recipe)]
+    for follow_up in follow_ups[: random.choices((0, 1, 2, 3), (5, 4, 3, 2))[0]]:
+        turns.append(follow_up(random, recipe))
+    messages: list[Turn] = []
+    if random.random() < 0.4:
+        messages.append({"role": "system", "content": random.choice(SYSTEMS)})
+    for question, answer in turns:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return messages
+
+
+def _menu(random: Random, recipe: Recipe) -> tuple[str, str]:
+    courses = [recipe] + [_recipe(random, recipe.diet) for _ in range(random.randint(1, 5))]
+    for course in courses:
+        course.servings = recipe.servings
+    diet = f"{recipe.diet} " if recipe.diet else ""
+    question = (
+        f"Write a {diet}menu of {len(courses)} dishes for {recipe.servings}, please, with {recipe.main.name} first."
+    )
+    return question, "\n\n".join(_answer(random, course) for course in courses)
+
+
+def _recipe(random: Random, diet: str | None = None) -> Recipe:
+    if diet is None:
+        diet = random.choice(("", "", "", "vegetarian", "vegan"))
+
+    def allowed(foods: tuple[Food, ...]) -> list[Food]:
+        return [food for food in foods if not (food.meat and diet) and not (food.dairy and diet == "vegan")]
+
+    dish = random.choice(DISHES)
+    foods = [random.choice(allowed(MAINS))]
+    foods += random.sample(allowed(VEGETABLES), random.randint(1, 5))
+    foods += random.sample(AROMAS, random.randint(0, 3))
+    if dish.staple:
+        foods.append(random.choice(STAPLES))
+    if dish.liquid:
+        foods.append(random.choice(allowed(LIQUIDS)))
+    foods.append(random.choice(allowed(FATS)))
+    finish = random.choice([f for f in FINISHES if diet != "vegan" or f not in DAIRY_FINISHES])
+    mood = random.choice(MOODS)
+    title = f"{mood} {foods[0].name.title().replace(chr(39) + 'S', chr(39) + 's')} {dish.name.title()}"
+    spices = random.sample(SPICES, random.randint(1, 3))
+    return Recipe(dish, title, random.choice((1, 2, 2, 3, 4, 4, 6, 8)), diet, foods, spices, finish)
+
+
+def _question(random: Random, recipe: Recipe) -> str:
+    dish, main, other = recipe.dish.name, recipe.main.name, recipe.foods[1].name
+    diet = f"{recipe.diet} " if recipe.diet else ""
+    people = "just me" if recipe.servings == 1 else f"{recipe.servings} people"
+    openings = (
+        f"How do I make a {diet}{dish} with {main}?",
+        f"I have {main} and {_some(recipe.foods[1])}. What can I cook?",
+        f"Please give me a {diet}recipe for {dish} with {main}, for {people}.",
+        f"{main.capitalize()} {dish}, {diet or 'nothing fancy, '}for {people}?".replace(" ,", ","),
+        f"My fridge holds {main}, {other} and regret. Can you save dinner for {people}?",
+        f"I want something {diet or 'warm '}tonight. There is {main} left, and I am in the mood for {dish}.",
+    )
+    question = random.choice(openings)
+    if random.random() < 0.3:
+        question += f" I have about {_minutes(recipe)} minutes."
+    if random.random() < 0.15:
+        question += " I am a beginner, so please be gentle."
+    return question
+
+
+def _answer(random: Random, recipe: Recipe) -> str:
+    lines = [recipe.title, f"Serves {recipe.servings}, ready in {_minutes(recipe)} minutes.", "", "Ingredients:"]
+    lines += [f"- {_amount(food, recipe.servings)}" for food in recipe.foods]
+    lines += [f"- {_spoons(recipe.servings)} {spice}" for spice in recipe.spices]
+    lines += [f"- {recipe.finish}, to finish", "", "Method:"]
+    lines += [f"{number}. {step}" for number, step in enumerate(_steps(random, recipe), 1)]
+    if random.random() < 0.5:
+        lines += ["", random.choice(JOKES)]
+    return "\n".join(lines)
+
+
+def _steps(random: Random, recipe: Recipe) -> list[str]:
+    chosen = recipe.foods
+    fat = chosen[-1]
+    staple = next((food for food in chosen if food in STAPLES), None)
+    liquid = next((food for food in chosen if food in LIQUIDS), None)
+    garnish = [food for food in chosen[1:] if food in VEGETABLES]
+    aromas = [food for food in chosen if food in AROMAS]
+    dish, main = recipe.dish, recipe.main
+    steps = [f"Prepare the {main.name}: {main.cut}. The {garnish[0].name} wants to be {garnish[0].cut}."]
+    steps += [f"Have the {food.name} {food.cut}." for food in garnish[1:]]
+    verb = random.choice(("Heat", "Warm", "Heat" if fat.name == "olive oil" else "Melt"))
+    steps.append(f"{verb} the {fat.name} in the {dish.vessel} over a {random.choice(('medium', 'high', 'low'))} heat.")
+    if aromas:
+        names = _and([f"{food.name}, {food.cut}" for food in aromas], "; ")
+        steps.append(f"Add the {names}. Stir until it smells like a good idea.")
+    minutes = max(3, dish.minutes // 5)
+    steps.append(f"Add the {main.name} and the {_and(recipe.spices)} and cook for {minutes} minutes until golden.")
+    steps.append(
+        f"Add the {_and([food.name for food in garnish])} and cook for another {max(3, dish.minutes // 6)} minutes."
+    )
+    if staple and dish.staple == "in":
+        steps.append(f"Stir in the {staple.name}, {staple.cut}.")
+    if liquid:
+        steps.append(f"Pour in the {liquid.name} and simmer for {max(5, dish.minutes // 2)} minutes.")
+    if staple and dish.staple == "beside":
+        steps.append(f"Meanwhile cook the {staple.name}, {staple.cut}, and serve it beside.")
+    steps.append(f"Finish with {recipe.finish}, and salt to taste.")
+    return steps
+
+
+def _scale(random: Random, recipe: Recipe) -> tuple[str, str]:
+    servings = random.choice([n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12) if n != recipe.servings])
+    question = random.choice((
+        f"And for {servings}?", f"Can you scale it to {servings} servings?", f"What if we are {servings}?",
+    ))  # fmt: skip
+    lines = [f"For {servings} you need:"] + [f"- {_amount(food, servings)}" for food in recipe.foods]
+    lines += [f"- {_spoons(servings)} {spice}" for spice in recipe.spices]
+    if servings > 2 * recipe.servings:
+        lines.append(f"Use a larger {recipe.dish.vessel.split()[-1]}, or two.")
+    recipe.servings = servings
+    return question, "\n".join(lines)
+
+
+def _substitute(random: Random, recipe: Recipe) -> tuple[str, str]:
+    food = random.choice(recipe.foods)
+    question = random.choice((
+        f"I have no {food.name}. What can I use instead?", f"Can I leave out the {food.name}?",
+        f"What could replace the {food.name}?",
+    ))  # fmt: skip
+    answer = f"Take {food.instead} instead of the {food.name}."
+    if food is recipe.main:
+        answer += f" It carries the {recipe.dish.name}, so season it well with {_and(recipe.spices)}."
+    elif food.unit in ("g", "ml"):
+        answer += f" The same amount will do: {_measure(food, recipe.servings)} for {recipe.servings}."
+    else:
+        answer += " Nobody will notice, and if they do, call it a variation."
+    return question, answer
+
+
+def _how_long(random: Random, recipe: Recipe) -> tuple[str, str]:
+    minutes, hands = _minutes(recipe), len(recipe.foods) * 2
+    question = random.choice(("How long does it take?", "Will it be ready in an hour?", "How much of that is work?"))
+    answer = f"About {minutes} minutes, of which {hands} are spent with a knife in your hand."
+    if question.startswith("Will"):
+        answer = ("Yes. " if minutes <= 60 else "Not quite. ") + answer
+    return question, answer
+
+
+def _wine(random: Random, recipe: Recipe) -> tuple[str, str]:
+    question = random.choice(("What should I drink with it?", "Which wine goes with that?", "And to drink?"))
+    spice = recipe.spices[0]
+    answer = f"With {spice} and {recipe.main.name} I would open {random.choice(WINES)}."
+    return question, answer + random.choice(
+        ("", " Water is fine too.", f" Some of it may fall into the {recipe.dish.vessel}.")
+    )
+
+
+def _keep(random: Random, recipe: Recipe) -> tuple[str, str]:
+    days = 1 if recipe.main.meat else 3
+    question = random.choice(("Can I make it the day before?", "How long does it keep?", "Can I freeze it?"))
+    answer = f"It keeps for {days} day{'s' * (days > 1)} in the fridge"
+    if recipe.dish.name == "salad":
+        return question, answer + ", but add the dressing at the last moment. Do not freeze it."
+    return question, answer + f" and for three months in the freezer. Add the {recipe.finish} after warming it up."
+
+
+def _minutes(recipe: Recipe) -> int:
+    return recipe.dish.minutes + 5 * ((len(recipe.foods) + 1) // 2)
+
+
+def _amount(food: Food, servings: int) -> str:
+    cut = f", {food.cut}" if food.cut else ""
+    return f"{_measure(food, servings)} {_plural(food, servings)}{cut}"
+
+
+def _measure(food: Food, servings: int) -> str:
+    amount = food.each * servings
+    if food.unit in ("g", "ml"):
+        return f"{round(amount / 5) * 5 or 5} {food.unit}"
+    whole, half = int(amount), amount % 1 >= 0.5
+    number = (str(whole) if whole else "") + ("½" if half else "") or "½"
+    return f"{number} {food.unit}".strip()
+
+
+def _plural(food: Food, servings: int) -> str:
+    if food.unit or food.each * servings <= 1:
+        return food.name
+    head, of, tail = food.name.partition(" of ")
+    if head.endswith("f") and head != "beef":
+        head = head[:-1] + "ve"
+    return head + ("es" if head.endswith(("o", "ch")) and head != "avocado" else "s") + of + tail
+
+
+def _some(food: Food) -> str:
+    return f"some {food.name}" if food.unit else f"a few {_plural(food, 12)}"
+
+
+def _spoons(servings: int) -> str:
+    return "a pinch of" if servings == 1 else f"{max(1, servings // 2)} tsp"
+
+
+def _and(names: list[str], comma: str = ", ") -> str:
+    return names[0] if len(names) == 1 else comma.join(names[:-1]) + " and " + names[-1]
