@@ -1,0 +1,1 @@
+"""One operator a file: a plain-torch reference beside the faster versions, chosen once at assembly."""

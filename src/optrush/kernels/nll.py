@@ -1,0 +1,53 @@
+"""What can stand in the head's `nll` slot: the loss kernels with their settings. Each knows how to compile itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from optrush.kernels import cross_entropy
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    mode: str | None = None  # torch.compile's mode; None runs eagerly
+
+    def compiled(self, mode: str) -> Self:
+        return replace(self, mode=mode)
+
+    def _body(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self.mode is None:
+            return function
+        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, mode=self.mode)
+        return compiled
+
+
+@dataclass(frozen=True)
+class Whole(_Kernel):
+    """All logits at once: the baseline. Compiled as a whole."""
+
+    @cached_property
+    def _function(self) -> Callable[..., Tensor]:
+        return self._body(cross_entropy.nll)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._function(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Chunked(_Kernel):
+    """At most `chunk` rows of logits at once. Compiled inside a chunk; the loop over chunks stays in Python."""
+
+    chunk: int = 4096
+
+    @cached_property
+    def _inner(self) -> Callable[..., Any]:
+        return self._body(cross_entropy.rows)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return cross_entropy.chunked_nll(*args, chunk=self.chunk, inner=self._inner, **kwargs)

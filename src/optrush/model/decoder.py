@@ -1,0 +1,264 @@
+"""One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3.
+
+Legend, used everywhere: B rows, T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head
+width, V vocabulary, L layers.
+
+What differs from the published models is the layout of two weights, never the mathematics. The query, key and value
+rows of one key/value head lie together (K, H/K + 2, E), and gate and up rows alternate (F, 2): so a cut along the
+first dimension gives every piece whole heads and whole gate/up pairs. A linear names its `pieces`, for whoever needs
+them apart (export, adapters, optimizers that look at one matrix).
+
+The padding id is an ordinary token: transformers gives its embedding row no gradient when pad_token_id is set, here it
+learns like any other, since padding is never a target and never read.
+
+Built on the meta device and without buffers: nothing is lost when real memory is given to it. Techniques change it
+through its slots (`through`, `block.attend`, `head.nll`, `head.part`) and by swapping instances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optrush.data.batch import Documents
+from optrush.errors import NeedsError
+from optrush.kernels import attention, cross_entropy
+from optrush.kernels.cross_entropy import Reduce
+from optrush.shapes import HF, ModelShape, RopeShape
+
+Pieces = tuple[tuple[str, int], ...]
+
+
+class Nll(Protocol):
+    """The kernel slot of a head: see `kernels.cross_entropy.nll` for the contract."""
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        bias: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        part: Any,
+        weights: Tensor | None,
+        reduce: Reduce,
+    ) -> Tensor: ...
+
+
+def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The default of the `through` slot: just calls."""
+    return function(*args, **kwargs)
+
+
+class Linear(nn.Linear):
+    """A linear whose output rows are `groups` groups of `pieces`, each piece a role and its rows in one group."""
+
+    def __init__(
+        self, width: int, pieces: Pieces, *, groups: int = 1, bias: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(width, groups * sum(rows for _, rows in pieces), bias=bias, device=device, dtype=dtype)
+        self.groups, self.pieces = groups, pieces
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, float32 inside, rounded before the weight as the families do.
+
+    Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
+    """
+
+    def __init__(self, width: int, eps: float, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+def frequencies(rope: RopeShape, head_width: int) -> Tensor:
+    """(E/2,) float32 radians a position, on the CPU. Source: arXiv:2104.09864; 'llama3' from Llama 3.1's own code:
+    waves longer than the original context are slowed by `factor`, short ones kept, those between mixed."""
+    exponent = torch.arange(0, head_width, 2, dtype=torch.float32, device="cpu") / head_width
+    inverse = 1.0 / (rope.theta**exponent)
+    if rope.kind == "linear":
+        inverse = inverse / rope.factor
+    if rope.kind == "llama3":
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        wave = 2 * math.pi / inverse
+        mix = (rope.original_max / wave - low) / (high - low)
+        mixed = (1 - mix) * inverse / rope.factor + mix * inverse
+        slowed = torch.where(wave > rope.original_max / low, inverse / rope.factor, mixed)
+        inverse = torch.where(wave < rope.original_max / high, inverse, slowed)
+    return inverse
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, T, n, E) turned by its position; cos, sin (B, T, 1, E). Stays in x's type, which cos need not have."""
+    first, second = x.chunk(2, -1)
+    return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
+
+
+class Block(nn.Module):
+    """One layer: attention and a gated feed-forward, each behind a norm and added to the residual."""
+
+    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        s = shape
+        at: dict[str, Any] = {"device": device, "dtype": dtype}
+        D, E, F_ = s.width, s.head_width, s.ff_width
+        qkv: Pieces = (("q", s.heads // s.kv_heads * E), ("k", E), ("v", E))
+        self.norm1 = RMSNorm(D, s.norm_eps, **at)
+        self.qkv = Linear(D, qkv, groups=s.kv_heads, bias=s.qkv_bias, **at)
+        self.q_norm = RMSNorm(E, s.norm_eps, **at) if s.qk_norm else None
+        self.k_norm = RMSNorm(E, s.norm_eps, **at) if s.qk_norm else None
+        self.o = Linear(s.heads * E, (("o", D),), bias=s.o_bias, **at)
+        self.norm2 = RMSNorm(D, s.norm_eps, **at)
+        self.gate_up = Linear(D, (("gate", 1), ("up", 1)), groups=F_, bias=s.mlp_bias, **at)
+        self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
+        self.head_width = E
+        self.group = s.heads // s.kv_heads  # query heads of one key/value head
+        self.attend: attention.Attend = attention.masked
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
+        """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D)."""
+        B, T, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(B, T, -1, self.group + 2, self.head_width)  # (B, T, K, H/K + 2, E)
+        q = qkv[:, :, :, : self.group].reshape(B, T, -1, self.head_width)  # (B, T, H, E)
+        k, v = qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1]  # (B, T, K, E)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        x = x + self.o(self.attend(q, k, v, documents).reshape(B, T, -1))
+        gate, up = self.gate_up(self.norm2(x)).view(B, T, -1, 2).unbind(-1)  # (B, T, F)
+        out: Tensor = x + self.down(F.silu(gate) * up)
+        return out
+
+
+class Head(nn.Module):
+    """The output layer with its loss. It is called, never read: wrappers gather its weight when it is."""
+
+    bias: nn.Parameter | None  # (V,)
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        assert isinstance(weight, nn.Parameter)
+        self.weight = weight  # (V, D)
+        self.register_parameter("bias", bias)
+        self.scale = 1.0
+        self.softcap: float | None = None
+        self.nll: Nll = cross_entropy.nll
+        self.part: Any = None
+
+    def forward(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
+        """hidden (B, T, D), labels (B, T), weights (B, T) or None -> float32 () or, by token, (B, T)."""
+        losses = self.nll(
+            hidden.flatten(0, 1), self.weight, labels.flatten(), bias=self.bias, scale=self.scale,
+            softcap=self.softcap, part=self.part, weights=None if weights is None else weights.flatten(),
+            reduce=reduce,
+        )  # fmt: skip
+        return losses if reduce == "sum" else losses.view(labels.shape)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden (..., D) -> (..., V) float32 at least. Reads the weight: whole heads only."""
+        z = F.linear(hidden, self.weight, self.bias)
+        y = z.to(torch.promote_types(z.dtype, torch.float32)) * self.scale
+        return y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and the last norm; the head lies beside them and is called by the objective."""
+
+    isolates = True  # documents of one row do not see each other
+
+    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        at: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab, shape.width, **at)
+        self.blocks = nn.ModuleDict({str(i): Block(shape, **at) for i in range(shape.layers)})
+        self.norm = RMSNorm(shape.width, shape.norm_eps, **at)
+        weight = self.embedding.weight
+        self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
+        self.ties: tuple[tuple[str, str], ...] = (("head.weight", "embedding.weight"),) if shape.tied else ()
+        self.through: Callable[..., Any] = call
+        # Kept once a device, outside the parameters and buffers: made on the host like the published models do (a
+        # device's own pow differs in the last bit), and copying it every step would stop a graph capture.
+        self._frequencies: dict[torch.device, Tensor] = {}
+
+    def forward(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
+        """tokens and positions (B, T) -> hidden states after the last norm (B, T, D)."""
+        x = self.embedding(tokens)
+        cos, sin = self.angles(positions, x.dtype)
+        for block in self.blocks.values():
+            x = self.through(block, x, cos, sin, documents)
+        hidden: Tensor = self.norm(x)
+        return hidden
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions (B, T) -> cos and sin (B, T, 1, E) of every angle, in float32 until the last cast."""
+        device = positions.device
+        if device not in self._frequencies:
+            self._frequencies[device] = frequencies(self.shape.rope, self.shape.head_width).to(device)
+        angle = positions[..., None].float() * self._frequencies[device]
+        angle = torch.cat((angle, angle), -1)[:, :, None]
+        return angle.cos().to(dtype), angle.sin().to(dtype)
+
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Every linear of the blocks by its name, e.g. 'blocks.0.qkv'; the head is not one of them."""
+        for name, module in self.named_modules():
+            if isinstance(module, Linear):
+                yield name, module
+
+    def set_attention(self, name: str) -> int:
+        """Put a function of `kernels.attention` into every block's slot; how many blocks changed.
+
+        Raises:
+            NeedsError: no attention of that name.
+        """
+        if name not in attention.ATTENTIONS:
+            raise NeedsError(f"attention {name!r}", f"known: {', '.join(attention.ATTENTIONS)}", "choose one of them")
+        for block in self.blocks.values():
+            assert isinstance(block, Block)
+            block.attend = attention.ATTENTIONS[name]
+        return len(self.blocks)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """N_mm: weights that take part in a matrix product."""
+        return self.shape.matrix_parameters
+
+    def flops(self, tokens: int, attended: int) -> int:
+        """Training FLOPs: see `ModelShape.flops`."""
+        return self.shape.flops(tokens, attended)
+
+    def tie(self) -> None:
+        """Make every alias in `ties` its parameter again: allocating memory gives each its own."""
+        redo_ties(self, self.ties)
+
+    def restore_buffers(self, device: torch.device) -> None:
+        """Nothing: this model has no buffers."""
+
+
+def redo_ties(model: nn.Module, ties: tuple[tuple[str, str], ...]) -> None:
+    """For each (alias, name): set the alias to the parameter of that name."""
+    for alias, name in ties:
+        owner, _, last = alias.rpartition(".")
+        setattr(model.get_submodule(owner), last, model.get_parameter(name))
+
+
+def build(hf: HF, dtype: torch.dtype) -> Decoder:
+    """A decoder for a config.json, on the meta device.
+
+    Raises:
+        NeedsError, ConfigError: as `ModelShape.read`.
+    """
+    return Decoder(ModelShape.read(hf), device=torch.device("meta"), dtype=dtype)

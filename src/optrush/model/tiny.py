@@ -1,0 +1,100 @@
+"""A small checkpoint made here, in the layout of a downloaded one: for a first run without a network, and for tests.
+
+Nothing is special about it: it is read back by the same code as any other folder. Its tokenizer writes a
+begin-of-text token by itself and its chat template writes one too, as many of the large models' do.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from optrush.data.recipes import conversations
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+VOCABULARY = 2048  # recipes have fewer distinct words; the model's rows beyond the tokenizer's are padding, as usual
+BOS, EOS, PAD, START, END = "<|bos|>", "<|eos|>", "<|pad|>", "<|im_start|>", "<|im_end|>"
+TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+POSITIONS = 4096
+
+
+def write(folder: Path, seed: int = 0, family: str = "llama") -> None:
+    """Writes config, weights, tokenizer with chat template, and generation config; the same bytes for the same seed."""
+    assert family in FAMILIES, f"{family} is none of {FAMILIES}"
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = _tokenizer()
+    tokenizer.save_pretrained(folder, save_jinja_files=False)
+    model = _model(seed, family, tokenizer)
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=[tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(folder)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on recipes; does not depend on the model's seed, so that tiny models share one."""
+    engine = Tokenizer(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    special = [PAD, BOS, EOS, START, END]
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (turn["content"] for talk in islice(conversations(2000, seed=0), 2000) for turn in talk)
+    engine.train_from_iterator(texts, trainer)
+    engine.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=True),
+            processors.TemplateProcessing(
+                single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, special.index(BOS))]
+            ),
+        ]
+    )
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=engine,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=PAD,
+        additional_special_tokens=[START, END],
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=POSITIONS,
+    )
+
+
+def _model(seed: int, family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    return cast(PreTrainedModel, model)
