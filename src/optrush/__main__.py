@@ -1,0 +1,5 @@
+"""python -m optrush"""
+
+from optrush.cli import main
+
+main()

@@ -1,0 +1,306 @@
+"""Run -> Job: check, mesh, model on the meta device, stages in order, materialise, refuse what changed nothing.
+
+    prepare      pure checks: techniques, needs, sizes, the model's config.json; nothing is written or allocated
+    data, model ... shard      stages on a model without bytes
+    materialise  allocate this rank's slices, redo ties, fill them by recipe; `job.trained` is fixed
+    optimizer, drive, finish   stages on a model with bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from optrush import distributed, hardware, step
+from optrush.config import Run, nearest
+from optrush.data import pack, stream
+from optrush.data.chat import Tokens
+from optrush.data.sources import Sources, check, read_sources
+from optrush.distributed import World
+from optrush.errors import ConfigError, NeedsError, NoEffectError
+from optrush.job import Edit, Job, Trained
+from optrush.kernels.nll import Whole
+from optrush.model.weights import load
+from optrush.objectives.loss import next_token
+from optrush.optim.adamw import AdamW
+from optrush.shapes import SHAPES, ModelShape, native_obstacle, refuse_foreign
+from optrush.technique import Setup, Technique, build, in_order, settle, sizes
+from optrush.techniques import ALL
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose every condition that can be checked without building anything holds."""
+
+    run: Run
+    techniques: list[Technique]
+    setup: Setup
+    folder: Path | None
+    hf: dict[str, Any]
+
+
+def prepare(run: Run, classes: Sequence[type[Technique]] = ALL, ranks: int | None = None) -> Prepared:
+    """Checks what can be checked before anything is built.
+
+    Raises:
+        UserError: in its three lines; nothing has been written.
+    """
+    techniques = build(classes, run.with_)
+    check(run)
+    ranks = distributed.launched()[1] if ranks is None else ranks
+    rows, micro_rows = sizes(run, ranks)
+    folder, hf = locate(run)
+    refuse_foreign(hf)
+    native = run.model.implementation != "transformers" and native_obstacle(hf) is None
+    if native:
+        ModelShape.read(hf).check_window(run.batch.seq)
+    devices = hardware.probe()
+    if devices and ranks > len(devices):
+        raise ConfigError(f"{ranks} ranks on this machine", f"{len(devices)} devices", f"take --ranks {len(devices)}")
+    setup = Setup(
+        device=devices[0] if devices else hardware.CPU,
+        ranks=ranks,
+        seq=run.batch.seq,
+        rows=rows,
+        micro_rows=micro_rows,
+        clip=run.optim.clip,
+        dtype=run.model.dtype,
+        native=native,
+        blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
+    )
+    return Prepared(run, techniques, settle(in_order(techniques), setup), folder, hf)
+
+
+def assemble(
+    prepared: Prepared,
+    *,
+    training: bool = True,
+    data: str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Job:
+    """Builds the job: everything before step 0 but resuming.
+
+    Args:
+        training: False leaves out the optimizer, and what only it shows (`optrush eval`).
+        data: a file to evaluate on instead of what the run holds out.
+        progress: told the number of rows read so far.
+    """
+    run, setup = prepared.run, prepared.setup
+    techniques = in_order(prepared.techniques)
+    changes = {t.name: t.process(setup) for t in techniques}
+    world = distributed.start(setup.axes, setup.device.kind)
+    hf = dict(prepared.hf)
+    for t in techniques:
+        changes[t.name] += t.config(hf)
+    tokens = open_tokens(run, prepared.folder)
+    sources = read_sources(run, tokens, int(hf["vocab_size"]), progress, data)
+    model, recipe = load(prepared.folder, hf, run.model.implementation, getattr(torch, run.model.dtype), run.seed)
+    job = Job(run, setup, world, hf, None, pack.single, model, recipe)
+    job.roots = [model]
+    job.fingerprints = fingerprints(prepared.folder, hf, tokens, sources)
+    job.tokenizer = None if tokens is None else tokens.tokenizer
+    job.too_long = sources.too_long
+    job.notes.append(f"data: {sources.summary}")
+    _defaults(job)
+
+    def stage(name: str) -> None:
+        for t in techniques:
+            if count := getattr(t, name)(job):
+                changes[t.name] += count
+                job.edits.append(Edit(name, t.name, count))
+
+    stage("data")
+    job.stream = stream.Stream(sources.train, T=setup.seq, rows=setup.rows, seed=run.seed, fill=job.fill)
+    for name in ("model", "adapt", "split", "loss", "recompute", "compile", "shard"):
+        stage(name)
+    if sources.held_out is not None:
+        job.evaluation = stream.evaluation(
+            sources.held_out,
+            T=setup.seq,
+            micro_rows=setup.micro_rows,
+            rank=world.data_rank,
+            ranks=world.data_ranks,
+            fill=pack.first_fit if model.isolates else pack.single,
+        )
+    materialise(job)
+    if training:
+        stage("optimizer")
+        if job.optimizer is None:
+            job.optimizer = AdamW(job.trained, run.optim, fused=False)
+        if job.optimizer.reads_host:
+            job.notes.append("the optimizer reads the device in each step")
+        stage("drive")
+        stage("finish")
+        for t in techniques:
+            if changes[t.name] == 0:
+                raise NoEffectError(f"`{t.name}`", "it changed nothing here", f"leave it out: --without {t.name}")
+    else:
+        stage("drive")
+    return job
+
+
+def _defaults(job: Job) -> None:
+    """Puts the default callables and slots in place: step.py, bound to the job."""
+    device, mesh = job.world.device, job.world.mesh
+    group = None if mesh is None else mesh["dp"].get_group()
+
+    def share(t: Tensor) -> Tensor:
+        if group is not None:
+            dist.all_reduce(t, group=group)
+        return t
+
+    def total(n: int) -> int:
+        n, told, failed = distributed.host_sum([n, job.stopping == 1, job.stopping == 2])
+        job.stopped = 2 if failed else 1 if told else job.stopped
+        return n
+
+    job.model.head.nll = Whole()
+    job.score = partial(next_token, job.model.head)
+    job.loss = partial(step.loss, job)
+    job.gradients = partial(step.gradients, job)
+    job.losses = partial(step.losses, job)
+    job.update = partial(step.update, job)
+    job.discard = partial(step.discard, job)
+    job.norm = partial(step.norm, job)
+    job.total, job.share = total, share
+    job.scale = torch.ones((), device=device)
+    job.lr = torch.zeros((), device=device)
+    job.finite = torch.ones((), dtype=torch.bool, device=device)
+
+
+def materialise(job: Job) -> None:
+    """Gives the model its bytes: allocates this rank's slices, redoes ties, fills by recipe, fixes `job.trained`."""
+    model = job.model
+    for root in job.roots:
+        root.to_empty(device=job.world.device)
+    model.tie()  # allocation made two tensors of one, unless sharding holds them together
+    model.restore_buffers(job.world.device)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            local, offset = placed(p)
+            job.recipe.fill(name, local, offset)
+    job.trained = [
+        Trained(name, p, decays=p.dim() > 1) for name, p in model.named_parameters() if p.requires_grad
+    ]
+
+
+def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's piece of a parameter, and where it begins in the whole."""
+    if not isinstance(p, DTensor):
+        return p.detach(), (0,) * p.dim()
+    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return p.detach().to_local(), tuple(offset)
+
+
+def locate(run: Run) -> tuple[Path | None, dict[str, Any]]:
+    """The model's folder (None: a shape with random weights) and its config.json.
+
+    Raises:
+        ConfigError: no such folder, shape or hub id; no config.json; not JSON.
+    """
+    m = run.model
+    if (m.path is None) == (m.shape is None):
+        found = "both" if m.path else "neither"
+        raise ConfigError("one of `model.path` and `model.shape`", found, "give exactly one")
+    if m.shape is not None:
+        if m.shape not in SHAPES:
+            raise ConfigError(f"`model.shape: {m.shape}`", "no such shape", nearest(m.shape, SHAPES))
+        return None, dict(SHAPES[m.shape])
+    assert m.path is not None
+    folder = _tiny() if m.path == "tiny" else Path(m.path)
+    if not folder.is_dir():
+        folder = _download(m.path)
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ConfigError(f"the model {folder}", "a folder without config.json", "name a Hugging Face model's folder")
+    try:
+        hf = json.loads(config.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{config}", f"not JSON: {error}", "download the model again") from None
+    if not isinstance(hf, dict):
+        raise ConfigError(f"{config}", "no JSON object", "download the model again")
+    return folder, hf
+
+
+def _tiny() -> Path:
+    """The built-in model's folder, written at first use."""
+    from optrush.model import tiny
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
+    folder = cache / "tiny-1"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix="tiny-", dir=cache))
+        tiny.write(fresh)
+        try:
+            fresh.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was first
+                raise
+    return folder
+
+
+def _download(name: str) -> Path:
+    """A model by its hub id: its weights, configuration and tokenizer; never its code or its pickles."""
+    asked = f"the model {name}"
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ConfigError(asked, "no such folder", "name a Hugging Face model's folder, a hub id, or `tiny`")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        found = f"no such folder, and the hub did not give it: {type(error).__name__}"
+        raise ConfigError(asked, found, "check the name and the network, or name a folder") from None
+
+
+def open_tokens(run: Run, folder: Path | None) -> Tokens | None:
+    """The model's tokenizer with its chat template, or the one given; None for a shape."""
+    if folder is None:
+        return None
+    if run.data.random is not None and not (folder / "tokenizer.json").exists():
+        return None  # random tokens need none
+    from transformers import AutoTokenizer
+
+    template = None
+    if run.model.chat_template is not None:
+        path = Path(run.model.chat_template)
+        if not path.is_file():
+            raise ConfigError(f"`model.chat_template: {path}`", "no such file", "name a file with a jinja template")
+        template = path.read_text()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise NeedsError(
+            f"the tokenizer of {folder}", str(error).splitlines()[0], "put its tokenizer.json there"
+        ) from None
+    if template is not None:
+        tokenizer.chat_template = template
+    return Tokens(tokenizer, template)
+
+
+def fingerprints(folder: Path | None, hf: dict[str, Any], tokens: Tokens | None, sources: Sources) -> dict[str, str]:
+    """What a resumed run must find unchanged, by field."""
+
+    def digest(value: object) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+    found = {"config": digest(hf), "data": sources.fingerprint}
+    if tokens is not None:
+        found["tokenizer"] = digest(tokens.tokenizer.backend_tokenizer.to_str())
+        found["template"] = digest(getattr(tokens.tokenizer, "chat_template", None))
+    return found

@@ -1,0 +1,361 @@
+"""Checkpoints that a kill at any moment cannot spoil: commit protocol, manifest, verification, resuming, resharding.
+
+`<output>/checkpoints/step-000012/` holds `rank-0.safetensors`, ... and `manifest.json`. It is committed when it has
+that name, for the name is given last: every rank writes, syncs and hashes into `step-000012.tmp-<nonce>/`, rank 0 adds
+the manifest, syncs, renames, syncs the parent, and only then prunes. A folder is renamed away before it is emptied.
+So a name without `.tmp-` means that the whole was on the disk once; the hashes say whether it still is.
+
+Each rank saves the boxes it holds, and loads the overlaps of whatever boxes were saved: the number of ranks and who
+cuts the weights may differ from run to run. No pickle anywhere: safetensors and JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+
+import optrush
+from optrush import errors, shards
+from optrush.config import nearest
+from optrush.distributed import host_sum, launched
+from optrush.errors import CheckpointError, UserError
+from optrush.manifest import (
+    FOLDER,
+    FORMAT,
+    LEFT,
+    MANIFEST,
+    Entry,
+    Manifest,
+    Piece,
+    damaged,
+    digest,
+    encode,
+    find,
+    parse,
+    step_of,
+    text_of,
+    uncovered,
+    verify,
+)
+from optrush.technique import library
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+__all__ = ["Manifest", "Meta", "SaveFailed", "choose", "find", "fresh_id", "restore", "save", "verify"]
+
+
+class SaveFailed(OSError):
+    """A save did not come about, on any rank; training can go on, and the last good checkpoint is as it was."""
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What the loop knows and a checkpoint must say, beside tensors; equal on every rank."""
+
+    run_id: str
+    sample: int  # global index of the first sample of the next step
+    skipped: int = 0  # updates skipped so far
+    skipped_in_a_row: int = 0
+    fingerprints: Mapping[str, str] = field(default_factory=dict)  # of config, tokenizer, template, data, ...
+
+
+def fresh_id() -> str:
+    """A new run's id, the same on every rank."""
+    return _from_first(secrets.token_hex(8))
+
+
+# Saving
+
+
+def save(job: Job, step: int, meta: Meta) -> Path:
+    """Writes and commits a checkpoint of the job after `step` updates; every rank calls it.
+
+    Saving the same state again leaves the committed folder alone.
+
+    Raises:
+        SaveFailed: on every rank, whichever rank's disk failed; the half save is gone.
+    """
+    first = job.world.rank == 0
+    folder = Path(job.run.output) / FOLDER
+    final = folder / f"step-{step:06d}"
+    half = folder / f"{final.name}.tmp-{_from_first(secrets.token_hex(4))}"
+    _attempt(lambda: _begin(folder, half) if first else None, half)
+    reports = _attempt(lambda: _write_own(job, half), half)
+    _attempt(lambda: _commit(job, step, meta, reports, half, final) if first else None, half)
+    _attempt(lambda: _prune(folder, step, job.run.train.keep) if first else None, half)
+    return final
+
+
+def _begin(folder: Path, half: Path) -> None:
+    for made in (folder.parent, folder):
+        if not made.is_dir():
+            shards.mkdir(made)
+            shards.sync_folder(made.parent)
+    for left in folder.iterdir():
+        if LEFT.match(left.name):
+            shards.remove(left)
+    shards.mkdir(half)
+
+
+def _write_own(job: Job, half: Path) -> dict[str, Any]:
+    """This rank's file; the report tells rank 0 what lies in it. A rank that has nothing to save writes no file."""
+    mine = [s for s in shards.slices(job) if s.saves]
+    if not mine:
+        return {}
+    name = f"rank-{job.world.rank}.safetensors"
+    sha, size = shards.write_tensors(half / name, [(s.name, s.local) for s in mine])
+    pieces = [[s.name, shards.DTYPES[s.local.dtype], s.whole, s.offset, s.shape] for s in mine]
+    return {"file": name, "sha256": sha, "bytes": size, "pieces": pieces}
+
+
+def _commit(job: Job, step: int, meta: Meta, reports: list[Any], half: Path, final: Path) -> None:
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "step": step,
+        "run_id": meta.run_id,
+        "sample": meta.sample,
+        "skipped": meta.skipped,
+        "skipped_in_a_row": meta.skipped_in_a_row,
+        "ranks": job.world.ranks,
+        "state": {name: state.save() for name, state in job.state.items()},
+        "versions": {
+            "optrush": optrush.__version__,
+            "torch": torch.__version__,
+            "transformers": library("transformers"),
+        },
+        "config": job.run.model_dump(mode="json", by_alias=True),
+        "fingerprints": dict(meta.fingerprints),
+        "files": {r["file"]: {"sha256": r["sha256"], "bytes": r["bytes"]} for r in reports if r},
+        "tensors": _table(reports),
+    }
+    body["digest"] = digest(body)
+    text = encode(body)
+    for name, file in body["files"].items():
+        if (half / name).stat().st_size != file["bytes"]:  # raises, too, where the ranks share no disk
+            raise OSError(f"{half / name} is not as long as what was written")
+    shards.write_file(half / MANIFEST, iter([text]))
+    shards.sync_folder(half)
+    if final.is_dir():
+        if _is(final, text):
+            shards.remove(half)
+            return
+        # The run went back behind this step, past a damaged checkpoint or told to; the one it went back to is still
+        # there if the next two lines are cut in half.
+        shards.rename(final, half.with_name(half.name + "0"))
+    shards.rename(half, final)
+    shards.sync_folder(final.parent)
+
+
+def _is(path: Path, text: bytes) -> bool:
+    """Whether this very checkpoint is committed there already, and intact."""
+    try:
+        return text_of(verify(path)) == text
+    except CheckpointError:
+        return False
+
+
+def _table(reports: Iterable[Any]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for report in filter(None, reports):
+        for name, dtype, whole, offset, shape in report["pieces"]:
+            entry = table.setdefault(name, {"dtype": dtype, "shape": whole, "pieces": []})
+            assert (entry["dtype"], entry["shape"]) == (dtype, whole), f"{name}: the ranks disagree about it"
+            entry["pieces"].append({"file": report["file"], "offset": offset, "shape": shape})
+    for name, entry in table.items():
+        wrong = uncovered(Entry.model_validate(entry))
+        assert wrong is None, f"{name}: {wrong}"
+    return table
+
+
+def _prune(folder: Path, step: int, keep: int) -> None:
+    """Keeps the newest; what is newer than the step just saved belongs to a future that the run has left."""
+    committed = find(folder.parent)
+    kept = [c for c in committed if step_of(c) <= step][:keep]
+    for old in reversed([c for c in committed if c not in kept]):
+        shards.rename(old, old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}"))
+    shards.sync_folder(folder)
+    for left in list(folder.iterdir()):
+        if LEFT.match(left.name):
+            shards.remove(left)
+
+
+# Resuming
+
+
+def choose(output: Path | str, resume: Literal["auto"] | Path | None) -> tuple[Manifest | None, list[tuple[Path, str]]]:
+    """Where to go on: the manifest of an intact checkpoint (None: from the start), and those passed over, with why.
+
+    Rank 0 reads and decides, the others are told.
+
+    Raises:
+        CheckpointError: on every rank; the path asked for is damaged, or there are checkpoints and none is intact.
+    """
+    if resume is None:
+        return None, []
+    answer = json.loads(_from_first(json.dumps(_decide(Path(output), resume) if launched()[0] == 0 else {})))
+    if answer["error"] is not None:
+        raise CheckpointError(*answer["error"])
+    manifest = None if answer["path"] is None else parse(Path(answer["path"]), answer["text"].encode())
+    return manifest, [(Path(p), why) for p, why in answer["passed"]]
+
+
+def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
+    candidates = find(output) if resume == "auto" else [Path(resume).resolve()]
+    answer: dict[str, Any] = {"error": None, "path": None, "text": "", "passed": []}
+    for path in candidates:
+        try:
+            answer["text"] = text_of(verify(path)).decode()
+        except CheckpointError as error:
+            if resume != "auto":
+                return answer | {"error": error.args}
+            answer["passed"].append([str(path), error.found])
+        else:
+            return answer | {"path": str(path)}
+    if candidates:
+        why = "; ".join(f"{Path(path).name}: {found}" for path, found in answer["passed"])
+        todo = "to start afresh set `train.clean: true` without --resume, or take another `output`"
+        answer["error"] = [f"--resume auto in {output}", f"no checkpoint is intact: {why}", todo]
+    return answer
+
+
+def restore(
+    job: Job, found: Manifest | Path, fingerprints: Mapping[str, str], allow: frozenset[str] = frozenset()
+) -> Manifest:
+    """Fills parameters, optimizer states and `job.state` from a checkpoint, whatever cutting it was saved under.
+
+    Args:
+        found: what `choose` returned (verified), or a folder (verified here).
+        fingerprints: of this run; each must be as it was, unless `allow` names it.
+
+    Raises:
+        CheckpointError: on every rank; the checkpoint is damaged, of another run's making, or holds other tensors.
+    """
+    manifest = found if isinstance(found, Manifest) else choose(found.parent.parent, found)[0]
+    assert manifest is not None, "a folder was asked for"
+    error: CheckpointError | None = None
+    try:
+        _check_fingerprints(manifest, fingerprints, allow)
+        _check_names(manifest, "state", set(manifest.state), set(job.state))
+        _load(job, manifest)
+    except CheckpointError as e:
+        error = e
+    agree(error)
+    for name, state in job.state.items():
+        state.load(manifest.state[name])
+    return manifest
+
+
+def _check_fingerprints(manifest: Manifest, now: Mapping[str, str], allow: frozenset[str]) -> None:
+    then = manifest.fingerprints
+    for name in sorted(allow):
+        if name not in {*then, *now}:
+            raise CheckpointError(f"--allow-change {name}", "no such field", nearest(name, {*then, *now}))
+    for name in sorted({*then, *now} - allow):
+        if then.get(name) != now.get(name):
+            raise CheckpointError(
+                f"to resume {manifest.path}",
+                f"`{name}` was {then.get(name, 'absent')} and is {now.get(name, 'absent')}",
+                f"bring back the old one, or accept the change: --allow-change {name}",
+            )
+
+
+def _check_names(manifest: Manifest, what: str, saved: set[str], wanted: set[str]) -> None:
+    for wrong, how in ((wanted - saved, "is missing"), (saved - wanted, "is there, and this run has none")):
+        if wrong:
+            name = min(wrong)
+            where = manifest.tensors[name].pieces[0].file if name in manifest.tensors else MANIFEST
+            raise _foreign(manifest, f"{where}: the {what} `{name}` {how}")
+
+
+def _foreign(manifest: Manifest, found: str) -> CheckpointError:
+    todo = "resume with the techniques and the model it was saved with, or start afresh in another `output`"
+    return CheckpointError(f"to resume {manifest.path}", found, todo)
+
+
+@torch.no_grad()
+def _load(job: Job, manifest: Manifest) -> None:
+    mine = shards.slices(job)
+    _check_names(manifest, "tensor", set(manifest.tensors), {s.name for s in mine})
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for s in mine:
+            entry = manifest.tensors[s.name]
+            file = entry.pieces[0].file
+            if (tuple(entry.shape), entry.dtype) != (s.whole, shards.DTYPES[s.local.dtype]):
+                was = f"{tuple(entry.shape)} {entry.dtype}"
+                is_ = f"{s.whole} {shards.DTYPES[s.local.dtype]}"
+                raise _foreign(manifest, f"{file}: the tensor `{s.name}` is {was}, this run needs {is_}")
+            for piece in entry.pieces:
+                shared = shards.overlap(s.offset, s.shape, tuple(piece.offset), tuple(piece.shape))
+                if shared is None:
+                    continue
+                try:
+                    if piece.file not in files:
+                        files[piece.file] = stack.enter_context(safe_open(manifest.path / piece.file, "pt"))
+                    _copy(files[piece.file], s, piece, shared)
+                except (OSError, SafetensorError) as error:
+                    raise damaged(manifest.path, piece.file, f"cannot be read: {error}") from None
+
+
+def _copy(file: Any, s: shards.Slice, piece: Piece, shared: list[tuple[int, int]]) -> None:
+    """The shared box, from the file into this rank's storage."""
+    if not shared:  # one value
+        s.local.copy_(file.get_tensor(s.name))
+        return
+    there = tuple(slice(a - o, b - o) for (a, b), o in zip(shared, piece.offset))
+    here = tuple(slice(a - o, b - o) for (a, b), o in zip(shared, s.offset))
+    s.local[here].copy_(file.get_slice(s.name)[there])
+
+
+# Among ranks: what one has to say, as JSON through the CPU group. Without a group, there is one rank.
+
+
+def _gather(text: str) -> list[str]:
+    if not dist.is_initialized():
+        return [text]
+    data, rank, ranks = text.encode(), dist.get_rank(), dist.get_world_size()
+    sizes = host_sum([len(data) if r == rank else 0 for r in range(ranks)])
+    box = torch.zeros(max(sizes), dtype=torch.uint8)
+    if data:
+        box[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    boxes = [torch.empty_like(box) for _ in sizes]
+    dist.all_gather(boxes, box)
+    return [b[:n].numpy().tobytes().decode() for b, n in zip(boxes, sizes)]
+
+
+def agree(error: UserError | None) -> None:
+    """Raises the first rank's error on every rank, so that none waits for one that has left; every rank calls it."""
+    told = [json.loads(t) for t in _gather(json.dumps([type(error).__name__, error.args] if error else None))]
+    for kind, args in filter(None, told):
+        raise error or getattr(errors, kind)(*args)
+
+
+def _from_first(text: str) -> str:
+    return _gather(text if launched()[0] == 0 else "")[0]
+
+
+def _attempt(work: Callable[[], Any], half: Path) -> list[Any]:
+    """This rank's part of a save, and what every rank's came to; a failure of one is a failure of all."""
+    answer: dict[str, Any]
+    try:
+        answer = {"came to": work()}
+    except OSError as error:
+        answer = {"failed": str(error)}
+    answers = [json.loads(a) for a in _gather(json.dumps(answer))]
+    failed = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if "failed" in a]
+    if failed:
+        if launched()[0] == 0 and half.is_dir():
+            with suppress(OSError):  # what cannot be removed now is removed at the next start or save
+                shards.remove(half)
+        raise SaveFailed("; ".join(failed))
+    return [a["came to"] for a in answers]

@@ -1,0 +1,206 @@
+"""The verbs: parses, dispatches, prints. Imports what a verb needs inside it, so that --help answers at once.
+
+Exit codes: 0 done; 1 the run failed; 2 the user must change something, nothing was written; 143 stopped by a signal,
+resumable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optrush import __version__
+from optrush.errors import ConfigError, RunError, UserError
+
+if TYPE_CHECKING:
+    from optrush.config import Run
+
+app = typer.Typer(
+    name="optrush",
+    help="Train large language models as efficiently as the hardware allows, and prove it.",
+    epilog="A run is a YAML file: start from examples/, or see `optrush train --help`.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Config = Annotated[Path, typer.Argument(help="the run's YAML", metavar="CONFIG", show_default=False)]
+Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="change a value: optim.lr=1e-4")]
+With = Annotated[list[str], typer.Option("--with", metavar="NAME[:OPTION=VALUE,...]", help="add a technique")]
+Without = Annotated[list[str], typer.Option("--without", metavar="NAME", help="leave a technique out")]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this machine, one a device")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+
+
+@app.callback(invoke_without_command=True)
+def top(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    config: Config,
+    set_: Set = [],  # noqa: B006 - typer copies it
+    with_: With = [],  # noqa: B006
+    without: Without = [],  # noqa: B006
+    ranks: Ranks = 1,
+    resume: Annotated[
+        str | None, typer.Option("--resume", metavar="auto|FOLDER", help="go on from a checkpoint: the newest, or this")
+    ] = None,
+    allow_change: Annotated[
+        list[str], typer.Option("--allow-change", metavar="FIELD", help="accept a changed field at resume")
+    ] = [],  # noqa: B006
+) -> None:
+    """Train a model as CONFIG says; flags change it in the order --set, --with, --without.
+
+    The smallest useful file:
+
+    \b
+      model: tiny                      # or a Hugging Face folder or hub id
+      objective: sft                   # or pretrain
+      data: {sample: recipes, eval: 0.1}
+      output: runs/first
+      with: {packing: {}, attention: {}, fused-loss: {}}
+    """
+    run = read_run(config, set_, with_, without)
+    go_on = Path(resume) if resume not in (None, "auto") else resume
+    from optrush.assemble import prepare
+
+    if _launches(ranks):
+        from optrush import launch, runfolder
+
+        prepare(run, ranks=ranks)  # what can be refused is refused once, here
+        runfolder.prepare(Path(run.output), run.train.clean, go_on)  # type: ignore[arg-type]
+        raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
+    from optrush import distributed
+    from optrush.fit import fit
+
+    try:
+        outcome = fit(prepare(run), go_on, frozenset(allow_change))  # type: ignore[arg-type]
+    finally:
+        distributed.finish()
+    if outcome.code == 0 and distributed.launched()[0] == 0:
+        if outcome.first_eval is not None:
+            print(f"held-out loss {outcome.first_eval:.4f} -> {outcome.last_eval:.4f}", file=sys.stderr)
+        print(outcome.output)
+    raise typer.Exit(outcome.code)
+
+
+@app.command("eval")
+def evaluate(
+    config: Config,
+    set_: Set = [],  # noqa: B006
+    with_: With = [],  # noqa: B006
+    without: Without = [],  # noqa: B006
+    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="evaluate this model instead")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="on this file instead")] = None,
+    ranks: Ranks = 1,
+    as_json: Json = False,
+) -> None:
+    """The mean loss a target token, packed; on --data, else on what CONFIG holds out, else on its data."""
+    sets = [*set_, *([f"model.path={json.dumps(model)}"] if model else [])]
+    run = read_run(config, sets, with_, without)
+    from optrush import distributed
+    from optrush.assemble import assemble, prepare
+    from optrush.train import evaluate as measure
+
+    if _launches(ranks):
+        from optrush import launch
+
+        prepare(run, ranks=ranks)
+        raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
+    from optrush.console import rows_read
+
+    if data is None and run.data.eval is None:
+        data = run.data.path  # nothing is held out: all of it
+        if data is None:
+            asked = "`optrush eval` without --data"
+            raise ConfigError(asked, "`data.eval` holds nothing out", "set data.eval=0.1, or give --data FILE")
+    try:
+        job = assemble(prepare(run), training=False, data=data, progress=rows_read("tokenising"))
+        loss, targets = measure(job)
+    finally:
+        distributed.finish()
+    if job.world.rank == 0:
+        assert job.evaluation is not None
+        found = {
+            "loss": loss,
+            "target_tokens": targets,
+            "documents": job.evaluation.documents,
+            "rows": job.evaluation.rows,
+            "too_long": job.too_long,
+        }
+        print(json.dumps(found) if as_json else "\n".join(f"{k:<14} {v}" for k, v in found.items()))
+
+
+@app.command()
+def techniques(as_json: Json = False) -> None:
+    """Every technique: what it does, what it owns, what it promises, and the test that holds it to that."""
+    import dataclasses
+
+    from optrush.techniques import ALL
+
+    rows: list[dict[str, Any]] = [
+        {
+            "name": t.name,
+            "summary": t.summary,
+            "source": t.source,
+            "numerics": t.numerics.name,
+            "claims": sorted(p.name for p in t.claims),
+            "options": {f.name: {"type": str(f.type), "default": f.default} for f in dataclasses.fields(t)},  # type: ignore[arg-type]
+            "proof": t.proof,
+            "verified_on": list(t.verified_on),
+        }
+        for t in ALL
+    ]
+    if as_json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        options = " ".join(f"{k}={v['default']}" for k, v in row["options"].items())
+        print(f"{row['name']:<12} {row['summary']}")
+        owns = ", ".join(row["claims"]).lower() or "nothing alone"
+        print(f"{'':<12} {row['numerics'].lower()}; owns {owns}" + (f"; options: {options}" if options else ""))
+
+
+def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str]) -> Run:
+    """The YAML with its flags, checked."""
+    from optrush.config import parse
+
+    if not path.is_file():
+        raise ConfigError(f"the configuration {path}", "no such file", "name a YAML file; examples/ has some")
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
+    return parse(text, str(path), sets, withs, withouts)
+
+
+def _launches(ranks: int) -> bool:
+    """Whether this process must start the others: it was told how many, and no launcher has started it."""
+    return ranks > 1 and "RANK" not in os.environ
+
+
+def main() -> None:
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    try:
+        app()
+    except (UserError, RunError) as error:
+        if debug:
+            raise
+        rank = os.environ.get("RANK", "0")
+        where = "" if rank == "0" else f"rank {rank}:\n"
+        print(f"{where}{error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)

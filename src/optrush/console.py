@@ -1,0 +1,85 @@
+"""What people see while something runs: on standard error, a bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+QUIET_S = 2.0  # what is over sooner needs no bar
+
+
+def count(n: float) -> str:
+    """1234567 -> 1.23M, for people."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return f"{n:.3g}"
+
+
+def line(m: dict[str, Any]) -> str:
+    """One metrics line as text."""
+    if "eval_loss" in m:
+        loss = "not finite" if m["eval_loss"] is None else f"{m['eval_loss']:.4f}"
+        return f"held-out loss {loss} over {count(m['eval_target_tokens'])} targets"
+    if "loss" not in m:
+        return ", ".join(f"{k} {v}" for k, v in m.items() if k != "step")
+    loss = "not finite" if m["loss"] is None else f"{m['loss']:.4f}"
+    norm = "not finite" if m["grad_norm"] is None else f"{m['grad_norm']:.3g}"
+    text = f"loss {loss}  lr {m['lr']:.2e}  norm {norm}  {count(m['tokens_per_s'])} tok/s"
+    if m["mfu"] is not None:
+        text += f"  MFU {m['mfu']:.1%}"
+    text += f"  {m['peak_bytes'] / 2**30:.1f} GiB  data {m['data_wait_s'] / m['step_s']:.0%}"
+    return text + (f"  skipped {m['skipped']}" if m["skipped"] else "")
+
+
+class Bar:
+    """Progress over the steps of a run. `say` is what the meter calls; without a terminal it prints lines with an ETA."""
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        self.total, self.done, self.begun, self.first = total, done, time.monotonic(), done
+        columns = (
+            SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )  # fmt: skip
+        self.progress = Progress(*columns, console=err, transient=True) if sys.stderr.isatty() else None
+        self.task = None if self.progress is None else self.progress.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> Bar:
+        if self.progress is not None:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def say(self, m: dict[str, Any]) -> None:
+        step, text = m["step"], line(m)
+        if self.progress is None or self.task is None:
+            eta = (time.monotonic() - self.begun) / max(1, step - self.first) * (self.total - step)
+            rest = f"  ETA {eta:.0f} s" if "loss" in m and step < self.total else ""
+            err.print(f"step {step}/{self.total}  {text}{rest}", markup=False)
+        elif "loss" in m:
+            self.progress.update(self.task, completed=step, description=text)
+        else:
+            err.print(f"step {step}/{self.total}  {text}", markup=False)
+
+
+def rows_read(what: str) -> Callable[[int], None]:
+    """A progress callback that stays silent for what is quick, then says how far it is, each second."""
+    begun = last = time.monotonic()
+
+    def report(n: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - begun > QUIET_S and now - last > 1:
+            last = now
+            err.print(f"{what}: {n} rows, {n / (now - begun):.0f} a second", markup=False)
+
+    return report

@@ -1,0 +1,88 @@
+"""Ranks, the mesh, and the one collective that the loop itself needs.
+
+One process a device. Tensors on the device go through NCCL (gloo on CPU); host integers and the stop flag through
+gloo, so that asking how many targets a step has never waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+MESH_ORDER = ("pp", "dp", "cp", "tp")  # outermost first: what talks most lies closest together
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among its peers. `mesh` is None in a run of one process, where no collective is ever called."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    mesh: DeviceMesh | None = None
+
+    @property
+    def data_rank(self) -> int:
+        return 0 if self.mesh is None else self.mesh.get_local_rank("dp")
+
+    @property
+    def data_ranks(self) -> int:
+        return 1 if self.mesh is None else int(self.mesh["dp"].size())
+
+
+def launched() -> tuple[int, int]:
+    """(rank, ranks) as the launcher said in the environment; (0, 1) without one."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(axes: Mapping[str, int], kind: str) -> World:
+    """Joins the process group, if there is one, and lays the mesh: the declared axes, the rest is "dp"."""
+    rank, ranks = launched()
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if ranks == 1:
+        return World(0, 1, device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    sizes = dict(axes)
+    taken = 1
+    for n in sizes.values():
+        taken *= n
+    sizes["dp"] = ranks // taken
+    names = [a for a in MESH_ORDER if a in sizes]
+    mesh = init_device_mesh(device.type, tuple(sizes[a] for a in names), mesh_dim_names=tuple(names))
+    return World(rank, ranks, device, mesh)
+
+
+def finish() -> None:
+    """Leaves the process group; harmless without one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def host_sum(values: list[int]) -> list[int]:
+    """Sums of host integers over all ranks, through the CPU."""
+    if not dist.is_initialized():
+        return values
+    box = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(box)
+    return [int(v) for v in box]
+
+
+def barrier() -> None:
+    """Waits for all ranks, on the host."""
+    host_sum([0])
+
+
+def first_error(error: BaseException | None) -> bool:
+    """Whether any rank has an error: all ranks must leave together, or the others wait in a collective."""
+    return host_sum([int(error is not None)])[0] > 0

@@ -1,0 +1,71 @@
+"""The trained model as a Hugging Face folder that transformers loads: `model/` of a run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from optrush import __version__
+from optrush.distributed import barrier
+from optrush.job import Job
+from optrush.model.weights import export
+
+CARD = """---
+library_name: transformers
+tags: [optrush]
+---
+# {name}
+
+Trained by optrush {version} with the objective `{objective}`, {steps} steps; techniques: {techniques}.
+The run's `run.yaml` beside this folder says everything else.
+"""
+
+
+def write_model(job: Job, output: Path, steps: int, source: Path | None) -> Path:
+    """Writes `model/` under the run's folder, whole or not at all: into a folder beside it first, then renamed.
+
+    Every rank takes part (sharded parameters are gathered one at a time), rank 0 writes.
+    """
+    folder, fresh = output / "model", output / "model.tmp"
+    tensors = _whole(job)
+    if job.world.rank == 0:
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        export(fresh, tensors, job.recipe, job.hf)
+        if job.tokenizer is not None:
+            job.tokenizer.save_pretrained(fresh)
+        if source is not None and (source / "generation_config.json").is_file():
+            shutil.copyfile(source / "generation_config.json", fresh / "generation_config.json")
+        card = CARD.format(
+            name=output.resolve().name, version=__version__, objective=job.run.objective, steps=steps,
+            techniques=", ".join(job.run.with_) or "none",
+        )  # fmt: skip
+        (fresh / "README.md").write_text(card)
+        if folder.exists():
+            old = output / "model.old.tmp"
+            shutil.rmtree(old, ignore_errors=True)
+            os.rename(folder, old)
+            os.rename(fresh, folder)
+            shutil.rmtree(old)
+        else:
+            os.rename(fresh, folder)
+    else:
+        for _ in tensors:
+            pass
+    barrier()
+    return folder
+
+
+def _whole(job: Job) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by canonical name, whole and on the host of rank 0; on the others only the gathering happens."""
+    for name, p in job.model.named_parameters():
+        whole = p.detach()
+        if isinstance(whole, DTensor):
+            whole = whole.full_tensor()
+        yield name, whole.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else whole

@@ -1,0 +1,175 @@
+"""One training run from start to finish: the folder, resuming, signals, the loop, the exported model.
+
+Nothing is written before everything that can be refused was refused: the folder is claimed after assembly.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from optrush import checkpoint, config, console, curves, distributed, runfolder, step
+from optrush.assemble import Prepared, assemble
+from optrush.export import write_model
+from optrush.job import Batch, Job
+from optrush.meter import Meter
+from optrush.train import Plan, evaluate, train
+
+RESUMABLE = 143
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: 0 done, 143 stopped by a signal and resumable."""
+
+    code: int
+    output: Path
+    first_eval: float | None = None
+    last_eval: float | None = None
+
+
+def fit(
+    prepared: Prepared,
+    resume: Literal["auto"] | Path | None = None,
+    allow: frozenset[str] = frozenset(),
+    build: Callable[..., Job] = assemble,
+) -> Outcome:
+    """Trains as `prepared` says.
+
+    Args:
+        resume: "auto" goes on from the newest intact checkpoint, a folder from that one, None begins.
+        allow: fields whose fingerprint may have changed since the checkpoint.
+
+    Raises:
+        UserError: something must be changed; the output folder is as it was.
+        RunError: updates that were not finite, three in a row.
+    """
+    run = prepared.run
+    output = Path(run.output)
+    runfolder.prepare(output, run.train.clean, resume)
+    manifest, passed = checkpoint.choose(output, resume)
+    job = build(prepared, progress=console.rows_read("tokenising"))
+    assert job.stream is not None
+    plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
+    if manifest is not None:
+        checkpoint.restore(job, manifest, job.fingerprints, allow)
+        plan = Plan(job, plan.firsts, manifest.step)
+    main = job.world.rank == 0
+    with ExitStack() as stack:
+        if main:
+            output.mkdir(parents=True, exist_ok=True)
+        distributed.barrier()
+        stack.enter_context(runfolder.lock(output))
+        if main:
+            runfolder.claim(output, run.train.clean)
+            (output / "run.yaml").write_text(config.dump(absolute(run)))
+            runfolder.cut_back(output / "metrics.jsonl", plan.done)
+            console.err.print(job.describe(), markup=False)
+        distributed.barrier()
+        stack.enter_context(stopping(job))
+        bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None
+        return _drive(prepared, job, plan, manifest, passed, bar)
+
+
+def _drive(
+    prepared: Prepared,
+    job: Job,
+    plan: Plan,
+    manifest: checkpoint.Manifest | None,
+    passed: list[tuple[Path, str]],
+    bar: console.Bar | None,
+) -> Outcome:
+    """The loop with everything in place; every rank is here."""
+    output = Path(job.run.output)
+    skipped = 0 if manifest is None else manifest.skipped
+    run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
+    meter = Meter(job, output / "metrics.jsonl" if bar else None, plan.total, bar.say if bar else _silent, skipped)
+    if passed and manifest is not None:
+        damaged = [{"checkpoint": path.name, "reason": why} for path, why in passed]
+        meter.write({"step": manifest.step, "passed_over": damaged})
+    job.begin = partial(step.begin, job, steps=plan.total)
+    job.batches = batches(job, plan)
+
+    def save(n: int) -> None:
+        meta = checkpoint.Meta(
+            run_id, plan.firsts[n], int(meter.skipped.item()), len(meter.bad), job.fingerprints
+        )
+        try:
+            checkpoint.save(job, n, meta)
+        except checkpoint.SaveFailed as error:
+            meter.write({"step": n, "save_failed": str(error)})
+
+    evals: list[float] = []
+    if job.evaluation is not None and plan.done == 0:
+        evals.append(_evaluated(meter, 0, job))
+    inner = meter.evaluated
+    meter.evaluated = lambda n, loss, targets: (evals.append(loss), inner(n, loss, targets))[1]  # type: ignore[method-assign]
+    train(job, meter, plan, save)
+    if meter.failure is not None:
+        raise meter.failure
+    if job.stopped:
+        if bar is not None:
+            console.err.print(f"stopped and saved; go on with: --resume auto (output {output})", markup=False)
+        return Outcome(RESUMABLE, output)
+    write_model(job, output, plan.total, prepared.folder)
+    if bar is not None:
+        curves.plot(output / "metrics.jsonl", output / "loss.png")
+    return Outcome(0, output, evals[0] if evals else None, evals[-1] if evals else None)
+
+
+def _evaluated(meter: Meter, n: int, job: Job) -> float:
+    with meter.aside():
+        loss, targets = evaluate(job)
+        meter.evaluated(n, loss, targets)
+    return loss
+
+
+def _silent(_: dict[str, Any]) -> None:
+    """What ranks other than the first show."""
+
+
+def batches(job: Job, plan: Plan) -> Iterator[list[Batch]]:
+    """This rank's micro-batches, step by step, from where the run stands."""
+    assert job.stream is not None
+    for k in range(plan.done, plan.total):
+        yield job.stream.batches(
+            k, plan.firsts, rank=job.world.data_rank, ranks=job.world.data_ranks, micro_rows=job.setup.micro_rows
+        )
+
+
+@contextmanager
+def stopping(job: Job) -> Iterator[None]:
+    """SIGTERM, SIGINT and SIGUSR1 ask all ranks to save after the step under way; a second Ctrl-C leaves at once."""
+
+    def asked(number: int, _: object) -> None:
+        if number == signal.SIGINT and job.stopping:
+            raise KeyboardInterrupt
+        job.stopping = max(job.stopping, 1)  # type: ignore[assignment]
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.signal(n, asked) for n in numbers]
+    try:
+        yield
+    finally:
+        for n, handler in zip(numbers, before):
+            signal.signal(n, handler)
+
+
+def absolute(run: config.Run) -> config.Run:
+    """The run with every path absolute, so that its run.yaml means the same from anywhere."""
+
+    def full(path: str | None) -> str | None:
+        return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
+
+    held = run.data.eval
+    data = run.data.model_copy(
+        update={"path": full(run.data.path), "eval": full(held) if isinstance(held, str) else held}
+    )
+    path = run.model.path if run.model.path == "tiny" else full(run.model.path)
+    model = run.model.model_copy(update={"path": path, "chat_template": full(run.model.chat_template)})
+    return run.model_copy(update={"data": data, "model": model, "output": str(Path(run.output).resolve())})

@@ -1,0 +1,140 @@
+"""The live state of a run: callables that techniques replace or wrap, slots they fill, and the contract of each.
+
+Read this file, then step.py (the default callables), then train.py (the loop that calls them).
+Shapes: B rows, T tokens a row, D width (docs/notation.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from optrush.config import Run
+from optrush.data.batch import Batch
+from optrush.data.pack import Fill
+from optrush.data.stream import Evaluation, Stream
+from optrush.distributed import World
+from optrush.model.weights import Recipe
+from optrush.optim.adamw import Optimizer
+from optrush.technique import Setup
+
+__all__ = ["Batch", "Job", "State", "Trained"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One trained parameter: canonical name, local tensor and placement, fixed once at assembly.
+
+    After assembly nobody asks the model for its parameters: sharding leaves gathered tensors there.
+    """
+
+    name: str
+    parameter: nn.Parameter  # may be a DTensor
+    decays: bool  # weight decay applies: matrices, not norms or biases
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's piece, the very storage."""
+        p = self.parameter.detach()
+        return p.to_local() if isinstance(p, DTensor) else p
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's piece of the gradient."""
+        g = self.parameter.grad
+        return g.to_local() if isinstance(g, DTensor) else g
+
+    @property
+    def cut(self) -> bool:
+        """Whether this rank holds a slice only (else the whole, the same on every rank)."""
+        return isinstance(self.parameter, DTensor) and any(p.is_shard() for p in self.parameter.placements)
+
+
+class State(Protocol):
+    """What a technique must keep over a kill, beside parameters and optimizer states: JSON, equal on every rank."""
+
+    def save(self) -> dict[str, Any]: ...
+    def load(self, saved: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Edit:
+    stage: str
+    technique: str
+    count: int
+
+
+@dataclass
+class Job:
+    """Assembled by assemble.py, driven by train.py."""
+
+    run: Run
+    setup: Setup
+    world: World
+    hf: dict[str, Any]  # config.json as edited
+    stream: Stream | None
+    fill: Fill  # how documents become rows
+    model: Any  # Decoder or Adapter: embedding, blocks, norm, head, through, ties, linears()
+    recipe: Recipe
+
+    # callables
+    batches: Iterator[list[Batch]] = field(default_factory=lambda: iter(()))
+    """An item is all of this rank's micro-batches of one step: the same number on every rank, possibly empty ones."""
+    score: Callable[[Tensor, Batch], Tensor] = None  # type: ignore[assignment]
+    """The objective: hidden (B, T, D) -> () float32, a sum over the batch's own terms; unscaled, undivided, local."""
+    loss: Callable[[Batch], Tensor] = None  # type: ignore[assignment]
+    """() float32: default is the score of the model's hidden states. Gradient mode is the caller's."""
+    gradients: Callable[[list[Batch], int], Tensor] = None  # type: ignore[assignment]
+    """The window: afterwards each trained local gradient is scale * d(sum of all ranks' losses)/dw / terms, summed
+    over the data axes. Clears first, may be called again. Returns () float32: the mean loss over the data axes."""
+    losses: Callable[[list[Batch]], Tensor] = None  # type: ignore[assignment]
+    """() float32: sum of losses over the data axes; no gradient, eval mode; weights are left as between steps."""
+    update: Callable[[], tuple[Tensor, Tensor]] = None  # type: ignore[assignment]
+    """(norm before clipping (), skipped () bool), on the device: unscale, guard, clip, step, free."""
+    begin: Callable[[int], None] = None  # type: ignore[assignment]
+    """Before step n (from 1): learning rate and random state are functions of it."""
+    evaluation: Evaluation | None = None
+    """This rank's held-out batches, the same number on every rank; None: the run holds nothing out."""
+
+    # slots
+    syncing: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
+    """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
+    discard: Callable[[], None] = None  # type: ignore[assignment]
+    """Forgets all gradients, half-summed ones too; raises where it cannot."""
+    total: Callable[[int], int] = None  # type: ignore[assignment]
+    """Sum of a host integer over the data axes; carries the stop flag along."""
+    share: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]
+    """Sum of a device tensor over the data axes."""
+    norm: Callable[[], Tensor] = None  # type: ignore[assignment]
+    """() float32: the norm of all gradients as they are (scaled), over every axis a gradient is cut on."""
+    scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
+    lr: Tensor = None  # type: ignore[assignment]  # () float32
+    optimizer: Optimizer = None  # type: ignore[assignment]
+    precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
+    autocast: bool = False  # precision is still to be realised by autocast
+    finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by gradients
+    patience: int = 3  # skipped updates in a row that end the run
+
+    # descriptions
+    roots: list[nn.Module] = field(default_factory=list)  # what we call ourselves, and so what is sharded
+    trained: list[Trained] = field(default_factory=list)
+    fingerprints: dict[str, str] = field(default_factory=dict)  # what a resumed run must find unchanged
+    tokenizer: Any = None  # transformers' tokenizer; None for random tokens on a shape
+    too_long: int = 0  # rows that were longer than T
+    state: dict[str, State] = field(default_factory=dict)
+    edits: list[Edit] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    stopping: Literal[0, 1, 2] = 0  # this rank wants to stop: 1 told to, 2 the run has failed
+    stopped: Literal[0, 1, 2] = 0  # what all ranks agreed on: the step under way is the last
+
+    def describe(self) -> str:
+        """What was changed, by whom, and what was left as it is, with the reason."""
+        lines = [f"{e.stage:<10} {e.technique}: {e.count} change{'s' * (e.count != 1)}" for e in self.edits]
+        lines += [f"{'note':<10} {n}" for n in self.notes]
+        return "\n".join(lines) or "nothing changed: the baseline"

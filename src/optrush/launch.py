@@ -1,0 +1,55 @@
+"""`--ranks N`: N processes of this command on this machine, and one exit code for all.
+
+torchrun does the same over many machines; this launcher exists because it passes on what torchrun swallows: 143, the
+exit code of a run that a signal stopped and that can be resumed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+GRACE_S = 30.0  # how long the others may take to leave after one has failed
+
+
+def spawn(arguments: Sequence[str], ranks: int) -> int:
+    """Runs `python -m optrush ARGUMENTS` as `ranks` processes; SIGTERM and SIGINT reach all of them.
+
+    Returns:
+        0 if all succeeded; else 143 if any was stopped by a signal in good order, else the first failure's code.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, _: object) -> None:
+        for p in processes:
+            if p.poll() is None:
+                p.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
+    for rank in range(ranks):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-m", "optrush", *arguments]
+        processes.append(subprocess.Popen(command, env=own, start_new_session=True))
+    failed_at: float | None = None
+    while any(p.poll() is None for p in processes):
+        time.sleep(0.05)
+        if failed_at is None and any(p.returncode not in (None, 0) for p in processes):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
+            for p in processes:
+                if p.poll() is None:
+                    p.kill()
+    codes = [p.returncode for p in processes]
+    bad = [c if c > 0 else 128 - c for c in codes if c != 0]
+    return 143 if 143 in bad else min(bad, default=0)

@@ -1,0 +1,159 @@
+"""The only definition of tokens, target tokens, tokens/s, MFU, peak bytes and step seconds; writes metrics.jsonl.
+
+The device is read only when a step logs. Whether an update was skipped is read sooner, but never waited for: a copy to
+pinned memory is looked at once it has arrived, and all ranks agree on stopping through the host (`job.total`).
+
+tokens, target_tokens: of the logged step, all ranks, padding excluded.
+step_s, data_wait_s: mean over the steps since the last line. tokens_per_s, mfu: real tokens since the last line, over
+    that time. MFU = ModelShape.flops (6 x matrix parameters + causal attention by document) / datasheet bf16 peak.
+peak_bytes: rank 0's most, so far: allocated by torch on CUDA, resident set of the process on CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optrush.data.batch import Batch
+from optrush.errors import RunError
+from optrush.job import Job
+
+
+class Meter:
+    """One a run. `say` shows a line to people; only rank 0 writes."""
+
+    def __init__(
+        self, job: Job, path: Path | None, total_steps: int, say: Callable[[dict[str, Any]], None], skipped: int = 0
+    ) -> None:
+        self.job, self.path, self.total_steps, self.say = job, path, total_steps, say
+        self.device = job.world.device
+        self.skipped = torch.tensor(skipped, device=self.device)
+        self.watched: deque[tuple[int, tuple[int, ...], Tensor, torch.cuda.Event | None]] = deque()
+        self.bad: list[tuple[int, tuple[int, ...]]] = []  # skipped updates in a row: step, this rank's samples
+        self.failure: RunError | None = None
+        self.wait_s = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.steps, self.tokens, self.attended = 0, 0, 0
+        self.wait_s, self.since = 0.0, time.perf_counter()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for data."""
+        start = time.perf_counter()
+        yield
+        self.wait_s += time.perf_counter() - start
+
+    def tick(
+        self, step: int, batches: list[Batch], terms: int, loss: Tensor, norm: Tensor, skipped: Tensor
+    ) -> dict[str, Any] | None:
+        """After update `step`: counts, watches for failing updates, and writes a line when the step logs."""
+        self.steps += 1
+        self.tokens += sum(b.n_tokens for b in batches)
+        self.attended += sum(b.attended for b in batches)
+        self.skipped += skipped
+        self._watch(step, batches, skipped)
+        if step % self.job.run.train.log_every and step != self.total_steps and not self.job.stopped:
+            return None
+        return self._line(step, batches, loss, norm)
+
+    def _line(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> dict[str, Any]:
+        self._look(wait=True)
+        value = loss.item()  # waits for the device: from here the clock is honest
+        seconds = time.perf_counter() - self.since
+        total = self.job.total
+        tokens = total(self.tokens)
+        flop_s = self.job.model.flops(tokens, total(self.attended)) / seconds / self.job.world.ranks
+        peak = self.job.setup.device.peak_flop_s
+        line = {
+            "step": step,
+            "loss": _finite(value),
+            "lr": self.job.lr.item(),
+            "grad_norm": _finite(norm.item()),
+            "tokens": total(sum(b.n_tokens for b in batches)),
+            "target_tokens": total(sum(b.n_targets for b in batches)),
+            "step_s": seconds / self.steps,
+            "tokens_per_s": tokens / seconds,
+            "mfu": None if peak is None else flop_s / peak,
+            **self.memory(),
+            "data_wait_s": self.wait_s / self.steps,
+            "skipped": int(self.skipped.item()),
+        }
+        self.write(line)
+        self._begin()
+        return line
+
+    def evaluated(self, step: int, loss: float, targets: int) -> None:
+        """A line for an evaluation; its time is no step's."""
+        self.write({"step": step, "eval_loss": _finite(loss), "eval_target_tokens": targets})
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around what is not training (evaluation, saving): its time counts for no step."""
+        start = time.perf_counter()
+        yield
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.since += time.perf_counter() - start
+
+    def memory(self) -> dict[str, Any]:
+        if self.device.type == "cuda":
+            return {"peak_bytes": torch.cuda.max_memory_allocated(), "memory_kind": "cuda_allocated"}
+        return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "memory_kind": "rss"}
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line, allow_nan=False) + "\n")
+            self.say(line)
+
+    def _watch(self, step: int, batches: list[Batch], skipped: Tensor) -> None:
+        event = None
+        if self.device.type == "cuda":
+            host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            host.copy_(skipped, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            skipped = host
+        self.watched.append((step, tuple(s for b in batches for s in b.samples), skipped, event))
+        self._look(wait=False)
+
+    def _look(self, *, wait: bool) -> None:
+        """Counts skipped updates in a row, of the steps whose flag has arrived."""
+        while self.watched:
+            step, samples, flag, event = self.watched[0]
+            if event is not None and not event.query():
+                if not wait:
+                    return
+                event.synchronize()
+            self.watched.popleft()
+            self.bad = [*self.bad, (step, samples)] if flag.item() else []
+            if len(self.bad) >= self.job.patience and self.failure is None:
+                steps = ", ".join(str(s) for s, _ in self.bad[-3:])
+                named = "; ".join(f"step {s}: {_few(x)}" for s, x in self.bad[-3:])
+                self.failure = RunError(
+                    f"{len(self.bad)} updates in a row were not finite and were skipped, the last at steps {steps}; "
+                    f"the weights are as before them. Samples of rank {self.job.world.rank}: {named}"
+                )
+                self.job.stopping = 2
+
+
+def _few(samples: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, samples[:8]))
+    return shown + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN; null says that the figure was not finite."""
+    return value if math.isfinite(value) else None

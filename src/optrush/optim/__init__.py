@@ -1,0 +1,1 @@
+"""Optimizers over plain local tensors, and the learning rate."""

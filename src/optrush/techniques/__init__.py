@@ -1,0 +1,28 @@
+"""The techniques, one a file. The order of ALL is the ladder's order; adding one is a file and a line here."""
+
+from __future__ import annotations
+
+from optrush.technique import Technique
+from optrush.techniques.amp import Amp
+from optrush.techniques.attention import Attention
+from optrush.techniques.bf16 import Bf16
+from optrush.techniques.compile import Compile
+from optrush.techniques.ddp import Ddp
+from optrush.techniques.fsdp import Fsdp
+from optrush.techniques.fused_adamw import FusedAdamW
+from optrush.techniques.fused_loss import FusedLoss
+from optrush.techniques.packing import Packing
+from optrush.techniques.recompute import Recompute
+
+ALL: tuple[type[Technique], ...] = (
+    Amp,
+    Bf16,
+    FusedAdamW,
+    Attention,
+    Compile,
+    Packing,
+    FusedLoss,
+    Recompute,
+    Ddp,
+    Fsdp,
+)

@@ -1,0 +1,116 @@
+"""Mixed precision: float32 weights, products in bf16 or fp16; fp16 with a loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from optrush.job import Job
+from optrush.technique import Need, Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FIRST_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000  # good updates before the scale doubles
+
+
+@dataclass(frozen=True)
+class Amp(Technique):
+    """Casts to the lower precision where products happen, by autocast; under sharding the gathered weights are cast.
+
+    fp16's gradients underflow, so the loss is multiplied by a scale that halves when an update overflows and doubles
+    after 2000 good ones; the update unscales. bf16 has float32's range and needs none.
+
+    Source: Micikevicius et al., https://arxiv.org/abs/1710.03740
+    Memory: activations at 2 bytes instead of 4; a cast copy of each weight while it is used (autocast keeps them for
+        the backward pass: 2 bytes a parameter); 16 bytes a parameter stay.
+    Work: products at the bf16/fp16 rate; a cast of each weight a micro-batch.
+    """
+
+    dtype: Literal["bf16", "fp16"] = "bf16"
+
+    name = "amp"
+    summary = "mixed precision: float32 weights, products in bf16, or in fp16 with loss scaling"
+    source = "https://arxiv.org/abs/1710.03740"
+    numerics = Numerics.SAME_MATHS
+    proof = "tests/techniques/test_amp.py"
+    verified_on = ("cpu", "gpu")
+    claims = frozenset({Part.PRECISION})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        yield Need(
+            setup.dtype == "float32",
+            "`amp` keeps float32 weights",
+            f"`model.dtype: {setup.dtype}`",
+            "leave `model.dtype` out, or `amp`",
+        )
+        if setup.device.kind == "cuda" and self.dtype == "bf16":
+            yield Need(
+                setup.device.capability >= (8, 0),
+                "`amp` in bf16 needs a device that multiplies in bf16",
+                f"{setup.device.name}, capability {setup.device.capability}",
+                "take --with amp:dtype=fp16",
+            )
+
+    def model(self, job: Job) -> int:
+        import torch
+
+        job.precision = torch.bfloat16 if self.dtype == "bf16" else torch.float16
+        job.autocast = True  # the owner of the data axis may realise it instead
+        return 1
+
+    def drive(self, job: Job) -> int:
+        import torch
+
+        changed = 0
+        if job.autocast:
+            inner = job.loss
+
+            def loss(batch: Any) -> Tensor:
+                with torch.autocast(job.world.device.type, job.precision):
+                    return inner(batch)
+
+            job.loss = loss
+            changed += 1
+        if self.dtype == "fp16":
+            scaler = LossScale(job)
+            job.state["amp"] = scaler
+            job.update = scaler.around(job.update)
+            job.patience += int(FIRST_SCALE).bit_length()  # halving all the way down is no failure yet
+            changed += 1
+        return changed
+
+
+class LossScale:
+    """The scale and how many good updates it has seen, both on the device: adapting it reads nothing on the host."""
+
+    def __init__(self, job: Job) -> None:
+        import torch
+
+        self.job = job
+        self.good = torch.zeros((), device=job.world.device)
+        job.scale.fill_(FIRST_SCALE)
+
+    def around(self, update: Any) -> Any:
+        import torch
+
+        def scaled() -> tuple[Tensor, Tensor]:
+            norm, skipped = update()
+            scale = self.job.scale
+            self.good.copy_(torch.where(skipped, 0.0, self.good + 1))
+            grown = self.good >= GROWTH_INTERVAL
+            factor = torch.where(skipped, 0.5, torch.where(grown, 2.0, 1.0))
+            scale.copy_((scale * factor).clamp(1.0, 2.0**24))
+            self.good.mul_(~grown)
+            return norm, skipped
+
+        return scaled
+
+    def save(self) -> dict[str, Any]:
+        return {"scale": self.job.scale.item(), "good": self.good.item()}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self.job.scale.fill_(saved["scale"])
+        self.good.fill_(saved["good"])

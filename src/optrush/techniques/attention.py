@@ -1,0 +1,67 @@
+"""The attention kernel: the exact masked one, or one that never holds the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from optrush.job import Job
+from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+
+
+@dataclass(frozen=True)
+class Attention(Technique):
+    """Puts one kernel into every block's `attend` slot.
+
+    masked: whole scores (B, H, T, T), float32 softmax; the baseline, exact, runs anywhere.
+    sdpa: torch's scaled_dot_product_attention, which picks the fastest of its kernels; rows of one document need no
+        mask, packed rows bring one.
+    varlen: torch's FlashAttention over documents, no mask; bf16 or fp16 on CUDA.
+    cudnn: cuDNN's kernel, rows of one document only; bf16 or fp16 on CUDA.
+
+    Source: Dao, https://arxiv.org/abs/2307.08691
+    Memory: masked saves about B*H*T*T*(4+2) bytes a block; the others B*T*H*E*2 and one number a row and head.
+    Work: unchanged FLOPs for dense rows; varlen does the sum of squared lengths only.
+    """
+
+    impl: Literal["masked", "sdpa", "varlen", "cudnn"] = "sdpa"
+
+    name = "attention"
+    summary = "attention without holding the scores: sdpa, varlen, cudnn; or the exact masked one"
+    source = "https://arxiv.org/abs/2307.08691"
+    numerics = Numerics.SAME_MATHS
+    proof = "tests/techniques/test_attention.py"
+    verified_on = ("cpu", "gpu")
+    claims = frozenset({Part.ATTENTION})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        if self.impl in ("masked", "sdpa"):
+            return
+        yield gpu(f"attention:impl={self.impl}", setup, (9, 0) if self.impl == "cudnn" else (8, 0))
+        half = setup.dtype == "bfloat16" or Part.PRECISION in setup.owned
+        yield Need(
+            half,
+            f"`attention:impl={self.impl}` needs products in bf16 or fp16",
+            "weights and products in float32",
+            "add --with amp or --with bf16, or take impl=sdpa",
+        )
+        yield Need(
+            setup.native,
+            f"`attention:impl={self.impl}` needs the native implementation",
+            "the model runs through transformers, which brings masked and sdpa",
+            "take impl=sdpa",
+        )
+        if self.impl == "cudnn":
+            yield Need(
+                Part.ROWS not in setup.owned,
+                "`attention:impl=cudnn` needs rows of one document",
+                "a technique puts several documents into a row",
+                "take impl=varlen",
+            )
+
+    def model(self, job: Job) -> int:
+        if self.impl == "cudnn":
+            job.model.isolates = False  # so that evaluation does not pack either
+            job.notes.append("attention: evaluation takes one document a row, cudnn cannot isolate several")
+        return int(job.model.set_attention(self.impl))

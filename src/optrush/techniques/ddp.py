@@ -1,0 +1,124 @@
+"""Data parallelism: every rank holds the whole model, gradients are summed in buckets while the backward pass runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from optrush.job import Job, Trained
+from optrush.technique import Need, Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ddp(Technique):
+    """Sums gradients over the data axis, once a window, in the order in which the backward pass makes them.
+
+    Source: Li et al., https://arxiv.org/abs/2006.15704
+    Memory: the whole model, gradients and states on each rank; buckets hold the gradients themselves.
+    Work: 2*(n-1)/n times the gradients' bytes over the link, overlapped with the last backward pass.
+    Differs from the source: gradients are summed, not averaged (the divisor is the number of targets of all ranks),
+        and the parameters keep their names and their module.
+    """
+
+    bucket_mib: Annotated[int, Field(ge=1)] = 25
+
+    name = "ddp"
+    summary = "data parallelism: whole model on each rank, gradients summed in buckets"
+    source = "https://arxiv.org/abs/2006.15704"
+    numerics = Numerics.SAME_MATHS
+    proof = "tests/golden/test_golden.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.DATA})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        yield Need(
+            setup.ranks > 1,
+            "`ddp` shares the work of several ranks",
+            "one rank",
+            "start it with --ranks 2 or torchrun, or leave ddp out",
+        )
+
+    def drive(self, job: Job) -> int:
+        assert job.world.mesh is not None
+        buckets = Buckets(job.trained, job.world.mesh["dp"].get_group(), self.bucket_mib << 20)
+        inner, discard = job.syncing, job.discard
+
+        @contextmanager
+        def syncing(last: bool) -> Iterator[None]:
+            buckets.armed = last
+            with inner(last):
+                yield
+            if last:
+                buckets.finish()
+
+        def forget() -> None:
+            buckets.reset()
+            discard()
+
+        job.syncing, job.discard = syncing, forget
+        return len(buckets.members)
+
+
+class Buckets:
+    """Gradients flattened into buckets, last parameter first; each is summed as soon as it and all before it are full.
+
+    The order of the collectives is fixed, whatever order gradients appear in, so that ranks never disagree.
+    """
+
+    def __init__(self, trained: list[Trained], group: Any, most_bytes: int) -> None:
+        self.group = group
+        self.members: list[list[torch.nn.Parameter]] = []
+        room = 0
+        for t in reversed(trained):
+            size = t.parameter.numel() * t.parameter.element_size()
+            if size > room or self.members[-1][0].dtype != t.parameter.dtype:
+                self.members.append([])
+                room = most_bytes
+            self.members[-1].append(t.parameter)
+            room -= size
+        for number, bucket in enumerate(self.members):
+            for p in bucket:
+                p.register_post_accumulate_grad_hook(self._hook(number))
+        self.reset()
+
+    def reset(self) -> None:
+        self.armed = False
+        self.missing = [len(b) for b in self.members]
+        self.launched: list[tuple[Any, Tensor]] = []
+
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        def ready(_: Tensor) -> None:
+            if self.armed:
+                self.missing[number] -= 1
+                while len(self.launched) < len(self.members) and self.missing[len(self.launched)] == 0:
+                    self._launch()
+
+        return ready
+
+    def _launch(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        bucket = self.members[len(self.launched)]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        at = 0
+        for p in bucket:  # the bucket becomes the gradients: nothing is copied back
+            p.grad = flat[at : at + p.numel()].view_as(p)
+            at += p.numel()
+        self.launched.append((work, flat))
+
+    def finish(self) -> None:
+        while len(self.launched) < len(self.members):  # a parameter that took no part in this window
+            self._launch()
+        for work, _ in self.launched:
+            work.wait()
+        self.reset()
