@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
@@ -90,6 +91,7 @@ def assemble(
     training: bool = True,
     data: str | None = None,
     progress: Callable[[int], None] | None = None,
+    today: datetime.date | None = None,
 ) -> Job:
     """Builds the job: everything before step 0 but resuming.
 
@@ -97,6 +99,7 @@ def assemble(
         training: False leaves out the optimizer, and what only it shows (`optrush eval`).
         data: a file to evaluate on instead of what the run holds out.
         progress: told the number of rows read so far.
+        today: the date that a chat template sees who asks for it: a resumed run's is the one it began with.
     """
     run, setup = prepared.run, prepared.setup
     techniques = in_order(prepared.techniques)
@@ -105,12 +108,12 @@ def assemble(
     hf = dict(prepared.hf)
     for t in techniques:
         changes[t.name] += t.config(hf)
-    tokens = open_tokens(run, prepared.folder)
+    tokens = open_tokens(run, prepared.folder, today)
     sources = read_sources(run, tokens, int(hf["vocab_size"]), progress, data)
     model, recipe = load(prepared.folder, hf, run.model.implementation, getattr(torch, run.model.dtype), run.seed)
     job = Job(run, setup, world, hf, None, pack.single, model, recipe)
     job.roots = [model]
-    job.fingerprints = fingerprints(prepared.folder, hf, tokens, sources)
+    job.fingerprints = fingerprints(hf, tokens, sources, today)
     job.tokenizer = None if tokens is None else tokens.tokenizer
     job.too_long = sources.too_long
     job.notes.append(f"data: {sources.summary}")
@@ -192,6 +195,7 @@ def materialise(job: Job) -> None:
         for name, p in model.named_parameters():
             local, offset = placed(p)
             job.recipe.fill(name, local, offset)
+    job.recipe.release()
     job.trained = [
         Trained(name, p, decays=p.dim() > 1) for name, p in model.named_parameters() if p.requires_grad
     ]
@@ -268,7 +272,7 @@ def _download(name: str) -> Path:
         raise ConfigError(asked, found, "check the name and the network, or name a folder") from None
 
 
-def open_tokens(run: Run, folder: Path | None) -> Tokens | None:
+def open_tokens(run: Run, folder: Path | None, today: datetime.date | None = None) -> Tokens | None:
     """The model's tokenizer with its chat template, or the one given; None for a shape."""
     if folder is None:
         return None
@@ -281,7 +285,10 @@ def open_tokens(run: Run, folder: Path | None) -> Tokens | None:
         path = Path(run.model.chat_template)
         if not path.is_file():
             raise ConfigError(f"`model.chat_template: {path}`", "no such file", "name a file with a jinja template")
-        template = path.read_text()
+        try:
+            template = path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"`model.chat_template: {path}`", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -290,10 +297,12 @@ def open_tokens(run: Run, folder: Path | None) -> Tokens | None:
         ) from None
     if template is not None:
         tokenizer.chat_template = template
-    return Tokens(tokenizer, template)
+    return Tokens(tokenizer, template, today)
 
 
-def fingerprints(folder: Path | None, hf: dict[str, Any], tokens: Tokens | None, sources: Sources) -> dict[str, str]:
+def fingerprints(
+    hf: dict[str, Any], tokens: Tokens | None, sources: Sources, today: datetime.date | None
+) -> dict[str, str]:
     """What a resumed run must find unchanged, by field."""
 
     def digest(value: object) -> str:
@@ -302,5 +311,8 @@ def fingerprints(folder: Path | None, hf: dict[str, Any], tokens: Tokens | None,
     found = {"config": digest(hf), "data": sources.fingerprint}
     if tokens is not None:
         found["tokenizer"] = digest(tokens.tokenizer.backend_tokenizer.to_str())
-        found["template"] = digest(getattr(tokens.tokenizer, "chat_template", None))
+        template = getattr(tokens.tokenizer, "chat_template", None)
+        found["template"] = digest(template)
+        if "strftime_now" in str(template):  # such a template writes the date into every conversation
+            found["date"] = (today or datetime.date.today()).isoformat()
     return found

@@ -194,7 +194,7 @@ def main() -> None:
     if debug:
         sys.argv.remove("--debug")
     try:
-        app()
+        app(prog_name="optrush")
     except (UserError, RunError) as error:
         if debug:
             raise

@@ -18,6 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 from optrush.errors import ConfigError
 
 Path = tuple[str | int, ...]
+_PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in "map seq str int float bool null timestamp".split())
 # YAML 1.1 reads 1e-5 as text; everybody who writes it means a number.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
 
@@ -99,6 +100,8 @@ class Run(_Part):
 def dump(run: Run) -> str:
     """The run as YAML that `parse` reads back to the same Run."""
     data = run.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if run.optim.clip is None:  # the one value whose absence means something else
+        data["optim"]["clip"] = None
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
@@ -111,8 +114,9 @@ def parse(
         ConfigError: naming `where`:line (or the flag), what was found and the nearest name.
     """
     data, lines = document(text, where)
+    flags: dict[Path, str] = {}
     for flag in sets:
-        _set(data, flag)
+        flags[_set(data, flag)] = f"--set {flag}"
     for flag in withs:
         name, _, options = flag.partition(":")
         given = _section(data, "with", f"--with {flag}").setdefault(name, None)
@@ -133,7 +137,7 @@ def parse(
     try:
         return Run.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, where, lines) from None
+        raise _explain(error, where, lines, flags) from None
 
 
 def document(text: str, where: str) -> tuple[dict[str, Any], dict[Path, int]]:
@@ -147,7 +151,7 @@ def document(text: str, where: str) -> tuple[dict[str, Any], dict[Path, int]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
-        raise ConfigError(place, f"not YAML: {getattr(error, 'problem', error)}", "mend that line") from None
+        raise ConfigError(place, f"not YAML: {_reason(error)}", "mend that line") from None
     if not isinstance(node, yaml.MappingNode):
         found = "nothing" if node is None else "no mapping"
         raise ConfigError(where, f"{found} at the top", "begin with `model:`, `objective:`, `data:`, `output:`")
@@ -175,6 +179,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def _plain(node: yaml.Node, path: Path, where: str, lines: dict[Path, int]) -> Any:
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
+    if node.tag not in _PLAIN:
+        raise ConfigError(f"{where}:{line}", f"the tag {node.tag}", "write a plain value, without a tag")
     if isinstance(node, yaml.MappingNode):
         out: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -193,10 +199,16 @@ def _plain(node: yaml.Node, path: Path, where: str, lines: dict[Path, int]) -> A
     try:
         value = loader.construct_object(node)  # type: ignore[no-untyped-call]
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{where}:{line}", f"`{node.value}`: {error}", "write a plain value") from None
+        raise ConfigError(f"{where}:{line}", f"`{node.value}`: {_reason(error)}", "write a plain value") from None
     finally:
         loader.dispose()  # type: ignore[no-untyped-call]
     return value if isinstance(value, str | int | float | bool | None) else str(node.value)
+
+
+def _reason(error: Exception) -> str:
+    """What YAML says, in one line."""
+    said = [getattr(error, name, None) for name in ("context", "problem")]
+    return ", ".join(text for text in said if text) or str(error).splitlines()[0]
 
 
 def _section(data: dict[str, Any], key: str, asked: str) -> dict[str, Any]:
@@ -208,7 +220,7 @@ def _section(data: dict[str, Any], key: str, asked: str) -> dict[str, Any]:
     return section
 
 
-def _set(data: dict[str, Any], flag: str) -> None:
+def _set(data: dict[str, Any], flag: str) -> Path:
     path, equals, value = flag.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):
@@ -219,26 +231,32 @@ def _set(data: dict[str, Any], flag: str) -> None:
     for key in keys[:-1]:
         target = _section(target, key, f"--set {flag}")
     target[keys[-1]] = scalar(value)
+    return tuple(keys)
 
 
-def _explain(error: ValidationError, where: str, lines: dict[Path, int]) -> ConfigError:
+def _explain(error: ValidationError, where: str, lines: dict[Path, int], flags: dict[Path, str]) -> ConfigError:
     """The first mistake of many, in the house's three lines."""
     problems = error.errors()
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    path = tuple(p for p in first["loc"] if not (isinstance(p, str) and re.search(r"[\[\(]|^(str|int|float)$", p)))
-    while path and path not in lines:  # a union's branch, a missing key, or a value that a flag brought
-        if first["type"] in ("missing", "extra_forbidden"):
-            break
-        path = path[:-1]
+    path = _path(first["loc"])
+    if first["type"] not in ("missing", "extra_forbidden"):
+        while path and path not in lines and path not in flags:  # a union's branch
+            path = path[:-1]
     name = ".".join(map(str, path))
+    flag = flags.get(path)
     line = lines.get(path) or lines.get(path[:-1])
-    place = f"{where}:{line}: `{name}`" if path in lines else f"{where}: `{name}`"
+    place = f"{flag}: `{name}`" if flag else f"{where}:{line}: `{name}`" if path in lines else f"{where}: `{name}`"
     if first["type"] == "missing":
         return ConfigError(f"{where}: `{name}`", "it is missing", f"add `{name}:`")
     if first["type"] == "extra_forbidden":
         return ConfigError(place, "no such key", nearest(str(path[-1]), _fields(path[:-1])))
-    wants = " or ".join(dict.fromkeys(p["msg"][0].lower() + p["msg"][1:] for p in problems if p["loc"][:1] == path[:1]))
-    return ConfigError(place, f"{first['input']!r}", wants)
+    said = [p["msg"] for p in problems if _path(p["loc"])[: len(path)] == path]
+    return ConfigError(place, f"{first['input']!r}", " or ".join(dict.fromkeys(m[0].lower() + m[1:] for m in said)))
+
+
+def _path(loc: Path) -> Path:
+    """Where a mistake lies, without the names that pydantic gives to the branches of a union."""
+    return tuple(p for p in loc if not (isinstance(p, str) and re.search(r"[\[\(]|^(str|int|float)$", p)))
 
 
 def _fields(path: Path) -> list[str]:

@@ -5,6 +5,7 @@ Nothing is written before everything that can be refused was refused: the folder
 
 from __future__ import annotations
 
+import datetime
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -53,7 +54,9 @@ def fit(
     output = Path(run.output)
     runfolder.prepare(output, run.train.clean, resume)
     manifest, passed = checkpoint.choose(output, resume)
-    job = build(prepared, progress=console.rows_read("tokenising"))
+    date = None if manifest is None else manifest.fingerprints.get("date")
+    today = None if date is None else datetime.date.fromisoformat(date)
+    job = build(prepared, progress=console.rows_read("tokenising"), today=today)
     assert job.stream is not None
     plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
     if manifest is not None:

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from optrush.data.batch import Documents
@@ -99,8 +98,11 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
             "cuDNN attention", "rows of several documents", "use varlen or sdpa attention, or one document a row"
         )
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    # The operator itself: a choice of backends around the dispatcher is lost in compiled code, which then takes its
+    # slowest kernel.
+    out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
 
 
 ATTENTIONS: dict[str, Attend] = {"masked": masked, "sdpa": sdpa, "varlen": varlen, "cudnn": cudnn}

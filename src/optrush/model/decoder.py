@@ -133,7 +133,8 @@ class Block(nn.Module):
         B, T, _ = x.shape
         qkv = self.qkv(self.norm1(x)).view(B, T, -1, self.group + 2, self.head_width)  # (B, T, K, H/K + 2, E)
         q = qkv[:, :, :, : self.group].reshape(B, T, -1, self.head_width)  # (B, T, H, E)
-        k, v = qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1]  # (B, T, K, E)
+        # v is copied out: as a view it would keep the whole of qkv alive until the backward pass.
+        k, v = qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1].contiguous()  # (B, T, K, E)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)

@@ -1,0 +1,69 @@
+"""Speed and peak memory of one configuration, without saving anything: one JSON line on standard output.
+
+usage: one_gpu.py CONFIG [--set KEY=VALUE]... [--with NAME]... [--without NAME]...
+
+Takes every second of the run but its first third (warm-up, compilation); `train.log_every` sets how often the device is
+waited for. Random tokens, never constant ones: products on constant data run faster than on real data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from optrush import step
+from optrush.assemble import assemble, prepare
+from optrush.config import parse
+from optrush.fit import batches
+from optrush.meter import Meter
+from optrush.train import Plan, train
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    for flag in ("set", "with", "without"):
+        parser.add_argument(f"--{flag}", action="append", default=[], dest=f"{flag}_")
+    a = parser.parse_args()
+    run = parse(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
+    job = assemble(prepare(run))
+    assert job.stream is not None
+    plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
+    job.begin = partial(step.begin, job, steps=plan.total)
+    job.batches = batches(job, plan)
+    lines: list[dict[str, float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        train(job, Meter(job, Path(folder) / "metrics.jsonl", plan.total, lines.append), plan, lambda _: None)
+    timed = [m for m in lines if "loss" in m and m["step"] > plan.total // 3]
+    speeds = sorted(m["tokens_per_s"] for m in timed)
+    print(
+        json.dumps(
+            {
+                "with": run.with_,
+                "seq": run.batch.seq,
+                "micro_tokens": run.batch.micro_tokens,
+                "tokens_per_s": round(statistics.median(speeds)),
+                "spread": [round(speeds[0]), round(speeds[-1])],
+                "mfu": timed[0]["mfu"] and round(statistics.median(m["mfu"] for m in timed), 4),
+                "peak_gib": round(max(m["peak_bytes"] for m in timed) / 2**30, 2),
+                "step_s": round(statistics.median(m["step_s"] for m in timed), 4),
+                "data_wait_s": round(statistics.median(m["data_wait_s"] for m in timed), 5),
+                "losses": [m["loss"] for m in lines if "loss" in m],
+                "torch": torch.__version__,
+                "device": job.setup.device.name,
+                "python": platform.python_version(),
+            }
+        ),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,425 @@
+"""Whatever a user gets wrong: exit code 2, three lines that name it and say what to do, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clirun import Found, edited, write_rows
+
+from optrush import hardware
+
+Call = Callable[..., Found]
+Write = Callable[..., str]
+on_cpu = pytest.mark.skipif(bool(hardware.probe()), reason="this machine has what the technique needs")
+
+
+def refused(found: Found, *says: str, output: str | None = "out") -> None:
+    """Exit code 2, nothing on stdout, exactly asked/found/do, every fragment in them; `output` was not made."""
+    assert found.code == 2, found
+    assert found.out == ""
+    lines = found.err.splitlines()
+    assert [line[:7] for line in lines] == ["asked: ", "found: ", "do:    "], found.err
+    assert all(line[7:].strip() for line in lines), found.err
+    for fragment in says:
+        assert fragment in found.err, f"{fragment!r} is not in\n{found.err}"
+    if output is not None:
+        assert not Path(output).exists()
+
+
+# --- the YAML as text: what is wrong with it, and what the message must say
+
+TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "unknown key": ("model: tiny\noptim: {lrr: 1}\n", ("run.yaml:2: `optim.lrr`", "no such key", "did you mean `lr`?")),
+    "unknown key at the top": ("modle: tiny\n", ("run.yaml:1: `modle`", "did you mean `model`?")),
+    "unknown key unlike any": ("zzz: 1\n", ("run.yaml:1: `zzz`", "known: batch, data, model, objective")),
+    "unknown key of a model": ("model: {pth: x}\n", ("run.yaml:1: `model.pth`", "did you mean `path`?")),
+    "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` stands here a second time", "keep one")),
+    "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` stands here a second time")),
+    "alias": ("model: &m tiny\noutput: *m\n", ("run.yaml:2", "the alias *m", "write the value out")),
+    "alias bomb": (
+        "a: &a [1,1]\nb: &b [*a,*a]\nc: [*b,*b]\n", ("run.yaml:2", "the alias *a", "write the value out"),
+    ),
+    "tag": (
+        "model: !!python/object/apply:os.system ['touch out']\n", ("run.yaml:1", "python/object/apply:os.system"),
+    ),
+    "scalar tag": ("model: !!python/name:os.system x\n", ("run.yaml:1", "the tag", "python/name:os.system", "write a plain value")),
+    "tag of a mapping": ("data: !include {path: x}\n", ("run.yaml:1", "!include")),
+    "not YAML": ("model: [tiny\n", ("run.yaml:", "not YAML", "mend that line")),
+    "a tab": ("data:\n\tpath: x\n", ("run.yaml:2", "not YAML")),
+    "empty": ("", ("run.yaml", "nothing at the top", "begin with `model:`")),
+    "only a comment": ("# model: tiny\n", ("run.yaml", "nothing at the top")),
+    "a list": ("- model: tiny\n", ("run.yaml", "no mapping at the top", "begin with `model:`")),
+    "two documents": ("model: tiny\n---\nmodel: tiny\n", ("run.yaml:", "not YAML", "expected a single document")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text(name: str, call: Call, write: Write) -> None:
+    text, says = TEXTS[name]
+    refused(call("train", write(text)), *says)
+
+
+# --- values: changes of a run that works, flags, and what the message must say
+
+Case = tuple[dict[str, Any], list[str], tuple[str, ...]]
+VALUES: dict[str, Case] = {
+    "missing key": ({"objective": None}, [], ("`objective`", "it is missing", "add `objective:`")),
+    "text for a number": ({"batch": {"seq": "big"}}, [], ("`batch.seq`", "'big'", "valid integer")),
+    "fraction for a whole": ({"batch": {"seq": 1.5}}, [], ("`batch.seq`", "1.5", "valid integer")),
+    "text for a switch": ({"train": {"clean": "yes"}}, [], ("`train.clean`", "'yes'", "boolean")),
+    "infinite rate": ({"optim": {"lr": float("inf")}}, [], ("`optim.lr`", "inf", "finite")),
+    "negative rate": ({"optim": {"lr": -1e-3}}, [], ("`optim.lr`", "-0.001", "greater than 0")),
+    "unknown choice": ({"optim": {"schedule": "cosin"}}, [], ("`optim.schedule`", "'cosin'", "'cosine'")),
+    "objective not built": ({"objective": "dpo"}, [], ("`objective`", "'dpo'", "'pretrain' or 'sft'")),
+    "list for a section": ({"optim": [1]}, [], ("`optim`", "[1]", "optim")),
+    "eval out of range": ({"data": {"eval": 1.5}}, [], ("`data.eval`", "1.5", "less than 1")),
+    "rows do not divide": (
+        {"batch": {"tokens": 200}}, [],
+        ("`batch.tokens: 200`", "not divisible by 128 slots of a micro-batch x 1 rank", "take 256"),
+    ),
+    "ranks do not divide": (
+        {"batch": {"tokens": 384}}, ["--ranks", "2", "--with", "ddp"],
+        ("`batch.tokens: 384`", "128 slots of a micro-batch x 2 ranks", "take 512"),
+    ),
+    "micro no multiple": (
+        {"batch": {"micro_tokens": 200}}, [],
+        ("`batch.micro_tokens: 200`", "no multiple of `batch.seq: 128`", "take 128"),
+    ),
+    "micro auto": (
+        {"batch": {"micro_tokens": "auto"}}, [],
+        ("`batch.micro_tokens: auto`", "no technique here finds it", "a multiple of 128"),
+    ),
+    "no data": ({"data": {"path": None}}, [], ("one of `data.path`", "none of them", "give exactly one")),
+    "two data": ({"data": {"sample": "recipes"}}, [], ("`data.path` and `data.sample`", "give exactly one")),
+    "random with sft": (
+        {"data": {"path": None, "random": True}}, [],
+        ("`objective: sft` on `data.random`", "random tokens", "objective: pretrain"),
+    ),
+    "random with a file": (
+        {"objective": "pretrain", "data": {"path": None, "random": 8, "eval": "chat.jsonl"}}, [],
+        ("`data.eval` from a file beside `data.random`", "chat.jsonl", "give a fraction"),
+    ),
+    "text on a shape": (
+        {"model": {"shape": "llama-3.2-1b"}}, [],
+        ("`model.shape: llama-3.2-1b` on text", "a shape has no tokenizer", "take data.random"),
+    ),
+    "no data file": ({"data": {"path": "no.jsonl"}}, [], ("no.jsonl", "no such file", "check the path")),
+    "data is a folder": ({"data": {"path": "."}}, [], ("a folder, not a file", "name a .jsonl file")),
+    "no eval file": ({"data": {"eval": "no.jsonl"}}, [], ("`data.eval: no.jsonl`", "no such file", "JSONL file")),
+    "eval fraction of few": (
+        {"data": {"eval": 0.01}}, [], ("0.01 of the data", "12 rows, of which that is 0", "change the fraction"),
+    ),
+    "no chat template": (
+        {"model": {"path": "tiny", "chat_template": "no.jinja"}}, [],
+        ("`model.chat_template: no.jinja`", "no such file", "jinja template"),
+    ),
+    "no model": ({"model": "./models/none"}, [], ("the model ./models/none", "no such folder", "hub id, or `tiny`")),
+    "model by a short name": ({"model": "llama"}, [], ("the model llama", "no such folder", "hub id, or `tiny`")),
+    "hub without network": (
+        {"model": "somebody/some-model"}, [],
+        ("the model somebody/some-model", "the hub did not give it", "check the name and the network"),
+    ),
+    "neither path nor shape": (
+        {"model": {"dtype": "float32"}}, [], ("`model.path` and `model.shape`", "neither", "give exactly one"),
+    ),
+    "both path and shape": (
+        {
+            "model": {"path": "tiny", "shape": "llama-3.2-1b"},
+            "objective": "pretrain", "data": {"path": None, "random": 8},
+        }, [], ("both", "give exactly one"),
+    ),
+    "unknown shape": (
+        {"model": {"shape": "llama-3.2-1bb"}, "objective": "pretrain", "data": {"path": None, "random": 8}}, [],
+        ("`model.shape: llama-3.2-1bb`", "no such shape", "did you mean `llama-3.2-1b`?"),
+    ),
+    "text longer than T": (
+        {"batch": {"seq": 32, "tokens": 32}}, [],
+        ("at most 32 tokens (batch.seq)", "chat.jsonl:1", "data.too_long: split, drop or truncate"),
+    ),
+    "all rows dropped": (
+        {"batch": {"seq": 4, "tokens": 4}, "data": {"too_long": "drop"}}, [],
+        ("chat.jsonl", "nothing is left of 12 rows", "raise batch.seq"),
+    ),
+    # techniques
+    "unknown technique": (
+        {"with": {"pakcing": {}}}, [], ("the technique `pakcing`", "no such technique", "did you mean `packing`?"),
+    ),
+    "unknown technique by flag": ({}, ["--with", "warp"], ("the technique `warp`", "known: amp, attention")),
+    "unknown option": (
+        {"with": {"attention": {"imp": "sdpa"}}}, [], ("`attention: imp`", "no such option", "did you mean `impl`?"),
+    ),
+    "option of none": ({"with": {"bf16": {"x": 1}}}, [], ("`bf16: x`", "no such option", "takes no options")),
+    "option's type": ({"with": {"recompute": {"every": "two"}}}, [], ("`recompute: every`", "'two'", "integer")),
+    "option's choice": ({"with": {"attention": {"impl": "flash"}}}, [], ("`attention: impl`", "'flash'", "'sdpa'")),
+    "option's bound": ({"with": {"fused-loss": {"chunk": 0}}}, [], ("`fused-loss: chunk`", "0", "greater than")),
+    "options no mapping": ({"with": {"packing": True}}, [], ("`with.packing`", "True", "dictionary")),
+    "with no mapping": ({"with": ["packing"]}, [], ("`with`", "['packing']", "dictionary")),
+    "amp with bf16": (
+        {"with": {"amp": {}, "bf16": {}}}, [],
+        ("`amp` with `bf16`", "both own the dtype of weights and products", "take one: --without bf16"),
+    ),
+    "ddp with fsdp": (
+        {"with": {"ddp": {}, "fsdp": {}}}, ["--ranks", "2"],
+        ("`ddp` with `fsdp`", "both own the data-parallel axis", "take one: --without fsdp"),
+    ),
+    "fsdp on one rank": ({"with": {"fsdp": {}}}, [], ("`fsdp`", "one rank", "--ranks 2 or torchrun")),
+    "ddp on one rank": ({"with": {"ddp": {}}}, [], ("`ddp`", "one rank", "--ranks 2 or torchrun")),
+    "ranks without either": ({}, ["--ranks", "2"], ("2 ranks", "no technique shares the work", "--with ddp")),
+    "recompute none": (
+        {"with": {"recompute": {"every": 99}}}, [],
+        ("`recompute:every=99`", "the model has 4 blocks", "take every from 1 to 4"),
+    ),
+    "amp on bf16 weights": (
+        {"model": {"path": "tiny", "dtype": "bfloat16"}, "with": {"amp": {}}}, [],
+        ("`amp` keeps float32 weights", "`model.dtype: bfloat16`", "leave `model.dtype` out"),
+    ),
+    "bf16 of bf16 weights": (
+        {"model": {"path": "tiny", "dtype": "bfloat16"}, "with": {"bf16": {}}}, [],
+        ("`bf16` makes bf16 weights", "`model.dtype: bfloat16`", "leave one of the two out"),
+    ),
+    # flags
+    "set without a value": ({}, ["--set", "optim.lr"], ("--set optim.lr", "no `key=value`", "--set optim.lr=1e-4")),
+    "set without a key": ({}, ["--set", "=3"], ("--set =3", "no `key=value`")),
+    "set of an unknown key": ({}, ["--set", "optim.lrr=1"], ("--set optim.lrr=1: `optim.lrr`", "no such key", "`lr`?")),
+    "set through a value": ({}, ["--set", "seed.x=1"], ("`seed`", "{'x': 1}", "valid integer")),
+    "set of a wrong type": ({}, ["--set", "seed=abc"], ("--set seed=abc: `seed`", "'abc'", "valid integer")),
+    "with an option unset": ({}, ["--with", "recompute:every"], ("--with recompute:every", "'every' has no value")),
+    "with nothing": ({}, ["--with", ""], ("the technique ``", "no such technique")),
+    "without what is not there": ({}, ["--without", "amp"], ("--without amp", "`with` holds packing", "leave the flag")),
+    # resuming
+    "resume nothing": ({}, ["--resume", "no-such"], ("no-such", )),
+    "resume and clean": (
+        {"train": {"clean": True}}, ["--resume", "auto"],
+        ("--resume auto with `train.clean: true`", "one keeps what the other removes", "take one"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_value(name: str, call: Call, write: Write) -> None:
+    changes, flags, says = VALUES[name]
+    refused(call("train", write(**{("with_" if k == "with" else k): v for k, v in changes.items()}), *flags), *says)
+
+
+@on_cpu
+@pytest.mark.parametrize(("impl", "wanted"), [("varlen", "8.0"), ("cudnn", "9.0")])
+def test_gpu_technique_on_a_cpu(impl: str, wanted: str, call: Call, write: Write) -> None:
+    found = call("train", write(), "--with", f"attention:impl={impl}", "--with", "amp")
+    refused(found, f"`attention:impl={impl}` needs a CUDA device of capability {wanted}", "a CPU only", "leave the tech")
+
+
+def test_no_configuration(call: Call, here: Path) -> None:
+    refused(call("train", "no.yaml"), "the configuration no.yaml", "no such file", "name a YAML file")
+    refused(call("train", "."), "the configuration .", "no such file")
+    (here / "latin.yaml").write_bytes(b"output: caf\xe9\n")
+    refused(call("train", "latin.yaml"), "latin.yaml", "not UTF-8", "save it as UTF-8")
+
+
+# --- models
+
+CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "mixture of experts": ({"model_type": "mixtral", "num_local_experts": 8}, ("num_local_experts = 8", "dense")),
+    "experts by name": ({"model_type": "qwen3_moe"}, ("a mixture of experts (qwen3_moe)", "dense")),
+    "vision": ({"vision_config": {"depth": 2}}, ("more than text (vision_config", "text-only")),
+    "encoder": ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ("BertForMaskedLM", "causal")),
+    "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, ("an encoder-decoder", "causal")),
+    "quantised": (
+        {"quantization_config": {"quant_method": "gptq"}}, ("weights quantised on disk", "gptq", "unquantised"),
+    ),
+    "unknown rope": (
+        {"rope_parameters": {"rope_type": "llama33", "rope_theta": 1e4}}, ("RoPE type 'llama33'", "correct rope_type"),
+    ),
+    "sliding window": (
+        {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 64},
+        ("rows of 128 tokens", "a sliding window of 64 tokens", "rows of at most 64 tokens"),
+    ),
+    "no size": ({"hidden_size": None}, ("hidden_size is None", "positive whole number")),
+    "sizes do not divide": ({"num_key_value_heads": 5}, ("num_key_value_heads 5", "multiple of key/value heads")),
+    "weights of another size": ({"intermediate_size": 256}, ("gate_proj", "check that config.json fits the weights")),
+    "unknown type": ({"model_type": "megallama"}, ("'megallama'", "transformers does not know it", "update")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_model_config(name: str, call: Call, write: Write, model: Path, here: Path) -> None:
+    changes, says = CONFIGS[name]
+    edited(model, here / "m", **changes)
+    refused(call("train", write(model="m")), *says)
+
+
+def test_model_folder(call: Call, write: Write, model: Path, here: Path) -> None:
+    folder = here / "m"
+    folder.mkdir()
+    refused(call("train", write(model="m")), "the model m", "a folder without config.json", "Hugging Face")
+    (folder / "config.json").write_text('{"model_type": ')
+    refused(call("train", write(model="m")), "config.json", "not JSON", "download the model again")
+    (folder / "config.json").write_text("[]")
+    refused(call("train", write(model="m")), "config.json", "no JSON object", "download the model again")
+    shutil.rmtree(folder)
+    edited(model, folder)
+    (folder / "model.safetensors").unlink()
+    refused(call("train", write(model="m")), "the weights in m", "model.safetensors", "save_pretrained")
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    refused(call("train", write(model="m")), "the weights in m", "model.safetensors", "download it again")
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    refused(call("train", write(model="m")), "the weights in m", "pytorch_model.bin")
+
+
+def test_tokenizer(call: Call, write: Write, model: Path, here: Path) -> None:
+    edited(model, here / "none")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (here / "none" / name).unlink()
+    refused(call("train", write(model="none")), "the tokenizer of none", "tokenizer.json")
+    edited(model, here / "slow")
+    (here / "slow" / "tokenizer.json").unlink()
+    (here / "slow" / "tokenizer_config.json").unlink()
+    (here / "slow" / "vocab.json").write_text(json.dumps({"<unk>": 0, "a": 1}))
+    (here / "slow" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "CTRLTokenizer", "unk_token": "<unk>"})
+    )
+    (here / "slow" / "merges.txt").write_text("#version: 0.2\n")
+    refused(call("train", write(model="slow")), "the tokenizer of slow", "tokenizer.json")
+
+
+def test_template(call: Call, write: Write, model: Path, here: Path) -> None:
+    (here / "t.jinja").write_text("{% for m in messages %}{{ m['content'] }}\n{% endfor %}")
+    refused(
+        call("train", write(model={"path": "tiny", "chat_template": "t.jinja"})),
+        "to mask the messages at chat.jsonl:1", "no end-of-turn token", "data.train_on: all",
+    )  # fmt: skip
+    (here / "t.jinja").write_text("{{ messages | nothing }}")
+    found = call("train", write(model={"path": "tiny", "chat_template": "t.jinja"}))
+    refused(found, "to render the messages at chat.jsonl:1", "the chat template failed", "model.chat_template")
+    (here / "t.jinja").write_bytes(b"caf\xe9")
+    refused(call("train", write(model={"path": "tiny", "chat_template": "t.jinja"})), "t.jinja", "UTF-8")
+    folder = edited(model, here / "plain")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    refused(call("train", write(model="plain")), "training on messages", "no chat template", "model.chat_template")
+
+
+# --- rows
+
+ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "cut off": ('{"messages": [{"role": "user"', ("not valid JSON (cut off?)",)),
+    "no assistant": ('{"messages": [{"role": "user", "content": "Hm"}]}', ("no assistant turn: there is nothing",)),
+    "no target": ('{"text": "", "id": 3}', ("text is empty",)),
+    "unknown role": ('{"messages": [{"role": "bot", "content": "Hm"}]}', ("messages[0].role is 'bot'", "assistant")),
+    "empty turn": ('{"messages": [{"role": "assistant", "content": " "}]}', ("messages[0].content", "empty assistant")),
+    "neither": ('{"prompt": "Hm"}', ("neither 'text' nor 'messages'", "'prompt'")),
+    "null": ('{"text": null}', ("text is null, not a string",)),
+    "empty line": ("", ("an empty line",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_row(name: str, call: Call, write: Write, here: Path) -> None:
+    line, says = ROWS[name]
+    good = (here / "chat.jsonl").read_text().splitlines()
+    (here / "chat.jsonl").write_text("\n".join([good[0], line, good[1]]) + "\n")
+    refused(call("train", write()), "chat.jsonl:2", "mend that line", *says)
+
+
+def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path) -> None:
+    """A one-token text has nothing to predict: its first token is never a target."""
+    folder = edited(model, here / "m")
+    inner = json.loads((folder / "tokenizer.json").read_text())
+    inner["post_processor"] = None  # no begin-of-text token
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").write_text(json.dumps(inner))
+    write_rows(here / "one.jsonl", [{"text": "Stir well."}, {"text": "<|eos|>"}])
+    refused(call("train", write(model="m", data={"path": "one.jsonl"})), "one.jsonl:2", "not one token", "take it out")
+
+
+# --- the output folder
+
+FINISHED = {"run.yaml": "model: tiny\n", "metrics.jsonl": '{"step": 1}\n'}
+
+
+def lying(folder: Path, files: dict[str, str]) -> dict[str, str]:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return {p.name: p.read_text() for p in folder.iterdir()}
+
+
+def test_clean_of_something_else(call: Call, write: Write, here: Path) -> None:
+    before = lying(here / "out", {"thesis.txt": "years of work"})
+    found = call("train", write(train={"clean": True}))
+    refused(found, "`train.clean: true` in out", "`thesis.txt` lies there", "move it away", output=None)
+    assert lying(here / "out", {}) == before
+
+
+def test_clean_of_a_run_with_something_else(call: Call, write: Write, here: Path) -> None:
+    before = lying(here / "out", {**FINISHED, "notes.md": "mine"})
+    refused(call("train", write(train={"clean": True})), "`notes.md` lies there", output=None)
+    assert lying(here / "out", {}) == before
+
+
+def test_output_of_a_finished_run(call: Call, write: Write, here: Path) -> None:
+    before = lying(here / "out", FINISHED)
+    refused(call("train", write()), "`output: out`", "a run lies there", "--resume auto", "clean", output=None)
+    assert lying(here / "out", {}) == before
+
+
+def test_output_that_is_a_file(call: Call, write: Write, here: Path) -> None:
+    (here / "out").write_text("a file")
+    refused(call("train", write()), "`output: out`", "out is no folder", "take another `output`", output=None)
+    refused(call("train", write(output="out/deeper")), "is no folder", output=None)
+    assert (here / "out").read_text() == "a file"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_output_without_rights(call: Call, write: Write, here: Path) -> None:
+    (here / "shut").mkdir(mode=0o500)
+    refused(call("train", write(output="shut/out")), "cannot be written to", "change its permissions", output="shut/out")
+
+
+# --- eval
+
+def test_eval(call: Call, write: Write, here: Path) -> None:
+    refused(call("eval", write(), "--data", "no.jsonl", "--json"), "no.jsonl", "no such file", "check the path")
+    refused(call("eval", write(), "--model", "no/such/model"), "the model no/such/model", "no such folder")
+    changes = {"objective": "pretrain", "data": {"path": None, "random": 8, "eval": None}}
+    refused(call("eval", write(**changes)), "`optrush eval` without --data", "holds nothing out", "--data FILE")
+
+
+# --- real processes: the same face, and no traceback
+
+def test_as_a_process(start: Call, write: Write, here: Path) -> None:
+    refused(start("train", "no.yaml"), "the configuration no.yaml")
+    refused(start("train", write("model: tiny\noptim: {lrr: 1}\n")), "run.yaml:2: `optim.lrr`", "did you mean `lr`?")
+    found = start("train", write(), "--with", "ddp", "--with", "fsdp", "--ranks", "2")
+    refused(found, "`ddp` with `fsdp`")
+    refused(start("train", write(model="somebody/some-model"), HF_HUB_OFFLINE="1"), "somebody/some-model", "the hub")
+
+
+def test_on_two_ranks(start: Call, write: Write) -> None:
+    """What only assembly finds, both ranks find: each says so in three lines, and the launcher passes the code on."""
+    found = start("train", write(data={"path": "no.jsonl"}), "--ranks", "2", "--with", "ddp")
+    assert found.code == 2 and found.out == "" and "Traceback" not in found.err
+    own = [line for line in found.err.splitlines() if line != "rank 1:"]
+    assert sorted(line[:6] for line in own) == ["asked:"] * 2 + ["do:   "] * 2 + ["found:"] * 2, found.err
+    assert not Path("out").exists()
+
+
+def test_debug_shows_the_traceback(start: Call, write: Write) -> None:
+    found = start("train", write(seed="x"), "--debug")
+    assert found.code == 1 and "Traceback" in found.err and "ConfigError" in found.err
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["train"], ["train", "run.yaml", "--rank", "2"]])
+def test_usage(arguments: list[str], call: Call, write: Write) -> None:
+    """What the parser itself refuses: exit code 2, usage and the mistake."""
+    write()
+    found = call(*arguments)
+    assert found.code == 2 and found.out == "" and "Usage: optrush" in found.err and "Error" in found.err

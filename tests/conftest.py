@@ -1,0 +1,46 @@
+"""What all tests share: one thread each, the golden folders, and two ranks that live as long as the session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from golden import make_golden
+from pair import Pair
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the golden script's models (`tied`, `untied`) and documents (text.jsonl, chat.jsonl)."""
+    made = tmp_path_factory.mktemp("golden")
+    for name in ("tied", "untied"):
+        make_golden.write_model(made / name, name == "tied")
+    for kind in ("text", "chat"):
+        make_golden.write_documents(made / f"{kind}.jsonl", kind == "chat")
+    return made
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[Pair]:
+    with Pair() as two:
+        yield two
+
+
+@pytest.fixture(scope="session")
+def reference(box: Path) -> Callable[[str], tuple[float, dict[str, torch.Tensor]]]:
+    """Loss and gradients of a golden case's first step by transformers, documents one at a time, under its names."""
+
+    @cache
+    def make(name: str) -> tuple[float, dict[str, torch.Tensor]]:
+        folder, path = make_golden.places(box, make_golden.CASES[name])
+        model = make_golden.open_model(folder)
+        documents = make_golden.read_documents(folder, path)
+        loss, _ = make_golden.window(model, [documents[i] for i in next(make_golden.order())])
+        return loss, {n: p.grad for n, p in model.named_parameters()}
+
+    return make

@@ -1,0 +1,142 @@
+"""Whole training runs in forked children, through the command line's own `main`: small, and exact to the bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from harness import ended, fork, launch_env
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from optrush import assemble, cli, curves, export, fit
+from optrush.checkpoint import find, verify
+
+WORDS = 250
+LOADED = (assemble, curves, export, fit)  # what the command line imports late, a child finds in place
+
+
+def write_model(folder: Path) -> None:
+    """2 layers, D=64, V=256: random weights and a tokenizer that knows the words w0 ... w249."""
+    vocabulary = {"<eos>": 0, "<unk>": 1, **{f"w{i}": i + 2 for i in range(WORDS)}}
+    engine = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    engine.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
+    config = AutoConfig.for_model(
+        "llama", vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=256, eos_token_id=0, bos_token_id=None,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def write_data(path: Path, n: int = 160) -> None:
+    rng = random.Random(0)
+    rows = [{"text": " ".join(f"w{rng.randrange(WORDS)}" for _ in range(rng.randrange(5, 40)))} for _ in range(n)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def configuration(folder: Path, output: Path, **changes: Any) -> Path:
+    """A run of 12 steps: packing, shuffling, two micro-batches a step, cosine, a save every 3 steps."""
+    run: dict[str, Any] = {
+        "model": str(folder / "model"),
+        "objective": "pretrain",
+        "data": {"path": str(folder / "data.jsonl")},
+        "batch": {"seq": 64, "tokens": 512, "micro_tokens": 128},
+        "optim": {"lr": 1e-2, "schedule": "cosine", "warmup": 2, "weight_decay": 0.1},
+        "train": {"steps": 12, "log_every": 1, "save_every": 3},
+        "output": str(output),
+        "with": {"packing": {}},
+    }
+    for key, value in changes.items():
+        at = run
+        *path, last = key.split("__")
+        for part in path:
+            at = at[part]
+        at[last] = value
+    file = output.with_suffix(".yaml")
+    file.write_text(yaml.safe_dump(run))
+    return file
+
+
+def command(*arguments: str) -> int:
+    """The command line, in this process."""
+    sys.argv = ["optrush", *arguments]
+    try:
+        cli.main()
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    return 0
+
+
+Before = Callable[[], None] | None
+
+
+def begun(config: Path, *flags: str, before: Before = None, env: dict[str, str] | None = None) -> int:
+    """Starts a run in a child and returns its pid; what it prints goes to <config>.log."""
+
+    def work() -> int:
+        if before is not None:
+            before()
+        return command("train", str(config), *flags)
+
+    return fork(work, env, config.with_suffix(".log"))
+
+
+def trained(config: Path, *flags: str, before: Before = None) -> int:
+    """One run in a child, to its end: its exit code."""
+    return ended(begun(config, *flags, before=before))
+
+
+def begun_on(n: int, config: Path, *flags: str, before: Before = None) -> list[int]:
+    """The same on n ranks, as a launcher would start them; their pids."""
+    return [begun(config, *flags, before=before, env=env) for env in launch_env(n)]
+
+
+def trained_on(n: int, config: Path, *flags: str, before: Before = None) -> list[int]:
+    return [ended(pid) for pid in begun_on(n, config, *flags, before=before)]
+
+
+def said(config: Path) -> str:
+    return config.with_suffix(".log").read_text()
+
+
+def wait_for(output: Path, step: int, limit_s: float = 60) -> None:
+    """Until the run has logged a step."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if (output / "metrics.jsonl").exists() and any(f["step"] >= step for f in figures(output, torn=True)):
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} was not logged within {limit_s} s")
+
+
+EXACT = ("step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "skipped")
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def figures(output: Path, torn: bool = False) -> list[dict[str, Any]]:
+    """What a resumed run must repeat to the bit, line by line; clocks and memory are left out.
+
+    torn: a last line that is still being written is passed over.
+    """
+    text = (output / "metrics.jsonl").read_text()
+    if torn:
+        text = text[: text.rfind("\n") + 1]
+    return [{k: m[k] for k in EXACT} for m in map(json.loads, text.splitlines()) if "loss" in m]
+
+
+def weights(output: Path) -> dict[str, str]:
+    """Hashes of everything in the newest checkpoint: parameters and optimizer states."""
+    return {name: f.sha256 for name, f in verify(find(output)[0]).files.items()}

@@ -1,0 +1,469 @@
+"""Checkpoints by themselves: a job of four parameters, every disk call, every byte, every cutting."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import DISK, advance, holds, killing, meta, ranks, run, small_job, told
+from safetensors.torch import load_file
+
+from optrush import checkpoint, shards
+from optrush.checkpoint import Meta, SaveFailed, choose, find, restore, save, verify
+from optrush.errors import CheckpointError
+from optrush.manifest import digest, encode
+
+
+def saved(output: Path, steps: tuple[int, ...] = (2, 4, 6), keep: int = 2, **prints: str) -> Any:
+    job = small_job(output, keep=keep)
+    for step in steps:
+        advance(job, step)
+        save(job, step, meta(step, **prints))
+    return job
+
+
+def leftovers(output: Path) -> list[str]:
+    return [p.name for p in (output / "checkpoints").iterdir() if ".tmp-" in p.name]
+
+
+def test_what_is_saved_is_what_comes_back(tmp_path: Path) -> None:
+    saved(tmp_path)
+    assert [p.name for p in find(tmp_path)] == ["step-000006", "step-000004"]
+    manifest, passed = choose(tmp_path, "auto")
+    assert manifest is not None and not passed
+    assert (manifest.step, manifest.sample, manifest.skipped, manifest.run_id) == (6, 60, 6, "00ff")
+    assert manifest.config["train"]["keep"] == 2 and manifest.versions["torch"] == torch.__version__
+    job = small_job(tmp_path)
+    restore(job, manifest, {})
+    assert holds(job, 6)
+    library = load_file(manifest.path / "rank-0.safetensors")
+    assert torch.equal(library["param/norm"], job.trained[1].local)
+    assert library["param/norm"].dtype == torch.bfloat16 and library["state/count/one"].shape == ()
+
+
+def test_nothing_there_begins_at_the_start(tmp_path: Path) -> None:
+    assert choose(tmp_path, "auto") == (None, [])
+    assert choose(tmp_path / "nowhere", "auto") == (None, [])
+    (tmp_path / "checkpoints" / "step-000002.tmp-ab").mkdir(parents=True)  # killed in its first save
+    assert choose(tmp_path, "auto") == (None, [])
+    saved(tmp_path)
+    assert choose(tmp_path, None) == (None, [])
+
+
+def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
+    """R2: mkdir, write, sync, rename, unlink, rmdir, pruning included; before, halfway and after."""
+    steps = (2, 4)
+    calls = 0
+    for how in ("before", "half", "after"):
+        at = 0
+        while True:
+            at += 1
+            output = tmp_path / f"{how}-{at}"
+            output.mkdir()
+
+            def work(output: Path = output, at: int = at, how: str = how) -> None:
+                job = small_job(output, keep=1)
+                killing(at, how)
+                for step in steps:
+                    advance(job, step)
+                    save(job, step, meta(step))
+                    (output / "done").write_text(str(step))
+
+            code = run(work)
+            if code == 0:
+                break
+            assert code == -9
+            calls += 1
+            done = int((output / "done").read_text()) if (output / "done").exists() else 0
+            manifest, passed = choose(output, "auto")
+            assert passed == [], "a kill must not damage what has its final name"
+            step = 0 if manifest is None else manifest.step
+            assert step in (done, done + 2), f"killed {how} call {at}: at step {step}, {done} was saved"
+            job = small_job(output, keep=1)
+            if manifest is not None:
+                restore(job, manifest, {})
+                assert holds(job, step)
+            for after in range(step + 2, 6, 2):
+                advance(job, after)
+                save(job, after, meta(after))
+            if step == 4:
+                save(job, 4, meta(4))
+            assert [p.name for p in find(output)] == ["step-000004"] and leftovers(output) == []
+            verify(output / "checkpoints" / "step-000004")
+            shutil.rmtree(output)
+    assert calls > 100
+    told("R2", calls, "every call of two saves with pruning, before, halfway and after it")
+
+
+def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut loses what was not synced; the order of the calls is all that protects from it."""
+    events: list[str] = []
+    for name in DISK:
+        real = getattr(shards, name)
+
+        def call(*args: Any, name: str = name, real: Callable[..., Any] = real) -> None:
+            what = args[0]
+            target = os.readlink(f"/proc/self/fd/{what}") if name == "sync" else str(getattr(what, "name", what))
+            events.append(f"{name} {Path(target).name.split('.tmp')[0]}")
+            real(*args)
+
+        monkeypatch.setattr(shards, name, call)
+    saved(tmp_path, (2,))
+    writes = [i for i, e in enumerate(events) if e.startswith("write rank-0")]
+    order = [
+        "mkdir checkpoints", f"sync {tmp_path.name}", "mkdir step-000002", "sync rank-0.safetensors",
+        "write manifest.json", "sync manifest.json", "sync step-000002", "rename step-000002", "sync checkpoints",
+    ]  # fmt: skip
+    at = [events.index(e) for e in order]
+    assert at == sorted(at) and max(writes) < at[3] and len(writes) == 1 + 4 * 4
+
+
+MUTATIONS = ("flip", "zero", "cut", "delete", "swap", "stale", "empty", "manifest")
+
+
+def mutate(kind: str, folder: Path, other: Path, rng: random.Random) -> str:
+    """Damages the checkpoint in `folder`; returns the name of the file that is to be named."""
+    name = rng.choice(sorted(p.name for p in folder.glob("*.safetensors")))
+    file = folder / name
+    data = bytearray(file.read_bytes())
+    if kind == "flip":
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif kind == "zero":
+        at = rng.randrange(len(data))
+        old = bytes(data[at : at + 4096])
+        data[at : at + 4096] = bytes(len(old))
+        if data == file.read_bytes():
+            data[at] = 1
+    elif kind == "cut":
+        del data[rng.randrange(len(data)) :]
+    elif kind == "delete":
+        name = rng.choice([name, "manifest.json"])
+        (folder / name).unlink()
+        return name
+    elif kind == "swap":
+        data = bytearray((other / name).read_bytes())
+        (other / name).write_bytes(file.read_bytes())
+    else:
+        name = "manifest.json"
+        file = folder / name
+        data = bytearray(file.read_bytes())
+        if kind == "stale":
+            data = bytearray((other / name).read_bytes())
+        elif kind == "empty":
+            data = bytearray(rng.choice([b"", b"\n", b"{}", b"null"]))
+        else:
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    assert data != file.read_bytes()
+    file.write_bytes(data)
+    return name
+
+
+@pytest.fixture(scope="module")
+def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints of two ranks."""
+    output = tmp_path_factory.mktemp("three")
+
+    def work() -> None:
+        job = small_job(output, "rows", keep=3)
+        for step in (2, 4, 6):
+            advance(job, step)
+            save(job, step, meta(step))
+
+    ranks(2, work)
+    return output
+
+
+@pytest.mark.parametrize("kind", MUTATIONS)
+def test_damage_is_found_named_and_passed_over(kind: str, three_steps: Path, tmp_path: Path) -> None:
+    """R3: 13 mutations of each of 8 kinds."""
+    job = small_job(tmp_path)
+    for seed in range(13):
+        output = tmp_path / str(seed)
+        shutil.copytree(three_steps, output)
+        newest, other = find(output)[:2]
+        name = mutate(kind, newest, other, random.Random(f"{kind} {seed}"))
+        with pytest.raises(CheckpointError) as error:
+            verify(newest)
+        assert name in error.value.found and str(newest) in error.value.asked
+        with pytest.raises(CheckpointError):
+            choose(output, newest)
+        manifest, passed = choose(output, "auto")
+        damaged = [newest, other] if kind == "swap" else [newest]
+        assert [p for p, _ in passed] == damaged and all(name in why for _, why in passed)
+        assert manifest is not None and manifest.step == 6 - 2 * len(damaged)
+        restore(job, manifest, {})
+        assert holds(job, manifest.step)
+    told("R3", 13, kind)
+
+
+def test_no_intact_one_never_starts_afresh(three_steps: Path, tmp_path: Path) -> None:
+    """R4."""
+    output = tmp_path / "run"
+    shutil.copytree(three_steps, output)
+    for path in find(output):
+        (path / "rank-1.safetensors").unlink()
+    with pytest.raises(CheckpointError) as error:
+        choose(output, "auto")
+    assert "step-000002: rank-1.safetensors does not exist" in error.value.found and "train.clean" in error.value.do
+    with pytest.raises(CheckpointError, match="does not exist"):
+        choose(output, output / "checkpoints" / "step-000008")
+
+
+def test_going_back_behind_a_damaged_one(three_steps: Path, tmp_path: Path) -> None:
+    """The step that was damaged is saved again under its name, and what lay in the abandoned future goes."""
+    output = tmp_path / "run"
+    shutil.copytree(three_steps, output)
+    for path in find(output)[:2]:
+        (path / "manifest.json").unlink()
+    job = small_job(output, keep=2)
+    manifest, passed = choose(output, "auto")
+    assert manifest is not None and manifest.step == 2 and len(passed) == 2
+    restore(job, manifest, {})
+    advance(job, 4)
+    save(job, 4, meta(4))
+    assert [p.name for p in find(output)] == ["step-000004", "step-000002"] and leftovers(output) == []
+    assert verify(find(output)[0]).step == 4
+
+
+def test_saving_the_same_state_again_touches_nothing(tmp_path: Path) -> None:
+    job = saved(tmp_path)
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    save(job, 6, meta(6))
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == before
+
+
+def test_a_forged_manifest_leads_nowhere_else(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = find(tmp_path)[0]
+    (path / "manifest.json").unlink()
+    shutil.copy(find(tmp_path)[1] / "manifest.json", path)
+    for change in (
+        {"files": {"../../secret": {"sha256": "0" * 64, "bytes": 1}}}, {"step": 7}, {"format": 2}, {"surplus": 1},
+        {"sample": "1"}, {"tensors": {"a": {"dtype": "F32", "shape": [4], "pieces": []}}},
+    ):  # fmt: skip
+        body = json.loads((find(tmp_path)[1] / "manifest.json").read_text()) | {"step": 6} | change
+        (path / "manifest.json").write_bytes(encode(body | {"digest": digest(body)}))
+        with pytest.raises(CheckpointError, match=r"manifest\.json"):
+            verify(path)
+
+
+def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R6: the half save goes, the last good one stays, and the next save works."""
+    job = saved(tmp_path, (2,))
+    real = {name: getattr(shards, name) for name in DISK}
+    failed: list[str] = []
+    for name in DISK:
+        for at in range(1, 100):
+            calls = {"n": 0}
+
+            def full(*args: Any, name: str = name, at: int = at, calls: dict[str, int] = calls) -> None:
+                calls["n"] += 1
+                if calls["n"] == at:
+                    if name == "write":
+                        args[0].write(args[1][: len(args[1]) // 2])
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                real[name](*args)
+
+            monkeypatch.setattr(shards, name, full)
+            advance(job, 4)
+            try:
+                save(job, 4, meta(4))
+            except SaveFailed as error:
+                failed.append(str(error))
+            else:
+                break
+            finally:
+                monkeypatch.setattr(shards, name, real[name])
+            manifest, passed = choose(tmp_path, "auto")
+            assert manifest is not None and passed == []
+            if manifest.step == 2:
+                assert leftovers(tmp_path) == []
+            save(job, 4, meta(4))
+            assert verify(find(tmp_path)[0]).step == 4 and leftovers(tmp_path) == []
+            shutil.rmtree(tmp_path)
+            tmp_path.mkdir()
+            job = saved(tmp_path, (2,))
+        save(job, 4, meta(4))
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        job = saved(tmp_path, (2,))
+    assert len(failed) > 20 and all("No space left" in text for text in failed)
+    told("R6", len(failed), "each call that changes the disk failed once")
+
+
+def test_one_ranks_full_disk_is_everybodys(tmp_path: Path) -> None:
+    def work() -> list[Any]:
+        job = small_job(tmp_path, "rows")
+        advance(job, 2)
+        save(job, 2, meta(2))
+        real = shards.write
+
+        def full(*args: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        if job.world.rank == 1:
+            shards.write = full
+        advance(job, 4)
+        try:
+            save(job, 4, meta(4))
+            seen = "saved"
+        except SaveFailed as error:
+            seen = str(error)
+        left = leftovers(tmp_path) if job.world.rank == 0 else []  # it is rank 0 that cleans up
+        shards.write = real
+        save(job, 6, meta(6))
+        return [seen, left]
+
+    assert ranks(2, work) == [["rank 1: [Errno 28] No space left on device", []]] * 2
+    assert [p.name for p in find(tmp_path)] == ["step-000006", "step-000002"]
+
+
+CUTTINGS = [(1, "whole"), (2, "rows"), (2, "whole"), (3, "rows"), (2, "columns"), (3, "copies")]
+
+
+def test_any_cutting_loads_into_any_other(tmp_path: Path) -> None:
+    """R9: uneven and empty shards (33, 7 and 2 rows over 3 ranks), copies, columns, one value; bit for bit."""
+
+    def step(n: int, how: str) -> int:
+        return 2 * CUTTINGS.index((n, how)) + 2
+
+    def write(n: int, how: str) -> None:
+        job = small_job(tmp_path / f"{n}-{how}", how)
+        advance(job, step(n, how))
+        save(job, step(n, how), meta(1))
+
+    def read(how: str) -> list[bool]:
+        job = small_job(tmp_path, how)
+        good = []
+        for n, other in CUTTINGS:
+            advance(job, 1)
+            restore(job, find(tmp_path / f"{n}-{other}")[0], {})
+            good.append(holds(job, step(n, other)))
+        return good
+
+    for n, how in CUTTINGS:
+        ranks(n, lambda n=n, how=how: write(n, how)) if n > 1 else run(lambda n=n, how=how: write(n, how))
+    for n, how in CUTTINGS:
+        if n > 1:
+            assert ranks(n, lambda how=how: read(how)) == [[True] * len(CUTTINGS)] * n
+        else:
+            assert read(how) == [True] * len(CUTTINGS)
+    copies = verify(find(tmp_path / "3-copies")[0])
+    assert list(copies.files) == ["rank-0.safetensors"], "what is the same on every rank is saved once"
+    assert len(verify(find(tmp_path / "3-rows")[0]).tensors["param/narrow"].pieces) == 2
+    told("R9", len(CUTTINGS) ** 2, "cuttings x cuttings, every tensor equal")
+
+
+def test_blocks_inside_rows_are_cut_like_the_rows(tmp_path: Path) -> None:
+    """An optimizer that keeps one scale a block of a row (R, ceil(C / block))."""
+
+    def job_with_blocks(how: str) -> Any:
+        job = small_job(tmp_path, how)
+        trained = [t for t in job.trained if t.name in ("embed", "narrow")]
+        states = {t.name: {"scale": torch.zeros(t.local.shape[0], 3)} for t in trained}
+        job.trained, job.optimizer = trained, type("Blocks", (), {"state": lambda self: states})()
+        return job
+
+    def write() -> None:
+        job = job_with_blocks("rows")
+        advance(job, 2)
+        save(job, 2, meta(2))
+
+    ranks(3, write)
+    job = job_with_blocks("whole")
+    restore(job, find(tmp_path)[0], {})
+    assert holds(job, 2)
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = find(tmp_path)[0]
+
+    def refused(change: Callable[[Any], None], text: str, **kinds: Any) -> None:
+        job = small_job(tmp_path, **kinds)
+        change(job)
+        before = [s.local.clone() for s in shards.slices(job)]
+        with pytest.raises(CheckpointError) as error:
+            restore(job, path, {})
+        assert text in error.value.found
+        del before
+
+    refused(lambda j: j.trained.pop(1), "rank-0.safetensors: the tensor `param/norm` is there, and this run has none")
+    refused(lambda j: None, "`param/embed` is (33, 64) F32, this run needs (33, 64) F64", dtype=torch.float64)
+    refused(lambda j: j.state.clear(), "the state `kept` is there")
+    refused(lambda j: j.state.update(more=j.state["kept"]), "the state `more` is missing")
+
+    def renamed(job: Any) -> None:
+        job.trained[0] = type(job.trained[0])("other", job.trained[0].parameter, True)
+        job.optimizer = type(job.optimizer)(job.trained, job.run.optim, fused=False)
+
+    refused(renamed, "manifest.json: the tensor `param/other` is missing")
+
+
+def test_a_refusal_on_one_rank_is_a_refusal_on_all(tmp_path: Path) -> None:
+    saved(tmp_path)
+
+    def work() -> str:
+        job = small_job(tmp_path, "rows")
+        if job.world.rank == 1:
+            job.state.clear()
+        try:
+            restore(job, find(tmp_path)[0], {})
+        except CheckpointError as error:
+            return error.found
+        return "restored"
+
+    assert ranks(2, work) == ["manifest.json: the state `kept` is there, and this run has none"] * 2
+
+    def damaged() -> str:
+        small_job(tmp_path, "rows")
+        try:
+            choose(tmp_path, "auto")
+        except CheckpointError as error:
+            return error.found
+        return "chosen"
+
+    for p in find(tmp_path):
+        (p / "manifest.json").write_text("")
+    found = ranks(2, damaged)
+    assert found[0] == found[1] and "manifest.json is empty" in found[0]
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    """R15: each field is refused by name, and accepted by name."""
+    fields = ("config", "tokenizer", "template", "data")
+    then = {f: f"{f}-was" for f in fields}
+    saved(tmp_path, **then)
+    job = small_job(tmp_path)
+    path = find(tmp_path)[0]
+    restore(job, path, then)
+    for field in fields:
+        now = then | {field: "new"}
+        with pytest.raises(CheckpointError) as error:
+            restore(job, path, now)
+        assert f"`{field}` was {field}-was and is new" in error.value.found
+        assert f"--allow-change {field}" in error.value.do
+        assert restore(job, path, now, frozenset({field})).step == 6
+    with pytest.raises(CheckpointError, match="`data` was data-was and is absent"):
+        restore(job, path, {f: then[f] for f in fields[:3]})
+    with pytest.raises(CheckpointError, match="did you mean `tokenizer`"):
+        restore(job, path, then, frozenset({"tokeniser"}))
+    told("R15", len(fields), "named, refused, and allowed by name")
+
+
+def test_a_run_id_is_one_for_all_ranks(tmp_path: Path) -> None:
+    def work() -> str:
+        small_job(tmp_path)
+        return checkpoint.fresh_id()
+
+    a, b = ranks(2, work)
+    assert a == b and len(a) == 16 and checkpoint.fresh_id() != checkpoint.fresh_id()
+    assert Meta(a, 0).skipped_in_a_row == 0

@@ -1,0 +1,272 @@
+"""R1, R5, R6, R9: runs that are killed, told to stop, short of disk, or gone on with on other ranks."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import ended, told
+
+from optrush import shards, step
+from optrush.checkpoint import find, verify
+from runs import (
+    Before,
+    begun,
+    begun_on,
+    configuration,
+    figures,
+    lines,
+    said,
+    trained,
+    trained_on,
+    wait_for,
+    weights,
+    write_data,
+    write_model,
+)
+
+SAVE_EVERY, STEPS = 3, 12
+TECHNIQUES = ({"packing": {}}, {"packing": {}, "ddp": {}}, {"packing": {}, "fsdp": {}})
+ALONE, DDP, FSDP = TECHNIQUES
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, data, and `reference`: a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("home")
+    write_model(folder / "model")
+    write_data(folder / "data.jsonl")
+    assert trained(configuration(folder, folder / "reference"), before=recording(folder / "reference.samples")) == 0
+    return folder
+
+
+def recording(path: Path, pause_s: float = 0.0) -> Before:
+    """Notes which samples each step took, and makes each step last a while."""
+
+    def before() -> None:
+        begin, gradients = step.begin, step.gradients
+        at = {"step": 0}
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            at["step"] = n
+            time.sleep(pause_s)
+            begin(job, n, steps)
+
+        def taking(job: Any, batches: Any, terms: int) -> Any:
+            line = [at["step"], [s for b in batches for s in b.samples]]
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            return gradients(job, batches, terms)
+
+        step.begin, step.gradients = noted, taking
+
+    return before
+
+
+def samples(path: Path) -> dict[int, Counter[int]]:
+    found: dict[int, Counter[int]] = {}
+    for line in path.read_text().splitlines():
+        n, taken = json.loads(line)
+        found.setdefault(n, Counter()).update(taken)
+    return found
+
+
+def exported(output: Path) -> bytes:
+    return (output / "model" / "model.safetensors").read_bytes()
+
+
+def test_killed_at_random_moments(home: Path) -> None:
+    """R1: kill -9, in some runs twice, and the same command again; what it leaves is what the untouched run left."""
+    reached = []
+    for seed in range(10):
+        rng = random.Random(seed)
+        output = home / f"killed-{seed}"
+        config = configuration(home, output)
+        for _ in range(1 + (seed % 3 == 0)):
+            pid = begun(config, "--resume", "auto")
+            if logged := rng.randrange(STEPS):  # else: while it is being assembled
+                wait_for(output, logged)
+            time.sleep(rng.random() * 0.1)
+            os.kill(pid, signal.SIGKILL)
+            assert ended(pid) in (-9, 0)
+            done = figures(output, torn=True)[-1]["step"] if (output / "metrics.jsonl").exists() else 0
+            saved = verify(find(output)[0]).step if find(output) else 0
+            assert done - saved <= SAVE_EVERY
+            reached.append(done)
+        assert trained(config, "--resume", "auto") == 0, said(config)
+        assert figures(output) == figures(home / "reference")
+        assert weights(output) == weights(home / "reference")
+        assert exported(output) == exported(home / "reference")
+    assert len(set(reached)) > 5, "the kills should fall on different steps"
+    told("R1", 10, f"killed after steps {reached}; every loss and weight equal")
+
+
+def test_killed_on_two_ranks(home: Path) -> None:
+    """R1 on two ranks: the whole group killed, restarted with the same command."""
+    config = configuration(home, home / "fsdp", **{"with": FSDP})
+    assert trained_on(2, config) == [0, 0], said(config)
+    for seed in range(2):
+        rng = random.Random(seed)
+        output = home / f"killed-fsdp-{seed}"
+        config = configuration(home, output, **{"with": FSDP})
+        pids = begun_on(2, config, "--resume", "auto")
+        wait_for(output, rng.randrange(2, STEPS))
+        time.sleep(rng.random() * 0.1)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert all(ended(pid) in (-9, 0) for pid in pids)
+        assert trained_on(2, config, "--resume", "auto") == [0, 0], said(config)
+        assert figures(output) == figures(home / "fsdp")
+        assert weights(output) == weights(home / "fsdp")
+    told("R1", 2, "two ranks under fsdp")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_told_to_stop(home: Path, number: signal.Signals) -> None:
+    """R5: saves after the step under way, or the next; exit 143; says how to go on, and goes on to the same end."""
+    output = home / f"stopped-{number.name}"
+    config = configuration(home, output)
+    pid = begun(config, before=recording(home / f"{number.name}.samples", pause_s=0.1))
+    wait_for(output, 4)
+    os.kill(pid, number)
+    assert ended(pid) == 143, said(config)
+    saved = verify(find(output)[0]).step
+    assert saved in (5, 6) and figures(output)[-1]["step"] == saved
+    assert "--resume auto" in said(config)
+    assert trained(config, "--resume", "auto") == 0
+    assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
+    told("R5", 1, f"{number.name} after step 4, saved step {saved}")
+
+
+def test_one_rank_told_to_stop(home: Path) -> None:
+    """R5: one rank hears it, all save the same step."""
+    output = home / "stopped-one"
+    config = configuration(home, output, **{"with": DDP})
+    pids = begun_on(2, config, before=recording(home / "one.samples", pause_s=0.1))
+    wait_for(output, 4)
+    os.kill(pids[1], signal.SIGTERM)
+    assert [ended(pid) for pid in pids] == [143, 143], said(config)
+    assert verify(find(output)[0]).step in (5, 6) and set(samples(home / "one.samples")) <= set(range(1, 7))
+    assert trained_on(2, config, "--resume", "auto") == [0, 0]
+    told("R5", 1, "SIGTERM to one rank of two")
+
+
+def test_told_twice(home: Path) -> None:
+    """R5: the second Ctrl-C does not wait for the step; nothing that was saved suffers."""
+    output = home / "twice"
+    config = configuration(home, output)
+    pid = begun(config, before=recording(home / "twice.samples", pause_s=1.0))
+    wait_for(output, 3)
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGINT)
+    time.sleep(0.1)
+    begin = time.monotonic()
+    os.kill(pid, signal.SIGINT)
+    assert ended(pid) == 130, said(config)
+    assert time.monotonic() - begin < 0.8
+    assert verify(find(output)[0]).step == 3
+    assert trained(config, "--resume", "auto") == 0
+    assert figures(output) == figures(home / "reference")
+
+
+def test_a_full_disk_does_not_end_a_run(home: Path) -> None:
+    """R6, injected: the save at step 6 fails, is spoken of and removed; the one at step 9 works again."""
+    output = home / "full"
+    config = configuration(home, output)
+
+    def before() -> None:
+        begin, write = step.begin, shards.write
+
+        def full(*args: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            shards.write = full if n == 6 else write
+            begin(job, n, steps)
+
+        step.begin = noted
+
+    assert trained(config, before=before) == 0, said(config)
+    failed = [m for m in lines(output) if "save_failed" in m]
+    assert [m["step"] for m in failed] == [6] and "No space left" in failed[0]["save_failed"]
+    assert "No space left" in said(config)
+    assert [p.name for p in find(output)] == ["step-000012", "step-000009"]
+    assert not [p for p in (output / "checkpoints").iterdir() if ".tmp-" in p.name]
+    assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
+
+
+@pytest.fixture
+def little_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", point], capture_output=True)
+    if mount.returncode:
+        pytest.skip("this user may not mount a file system")
+    yield point
+    subprocess.run(["umount", "-l", point], check=True)
+
+
+def test_a_really_full_disk(home: Path, little_disk: Path) -> None:
+    """R6, real: 32 KiB are left from step 5 on, and the space is back at step 8."""
+    output = little_disk / "run"
+    config = configuration(home, output, train__keep=1)
+    config = Path(shutil.move(config, home / "full-really.yaml"))  # what it prints goes to another disk, as it would
+
+    def before() -> None:
+        begin = step.begin
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            filler = little_disk / "filler"
+            if n == 5:
+                free = os.statvfs(little_disk)
+                filler.write_bytes(bytes(free.f_bavail * free.f_frsize - 32768))
+            elif n == 8:
+                filler.unlink()
+            begin(job, n, steps)
+
+        step.begin = noted
+
+    assert trained(config, before=before) == 0, said(config)
+    failed = [m for m in lines(output) if "save_failed" in m]
+    assert [m["step"] for m in failed] == [6] and "No space left" in failed[0]["save_failed"]
+    assert [p.name for p in find(output)] == ["step-000012"]
+    assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
+    told("R6", 1, "a tmpfs of 8 MiB, full from step 5 to 7")
+
+
+def test_on_other_ranks(home: Path) -> None:
+    """R9: 2 (fsdp) -> 1 -> 2 (ddp) -> 4 (fsdp) -> 1; the same samples at each step, the same losses to 1e-6."""
+    output = home / "ranks"
+    record = home / "ranks.samples"
+    stops = [(2, FSDP, 2), (1, ALONE, 4), (2, DDP, 6), (4, FSDP, 8), (1, ALONE, STEPS)]
+    at = []
+    for n, techniques, until in stops:
+        config = configuration(home, output, **{"with": techniques})
+        before = recording(record, pause_s=0.05)
+        flags = ("--resume", "auto")
+        pids = begun_on(n, config, *flags, before=before) if n > 1 else [begun(config, *flags, before=before)]
+        if until < STEPS:
+            wait_for(output, until)
+            for pid in pids:
+                os.kill(pid, signal.SIGTERM)
+        assert {ended(pid) for pid in pids} == {143 if until < STEPS else 0}, said(config)
+        at.append(verify(find(output)[0]).step)
+    reference = figures(home / "reference")
+    worst = max(abs(a["loss"] - b["loss"]) for a, b in zip(figures(output), reference, strict=True))
+    assert worst <= 1e-6
+    exact = ("step", "tokens", "target_tokens", "lr")
+    assert [[m[k] for k in exact] for m in figures(output)] == [[m[k] for k in exact] for m in reference]
+    assert samples(record) == samples(home / "reference.samples")
+    told("R9", len(stops), f"changed ranks after steps {at[:-1]}; losses differ by {worst:.1e} at most")

@@ -1,0 +1,179 @@
+"""R3, R4, R15, R16 through the command line: what a run must refuse, and what it must say."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import ended, told
+from test_kill import DDP, recording
+
+from optrush.checkpoint import find
+from runs import (
+    begun,
+    configuration,
+    figures,
+    lines,
+    said,
+    trained,
+    trained_on,
+    wait_for,
+    weights,
+    write_data,
+    write_model,
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    write_model(folder / "model")
+    write_data(folder / "data.jsonl")
+    assert trained(configuration(folder, folder / "reference")) == 0
+    return folder
+
+
+def copy(home: Path, name: str) -> tuple[Path, Path]:
+    """The reference's folder under another name, and its configuration."""
+    shutil.copytree(home / "reference", home / name)
+    return home / name, configuration(home, home / name)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_newest_one_is_passed_over_aloud(home: Path, ranks: int) -> None:
+    """R3: said, written into the metrics, and the run ends as if nothing had happened."""
+    output, config = copy(home, f"damaged-{ranks}")
+    if ranks > 1:
+        config = configuration(home, output, **{"with": DDP})
+    flip(output / "checkpoints" / "step-000012" / "rank-0.safetensors")
+    codes = trained_on(2, config, "--resume", "auto") if ranks > 1 else [trained(config, "--resume", "auto")]
+    assert codes == [0] * ranks, said(config)
+    assert "step-000012" in said(config) and "rank-0.safetensors holds other bytes" in said(config)
+    (told_,) = [m["passed_over"] for m in lines(output) if "passed_over" in m]
+    assert told_[0]["checkpoint"] == "step-000012"
+    if ranks == 1:
+        assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_intact_one(home: Path, ranks: int) -> None:
+    """R4: exit 2 on every rank, and nothing is touched."""
+    output, config = copy(home, f"none-intact-{ranks}")
+    if ranks > 1:
+        config = configuration(home, output, **{"with": DDP})
+    for path in find(output):
+        flip(path / "manifest.json")
+    before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
+    codes = trained_on(2, config, "--resume", "auto") if ranks > 1 else [trained(config, "--resume", "auto")]
+    assert codes == [2] * ranks, said(config)
+    assert "no checkpoint is intact" in said(config) and "train.clean" in said(config)
+    assert {p: p.read_bytes() for p in output.rglob("*") if p.is_file()} == before
+    path = find(output)[1]
+    assert trained(configuration(home, output), "--resume", str(path)) == 2
+    assert f"the checkpoint {path}" in said(config)
+
+
+def test_from_an_older_one_by_name(home: Path) -> None:
+    output, config = copy(home, "older")
+    assert trained(config, "--resume", str(output / "checkpoints" / "step-000009")) == 0, said(config)
+    assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
+
+
+def other_config(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["rms_norm_eps"] = 1e-3
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def other_tokenizer(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["w0"], vocabulary["w1"] = vocabulary["w1"], vocabulary["w0"]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def other_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+
+
+def other_data(model: Path) -> None:
+    path = model.parent / "data.jsonl"
+    path.write_text(path.read_text() + '{"text": "w1 w2 w3"}\n')
+
+
+CHANGES = {"config": other_config, "tokenizer": other_tokenizer, "template": other_template, "data": other_data}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_another_model_or_data_at_resume(home: Path, tmp_path: Path, field: str) -> None:
+    """R15: exit 2 naming the field; allowed by name, it goes on."""
+    shutil.copytree(home / "model", tmp_path / "model")
+    shutil.copy(home / "data.jsonl", tmp_path)
+    config = configuration(tmp_path, tmp_path / "run")
+    pid = begun(config, before=recording(tmp_path / "samples", pause_s=0.02))
+    wait_for(tmp_path / "run", 4)
+    os.kill(pid, signal.SIGKILL)
+    ended(pid)
+    change: Callable[[Path], None] = CHANGES[field]
+    change(tmp_path / "model")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert trained(config, "--resume", "auto") == 2, said(config)
+    assert f"`{field}` was" in said(config) or field == "tokenizer"
+    assert "--allow-change" in said(config)
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    allow = [flag for f in CHANGES for flag in ("--allow-change", f)]
+    assert trained(config, "--resume", "auto", *allow) == 0, said(config)
+    assert figures(tmp_path / "run")[-1]["step"] == 12
+    told("R15", 1, field)
+
+
+def test_two_runs_in_one_folder(home: Path) -> None:
+    """R16: the second is refused, whether it begins, resumes or cleans; the first ends as if alone."""
+    output = home / "shared"
+    config = configuration(home, output)
+    pid = begun(config, before=recording(home / "shared.samples", pause_s=0.3))
+    wait_for(output, 1)
+    second = home / "second.yaml"
+    second.write_text(config.read_text())
+    for flags in ([], ["--resume", "auto"], ["--set", "train.clean=true"]):
+        assert trained(second, *flags) == 2, said(second)
+    assert "another run is at work there" in said(second) and "a run lies there" in said(second)
+    assert ended(pid) == 0, said(config)
+    assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
+
+
+def test_a_run_is_not_overwritten(home: Path) -> None:
+    """R16: exit 2 and nothing touched; `train.clean` replaces it; --resume goes on."""
+    output, config = copy(home, "there")
+    before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
+    assert trained(config) == 2
+    assert "--resume auto" in said(config) and "train.clean" in said(config)
+    assert {p: p.read_bytes() for p in output.rglob("*") if p.is_file()} == before
+    assert trained(config, "--set", "train.clean=true", "--set", "seed=1") == 0, said(config)
+    assert figures(output) != figures(home / "reference") and len(figures(output)) == 12
+    (output / "thesis.tex").write_text("")
+    assert trained(config, "--set", "train.clean=true") == 2
+    assert "thesis.tex" in said(config)
+
+
+def test_where_nothing_can_be_written(home: Path) -> None:
+    (home / "file").write_text("")
+    config = configuration(home, home / "unwritable", output=str(home / "file" / "run"))
+    assert trained(config) == 2
+    assert "is no folder" in said(config) and "Traceback" not in said(config)
+    odd = home / "ünï côde ☃" / ("long " * 30)
+    odd.parent.mkdir()
+    config = configuration(home, home / "odd", output=str(odd))
+    assert trained(config) == 0, said(config)
+    assert weights(odd) == weights(home / "reference")

@@ -1,0 +1,194 @@
+"""R16 and what stands around a run's folder: one run at a time, no run overwritten, nobody's files deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from harness import ended, fork, ranks, run, small_job, told
+
+from optrush import shards
+from optrush.errors import ConfigError, UserError
+from optrush.runfolder import KNOWN, claim, cut_back, lock, prepare
+
+
+def a_run(folder: Path) -> Path:
+    (folder / "checkpoints" / "step-000002").mkdir(parents=True)
+    (folder / "model").mkdir()
+    for name in ("run.yaml", "metrics.jsonl", "report.html", ".lock", "model/config.json", "checkpoints/step-000002/x"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def found(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*")}
+
+
+def test_a_second_run_in_one_folder(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+
+    def hold() -> None:
+        with lock(tmp_path):
+            ready.write_text("")
+            time.sleep(60)
+
+    pid = fork(hold)
+    while not ready.exists():
+        time.sleep(0.01)
+    with pytest.raises(ConfigError, match="another run is at work"), lock(tmp_path):
+        pass
+    os.kill(pid, signal.SIGKILL)
+    assert ended(pid) == -9
+    with lock(tmp_path):  # a killed run leaves no lock behind
+        pass
+    told("R16", 1, "second run refused; after kill -9 the folder is free")
+
+
+def test_ranks_share_one_lock_and_one_refusal(tmp_path: Path) -> None:
+    def work() -> str:
+        small_job(tmp_path)
+        try:
+            with lock(tmp_path):
+                return "mine"
+        except ConfigError as error:
+            return error.found
+
+    assert ranks(2, work) == ["mine"] * 2
+    with lock(tmp_path):
+        assert ranks(2, work) == ["another run is at work there"] * 2
+
+
+def test_where_a_run_may_begin(tmp_path: Path) -> None:
+    prepare(tmp_path / "new" / "deep", False, None)
+    prepare(tmp_path / "new" / "deep", True, None)
+    prepare(tmp_path / "ünï côde" / ("x" * 200), False, None)
+    claim(tmp_path / "ünï côde" / ("x" * 200), False)
+    assert not (tmp_path / "new").exists(), "looking writes nothing"
+    prepare(tmp_path, False, None)
+    folder = a_run(tmp_path / "run")
+    before = found(folder)
+    with pytest.raises(ConfigError) as error:
+        prepare(folder, False, None)
+    assert "--resume auto" in error.value.do and "train.clean" in error.value.do
+    prepare(folder, False, "auto")
+    prepare(folder, False, folder / "checkpoints" / "step-000002")
+    prepare(folder, True, None)
+    with pytest.raises(ConfigError, match="keeps what the other removes"):
+        prepare(folder, True, "auto")
+    assert found(folder) == before
+    for name in ("run.yaml", "metrics.jsonl", "checkpoints/step-000002"):
+        other = tmp_path / name.replace("/", "-")
+        (other / name).parent.mkdir(parents=True)
+        (other / name).mkdir() if "step" in name else (other / name).write_text("")
+        with pytest.raises(ConfigError, match="a run lies there"):
+            prepare(other, False, None)
+
+
+def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is no folder"):
+        prepare(tmp_path / "file", False, None)
+    with pytest.raises(ConfigError, match="is no folder"):
+        prepare(tmp_path / "file" / "deeper", False, None)
+    with pytest.raises(ConfigError, match="File name too long"):
+        claim(tmp_path / ("x" * 300), False)
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    tmp_path.chmod(0o755)
+
+    def as_nobody() -> None:
+        for up in (tmp_path, *tmp_path.parents):
+            if not up.stat().st_mode & 0o001 and up.stat().st_uid == os.getuid():
+                up.chmod(up.stat().st_mode | 0o055)
+        if os.getuid() == 0:  # root may write everywhere
+            os.setuid(65534)
+        for folder in (closed, closed / "new"):
+            with pytest.raises(ConfigError, match="cannot be written to"):
+                prepare(folder, False, None)
+        with pytest.raises(ConfigError, match="Permission denied"), lock(closed):
+            pass
+
+    assert run(as_nobody) == 0
+
+
+def test_emptying_takes_a_runs_things_only(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("")
+    folder = a_run(tmp_path / "run")
+    (folder / "report.html").unlink()
+    (folder / "report.html").symlink_to(precious / "thesis.tex")
+    (folder / "checkpoints" / "step-000009").symlink_to(precious)
+    (folder / "quarantine.jsonl").symlink_to(precious)
+    claim(folder, True)
+    assert found(folder) == {".lock"} and found(precious) == {"thesis.tex"}
+    claim(folder, True)  # empty already
+    for change in ("foreign", "no run.yaml"):
+        folder = a_run(tmp_path / change)
+        if change == "foreign":
+            (folder / "notes.txt").write_text("")
+        else:
+            (folder / "run.yaml").unlink()
+        before = found(folder)
+        for ask in (prepare, lambda *a: claim(*a[:2])):
+            with pytest.raises(ConfigError):
+                ask(folder, True, None)
+        assert found(folder) == before
+    assert {"run.yaml", "metrics.jsonl", "checkpoints", "model", "report.html", "quarantine.jsonl"} <= KNOWN
+
+
+def test_half_saves_are_removed_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step-000002.tmp-0a1b").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000002.tmp-0a1b" / "rank-0.safetensors").write_text("half")
+    (tmp_path / "checkpoints" / "my.tmp-notes").mkdir()
+    claim(tmp_path, False)
+    assert found(tmp_path) == {"checkpoints", "checkpoints/my.tmp-notes"}
+
+
+def test_metrics_are_cut_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert cut_back(path, 3) == 0
+    lines = [json.dumps({"step": n, "loss": 1 / n}) + "\n" for n in range(1, 6)]
+    evaluated = json.dumps({"step": 2, "eval_loss": 1.0}) + "\n"
+    whole = "".join(lines[:2]) + evaluated + "".join(lines[2:])
+    path.write_text(whole)
+    assert cut_back(path, 5) == 0 and path.read_text() == whole
+    assert cut_back(path, 2) == 3 and path.read_text() == "".join(lines[:2]) + evaluated
+    assert cut_back(path, 0) == 3 and path.read_text() == ""
+    rng = random.Random(0)
+    for _ in range(50):  # torn anywhere in its last line
+        torn = whole[: len(whole) - rng.randrange(1, len(lines[-1]))]
+        path.write_text(torn)
+        assert cut_back(path, 9) == 1 and path.read_text() == whole[: -len(lines[-1])]
+    path.write_text("\xff[]\n7\n{}\n" + whole, encoding="latin-1")
+    assert cut_back(path, 9) == 3 and path.read_text() == whole
+
+
+def test_metrics_are_whole_whenever_the_cut_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    whole = "".join(json.dumps({"step": n}) + "\n" for n in range(1, 9))
+    for name in ("write", "sync", "rename"):
+        path.write_text(whole)
+
+        def die(*args: object) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def work(name: str = name) -> None:
+            setattr(shards, name, die)
+            cut_back(path, 4)
+
+        assert run(work) == -9
+        assert path.read_text() == whole
+        assert cut_back(path, 4) == 4 and not (tmp_path / "metrics.jsonl.tmp").exists()
+
+
+def test_every_refusal_has_three_parts(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "run")
+    with pytest.raises(UserError) as error:
+        prepare(folder, False, None)
+    assert all((error.value.asked, error.value.found, error.value.do))

@@ -1,0 +1,148 @@
+"""What only a GPU can show: its kernels against the float32 baseline, and that a step never waits for the device."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from optrush import step
+from optrush.assemble import assemble, prepare
+from optrush.config import parse
+from optrush.job import Job
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+BASE = """
+model: tiny
+objective: sft
+data: {sample: recipes, max_samples: 60, too_long: split}
+batch: {seq: 256, tokens: 2048, micro_tokens: 1024}
+optim: {lr: 1e-3, schedule: constant, warmup: 0}
+train: {steps: 4}
+output: unused
+"""
+
+
+def job_of(*withs: str) -> Job:
+    job = assemble(prepare(parse(BASE, "test", withs=withs)))
+    job.begin = partial(step.begin, job, steps=4)
+    return job
+
+
+def first(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the first step."""
+    plan = job.stream.plan(None, 4)
+    batches = job.stream.batches(0, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
+    job.begin(1)
+    loss = job.gradients(batches, sum(b.n_terms for b in batches))
+    return loss.item(), {t.name: t.grad.float() / job.scale for t in job.trained}
+
+
+def cosine(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    x, y = (torch.cat([d[k].flatten() for k in sorted(a)]) for d in (a, b))
+    return torch.nn.functional.cosine_similarity(x, y, dim=0).item()
+
+
+@pytest.fixture(scope="module")
+def packed() -> tuple[float, dict[str, torch.Tensor]]:
+    return first(job_of("packing"))
+
+
+@pytest.fixture(scope="module")
+def single() -> tuple[float, dict[str, torch.Tensor]]:
+    return first(job_of())
+
+
+@pytest.mark.parametrize(
+    "withs",
+    [
+        ("attention:impl=sdpa",),
+        ("fused-loss:chunk=512",),
+        ("compile",),
+        ("compile", "attention:impl=sdpa", "fused-loss:chunk=512", "recompute", "fused-adamw"),
+    ],
+    ids="+".join,
+)
+def test_float32_techniques_match_the_baseline(withs, packed):
+    loss, grads = first(job_of("packing", *withs))
+    assert loss == pytest.approx(packed[0], rel=1e-5)
+    for name, g in packed[1].items():
+        assert (grads[name] - g).norm() <= 2e-4 * g.norm(), name
+
+
+@pytest.mark.parametrize(
+    "withs",
+    [
+        ("amp",),
+        ("bf16",),
+        ("amp:dtype=fp16",),
+        ("amp", "attention:impl=varlen"),
+        ("bf16", "attention:impl=varlen", "compile", "fused-loss"),
+        ("amp", "attention:impl=sdpa", "compile", "fused-loss", "recompute:every=2"),
+    ],
+    ids="+".join,
+)
+def test_half_precision_matches_the_float32_baseline(withs, packed):
+    loss, grads = first(job_of("packing", *withs))
+    assert loss == pytest.approx(packed[0], rel=5e-3)
+    assert cosine(packed[1], grads) >= 0.999
+
+
+@pytest.mark.parametrize("withs", [("bf16", "attention:impl=cudnn"), ("bf16", "attention:impl=varlen", "compile")])
+def test_rows_of_one_document(withs, single):
+    loss, grads = first(job_of(*withs))
+    assert loss == pytest.approx(single[0], rel=5e-3)
+    assert cosine(single[1], grads) >= 0.999
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "varlen"])
+def test_a_document_does_not_see_another(impl):
+    job = job_of("packing", "bf16", f"attention:impl={impl}")
+    plan = job.stream.plan(None, 4)
+    batch = job.stream.batches(0, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)[0].to(job.world.device)
+    ids = batch.documents.ids
+    assert int(ids[0].max()) >= 1, "the first row holds one document only"
+    model = job.model.eval()
+    with torch.no_grad():
+        before = model(batch.tokens, batch.positions, batch.documents)
+        changed = batch.tokens.clone()
+        changed[0, ids[0] == 0] = (changed[0, ids[0] == 0] + 7) % 2048
+        after = model(changed, batch.positions, batch.documents)
+    others = ids != 0
+    others[1:] = True
+    assert torch.equal(before[others], after[others])
+    assert not torch.equal(before[0, ids[0] == 0], after[0, ids[0] == 0])
+
+
+@pytest.mark.parametrize("withs", [("amp",), ("amp:dtype=fp16",), ("bf16", "compile", "fused-loss")], ids="+".join)
+def test_a_step_never_waits_for_the_device(withs, tmp_path: Path):
+    """From the second step on nothing synchronises until a step logs."""
+    job = job_of("packing", "fused-adamw", "attention:impl=varlen", *withs)
+    plan = job.stream.plan(None, 4)
+    for k in range(4):
+        batches = job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
+        torch.cuda.set_sync_debug_mode("error" if k >= 2 else "default")
+        try:
+            job.begin(k + 1)
+            job.gradients(batches, sum(b.n_terms for b in batches))
+            norm, skipped = job.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert norm.item() > 0 and not skipped.item()
+
+
+def test_a_bad_update_is_skipped_on_the_device():
+    job = job_of("packing", "fused-adamw")
+    plan = job.stream.plan(None, 4)
+    batches = job.stream.batches(0, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
+    job.begin(1)
+    before = {t.name: t.local.clone() for t in job.trained}
+    job.gradients(batches, 1000)
+    job.trained[0].grad[0, 0] = float("inf")
+    _, skipped = job.update()
+    assert skipped.item()
+    assert all(torch.equal(before[t.name], t.local) for t in job.trained)
+    assert all(s["count"].item() == 0 for s in job.optimizer.state().values())

@@ -1,0 +1,97 @@
+"""Two ranks (gloo) in two processes that live as long as the test session: importing torch twice is dear, once is not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+PATIENCE_S = 120.0
+RANKS = 2
+
+
+class Pair:
+    """`pair(function, *args)` calls a module's function on both ranks and returns what each returned.
+
+    An exception on either is raised here; the two processes are then replaced, since one may wait for the other.
+    """
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if not self.processes:
+            self._start()
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        answers = []
+        for pipe in self.pipes:
+            if not pipe.poll(PATIENCE_S):
+                self._stop()
+                raise TimeoutError(f"{function.__name__}{args}: a rank has not answered for {PATIENCE_S} s")
+            try:
+                good, answer = pipe.recv()
+            except EOFError:
+                good, answer = False, "a rank has died"
+            if not good:
+                self._stop()
+                raise AssertionError(answer)
+            answers.append(answer)
+        return answers
+
+    def _start(self) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self.pipes = []
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, rank, port), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def _stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+            process.close()
+        for pipe in self.pipes if self.processes else ():
+            pipe.close()
+        self.processes = []
+
+
+def serve(pipe: Any, rank: int, port: int) -> None:
+    """A rank: answers calls until its pipe closes."""
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(*args)))
+        except BaseException:
+            pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))

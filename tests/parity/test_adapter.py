@@ -1,0 +1,195 @@
+"""The adapter: GPT-2, Gemma 2 and Gemma 3 (text) against transformers itself; what its probe refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from parity_models import FAMILIES, SIZES, compare_gradients, materialise, packed, reference, reference_loss, save
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from optrush.errors import NeedsError
+from optrush.model.adapter import Adapter, adapt, probe
+from optrush.model.weights import export, load
+
+MODELS = {
+    "gpt2": {
+        "model_type": "gpt2", "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64,
+        "bos_token_id": 1, "eos_token_id": 2,
+    },
+    "gemma2": {**SIZES, "model_type": "gemma2", "sliding_window": 4, "final_logit_softcapping": 5.0},
+    "gemma3": {
+        **SIZES, "model_type": "gemma3_text", "sliding_window": 4, "pad_token_id": 0,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "cohere": {**SIZES, "model_type": "cohere", "logit_scale": 0.25, "pad_token_id": 0},
+    "phi": {**SIZES, "model_type": "phi", "hidden_size": 32},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = reference(MODELS[request.param])
+    hf = save(theirs, folder)
+    ours, recipe = load(folder, hf, None, torch.float32, 0)
+    assert isinstance(ours, Adapter) and all(p.is_meta for p in ours.parameters())
+    assert (ours.head.weight is ours.embedding.weight) == bool(ours.ties) == (request.param != "phi")
+    return theirs, hf, materialise(ours, recipe).eval(), recipe
+
+
+def test_logits_and_gradients(model):
+    theirs, _, ours, recipe = model
+    batch = packed([[5, 7, 3], [19, 1]], 20, 61)
+    logits, loss = reference_loss(theirs, batch)
+    hidden = ours(batch.tokens, batch.positions, batch.documents)
+    torch.testing.assert_close(ours.head.logits(hidden), logits, rtol=1e-5, atol=1e-5)
+    mine = ours.head(hidden, batch.labels)
+    torch.testing.assert_close(mine, loss, rtol=1e-6, atol=0)
+    theirs.zero_grad()
+    ours.zero_grad()
+    loss.backward()
+    mine.backward()
+    assert compare_gradients(ours, recipe, theirs) >= 18
+
+
+@pytest.mark.parametrize("attention", ["masked", "sdpa"])
+def test_packed_rows_equal_documents_alone(model, attention):
+    """Sliding windows of 4 included: they slide within a document."""
+    theirs, _, ours, _ = model
+    if attention == "sdpa" and theirs.config.model_type == "gemma2":
+        with pytest.raises(NeedsError, match="attn_logit_softcapping"):
+            ours.set_attention("sdpa")
+        return
+    assert ours.set_attention(attention) == 2
+    batch = packed([[5, 7, 3], [12, 2]], 16, 61)
+    together = ours(batch.tokens, batch.positions, batch.documents)
+    for row, first, n in ((0, 0, 5), (0, 5, 7), (0, 12, 3), (1, 0, 12), (1, 12, 2)):
+        one = packed([[n]], n, 61, single=True)
+        alone = ours(batch.tokens[row : row + 1, first : first + n], one.positions, one.documents)
+        torch.testing.assert_close(together[row, first : first + n], alone[0], rtol=1e-5, atol=1e-5)
+    ours.set_attention("masked")
+
+
+def test_the_same_attributes_as_our_decoder(model):
+    theirs, _, ours, recipe = model
+    assert list(ours.blocks) == ["0", "1"] and ours.isolates
+    assert ours.embedding.weight is ours.get_parameter(next(iter(recipe.entries)))
+    assert "Norm" in type(ours.norm).__name__
+    assert [n for n, _ in ours.named_parameters()] == list(recipe.entries)
+    assert ours.ties == () or ours.head.weight is ours.embedding.weight
+    assert all(name in dict(ours.named_modules()) for name, _ in ours.linears())
+    matrices = sum(p.numel() for n, p in theirs.named_parameters() if p.ndim == 2 and ("h." in n or "layers." in n))
+    assert ours.matrix_parameters == matrices + theirs.lm_head.weight.numel()
+    with pytest.raises(NeedsError, match="the adapter has masked, sdpa"):
+        ours.set_attention("varlen")
+
+
+def test_through_wraps_every_block(model):
+    _, _, ours, _ = model
+    batch = packed([[5, 7, 3]], 16, 61)
+    ours.zero_grad()
+    plain = ours(batch.tokens, batch.positions, batch.documents)
+    ours.head(plain, batch.labels).backward()
+    want = ours.embedding.weight.grad.clone()
+    ours.zero_grad()
+    calls = []
+
+    def through(function, *args, **kwargs):
+        calls.append(function)
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    default, ours.through = ours.through, through
+    ours.head(ours(batch.tokens, batch.positions, batch.documents), batch.labels).backward()
+    ours.through = default
+    assert len(calls) == 2
+    assert torch.equal(ours.embedding.weight.grad, want)
+
+
+def test_export_reloads_to_the_bit(model, tmp_path):
+    theirs, hf, ours, recipe = model
+    export(tmp_path, ((n, p.data) for n, p in ours.named_parameters()), recipe, hf)
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    mine, want = again.state_dict(), theirs.state_dict()
+    assert mine.keys() == want.keys() and all(torch.equal(mine[name], want[name]) for name in want)
+
+
+def test_a_native_family_through_the_adapter(tmp_path):
+    """The same file through both implementations: equal to rounding."""
+    hf = save(reference(FAMILIES["qwen3"]), tmp_path)
+    batch = packed([[5, 7, 3], [12, 2]], 16, 61)
+    hidden = []
+    for implementation in ("native", "transformers"):
+        ours, recipe = load(tmp_path, hf, implementation, torch.float32, 0)
+        materialise(ours, recipe)
+        hidden.append(ours(batch.tokens, batch.positions, batch.documents))
+    torch.testing.assert_close(*hidden, rtol=1e-5, atol=1e-5)
+    recipe.release()
+    with pytest.raises(KeyError):
+        recipe.fill("model.norm.weight", torch.empty(24), (0,))
+
+
+def test_the_edited_config_counts(tmp_path):
+    """A changed RoPE base reaches the model, though the folder's own config.json says otherwise."""
+    hf = save(reference(MODELS["gemma3"]), tmp_path)
+    for theta in (100.0, 1000.0):
+        hf["rope_parameters"]["full_attention"]["rope_theta"] = theta
+        ours, _ = adapt(tmp_path, json.loads(json.dumps(hf)), torch.float32, 0)
+        ours.restore_buffers(torch.device("cpu"))
+        assert ours.model.rotary_emb.full_attention_inv_freq[1].item() == pytest.approx(theta ** (-1 / 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "slot", "value"),
+    [
+        ("gemma2", "softcap", 6.0),
+        ("gemma2", "softcap", None),
+        ("gemma3", "softcap", 30.0),
+        ("cohere", "scale", 1.0),
+        ("phi", "bias", None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_probe_refuses_a_head_that_differs(name, slot, value, dtype):
+    theirs = reference(MODELS[name]).to(dtype)
+    ours = Adapter(theirs)
+    probe(ours, theirs, dtype)
+    setattr(ours.head, slot, value)
+    with pytest.raises(NeedsError, match=r"our head's logits and its own .* differ by"):
+        probe(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_probe_refuses_documents_that_meet(dtype):
+    hf = {"model_type": "bloom", "vocab_size": 61, "hidden_size": 24, "n_layer": 2, "n_head": 4}
+    with pytest.raises(NeedsError, match=r"packed documents|changed document"):
+        load(None, hf, None, dtype, 0)
+
+
+def test_the_probe_refuses_positions_that_run_on(monkeypatch):
+    theirs = reference(MODELS["gpt2"])
+    ours = Adapter(theirs)
+    forward = Adapter.forward
+    monkeypatch.setattr(Adapter, "forward", lambda self, t, p, d: forward(self, t, torch.arange(p.shape[1])[None], d))
+    with pytest.raises(NeedsError, match="packed documents and the same documents alone differ by"):
+        probe(ours, theirs, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("hf", "message"),
+    [
+        ({**SIZES, "model_type": "mixtral", "num_local_experts": 8}, "mixture of experts .num_local_experts = 8"),
+        ({**SIZES, "model_type": "qwen3_moe"}, "mixture of experts .qwen3_moe"),
+        ({"model_type": "gemma3", "vision_config": {}}, "more than text .vision_config"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "architecture BertForMaskedLM"),
+        ({**SIZES, "model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "method gptq"),
+        ({"model_type": "nobody"}, "transformers does not know it"),
+    ],
+)
+def test_foreign_models_are_refused(hf, message):
+    with pytest.raises(NeedsError, match=message):
+        load(None, hf, None, torch.float32, 0)

@@ -1,0 +1,87 @@
+"""Recomputing is exact: the same bits, from fewer saved ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from runs import assembled, golden_run, micro, steps, weights
+
+from optrush.train import evaluate
+
+
+def counting(job):
+    """Forward passes by block, counted from now on."""
+    calls = dict.fromkeys(job.model.blocks, 0)
+    for name, block in job.model.blocks.items():
+
+        def count(*_: object, name: str = name) -> None:
+            calls[name] += 1
+
+        block.register_forward_pre_hook(count)
+    return calls
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_equal_bits_over_eight_steps(box, every, implementation):
+    def trained(**with_):
+        job = assembled(golden_run(box, packed=True, sets=[f"model.implementation={implementation}"], **with_))
+        return list(steps(job)), weights(job)
+
+    base, recomputed = trained(), trained(recompute={"every": every})
+    assert recomputed[0] == base[0], "losses and norms"
+    for name, want in base[1].items():
+        assert torch.equal(recomputed[1][name], want), name
+
+
+@pytest.mark.parametrize(("every", "twice"), [(1, {"0", "1"}), (2, {"1"})])
+def test_chosen_blocks_run_twice(box, every, twice):
+    with_ = {"recompute": {"every": every}} if every else {}
+    job = assembled(golden_run(box, rows=4, packed=True, **with_))
+    calls = counting(job)
+    list(steps(job, 1))
+    assert calls == {name: 2 * (2 if name in twice else 1) for name in calls}, "two micro-batches"
+
+
+def test_evaluation_runs_each_block_once(box):
+    job = assembled(golden_run(box, sets=[f"data.eval={box}/chat.jsonl", "data.train_on=all"], recompute={}))
+    calls = counting(job)
+    evaluate(job)
+    assert calls == dict.fromkeys(calls, job.evaluation.batches)
+
+
+def saved(job) -> int:
+    """Bytes that one micro-batch's forward pass keeps for its backward pass, parameters left out."""
+    kept: dict[int, int] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in job.model.parameters()}
+
+    def pack(t):
+        where = t.untyped_storage()
+        if where.data_ptr() not in parameters:
+            kept[where.data_ptr()] = where.nbytes()
+        held.append(t)
+        return t
+
+    held: list[torch.Tensor] = []  # so that no address is used twice
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        batch = micro(job)
+        job.model(batch.tokens, batch.positions, batch.documents).sum().backward()
+    job.discard()
+    return sum(kept.values())
+
+
+def test_less_is_kept(box):
+    """checkpoint saves a block's inputs beside autograd's own, so what these hooks see is the rest."""
+    base, half, least = (
+        saved(assembled(golden_run(box, packed=True, **with_)))
+        for with_ in ({}, {"recompute": {"every": 2}}, {"recompute": {}})
+    )
+    assert least < 0.25 * base < half < 0.75 * base, (base, half, least)
+
+
+def test_these_tests_would_see_a_block_that_is_not_recomputed(box, monkeypatch):
+    monkeypatch.setattr("torch.utils.checkpoint.checkpoint", lambda f, *args, use_reentrant, **k: f(*args, **k))
+    job = assembled(golden_run(box, packed=True, recompute={}))
+    calls = counting(job)
+    list(steps(job, 1))
+    assert set(calls.values()) == {4}, "four micro-batches, each block once"

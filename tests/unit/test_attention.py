@@ -1,0 +1,129 @@
+"""Attention functions against a float64 oracle, a document at a time; no document reaches another, nor its NaNs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from optrush.data.batch import Document, Documents, collate
+from optrush.errors import NeedsError
+from optrush.kernels.attention import ATTENTIONS, masked, sdpa, varlen
+
+torch.set_num_threads(1)
+B, T, H, K, E = 2, 16, 6, 2, 8
+LENGTHS = [[5, 7, 3], [1, 12]]  # the rest of a row is padding, a document of its own
+SPANS = [(0, 0, 5), (0, 5, 12), (0, 12, 15), (0, 15, 16), (1, 0, 1), (1, 1, 13), (1, 13, 16)]
+BOTH = pytest.mark.parametrize("attend", [masked, sdpa])
+
+
+def documents(lengths=LENGTHS, *, single=False) -> Documents:
+    rows = [[(0, Document(np.zeros(n, np.int32), np.zeros(n, bool))) for n in row] for row in lengths]
+    return collate(rows, T, single=single, most=16).documents
+
+
+def drawn(dtype=torch.float32, *, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(B, T, heads, E, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for heads in (H, K, K)
+    ]
+
+
+def oracle(q, k, v, spans):
+    """Loops over documents, heads and queries, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    out = torch.zeros_like(q)
+    for b, first, last in spans:
+        for h in range(H):
+            for t in range(first, last):
+                scores = k[b, first : t + 1, h * K // H] @ q[b, t, h] / E**0.5
+                out[b, t, h] = scores.softmax(0) @ v[b, first : t + 1, h * K // H]
+    return out
+
+
+@BOTH
+def test_against_a_document_at_a_time(attend):
+    q, k, v = drawn()
+    weight = torch.randn(B, T, H, E, generator=torch.Generator().manual_seed(1))
+    got, want = attend(q, k, v, documents()), oracle(q, k, v, SPANS)
+    assert got.shape == (B, T, H, E) and got.dtype == q.dtype
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+    grads = torch.autograd.grad((got * weight).sum(), (q, k, v))
+    wants = torch.autograd.grad((want * weight).sum(), (q, k, v))
+    for a, b in zip(grads, wants, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@BOTH
+def test_one_document_a_row(attend):
+    q, k, v = drawn()
+    got = attend(q, k, v, documents([[11], [16]], single=True))
+    want = oracle(q, k, v, [(0, 0, 11), (1, 0, 16)])
+    torch.testing.assert_close(got[0, :11].double(), want[0, :11], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=1e-6)
+
+
+def others_than(b, first, last):
+    rest = torch.ones(B, T, dtype=torch.bool)
+    rest[b, first:last] = False
+    return rest
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_no_document_reaches_another(attend, dtype, bad, which):
+    """Change one document, or put a bad value into it: outputs and gradients of all others keep their bits."""
+    weight = torch.randn(B, T, H, E, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for b, first, last in SPANS:
+        rest = others_than(b, first, last)
+
+        def run(change, b=b, first=first, last=last, rest=rest):
+            inputs = drawn(dtype)
+            with torch.no_grad():
+                if change and bad is None:
+                    inputs[which][b, first:last] = -3 * inputs[which][b, first:last]
+                elif change:
+                    inputs[which][b, first, 0, 3] = bad
+            out = attend(*inputs, documents())
+            grads = torch.autograd.grad((out * weight)[rest].sum(), inputs)  # a loss of the others alone
+            return out, grads
+
+        (was, was_grads), (now, now_grads) = run(False), run(True)
+        assert torch.equal(was[rest], now[rest])
+        for a, c in zip(was_grads, now_grads, strict=True):
+            assert torch.equal(a[rest], c[rest])
+            assert c[~rest].eq(0).all()
+
+
+@BOTH
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_bad_value_is_not_hidden_from_its_own_document(attend, which):
+    """Outputs of the same document from that token on are NaN; earlier ones are what they were."""
+    inputs = drawn()
+    clean = attend(*inputs, documents())
+    with torch.no_grad():
+        inputs[which][0, 8, 1, 2] = float("inf")
+    out = attend(*inputs, documents())
+    assert out[0, 8:12].isnan().all()
+    rest = others_than(0, 8, 12)
+    assert torch.equal(out[rest], clean[rest])
+
+
+@BOTH
+def test_one_graph(attend):
+    for single, lengths in ((False, LENGTHS), (True, [[11], [16]])):
+        q, k, v = (t.detach() for t in drawn())
+        where = documents(lengths, single=single)
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
+        torch.testing.assert_close(compiled(q, k, v, where), attend(q, k, v, where))
+
+
+def test_names_and_refusals():
+    assert list(ATTENTIONS) == ["masked", "sdpa", "varlen", "cudnn"]
+    q, k, v = drawn(torch.bfloat16)
+    with pytest.raises(NeedsError, match=r"torch\.bfloat16 on cpu"):
+        varlen(q, k, v, documents())
+    with pytest.raises(NeedsError, match="rows of several documents"):
+        ATTENTIONS["cudnn"](q, k, v, documents())

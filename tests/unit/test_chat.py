@@ -1,0 +1,297 @@
+"""What is learnt is what the assistant said and its end of turn, whatever the template and the tokenizer do."""
+
+import datetime
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from optrush.data import chat as chat_module
+from optrush.data.chat import Tokens
+from optrush.data.read import Chat, Message, Text, Where
+from optrush.errors import DataError
+from optrush.model import tiny
+
+WHERE = Where("chat.jsonl", 3)
+CHATML = tiny.TEMPLATE
+LLAMA3 = (
+    "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + "
+    "m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set text = bos_token + text %}{% endif %}"
+    "{{ text }}{% endfor %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + '</s>' }}"
+    "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
+)
+LLAMA2 = MISTRAL.replace("m['content'] + '</s>'", "m['content'].strip() + ' </s>'")
+ZEPHYR = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] + "
+    "'</s>' }}{% else %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '</s>' }}{% endif %}\n{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else 'user') + "
+    "'\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+)
+PHI = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+SWALLOWING = PHI.replace("<|end|>", "<|fin|>")  # this mark swallows the white space before it
+GLM = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}{% endfor %}"
+TEMPLATES = {  # source, the end of a turn as decoded, what stands before the text as decoded, does it trim
+    "chatml": (CHATML, "<|im_end|>", "", False),
+    "llama3": (LLAMA3, "<|eot_id|>", "", True),
+    "mistral": (MISTRAL, "</s>", " ", False),
+    "llama2": (LLAMA2, " </s>", " ", True),
+    "zephyr": (ZEPHYR, "</s>", "", False),
+    "gemma": (GEMMA, "<end_of_turn>", "", True),
+    "phi": (PHI, "<|end|>", "", False),
+    "swallowing": (SWALLOWING, "<|fin|>", "", False),
+}
+ANSWERS = (
+    "Soup.",
+    "a\n\nb  c",
+    "crème brûlée 🙂👩‍🍳",
+    "e\u0301\u0323 नमस्ते 中文",
+    "1. x\n- y\n\n```py\nz = 0\n```",
+    "<|im_end|> ok",
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    tiny.write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bytelevel(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    plain = ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "</s>", "<start_of_turn>", "<end_of_turn>"]
+    header = [AddedToken(f"<|{role}|>", rstrip=True, normalized=False) for role in ("system", "user", "assistant")]
+    ends = [AddedToken("<|end|>", rstrip=True, normalized=False), AddedToken("<|fin|>", lstrip=True, normalized=False)]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*plain, *header, *ends]})
+    tokenizer.add_tokens(["   "])  # some vocabularies have runs of spaces as added tokens
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def sentencepiece():
+    """Prefix space, spaces as ▁, unknown characters as bytes: the offsets of the SentencePiece family."""
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{i:02X}>": 3 + i for i in range(256)}
+    for character in "▁abcdefghijklmnopqrstuvwxyz[]/INST.\n":
+        vocab.setdefault(character, len(vocab))
+    merges = [("▁", "a"), ("o", "u"), ("▁", "x")]
+    for left, right in merges:
+        vocab[left + right] = len(vocab)
+    engine = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    engine.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    engine.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    engine.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=engine, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def row(*turns):
+    return Chat(tuple(Message(role, content) for role, content in turns))
+
+
+def talk(answers, system=None):
+    turns = [] if system is None else [("system", system)]
+    for number, answer in enumerate(answers):
+        turns += [("user", f"Question {number}? 🙂"), ("assistant", answer)]
+    return row(*turns)
+
+
+def learnt(tokens, document):
+    """The texts of the runs of targets."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], document.targets, [False]]).astype(int)))
+    pieces = [document.ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    return [tokens.tokenizer.decode(piece, clean_up_tokenization_spaces=False) for piece in pieces]
+
+
+def whole(tokens, chat):
+    """The ids that the tokenizer itself makes of the conversation."""
+    messages = [{"role": m.role, "content": m.content} for m in chat.messages]
+    template = tokens.template()
+    return tokens.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=True)["input_ids"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("answers", [*[(answer,) for answer in ANSWERS], ANSWERS, ("same", "same", "same")])
+@pytest.mark.parametrize("system", [None, "", "Be kind."])
+def test_targets_are_the_texts_and_the_ends_of_turn(bytelevel, name, answers, system):
+    source, stop, before, _ = TEMPLATES[name]
+    tokens = Tokens(bytelevel, source)
+    chat = talk(answers, system)
+    document = tokens.document(chat, "assistant", WHERE)
+    assert document.ids.tolist() == whole(tokens, chat)
+    # A space that the template writes before a text is learnt only where one token holds both.
+    assert [text.removeprefix(before) for text in learnt(tokens, document)] == [answer + stop for answer in answers]
+    assert not document.targets[0] and document.ids.dtype == np.int32
+    assert learnt(tokens, tokens.document(chat, "last", WHERE)) == learnt(tokens, document)[-1:]
+    everything = tokens.document(chat, "all", WHERE)
+    assert everything.targets.tolist() == [False] + [True] * (len(document) - 1)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_white_space_around_a_text_is_kept_or_trimmed_as_the_template_does(bytelevel, name):
+    source, stop, before, trims = TEMPLATES[name]
+    tokens = Tokens(bytelevel, source)
+    answers = ("  a b ", "c\n", "d ")
+    wanted = [answer.strip() if trims else answer for answer in answers]
+    if name == "phi":  # its header swallows white space, which then is the header's
+        wanted = [answer.lstrip() for answer in wanted]
+    if name == "swallowing":
+        wanted = [answer.strip() for answer in wanted]
+    if name == "zephyr":
+        wanted = [answer.lstrip() for answer in wanted]
+    found = learnt(tokens, tokens.document(talk(answers), "assistant", WHERE))
+    assert found == [before + answer + stop for answer in wanted]
+
+
+@pytest.mark.parametrize("source", [MISTRAL, LLAMA2])
+@pytest.mark.parametrize("answers", [(answer,) for answer in ANSWERS] + [ANSWERS, ("x 🙂", "🙂", "a")])
+def test_a_tokenizer_with_prefix_spaces_and_bytes(sentencepiece, source, answers):
+    tokens = Tokens(sentencepiece, source)
+    document = tokens.document(talk(answers), "assistant", WHERE)
+    assert document.ids.tolist() == whole(tokens, talk(answers))
+    stop = " </s>" if source is LLAMA2 else "</s>"
+    assert [text.lstrip(" ") for text in learnt(tokens, document)] == [answer + stop for answer in answers]
+
+
+@pytest.mark.parametrize(
+    ("trim", "wanted"), [("lstrip", ["a \n", "b"]), ("rstrip", ["\n a", "b"]), ("strip", ["a", "b"])]
+)
+def test_a_template_may_trim_one_side(bytelevel, trim, wanted):
+    tokens = Tokens(bytelevel, CHATML.replace("message['content']", f"message['content'].{trim}()"))
+    found = learnt(tokens, tokens.document(talk(["\n a \n", "b"]), "assistant", WHERE))
+    assert found == [text + "<|im_end|>" for text in wanted]
+
+
+def test_a_token_that_shares_only_a_space_with_the_text_is_learnt():
+    vocab = {token: i for i, token in enumerate(["</s>", ":", "Ġ", "x", "b", ":Ġ"])}
+    engine = Tokenizer(models.BPE(vocab=vocab, merges=[(":", "Ġ")]))
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    engine.post_processor = processors.ByteLevel(trim_offsets=True)  # whose offsets hide that space
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens(["</s>"])
+    tokens = Tokens(
+        PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="</s>"),
+        "{% for m in messages %}{{ 'b:' + m['content'] + '</s>' }}{% endfor %}",
+    )
+    assert learnt(tokens, tokens.document(row(("assistant", " x")), "assistant", WHERE)) == [": x</s>"]
+
+
+def test_normalised_characters_are_learnt(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    tokens = Tokens(tokenizer)
+    found = learnt(tokens, tokens.document(talk(["re\u0301sume\u0301"]), "assistant", WHERE))
+    assert found == ["résumé<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "mistral", "gemma"])
+def test_one_bos_a_document(bytelevel, name):
+    tokens = Tokens(bytelevel, TEMPLATES[name][0])
+    for made in (tokens.document(talk(["Hello"]), "assistant", WHERE), tokens.document(Text("Hello"), "all", WHERE)):
+        assert made.ids.tolist().count(bytelevel.bos_token_id) == 1 and made.ids[0] == bytelevel.bos_token_id
+
+
+def test_a_text_row_is_the_tokenizers_ids_and_one_eos(bytelevel):
+    tokens = Tokens(bytelevel)
+    plain = bytelevel("Two eggs.")["input_ids"]
+    for text in ("Two eggs.", "Two eggs.<|eos|>"):
+        document = tokens.document(Text(text), "assistant", WHERE)
+        assert document.ids.tolist() == [*plain, bytelevel.eos_token_id]
+        assert document.targets.tolist() == [False] + [True] * len(plain)
+
+
+def test_a_turn_after_the_last_answer_is_read_and_not_learnt(bytelevel):
+    tokens = Tokens(bytelevel)
+    document = tokens.document(row(("user", "a"), ("assistant", "b"), ("user", "c")), "assistant", WHERE)
+    assert learnt(tokens, document) == ["b<|im_end|>"]
+    assert "c<|im_end|>" in bytelevel.decode(document.ids)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        CHATML.replace("message['content']", "message['content'] | upper"),
+        CHATML.replace("message['content']", "message['content'].split('</think>')[-1]"),
+        CHATML.replace("message['content']", "message['content'] | replace('soup', 'stew')"),
+        CHATML.replace("message['content']", "message['content'] + message['content']"),
+        CHATML.replace("in messages", "in messages | reverse"),
+        CHATML.replace("in messages", "in messages[:2]"),
+    ],
+)
+def test_a_template_that_changes_the_text_is_refused(bytelevel, source):
+    chat = talk(["I think</think>of soup", "and soup"])
+    with pytest.raises(DataError, match="changes the assistant's text") as caught:
+        Tokens(bytelevel, source).document(chat, "assistant", WHERE)
+    assert "chat.jsonl:3" in caught.value.asked
+    assert Tokens(bytelevel, source).document(chat, "all", WHERE).targets[1:].all()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GLM,
+        "{% for m in messages %}### {{ m['role'] }}:\n{{ m['content'] }}\n\n{% endfor %}",
+        "{% for m in messages %}{{ m['content'] + '   ' }}{% endfor %}",
+        CHATML.replace("<|im_end|>' + '\n", "\n"),
+    ],
+)
+@pytest.mark.parametrize("after", [[], [("user", "thanks")]])
+def test_a_template_without_an_end_of_turn_is_refused(bytelevel, source, after):
+    with pytest.raises(DataError, match="never learn to stop"):
+        Tokens(bytelevel, source).document(row(("user", "a"), ("assistant", "b"), *after), "assistant", WHERE)
+
+
+def test_a_header_does_not_pass_for_an_end_of_turn(bytelevel):
+    source = GLM + "{{ eos_token }}"  # only the whole conversation is ended
+    with pytest.raises(DataError, match="never learn to stop"):
+        Tokens(bytelevel, source).document(talk(["a", "b"]), "assistant", WHERE)
+    tokens = Tokens(bytelevel, source)
+    assert learnt(tokens, tokens.document(talk(["a", "b"]), "last", WHERE)) == ["b<|eos|>"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ 1 / 0 }}",
+        "{% for x in",
+        "{{ messages[99]['content'] + 'a' }}",
+        "{{ range(10**9) | list }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
+def test_a_failing_template_names_the_row(bytelevel, source):
+    with pytest.raises(DataError, match="chat template failed") as caught:
+        Tokens(bytelevel, source).document(talk(["a"]), "assistant", WHERE)
+    assert "chat.jsonl:3" in str(caught.value)
+
+
+def test_the_template_and_what_it_makes_are_capped(bytelevel, monkeypatch):
+    with pytest.raises(DataError, match="at most 65536"):
+        Tokens(bytelevel, CHATML + "{#" + "x" * 70_000 + "#}").document(talk(["a"]), "assistant", WHERE)
+    monkeypatch.setattr(chat_module, "LONGEST_RENDER_chars", 1000)
+    with pytest.raises(DataError, match="made 5000 characters"):
+        Tokens(bytelevel, "{{ 'x' * 5000 }}").document(talk(["a"]), "assistant", WHERE)
+
+
+def test_no_template_no_eos_nothing_to_learn(sentencepiece, bytelevel, folder):
+    with pytest.raises(DataError, match="no chat template") as caught:
+        Tokens(sentencepiece).document(talk(["a"]), "assistant", WHERE)
+    assert "model.chat_template" in caught.value.do
+    mute = AutoTokenizer.from_pretrained(folder)
+    mute.eos_token = None
+    with pytest.raises(DataError, match="no end-of-text token"):
+        Tokens(mute).document(Text("a"), "all", WHERE)
+    with pytest.raises(DataError, match="not one token") as caught:
+        Tokens(bytelevel, "{{ bos_token }}").document(talk(["a"]), "all", WHERE)
+    assert "chat.jsonl:3" in caught.value.asked
+
+
+def test_a_template_that_asks_for_the_date_can_be_given_one(bytelevel):
+    tokens = Tokens(bytelevel, "{{ strftime_now('%d %b %Y') }}" + CHATML, today=datetime.date(2024, 7, 26))
+    assert bytelevel.decode(tokens.document(talk(["a"]), "assistant", WHERE).ids).startswith("26 Jul 2024")

@@ -1,0 +1,175 @@
+"""ModelShape: published counts, FIELD arithmetic by hand, both RoPE forms, windows, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from optrush.errors import ConfigError, NeedsError
+from optrush.shapes import SHAPES, ModelShape, RopeShape, native_obstacle, refuse_foreign
+
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "in_blocks", "in_head"),
+    [
+        ("llama-3.2-1b", 1_235_814_400, 973_078_528, 262_668_288),
+        ("llama-3.2-3b", 3_212_749_824, 2_818_572_288, 394_002_432),
+        ("llama-3.1-8b", 8_030_261_248, 6_979_321_856, 525_336_576),
+        ("qwen2.5-0.5b", 494_032_768, 357_826_560, 136_134_656),
+    ],
+)
+def test_published_sizes(name, parameters, in_blocks, in_head):
+    shape = ModelShape.read(SHAPES[name])
+    assert shape.parameters == parameters
+    assert shape.matrix_parameters == in_blocks + in_head
+    assert native_obstacle(SHAPES[name]) is None
+    assert shape.window is None
+
+
+@pytest.mark.parametrize(("name", "T", "gflop"), [("llama-3.2-1b", 2048, 7.817), ("llama-3.1-8b", 4096, 48.25)])
+def test_flops_a_token(name, T, gflop):
+    assert ModelShape.read(SHAPES[name]).flops(T, T * T) / T / 1e9 == pytest.approx(gflop, rel=1e-3)
+
+
+def test_flops_of_packed_documents_are_those_of_each():
+    shape = ModelShape.read(TINY)
+    assert shape.flops(30, 100 + 400) == shape.flops(10, 100) + shape.flops(20, 400)
+
+
+def test_read_fills_what_is_silent():
+    shape = ModelShape.read(TINY)
+    assert (shape.head_width, shape.kv_heads, shape.tied, shape.norm_eps) == (2, 2, False, 1e-6)
+    assert not (shape.qkv_bias or shape.o_bias or shape.mlp_bias or shape.qk_norm)
+    silent = {k: v for k, v in TINY.items() if k != "num_key_value_heads"}
+    assert ModelShape.read(silent).kv_heads == 6
+    qwen2 = ModelShape.read({**TINY, "model_type": "qwen2"})
+    assert qwen2.qkv_bias and not qwen2.o_bias
+    qwen3 = ModelShape.read({**TINY, "model_type": "qwen3", "attention_bias": True})
+    assert qwen3.qk_norm and qwen3.head_width == 128 and qwen3.qkv_bias and qwen3.o_bias
+    biased = ModelShape.read({**TINY, "attention_bias": True, "mlp_bias": True})
+    assert biased.o_bias and biased.mlp_bias
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ({}, RopeShape()),
+        ({"rope_theta": 500.0, "rope_scaling": None}, RopeShape(theta=500.0)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, RopeShape(theta=500.0)),
+        ({"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 3}}, RopeShape("linear", 7.0, 3.0)),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 3, "rope_theta": 7}}, RopeShape("linear", 7.0, 3.0)),
+        (
+            {"rope_theta": 9.0, "rope_scaling": {**LLAMA3, "type": "llama3", "original_max_position_embeddings": 64}},
+            RopeShape("llama3", 9.0, 8.0, 1.0, 4.0, 64),
+        ),
+        (
+            {"max_position_embeddings": 32, "rope_parameters": {**LLAMA3, "rope_type": "llama3", "rope_theta": 9.0}},
+            RopeShape("llama3", 9.0, 8.0, 1.0, 4.0, 32),
+        ),
+    ],
+)
+def test_both_forms_of_rope(given, want):
+    assert ModelShape.read({**TINY, **given}).rope == want
+
+
+def test_rope_that_our_decoder_lacks():
+    yarn = {**TINY, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert "'yarn'" in native_obstacle(yarn)
+    with pytest.raises(NeedsError, match=r"default, linear, llama3(.|\n)*implementation: transformers"):
+        ModelShape.read(yarn)
+    with pytest.raises(NeedsError, match="known here: default, linear, llama3"):
+        native_obstacle({**TINY, "rope_scaling": {"rope_type": "yran", "factor": 4.0}})
+    with pytest.raises(ConfigError, match="factor is None"):
+        ModelShape.read({**TINY, "rope_scaling": {"rope_type": "linear"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layers"),
+        ({"layer_types": ["chunked_attention"]}, "'chunked_attention'"),
+    ],
+)
+def test_obstacles(given, found):
+    assert found in native_obstacle({**TINY, **given})
+    with pytest.raises(NeedsError, match="implementation: transformers"):
+        ModelShape.read({**TINY, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "window"),
+    [
+        ({"model_type": "mistral", "sliding_window": 64}, 64),
+        ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "qwen2", "sliding_window": 64}, None),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, None),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 64),
+        (
+            {
+                "model_type": "qwen3",
+                "sliding_window": 64,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            },
+            64,
+        ),
+        ({"model_type": "llama", "sliding_window": 64}, None),
+    ],
+)
+def test_windows(given, window):
+    shape = ModelShape.read({**TINY, **given})
+    assert shape.window == window
+    if window is None:
+        shape.check_window(10**9)
+        return
+    shape.check_window(window)
+    with pytest.raises(NeedsError, match=f"sliding window of {window}"):
+        shape.check_window(window + 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"num_experts": 8}, "num_experts = 8"),
+        ({"n_routed_experts": 64}, "n_routed_experts = 64"),
+        ({"model_type": "mixtral"}, "mixtral"),
+        ({"vision_config": {}}, "vision_config"),
+        ({"text_config": {}}, "text_config"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"architectures": ["BertModel"]}, "BertModel"),
+        ({"quantization_config": {"quant_method": "awq"}}, "method awq"),
+    ],
+)
+def test_foreign_kinds(given, found):
+    with pytest.raises(NeedsError, match=found):
+        refuse_foreign({**TINY, **given})
+
+
+def test_dense_models_pass():
+    refuse_foreign({**TINY, "num_experts": None, "vision_config": None, "architectures": ["GPT2LMHeadModel"]})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"hidden_size": None}, {"vocab_size": 0}, {"num_key_value_heads": 4}, {"hidden_size": 13}, {"head_dim": 3}],
+)
+def test_sizes_that_do_not_go_together(given):
+    with pytest.raises(ConfigError, match=r"from config.json"):
+        ModelShape.read({**TINY, **given})
