@@ -50,6 +50,7 @@ def fork(work: Callable[[], Any], env: dict[str, str] | None = None, log: Path |
             fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(fd, 1)
             os.dup2(fd, 2)
+            sys.stdout = sys.stderr = os.fdopen(fd, "w", buffering=1)  # pytest's own write elsewhere
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         os.environ.update(env or {})

@@ -44,7 +44,7 @@ def write_data(path: Path, n: int = 160) -> None:
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
 
 
-def configuration(folder: Path, output: Path, **changes: Any) -> Path:
+def configuration(folder: Path, output: Path, /, **changes: Any) -> Path:
     """A run of 12 steps: packing, shuffling, two micro-batches a step, cosine, a save every 3 steps."""
     run: dict[str, Any] = {
         "model": str(folder / "model"),
@@ -56,13 +56,13 @@ def configuration(folder: Path, output: Path, **changes: Any) -> Path:
         "output": str(output),
         "with": {"packing": {}},
     }
+    file = output.with_suffix(".yaml")
     for key, value in changes.items():
         at = run
         *path, last = key.split("__")
         for part in path:
             at = at[part]
         at[last] = value
-    file = output.with_suffix(".yaml")
     file.write_text(yaml.safe_dump(run))
     return file
 

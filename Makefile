@@ -1,0 +1,33 @@
+# Two commands set everything up: `make demo` trains a model on this machine, `make test` runs every test.
+PYTHON ?= python3
+VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.base
+	$(BIN)/python examples/demo.py demo
+	$(BIN)/optrush train examples/demo.yaml
+	@echo "the loss, drawn: demo/run/loss.png; the trained model: demo/run/model"
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.base: pyproject.toml $(CONSTRAINTS)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf demo build .pytest_cache .mypy_cache .ruff_cache .hypothesis

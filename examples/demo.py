@@ -1,0 +1,27 @@
+"""Writes what the demo trains on: a chat file of recipes, and a small checkpoint as one would have downloaded it.
+
+usage: demo.py FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from optrush.data import recipes
+from optrush.model import tiny
+
+CONVERSATIONS = 800
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    folder.mkdir(exist_ok=True)
+    recipes.write(folder / "recipes.jsonl", CONVERSATIONS, seed=0)
+    if not (folder / "tiny-llama" / "config.json").exists():
+        tiny.write(folder / "tiny-llama")
+    print(f"{CONVERSATIONS} conversations in {folder / 'recipes.jsonl'}, a checkpoint in {folder / 'tiny-llama'}")
+
+
+if __name__ == "__main__":
+    main()
