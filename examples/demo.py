@@ -11,7 +11,7 @@ from pathlib import Path
 from optrush.data import recipes
 from optrush.model import tiny
 
-CONVERSATIONS = 800
+CONVERSATIONS = 700
 
 
 def main() -> None:

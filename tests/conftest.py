@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from golden import make_golden
 from pair import Pair
 

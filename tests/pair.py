@@ -1,4 +1,4 @@
-"""Two ranks (gloo) in two processes that live as long as the test session: importing torch twice is dear, once is not."""
+"""Two ranks (gloo) in two processes that live as long as the test session, for importing torch is dear."""
 
 from __future__ import annotations
 

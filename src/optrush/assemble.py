@@ -1,9 +1,9 @@
 """Run -> Job: check, mesh, model on the meta device, stages in order, materialise, refuse what changed nothing.
 
-    prepare      pure checks: techniques, needs, sizes, the model's config.json; nothing is written or allocated
-    data, model ... shard      stages on a model without bytes
-    materialise  allocate this rank's slices, redo ties, fill them by recipe; `job.trained` is fixed
-    optimizer, drive, finish   stages on a model with bytes
+prepare      pure checks: techniques, needs, sizes, the model's config.json; nothing is written or allocated
+data, model ... shard      stages on a model without bytes
+materialise  allocate this rank's slices, redo ties, fill them by recipe; `job.trained` is fixed
+optimizer, drive, finish   stages on a model with bytes
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from optrush.config import Run, nearest
 from optrush.data import pack, stream
 from optrush.data.chat import Tokens
 from optrush.data.sources import Sources, check, read_sources
-from optrush.distributed import World
 from optrush.errors import ConfigError, NeedsError, NoEffectError
 from optrush.job import Edit, Job, Trained
 from optrush.kernels.nll import Whole
@@ -196,9 +195,7 @@ def materialise(job: Job) -> None:
             local, offset = placed(p)
             job.recipe.fill(name, local, offset)
     job.recipe.release()
-    job.trained = [
-        Trained(name, p, decays=p.dim() > 1) for name, p in model.named_parameters() if p.requires_grad
-    ]
+    job.trained = [Trained(name, p, decays=p.dim() > 1) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
@@ -206,7 +203,9 @@ def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
     if not isinstance(p, DTensor):
         return p.detach(), (0,) * p.dim()
     _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    return p.detach().to_local(), tuple(offset)
+    local = p.detach()
+    assert isinstance(local, DTensor)
+    return local.to_local(), tuple(offset)
 
 
 def locate(run: Run) -> tuple[Path | None, dict[str, Any]]:
@@ -288,7 +287,8 @@ def open_tokens(run: Run, folder: Path | None, today: datetime.date | None = Non
         try:
             template = path.read_text("utf-8")
         except UnicodeDecodeError as error:
-            raise ConfigError(f"`model.chat_template: {path}`", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
+            asked = f"`model.chat_template: {path}`"
+            raise ConfigError(asked, f"not UTF-8: {error.reason}", "save it as UTF-8") from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +51,19 @@ from optrush.technique import library
 if TYPE_CHECKING:
     from optrush.job import Job
 
-__all__ = ["Manifest", "Meta", "SaveFailed", "choose", "find", "fresh_id", "restore", "save", "verify"]
+__all__ = [
+    "Manifest",
+    "Meta",
+    "SaveFailed",
+    "agree",
+    "check_plan",
+    "choose",
+    "find",
+    "fresh_id",
+    "restore",
+    "save",
+    "verify",
+]
 
 
 class SaveFailed(OSError):
@@ -202,6 +214,7 @@ def choose(output: Path | str, resume: Literal["auto"] | Path | None) -> tuple[M
     """
     if resume is None:
         return None, []
+    assert dist.is_initialized() or launched()[1] == 1, "ranks that cannot talk cannot agree on a checkpoint"
     answer = json.loads(_from_first(json.dumps(_decide(Path(output), resume) if launched()[0] == 0 else {})))
     if answer["error"] is not None:
         raise CheckpointError(*answer["error"])
@@ -253,6 +266,26 @@ def restore(
     for name, state in job.state.items():
         state.load(manifest.state[name])
     return manifest
+
+
+def check_plan(manifest: Manifest, firsts: Sequence[int], allow: frozenset[str] = frozenset()) -> None:
+    """Whether the run, as it is configured now, goes on with the sample that the checkpoint has not seen yet.
+
+    Args:
+        firsts: first sample of each step, and the end.
+        allow: with "data" in it, samples may be lost or repeated.
+
+    Raises:
+        CheckpointError: samples would be lost or repeated, or the run ends before the checkpoint.
+    """
+    asked, n = f"to resume {manifest.path}", manifest.step
+    if n >= len(firsts):
+        found = f"this run has {len(firsts) - 1} steps, the checkpoint is of step {n}"
+        raise CheckpointError(asked, found, "raise `train.steps` or `train.epochs`")
+    if firsts[n] != manifest.sample and "data" not in allow:
+        found = f"step {n + 1} would begin at sample {firsts[n]}, not {manifest.sample}"
+        do = "bring back `batch`, `seed` and what fills rows, or accept lost or repeated samples: --allow-change data"
+        raise CheckpointError(asked, found, do)
 
 
 def _check_fingerprints(manifest: Manifest, now: Mapping[str, str], allow: frozenset[str]) -> None:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="optrush",
     help="Train large language models as efficiently as the hardware allows, and prove it.",
-    epilog="A run is a YAML file: start from examples/, or see `optrush train --help`.",
+    epilog="A run is a YAML file: `optrush train --help` shows the smallest one, examples/ has commented ones. "
+    "Exit codes: 0 done, 1 the run failed, 2 something must be changed and nothing was written, 143 stopped by a "
+    "signal and resumable. --debug anywhere shows the traceback of an error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -31,11 +33,21 @@ app = typer.Typer(
 )
 
 Config = Annotated[Path, typer.Argument(help="the run's YAML", metavar="CONFIG", show_default=False)]
-Set = Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="change a value: optim.lr=1e-4")]
-With = Annotated[list[str], typer.Option("--with", metavar="NAME[:OPTION=VALUE,...]", help="add a technique")]
-Without = Annotated[list[str], typer.Option("--without", metavar="NAME", help="leave a technique out")]
-Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this machine, one a device")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+Set = Annotated[
+    list[str],
+    typer.Option("--set", metavar="KEY=VALUE", help="change a value of the YAML: optim.lr=1e-4; may be repeated"),
+]
+With = Annotated[
+    list[str],
+    typer.Option(
+        "--with", metavar="NAME[:OPTION=VALUE,...]", help="add a technique: recompute:every=2; may be repeated"
+    ),
+]
+Without = Annotated[
+    list[str], typer.Option("--without", metavar="NAME", help="leave a technique of the YAML out; may be repeated")
+]
+Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this machine, one a GPU; needs ddp or fsdp")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document, for programs")]
 
 
 @app.callback(invoke_without_command=True)
@@ -53,13 +65,17 @@ def train(
     without: Without = [],  # noqa: B006
     ranks: Ranks = 1,
     resume: Annotated[
-        str | None, typer.Option("--resume", metavar="auto|FOLDER", help="go on from a checkpoint: the newest, or this")
+        str | None,
+        typer.Option("--resume", metavar="auto|FOLDER", help="go on from the newest intact checkpoint, or this"),
     ] = None,
     allow_change: Annotated[
-        list[str], typer.Option("--allow-change", metavar="FIELD", help="accept a changed field at resume")
+        list[str], typer.Option("--allow-change", metavar="FIELD", help="with --resume: accept that this changed")
     ] = [],  # noqa: B006
 ) -> None:
-    """Train a model as CONFIG says; flags change it in the order --set, --with, --without.
+    """Train a model.
+
+    CONFIG says how; flags change it in the order --set, --with, --without. All output goes to the run's folder
+    (`output`), whose path is printed at the end. Ctrl-C saves and stops; --resume auto goes on.
 
     The smallest useful file:
 
@@ -69,6 +85,8 @@ def train(
       data: {sample: recipes, eval: 0.1}
       output: runs/first
       with: {packing: {}, attention: {}, fused-loss: {}}
+
+    `optrush techniques` lists what can stand under `with`.
     """
     run = read_run(config, set_, with_, without)
     go_on = Path(resume) if resume not in (None, "auto") else resume
@@ -88,8 +106,8 @@ def train(
     finally:
         distributed.finish()
     if outcome.code == 0 and distributed.launched()[0] == 0:
-        if outcome.first_eval is not None:
-            print(f"held-out loss {outcome.first_eval:.4f} -> {outcome.last_eval:.4f}", file=sys.stderr)
+        if outcome.evals:
+            print(f"held-out loss {outcome.evals[0]:.4f} -> {outcome.evals[-1]:.4f}", file=sys.stderr)
         print(outcome.output)
     raise typer.Exit(outcome.code)
 
@@ -100,13 +118,19 @@ def evaluate(
     set_: Set = [],  # noqa: B006
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
-    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="evaluate this model instead")] = None,
-    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="on this file instead")] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="DIR", help="another model's folder")] = None,
+    data: Annotated[str | None, typer.Option("--data", metavar="FILE", help="another file of rows")] = None,
     ranks: Ranks = 1,
     as_json: Json = False,
 ) -> None:
-    """The mean loss a target token, packed; on --data, else on what CONFIG holds out, else on its data."""
-    sets = [*set_, *([f"model.path={json.dumps(model)}"] if model else [])]
+    """Measure a model's loss on held-out data.
+
+    The mean negative log-likelihood a target token, natural logarithm. On --data; else on what CONFIG holds out
+    (`data.eval`); else on all its data. The model is CONFIG's, not the trained one: for that, --model OUTPUT/model.
+    """
+    sets = [*set_, *([f"model.path={json.dumps(model)}", "model.shape=null"] if model else [])]
+    if data is not None:
+        sets += [f"data.path={json.dumps(data)}", "data.random=null", "data.sample=null"]
     run = read_run(config, sets, with_, without)
     from optrush import distributed
     from optrush.assemble import assemble, prepare
@@ -143,7 +167,11 @@ def evaluate(
 
 @app.command()
 def techniques(as_json: Json = False) -> None:
-    """Every technique: what it does, what it owns, what it promises, and the test that holds it to that."""
+    """List the techniques.
+
+    What each does, what it promises about the numbers, which part of a run it owns alone (two owners of one part
+    cannot be combined), and its options with their defaults. --json also names its source and its test.
+    """
     import dataclasses
 
     from optrush.techniques import ALL
@@ -168,7 +196,8 @@ def techniques(as_json: Json = False) -> None:
         options = " ".join(f"{k}={v['default']}" for k, v in row["options"].items())
         print(f"{row['name']:<12} {row['summary']}")
         owns = ", ".join(row["claims"]).lower() or "nothing alone"
-        print(f"{'':<12} {row['numerics'].lower()}; owns {owns}" + (f"; options: {options}" if options else ""))
+        promise = row["numerics"].lower().replace("_", " ")
+        print(f"{'':<12} {promise}; owns {owns}" + (f"; options: {options}" if options else ""))
 
 
 def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str]) -> Run:

@@ -18,9 +18,21 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 from optrush.errors import ConfigError
 
 Path = tuple[str | int, ...]
-_PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in "map seq str int float bool null timestamp".split())
+_KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
+_PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)
 # YAML 1.1 reads 1e-5 as text; everybody who writes it means a number.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that `parse` would take for a number."""
+
+
+def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if _NUMBER.match(text) else None)
+
+
+_Dumper.add_representer(str, _quoted)
 
 
 class _Part(BaseModel):
@@ -66,9 +78,10 @@ class Optim(_Part):
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     warmup: Annotated[float, Field(ge=0)] = 0.03
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)
-    ] = (0.9, 0.95)
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)] = (
+        0.9,
+        0.95,
+    )
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip: Annotated[float, Field(gt=0)] | None = 1.0
 
@@ -102,7 +115,7 @@ def dump(run: Run) -> str:
     data = run.model_dump(mode="json", by_alias=True, exclude_none=True)
     if run.optim.clip is None:  # the one value whose absence means something else
         data["optim"]["clip"] = None
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def parse(
@@ -116,7 +129,8 @@ def parse(
     data, lines = document(text, where)
     flags: dict[Path, str] = {}
     for flag in sets:
-        flags[_set(data, flag)] = f"--set {flag}"
+        path = _set(data, flag)
+        flags |= {path[:n]: f"--set {flag}" for n in range(1, len(path) + 1) if n == len(path) or path[:n] not in lines}
     for flag in withs:
         name, _, options = flag.partition(":")
         given = _section(data, "with", f"--with {flag}").setdefault(name, None)
@@ -146,8 +160,9 @@ def document(text: str, where: str) -> tuple[dict[str, Any], dict[Path, int]]:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
-                line = event.start_mark.line + 1
-                raise ConfigError(f"{where}:{line}", f"the alias *{event.anchor}", "write the value out")
+                at = event.start_mark
+                place = f"{where}:{at.line + 1}" if at else where
+                raise ConfigError(place, f"the alias *{event.anchor}", "write the value out")
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
@@ -193,15 +208,16 @@ def _plain(node: yaml.Node, path: Path, where: str, lines: dict[Path, int]) -> A
         return out
     if isinstance(node, yaml.SequenceNode):
         return [_plain(n, (*path, i), where, lines) for i, n in enumerate(node.value)]
-    if node.tag == "tag:yaml.org,2002:str" and node.style is None and _NUMBER.match(node.value):
+    plain = isinstance(node, yaml.ScalarNode) and node.style is None
+    if plain and node.tag == "tag:yaml.org,2002:str" and _NUMBER.match(node.value):
         return float(node.value)
     loader = yaml.SafeLoader("")
     try:
-        value = loader.construct_object(node)  # type: ignore[no-untyped-call]
+        value = loader.construct_object(node)
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}:{line}", f"`{node.value}`: {_reason(error)}", "write a plain value") from None
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()
     return value if isinstance(value, str | int | float | bool | None) else str(node.value)
 
 

@@ -39,7 +39,7 @@ def line(m: dict[str, Any]) -> str:
 
 
 class Bar:
-    """Progress over the steps of a run. `say` is what the meter calls; without a terminal it prints lines with an ETA."""
+    """Progress over the steps of a run. `say` is what the meter calls; off a terminal it prints lines with an ETA."""
 
     def __init__(self, total: int, done: int = 0) -> None:
         self.total, self.done, self.begun, self.first = total, done, time.monotonic(), done

@@ -1,13 +1,13 @@
 """Every error a user can meet, and nothing else.
 
-    UserError            asked for / found / do: printed as one block, exit code 2, no traceback without --debug
-    ├── ConfigError      the YAML or a flag: unknown key, wrong type, values that do not go together
-    ├── NeedsError       a technique or model needs hardware, a library or a shape that is not here
-    ├── ConflictError    two techniques own the same part
-    ├── NoEffectError    a technique was asked for and changed nothing
-    ├── DataError        a row, a file, a template
-    └── CheckpointError  a damaged, missing or foreign checkpoint
-    RunError             the run itself failed (three bad updates in a row): exit code 1, also without a traceback
+UserError            asked for / found / do: printed as one block, exit code 2, no traceback without --debug
+├── ConfigError      the YAML or a flag: unknown key, wrong type, values that do not go together
+├── NeedsError       a technique or model needs hardware, a library or a shape that is not here
+├── ConflictError    two techniques own the same part
+├── NoEffectError    a technique was asked for and changed nothing
+├── DataError        a row, a file, a template
+└── CheckpointError  a damaged, missing or foreign checkpoint
+RunError             the run itself failed (three bad updates in a row): exit code 1, also without a traceback
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from optrush import checkpoint, config, console, curves, distributed, runfolder, step
 from optrush.assemble import Prepared, assemble
+from optrush.errors import RunError
 from optrush.export import write_model
 from optrush.job import Batch, Job
 from optrush.meter import Meter
@@ -30,8 +31,7 @@ class Outcome:
 
     code: int
     output: Path
-    first_eval: float | None = None
-    last_eval: float | None = None
+    evals: tuple[float, ...] = ()  # held-out losses, in order
 
 
 def fit(
@@ -89,47 +89,41 @@ def _drive(
 ) -> Outcome:
     """The loop with everything in place; every rank is here."""
     output = Path(job.run.output)
-    skipped = 0 if manifest is None else manifest.skipped
+    skips = (0, 0) if manifest is None else (manifest.skipped, manifest.skipped_in_a_row)
     run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
-    meter = Meter(job, output / "metrics.jsonl" if bar else None, plan.total, bar.say if bar else _silent, skipped)
+    meter = Meter(job, output / "metrics.jsonl" if bar else None, plan.total, bar.say if bar else _silent, skips)
     if passed and manifest is not None:
         damaged = [{"checkpoint": path.name, "reason": why} for path, why in passed]
         meter.write({"step": manifest.step, "passed_over": damaged})
     job.begin = partial(step.begin, job, steps=plan.total)
     job.batches = batches(job, plan)
 
+    unsaved: dict[int, str] = {}
+
     def save(n: int) -> None:
-        meta = checkpoint.Meta(
-            run_id, plan.firsts[n], int(meter.skipped.item()), len(meter.bad), job.fingerprints
-        )
+        meta = checkpoint.Meta(run_id, plan.firsts[n], *meter.skips(), job.fingerprints)
         try:
             checkpoint.save(job, n, meta)
-        except checkpoint.SaveFailed as error:
+        except checkpoint.SaveFailed as error:  # training goes on: the last good checkpoint is as it was
+            unsaved[n] = str(error)
             meter.write({"step": n, "save_failed": str(error)})
 
-    evals: list[float] = []
     if job.evaluation is not None and plan.done == 0:
-        evals.append(_evaluated(meter, 0, job))
-    inner = meter.evaluated
-    meter.evaluated = lambda n, loss, targets: (evals.append(loss), inner(n, loss, targets))[1]  # type: ignore[method-assign]
+        with meter.aside():
+            meter.evaluated(0, *evaluate(job))
     train(job, meter, plan, save)
     if meter.failure is not None:
         raise meter.failure
     if job.stopped:
+        if meter.last in unsaved:
+            raise RunError(f"stopped, but the last save failed: {unsaved[meter.last]}")
         if bar is not None:
             console.err.print(f"stopped and saved; go on with: --resume auto (output {output})", markup=False)
         return Outcome(RESUMABLE, output)
     write_model(job, output, plan.total, prepared.folder)
     if bar is not None:
         curves.plot(output / "metrics.jsonl", output / "loss.png")
-    return Outcome(0, output, evals[0] if evals else None, evals[-1] if evals else None)
-
-
-def _evaluated(meter: Meter, n: int, job: Job) -> float:
-    with meter.aside():
-        loss, targets = evaluate(job)
-        meter.evaluated(n, loss, targets)
-    return loss
+    return Outcome(0, output, tuple(meter.evals))
 
 
 def _silent(_: dict[str, Any]) -> None:
@@ -152,7 +146,7 @@ def stopping(job: Job) -> Iterator[None]:
     def asked(number: int, _: object) -> None:
         if number == signal.SIGINT and job.stopping:
             raise KeyboardInterrupt
-        job.stopping = max(job.stopping, 1)  # type: ignore[assignment]
+        job.stopping = max(job.stopping, 1)
 
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = [signal.signal(n, asked) for n in numbers]

@@ -33,15 +33,22 @@ class Meter:
     """One a run. `say` shows a line to people; only rank 0 writes."""
 
     def __init__(
-        self, job: Job, path: Path | None, total_steps: int, say: Callable[[dict[str, Any]], None], skipped: int = 0
+        self,
+        job: Job,
+        path: Path | None,
+        total_steps: int,
+        say: Callable[[dict[str, Any]], None],
+        skips: tuple[int, int] = (0, 0),
     ) -> None:
+        """`skips`: updates skipped before, and in a row up to now, when a run goes on."""
         self.job, self.path, self.total_steps, self.say = job, path, total_steps, say
         self.device = job.world.device
-        self.skipped = torch.tensor(skipped, device=self.device)
+        self.skipped = torch.tensor(skips[0], device=self.device)
+        self.bad: list[tuple[int, tuple[int, ...]]] = [(0, ())] * skips[1]  # in a row: step, this rank's samples
         self.watched: deque[tuple[int, tuple[int, ...], Tensor, torch.cuda.Event | None]] = deque()
-        self.bad: list[tuple[int, tuple[int, ...]]] = []  # skipped updates in a row: step, this rank's samples
         self.failure: RunError | None = None
-        self.wait_s = 0.0
+        self.evals: list[float] = []
+        self.last = 0  # the last step that was counted
         self._begin()
 
     def _begin(self) -> None:
@@ -59,12 +66,12 @@ class Meter:
         self, step: int, batches: list[Batch], terms: int, loss: Tensor, norm: Tensor, skipped: Tensor
     ) -> dict[str, Any] | None:
         """After update `step`: counts, watches for failing updates, and writes a line when the step logs."""
-        self.steps += 1
+        self.steps, self.last = self.steps + 1, step
         self.tokens += sum(b.n_tokens for b in batches)
         self.attended += sum(b.attended for b in batches)
         self.skipped += skipped
         self._watch(step, batches, skipped)
-        if step % self.job.run.train.log_every and step != self.total_steps and not self.job.stopped:
+        if step % self.job.run.train.log_every and step != self.total_steps:
             return None
         return self._line(step, batches, loss, norm)
 
@@ -96,6 +103,7 @@ class Meter:
 
     def evaluated(self, step: int, loss: float, targets: int) -> None:
         """A line for an evaluation; its time is no step's."""
+        self.evals.append(loss)
         self.write({"step": step, "eval_loss": _finite(loss), "eval_target_tokens": targets})
 
     @contextmanager
@@ -106,6 +114,11 @@ class Meter:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.since += time.perf_counter() - start
+
+    def skips(self) -> tuple[int, int]:
+        """Updates skipped so far, and in a row up to now; waits for the device."""
+        self._look(wait=True)
+        return int(self.skipped.item()), len(self.bad)
 
     def memory(self) -> dict[str, Any]:
         if self.device.type == "cuda":
@@ -123,7 +136,7 @@ class Meter:
         if self.device.type == "cuda":
             host = torch.empty((), dtype=torch.bool, pin_memory=True)
             host.copy_(skipped, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
             skipped = host
         self.watched.append((step, tuple(s for b in batches for s in b.samples), skipped, event))
@@ -133,7 +146,7 @@ class Meter:
         """Counts skipped updates in a row, of the steps whose flag has arrived."""
         while self.watched:
             step, samples, flag, event = self.watched[0]
-            if event is not None and not event.query():
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
                 if not wait:
                     return
                 event.synchronize()

@@ -19,7 +19,7 @@ from optrush.manifest import FOLDER, LEFT, find
 
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
 _CUT = METRICS + ".tmp"
-KNOWN = frozenset({RUN, METRICS, LOCK, _CUT, FOLDER, "model", "report.html", "quarantine.jsonl"})
+KNOWN = frozenset({RUN, METRICS, LOCK, _CUT, FOLDER, "model", "loss.png", "report.html", "quarantine.jsonl"})
 
 
 def prepare(output: Path | str, clean: bool, resume: Literal["auto"] | Path | None) -> None:

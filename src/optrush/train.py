@@ -7,23 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
 
-from optrush import checkpoint, step
-from optrush.config import Run
+from optrush.data import stream
 from optrush.distributed import host_sum
-from optrush.job import Batch, Job
+from optrush.job import Job
 from optrush.meter import Meter
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which steps a run takes, and what follows each. `firsts[k]` is the first sample of step k+1; the last is the end."""
+    """Which steps a run takes, and what follows each.
+
+    `firsts[k]` is the global index of the first sample of step k+1; its last is where the run ends.
+    """
 
     job: Job
-    firsts: list[int]
+    firsts: stream.Plan
     done: int = 0  # steps that were completed before
 
     @property

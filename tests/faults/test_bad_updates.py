@@ -25,7 +25,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def poisoning(home: Path, steps: set[int], where: str) -> Before:
+def poisoning(home: Path, bad: set[int], where: str) -> Before:
     """In these steps, one micro-batch of one rank (the one with the reference's first sample) is not finite."""
 
     def before() -> None:
@@ -34,17 +34,17 @@ def poisoning(home: Path, steps: set[int], where: str) -> Before:
         noted = home / "first"
         firsts = json.loads(noted.read_text()) if noted.exists() else {}
 
-        def stepping(job: Any, n: int, total: int) -> None:
+        def stepping(job: Any, n: int, steps: int) -> None:
             at["step"] = n
-            begin(job, n, total)
+            begin(job, n, steps)
 
         def poisoned(job: Any, batch: Any) -> Any:
             found = loss(job, batch)
             n = str(at["step"])
-            if not steps and n not in firsts and batch.samples:
+            if not bad and n not in firsts and batch.samples:
                 firsts[n] = batch.samples[0]
                 noted.write_text(json.dumps(firsts))
-            if at["step"] in steps and firsts[n] in batch.samples and torch.is_grad_enabled():
+            if at["step"] in bad and firsts[n] in batch.samples and torch.is_grad_enabled():
                 if where == "loss":
                     found = found * float("inf")
                 else:

@@ -17,7 +17,7 @@ from harness import DISK, advance, holds, killing, meta, ranks, run, small_job, 
 from safetensors.torch import load_file
 
 from optrush import checkpoint, shards
-from optrush.checkpoint import Meta, SaveFailed, choose, find, restore, save, verify
+from optrush.checkpoint import Meta, SaveFailed, check_plan, choose, find, restore, save, verify
 from optrush.errors import CheckpointError
 from optrush.manifest import digest, encode
 
@@ -85,6 +85,7 @@ def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
             done = int((output / "done").read_text()) if (output / "done").exists() else 0
             manifest, passed = choose(output, "auto")
             assert passed == [], "a kill must not damage what has its final name"
+            assert all(verify(path) for path in find(output)), "pruning must not leave half a folder under its name"
             step = 0 if manifest is None else manifest.step
             assert step in (done, done + 2), f"killed {how} call {at}: at step {step}, {done} was saved"
             job = small_job(output, keep=1)
@@ -124,6 +125,10 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     ]  # fmt: skip
     at = [events.index(e) for e in order]
     assert at == sorted(at) and max(writes) < at[3] and len(writes) == 1 + 4 * 4
+    events.clear()
+    saved(tmp_path, (4,), keep=1)
+    at = events.index("rename step-000004")
+    assert events[at : at + 4] == ["rename step-000004", "sync checkpoints", "rename step-000002", "sync checkpoints"]
 
 
 MUTATIONS = ("flip", "zero", "cut", "delete", "swap", "stale", "empty", "manifest")
@@ -202,6 +207,18 @@ def test_damage_is_found_named_and_passed_over(kind: str, three_steps: Path, tmp
         restore(job, manifest, {})
         assert holds(job, manifest.step)
     told("R3", 13, kind)
+
+
+def test_damage_in_the_blanks_of_a_manifest(three_steps: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(three_steps, output)
+    file = find(output)[0] / "manifest.json"
+    text = file.read_bytes()
+    for damaged in (text.replace(b"\n", b"\r", 1), text + b" ", text.replace(b": ", b":\t", 1), text[:-1]):
+        assert json.loads(damaged) == json.loads(text)
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"manifest\.json holds other bytes"):
+            verify(file.parent)
 
 
 def test_no_intact_one_never_starts_afresh(three_steps: Path, tmp_path: Path) -> None:
@@ -457,6 +474,18 @@ def test_fingerprints(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="did you mean `tokenizer`"):
         restore(job, path, then, frozenset({"tokeniser"}))
     told("R15", len(fields), "named, refused, and allowed by name")
+
+
+def test_the_plan_must_be_the_same(tmp_path: Path) -> None:
+    saved(tmp_path, (2,))
+    manifest, _ = choose(tmp_path, "auto")
+    assert manifest is not None
+    check_plan(manifest, [0, 11, 20, 33])
+    with pytest.raises(CheckpointError, match="step 3 would begin at sample 22, not 20"):
+        check_plan(manifest, [0, 11, 22, 33])
+    check_plan(manifest, [0, 11, 22, 33], frozenset({"data"}))
+    with pytest.raises(CheckpointError, match="this run has 1 steps, the checkpoint is of step 2"):
+        check_plan(manifest, [0, 11])
 
 
 def test_a_run_id_is_one_for_all_ranks(tmp_path: Path) -> None:

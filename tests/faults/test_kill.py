@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,9 +18,6 @@ from typing import Any
 
 import pytest
 from harness import ended, told
-
-from optrush import shards, step
-from optrush.checkpoint import find, verify
 from runs import (
     Before,
     begun,
@@ -35,6 +33,9 @@ from runs import (
     write_data,
     write_model,
 )
+
+from optrush import shards, step
+from optrush.checkpoint import find, verify
 
 SAVE_EVERY, STEPS = 3, 12
 TECHNIQUES = ({"packing": {}}, {"packing": {}, "ddp": {}}, {"packing": {}, "fsdp": {}})
@@ -89,13 +90,14 @@ def exported(output: Path) -> bytes:
 def test_killed_at_random_moments(home: Path) -> None:
     """R1: kill -9, in some runs twice, and the same command again; what it leaves is what the untouched run left."""
     reached = []
-    for seed in range(10):
+    moments = random.Random(0).sample(range(STEPS), 10)
+    for seed, first in enumerate(moments):
         rng = random.Random(seed)
         output = home / f"killed-{seed}"
         config = configuration(home, output)
-        for _ in range(1 + (seed % 3 == 0)):
+        for logged in [first, rng.randrange(STEPS)][: 1 + (seed % 3 == 0)]:
             pid = begun(config, "--resume", "auto")
-            if logged := rng.randrange(STEPS):  # else: while it is being assembled
+            if logged:  # else: while it is being assembled
                 wait_for(output, logged)
             time.sleep(rng.random() * 0.1)
             os.kill(pid, signal.SIGKILL)
@@ -219,7 +221,7 @@ def little_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_really_full_disk(home: Path, little_disk: Path) -> None:
-    """R6, real: 32 KiB are left from step 5 on, and the space is back at step 8."""
+    """R6, real: nothing is left from step 5 on, not even for the metrics; the space is back at step 8."""
     output = little_disk / "run"
     config = configuration(home, output, train__keep=1)
     config = Path(shutil.move(config, home / "full-really.yaml"))  # what it prints goes to another disk, as it would
@@ -231,7 +233,7 @@ def test_a_really_full_disk(home: Path, little_disk: Path) -> None:
             filler = little_disk / "filler"
             if n == 5:
                 free = os.statvfs(little_disk)
-                filler.write_bytes(bytes(free.f_bavail * free.f_frsize - 32768))
+                filler.write_bytes(bytes(free.f_bavail * free.f_frsize))
             elif n == 8:
                 filler.unlink()
             begin(job, n, steps)
@@ -244,6 +246,28 @@ def test_a_really_full_disk(home: Path, little_disk: Path) -> None:
     assert [p.name for p in find(output)] == ["step-000012"]
     assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
     told("R6", 1, "a tmpfs of 8 MiB, full from step 5 to 7")
+
+
+def test_a_quota(home: Path) -> None:
+    """R6: from step 5 to 7 no file may grow by more than 100 bytes; a line that was half written is written again."""
+    output = home / "quota"
+    config = configuration(home, output)
+
+    def before() -> None:
+        begin = step.begin
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            most = resource.RLIM_INFINITY
+            if 5 <= n < 8:
+                most = (output / "metrics.jsonl").stat().st_size + 100
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+            begin(job, n, steps)
+
+        step.begin = noted
+
+    assert trained(config, before=before) == 0, said(config)
+    assert [m["step"] for m in lines(output) if "save_failed" in m] == [6]
+    assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
 
 
 def test_on_other_ranks(home: Path) -> None:

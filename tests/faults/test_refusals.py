@@ -138,6 +138,20 @@ def test_another_model_or_data_at_resume(home: Path, tmp_path: Path, field: str)
     told("R15", 1, field)
 
 
+def test_other_steps_at_resume(home: Path) -> None:
+    """Another cut of the data would lose samples or repeat them; with fewer steps the checkpoint lies past the end."""
+    _, config = copy(home, "other-steps")
+    for change, text in (
+        ("batch.tokens=1024", "would begin at sample"), ("seed=1", "would begin at sample"),
+        ("train.steps=7", "this run has 7 steps, the checkpoint is of step 12"),
+    ):  # fmt: skip
+        assert trained(config, "--resume", "auto", "--set", change) == 2, said(config)
+        assert text in said(config)
+    allow = ("--resume", "auto", "--allow-change", "data")
+    assert trained(config, *allow, "--set", "batch.tokens=1024", "--set", "train.steps=14") == 0, said(config)
+    assert figures(home / "other-steps")[-1]["step"] == 14
+
+
 def test_two_runs_in_one_folder(home: Path) -> None:
     """R16: the second is refused, whether it begins, resumes or cleans; the first ends as if alone."""
     output = home / "shared"

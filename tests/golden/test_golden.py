@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from golden import make_golden
 from golden.make_golden import CASES
 from golden.sgd import Sgd
-from runs import apart, assembled, golden_run, metrics, published
-
 from optrush.techniques import ALL
+from trials import apart, assembled, golden_run, metrics, published
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 CLOSE = 1e-5  # relative, of losses and of norms before clipping
@@ -85,7 +85,8 @@ def test_two_ranks(box, pair, name, packed, rows, data):
 
 
 @pytest.mark.parametrize(
-    ("name", "packed", "data"), [("untied", True, "fsdp3-each"), ("tied", False, "fsdp3-each"), ("tied", True, "fsdp2-each")]
+    ("name", "packed", "data"),
+    [("untied", True, "fsdp3-each"), ("tied", False, "fsdp3-each"), ("tied", True, "fsdp2-each")],
 )
 def test_sums_after_every_micro_batch(box, pair, name, packed, data):
     agrees(name, pair(play, box, name, packed, 2, DATA[data])[0])

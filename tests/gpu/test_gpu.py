@@ -13,7 +13,11 @@ from optrush.assemble import assemble, prepare
 from optrush.config import parse
 from optrush.job import Job
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 BASE = """
 model: tiny

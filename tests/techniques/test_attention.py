@@ -11,10 +11,10 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from golden.make_golden import CASES
-from runs import apart, assembled, first_gradients, furthest, golden_run, micro, published
 
+from golden.make_golden import CASES
 from optrush.data.batch import Document, collate
+from trials import apart, assembled, first_gradients, furthest, golden_run, micro, published
 
 CLOSE = 1e-5  # of the largest gradient of each tensor
 IMPLS = ["masked", "sdpa"]

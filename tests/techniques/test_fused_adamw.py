@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import assembled, furthest, golden_run, steps, weights
 
 from optrush.config import Optim
 from optrush.optim.adamw import AdamW
+from trials import assembled, furthest, golden_run, steps, weights
 
 SHAPES = {"a": (7, 5), "bias": (5,), "b": (33, 4), "one": ()}
 OPTIM = Optim(lr=1e-2, weight_decay=0.1)
@@ -81,14 +81,14 @@ def test_equals_the_baseline_over_eight_steps(box):
         job = assembled(golden_run(box, packed=True, **with_))
         return list(steps(job)), weights(job), job.optimizer
 
-    (base, want, loop), (figures, found, fused) = trained(), trained(**{"fused-adamw": {}})
+    (base, want, loop), (figures, found, fused) = trained(), trained(fused_adamw={})
     assert loop.reads_host and not fused.reads_host
     assert figures == [pytest.approx(line, rel=1e-5) for line in base]
     assert furthest(found, want) < 1e-5
 
 
 def test_these_tests_would_see_gradients_that_are_not_unscaled(box):
-    job = assembled(golden_run(box, packed=True, sets=["optim.eps=1e-3"], **{"fused-adamw": {}}))
+    job = assembled(golden_run(box, packed=True, sets=["optim.eps=1e-3"], fused_adamw={}))
     want = assembled(golden_run(box, packed=True, sets=["optim.eps=1e-3"]))
     job.optimizer._groups = lambda lr, scale, found, inner=job.optimizer._groups: inner(lr, torch.ones(()), found)
     list(steps(job)), list(steps(want))

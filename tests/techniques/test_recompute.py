@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runs import assembled, golden_run, micro, steps, weights
 
 from optrush.train import evaluate
+from trials import assembled, golden_run, micro, steps, weights
 
 
 def counting(job):

@@ -72,9 +72,7 @@ def read_sources(
     assert tokens is not None
 
     def read(path: Path, most: int | None) -> Corpus:
-        return load(
-            [path], tokens, train_on=learnt(run), T=T, too_long=d.too_long, max_samples=most, progress=progress
-        )
+        return load([path], tokens, train_on=learnt(run), T=T, too_long=d.too_long, max_samples=most, progress=progress)
 
     if data is not None:
         only = read(Path(data), None)

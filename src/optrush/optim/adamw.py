@@ -19,9 +19,10 @@ from optrush.config import Optim
 class Learnt(Protocol):
     """What an optimizer needs of a trained parameter (`job.Trained` is one)."""
 
-    name: str
-    decays: bool
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def decays(self) -> bool: ...
     @property
     def local(self) -> Tensor: ...
     @property

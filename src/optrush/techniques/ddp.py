@@ -86,7 +86,7 @@ class Buckets:
             room -= size
         for number, bucket in enumerate(self.members):
             for p in bucket:
-                p.register_post_accumulate_grad_hook(self._hook(number))
+                p.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
         self.reset()
 
     def reset(self) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import yaml
-from golden.make_golden import BETAS, DECAY, EPS, LR, PER_STEP, SEED, STEPS, T, WARMUP, Case
 
+from golden.make_golden import BETAS, DECAY, EPS, LR, PER_STEP, SEED, STEPS, WARMUP, Case, T
 from optrush import config, fit, step
 from optrush.assemble import Prepared, assemble, prepare
 from optrush.job import Batch, Job

@@ -1,6 +1,6 @@
 """Speed and peak memory of one configuration, without saving anything: one JSON line on standard output.
 
-usage: one_gpu.py CONFIG [--set KEY=VALUE]... [--with NAME]... [--without NAME]...
+usage: [torchrun ...] speed.py CONFIG [--set KEY=VALUE]... [--with NAME]... [--without NAME]...
 
 Takes every second of the run but its first third (warm-up, compilation); `train.log_every` sets how often the device is
 waited for. Random tokens, never constant ones: products on constant data run faster than on real data.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from optrush import step
+from optrush import distributed, step
 from optrush.assemble import assemble, prepare
 from optrush.config import parse
 from optrush.fit import batches
@@ -41,6 +41,9 @@ def main() -> None:
     lines: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         train(job, Meter(job, Path(folder) / "metrics.jsonl", plan.total, lines.append), plan, lambda _: None)
+    distributed.finish()
+    if job.world.rank:
+        return
     timed = [m for m in lines if "loss" in m and m["step"] > plan.total // 3]
     speeds = sorted(m["tokens_per_s"] for m in timed)
     print(
@@ -57,6 +60,8 @@ def main() -> None:
                 "data_wait_s": round(statistics.median(m["data_wait_s"] for m in timed), 5),
                 "losses": [m["loss"] for m in lines if "loss" in m],
                 "torch": torch.__version__,
+                "grad_norms": [m["grad_norm"] for m in lines if "loss" in m],
+                "ranks": job.world.ranks,
                 "device": job.setup.device.name,
                 "python": platform.python_version(),
             }

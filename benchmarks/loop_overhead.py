@@ -1,0 +1,78 @@
+"""What the loop costs: optrush's train() against a bare PyTorch loop of the same model, interleaved, on this machine.
+
+usage: loop_overhead.py [PAIRS]   prints one JSON line: the median over pairs of (ours / bare), and all ratios.
+
+Both take the same batches, model, AdamW kernel and clipping; optrush logs every 10 steps, the bare loop never.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from optrush import step
+from optrush.assemble import assemble, prepare
+from optrush.config import parse
+from optrush.fit import batches
+from optrush.job import Job
+from optrush.meter import Meter
+from optrush.train import Plan, train
+
+STEPS = 20
+CONFIG = """
+model: tiny
+objective: pretrain
+data: {random: 64}
+batch: {seq: 128, tokens: 1024, micro_tokens: 512}
+optim: {lr: 1e-4, schedule: constant, warmup: 0}
+train: {steps: 20, log_every: 10}
+output: unused
+with: {fused-adamw: {}, attention: {impl: sdpa}}
+"""
+
+
+def ours(job: Job, folder: Path) -> float:
+    assert job.stream is not None
+    plan = Plan(job, job.stream.plan(None, STEPS))
+    job.begin = partial(step.begin, job, steps=STEPS)
+    job.batches = batches(job, plan)
+    meter = Meter(job, folder / "metrics.jsonl", STEPS, lambda _: None)
+    start = time.perf_counter()
+    train(job, meter, plan, lambda _: None)
+    return time.perf_counter() - start
+
+
+def bare(job: Job) -> float:
+    assert job.stream is not None
+    model, plan = job.model, job.stream.plan(None, STEPS)
+    parameters = [t.parameter for t in job.trained]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    start = time.perf_counter()
+    for k in range(STEPS):
+        for batch in job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows):
+            hidden = model(batch.tokens, batch.positions, batch.documents)
+            (model.head(hidden, batch.labels) / 1016).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+    job = assemble(prepare(parse(CONFIG, "loop_overhead")))
+    with tempfile.TemporaryDirectory() as folder:
+        ours(job, Path(folder)), bare(job)  # warm-up
+        ratios = [ours(job, Path(folder)) / bare(job) for _ in range(pairs)]
+    print(json.dumps({"ratio": round(statistics.median(ratios), 4), "ratios": [round(r, 3) for r in sorted(ratios)]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Help and checks answer at once because they do not import torch; how fast they are is a benchmark's business."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "matplotlib", "numpy", "safetensors", "tokenizers")
+PROBE = """
+import sys
+{code}
+print(*[name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
+"""
+HELP = """
+sys.argv = ["optrush", *{arguments!r}]
+from optrush.cli import main
+try:
+    main()
+except SystemExit as leaving:
+    assert leaving.code in (0, {code}), leaving.code
+"""
+
+
+def loaded(code: str) -> list[str]:
+    """Which of the heavy libraries are loaded after this code, in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(code=code, heavy=HEAVY)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr.splitlines()[-1].split()
+
+
+def test_import() -> None:
+    assert loaded("import optrush") == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], [], *([verb, "--help"] for verb in ("train", "eval", "techniques"))]
+)
+def test_help(arguments: list[str]) -> None:
+    assert loaded(HELP.format(arguments=arguments, code=2)) == []
+
+
+def test_a_wrong_configuration_is_refused_without_torch() -> None:
+    assert loaded(HELP.format(arguments=["train", "no-such.yaml"], code=2)) == []
+
+
+def test_techniques() -> None:
+    assert loaded(HELP.format(arguments=["techniques", "--json"], code=0)) == []

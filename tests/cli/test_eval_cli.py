@@ -1,0 +1,176 @@
+"""`optrush eval --json` against a plain loop over documents, one at a time, through transformers alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clirun import Found, write_rows
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from optrush.model import tiny
+
+Call = Callable[..., Found]
+Write = Callable[..., str]
+CLOSE = 1e-4  # relative; both sides are float32
+SMALL = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256}  # fmt: skip
+# family -> what its configuration needs beside the vocabulary
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{family: {} for family in tiny.FAMILIES},
+    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "gemma2": {**SMALL, "query_pre_attn_scalar": 16, "sliding_window": 32},
+    "gemma3_text": {**SMALL, "query_pre_attn_scalar": 16, "sliding_window": 32},
+}
+
+
+def folder_of(family: str, tmp: Path, model: Path) -> Path:
+    """A tiny model of this family with the built-in tokenizer and template."""
+    folder = tmp / family
+    if family in tiny.FAMILIES:
+        tiny.write(folder, family=family)
+        return folder
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family, vocab_size=tiny.VOCABULARY, bos_token_id=1, eos_token_id=2, pad_token_id=0, **FAMILIES[family]
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def encoded(tokenizer: Any, row: dict[str, Any]) -> tuple[list[int], list[bool]]:
+    """Ids and targets, written from the contract alone: the built-in template's marks delimit the assistant's turns."""
+    if "text" in row:
+        ids = [*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]
+        return ids, [False] + [True] * (len(ids) - 1)
+    text = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    end = tokenizer.convert_tokens_to_ids(tiny.END)
+    header = tokenizer(f"{tiny.START}assistant\n", add_special_tokens=False)["input_ids"]
+    targets, inside = [False] * len(ids), False
+    for i, token in enumerate(ids):
+        inside = inside or ids[max(0, i - len(header)) : i] == header
+        targets[i] = inside
+        inside = inside and token != end
+    return ids, targets
+
+
+@torch.no_grad()
+def plain(folder: Path, rows: list[dict[str, Any]]) -> tuple[float, int]:
+    """Mean negative log-likelihood a target token, and their number; a document at a time, no batch, no mask."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    total, count = 0.0, 0
+    for row in rows:
+        ids, targets = encoded(tokenizer, row)
+        logits = model(torch.tensor([ids])).logits[0, :-1].double()
+        nll = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="none")
+        total += nll[torch.tensor(targets[1:])].sum().item()
+        count += sum(targets[1:])
+    return total / count, count
+
+
+def asked(call: Call, *arguments: str) -> dict[str, Any]:
+    """The one JSON document on stdout."""
+    found = call("eval", *arguments, "--json")
+    assert found.code == 0, found.err
+    assert found.out.count("\n") == 1 and found.out.endswith("\n")
+    return dict(json.loads(found.out))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_the_plain_loops(family: str, call: Call, write: Write, model: Path, here: Path) -> None:
+    folder = folder_of(family, here, model)
+    rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
+    rows += [{"text": "Salt the water, then wait."}, {"text": "Nothing burns as well as an onion that nobody watches."}]
+    write_rows(here / "mixed.jsonl", rows)
+    found = asked(call, write(model=str(folder)), "--data", "mixed.jsonl")
+    loss, targets = plain(folder, rows)
+    assert set(found) == {"loss", "target_tokens", "documents", "rows", "too_long"}
+    assert found["target_tokens"] == targets
+    assert found["documents"] == len(rows) and 0 < found["rows"] < len(rows), "packed"
+    assert found["too_long"] == 0
+    assert math.isclose(found["loss"], loss, rel_tol=CLOSE), (found["loss"], loss)
+
+
+@pytest.mark.parametrize("kind", ["messages", "text"])
+def test_each_kind_of_row_alone(kind: str, call: Call, write: Write, model: Path, here: Path) -> None:
+    rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
+    if kind == "text":
+        rows = [{"text": row["messages"][1]["content"]} for row in rows]
+    write_rows(here / "rows.jsonl", rows)
+    found = asked(call, write(model="tiny"), "--data", "rows.jsonl")
+    loss, targets = plain(model, rows)
+    assert found["target_tokens"] == targets
+    assert math.isclose(found["loss"], loss, rel_tol=CLOSE)
+
+
+def test_the_rows_length_and_the_micro_batch_change_nothing(call: Call, write: Write) -> None:
+    config = write()
+    first = asked(call, config, "--data", "chat.jsonl")
+    for flags in (
+        ["--set", "batch.seq=256", "--set", "batch.tokens=512", "--set", "batch.micro_tokens=512"],
+        ["--with", "attention"],
+        ["--with", "attention", "--with", "fused-loss:chunk=16"],
+        ["--set", "model.implementation=transformers"],
+    ):
+        again = asked(call, config, "--data", "chat.jsonl", *flags)
+        assert again["target_tokens"] == first["target_tokens"] and again["documents"] == first["documents"]
+        assert math.isclose(again["loss"], first["loss"], rel_tol=CLOSE), flags
+
+
+def test_what_is_evaluated(call: Call, write: Write, model: Path, here: Path) -> None:
+    """--data, else what the run holds out, else its data; `train_on: all` takes every token but the first."""
+    held = asked(call, write())
+    assert held["documents"] == 3  # a quarter of 12
+    whole = asked(call, write(data={"eval": None}))
+    assert whole["documents"] == 12
+    assert asked(call, write(data={"eval": "chat.jsonl"})) == whole
+    every = asked(call, write(data={"eval": None, "train_on": "all"}))
+    rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert every["target_tokens"] == sum(len(encoded(tokenizer, row)[0]) - 1 for row in rows)
+
+
+def test_too_long_rows_are_counted(call: Call, write: Write) -> None:
+    found = asked(call, write(batch={"seq": 64, "tokens": 64}, data={"eval": None, "too_long": "drop"}))
+    assert found["too_long"] > 0 and found["documents"] + found["too_long"] == 12
+
+
+def test_model_replaces_the_runs(call: Call, write: Write, here: Path) -> None:
+    tiny.write(here / "other", seed=3)
+    config = write()
+    other = asked(call, config, "--model", "other")
+    assert other["loss"] != asked(call, config)["loss"]
+    assert other == asked(call, write(model="other"))
+
+
+def test_model_and_data_replace_random_tokens_on_a_shape(call: Call, write: Write) -> None:
+    config = write(
+        objective="pretrain", model={"shape": "llama-3.2-1b"}, data={"path": None, "random": 8, "eval": None}
+    )
+    found = asked(call, config, "--model", "tiny", "--data", "chat.jsonl")
+    assert found == asked(call, write(data={"train_on": "all"}), "--data", "chat.jsonl")
+
+
+def test_for_people(call: Call, write: Write) -> None:
+    found = call("eval", write())
+    assert found.code == 0 and [line.split()[0] for line in found.out.splitlines()] == [
+        "loss", "target_tokens", "documents", "rows", "too_long",
+    ]  # fmt: skip
+
+
+def test_as_a_process_on_two_ranks(start: Call, call: Call, write: Write) -> None:
+    config = write()
+    found = start("eval", config, "--json", "--ranks", "2", "--with", "ddp")
+    assert found.code == 0, found.err
+    both, one = json.loads(found.out), asked(call, config)
+    assert math.isclose(both.pop("loss"), one.pop("loss"), rel_tol=1e-6)
+    assert both == one

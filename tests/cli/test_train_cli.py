@@ -1,0 +1,195 @@
+"""`optrush train` from outside: the folder, the metrics, the exported model, two ranks, a signal and going on after."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clirun import Found, metrics
+from test_eval_cli import plain
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from optrush import __version__
+from optrush.config import parse
+
+Call = Callable[..., Found]
+Write = Callable[..., str]
+LINE = {
+    "step": int, "loss": float, "lr": float, "grad_norm": float, "tokens": int, "target_tokens": int, "step_s": float,
+    "tokens_per_s": float, "mfu": (float, type(None)), "peak_bytes": int, "memory_kind": str, "data_wait_s": float,
+    "skipped": int,
+}  # fmt: skip
+FOLDER = {"run.yaml", "metrics.jsonl", "checkpoints", "model"}
+BESIDE = {"loss.png", ".lock"}
+
+
+def steps(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if "loss" in line]
+
+
+def evals(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    return [(line["step"], line["eval_loss"]) for line in lines if "eval_loss" in line]
+
+
+def test_a_run(call: Call, write: Write, here: Path) -> None:
+    rows = (here / "chat.jsonl").read_text().splitlines(keepends=True)
+    (here / "held.jsonl").write_text("".join(rows[:4]))
+    found = call("train", write(data={"eval": "held.jsonl"}, train={"eval_every": 0.5, "save_every": 2, "keep": 1}))
+    assert found.code == 0, found.err
+    assert found.out == "out\n"
+    out = here / "out"
+    assert {p.name for p in out.iterdir()} - BESIDE == FOLDER
+    assert "held-out loss" in found.err and "packing: 1 change" in found.err
+
+    lines = metrics(out)
+    logged = steps(lines)
+    total = logged[-1]["step"]
+    assert [line["step"] for line in logged] == list(range(1, total + 1)), "log_every 1: a line a step, from 1"
+    for line in logged:
+        assert set(line) == set(LINE)
+        assert all(isinstance(line[key], kind) for key, kind in LINE.items()), line
+        assert 0 < line["target_tokens"] < line["tokens"] <= 256 and line["skipped"] == 0
+        assert line["data_wait_s"] <= line["step_s"] and line["peak_bytes"] > 2**20
+        assert math.isclose(line["tokens_per_s"], line["tokens"] / line["step_s"], rel_tol=1e-9), "log_every 1"
+    if not torch.cuda.is_available():
+        assert {(line["mfu"], line["memory_kind"]) for line in logged} == {(None, "rss")}
+    for line in lines:
+        if "eval_loss" in line:
+            assert set(line) == {"step", "eval_loss", "eval_target_tokens"} and line["eval_target_tokens"] > 0
+    half = max(1, round(total / 2))
+    assert [step for step, _ in evals(lines)] == sorted({0, *range(half, total + 1, half), total})
+    assert evals(lines)[-1][1] < evals(lines)[0][1], "it learns"
+    assert [p.name for p in (out / "checkpoints").iterdir()] == [f"step-{total:06d}"], "keep: 1"
+
+    held = [json.loads(row) for row in rows[:4]]
+    loss, targets = plain(out / "model", held)
+    assert targets == lines[0]["eval_target_tokens"]
+    assert math.isclose(loss, evals(lines)[-1][1], rel_tol=1e-4)
+
+
+def test_the_exported_model(call: Call, write: Write, here: Path, model: Path) -> None:
+    """It loads in transformers with its tokenizer, template and generation config, and evaluates as it did here."""
+    assert call("train", write()).code == 0
+    folder = here / "out" / "model"
+    names = {p.name for p in folder.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "README.md"} <= names
+    assert not [name for name in names if name.endswith((".bin", ".pt", ".pkl"))]
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert loaded.dtype == torch.float32
+    turns = [{"role": "user", "content": "Hm?"}]
+    ours, theirs = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(model)
+    assert ours.apply_chat_template(turns, tokenize=False) == theirs.apply_chat_template(turns, tokenize=False)
+    assert loaded.generation_config.eos_token_id == [4, 2], "it stops at the end of a turn too"
+    card = (folder / "README.md").read_text()
+    assert f"optrush {__version__}" in card and "`sft`" in card and "packing" in card
+    found = call("eval", "run.yaml", "--model", "out/model", "--json")
+    last = evals(metrics(here / "out"))[-1][1]
+    assert math.isclose(json.loads(found.out)["loss"], last, rel_tol=1e-6)
+
+
+def test_the_resolved_run_runs(call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """run.yaml has every value and absolute paths: from another folder it gives the same losses, bit by bit."""
+    assert call("train", write(), "--set", "optim.lr=1e-2", "--with", "attention").code == 0
+    text = (here / "out" / "run.yaml").read_text()
+    resolved = parse(text, "run.yaml")
+    assert resolved.optim.lr == 1e-2 and set(resolved.with_) == {"packing", "attention"}
+    for path in (resolved.output, resolved.data.path):
+        assert path is not None and Path(path).is_absolute()
+    (here / "elsewhere").mkdir()
+    monkeypatch.chdir(here / "elsewhere")
+    assert call("train", "../out/run.yaml", "--set", "output=again").code == 0
+    again = metrics(here / "elsewhere" / "again")
+    assert [line["loss"] for line in steps(again)] == [line["loss"] for line in steps(metrics(here / "out"))]
+
+
+def test_clean_replaces_a_finished_run(call: Call, write: Write, here: Path) -> None:
+    assert call("train", write(train={"steps": 1})).code == 0
+    (here / "out" / "model" / "config.json").write_text("{}")
+    found = call("train", write(train={"steps": 1, "clean": True}))
+    assert found.code == 0, found.err
+    assert json.loads((here / "out" / "model" / "config.json").read_text())["model_type"] == "llama"
+    assert [line["step"] for line in steps(metrics(here / "out"))] == [1]
+
+
+def test_resume_auto_begins_where_nothing_is(call: Call, write: Write, here: Path) -> None:
+    """The same command can be given again: without a checkpoint it begins, after the end it changes nothing."""
+    config = write(train={"steps": 2})
+    assert call("train", config, "--resume", "auto").code == 0
+    before = (here / "out" / "metrics.jsonl").read_text()
+    assert call("train", config, "--resume", "auto").code == 0
+    assert (here / "out" / "metrics.jsonl").read_text() == before
+
+
+def test_pretraining_on_random_tokens_of_a_shape(call: Call, write: Write, here: Path) -> None:
+    changes = {"objective": "pretrain", "data": {"path": None, "random": 4, "eval": None}, "train": {"steps": 2}}
+    assert call("train", write(**changes)).code == 0
+    assert [line["target_tokens"] for line in steps(metrics(here / "out"))] == [254, 254]
+
+
+def test_two_ranks(start: Call, call: Call, write: Write, here: Path) -> None:
+    """The same steps on two processes: one line a step, the losses of one process, one folder."""
+    config = write()
+    found = start("train", config, "--ranks", "2", "--with", "ddp", "--set", "output=both")
+    assert found.code == 0, found.err
+    assert found.out == "both\n"
+    assert call("train", config).code == 0
+    both, one = metrics(here / "both"), metrics(here / "out")
+    assert [line["step"] for line in both] == [line["step"] for line in one]
+    for ours, theirs in zip(both, one):
+        for key in ("loss", "eval_loss", "grad_norm"):
+            if key in theirs:
+                assert math.isclose(ours[key], theirs[key], rel_tol=1e-5), (key, ours, theirs)
+        for key in ("tokens", "target_tokens", "eval_target_tokens"):
+            assert ours.get(key) == theirs.get(key)
+
+
+def test_a_signal_and_going_on(call: Call, write: Write, here: Path) -> None:
+    """SIGTERM: exit code 143, a checkpoint of the step under way, the line that says how to go on, and no gap after."""
+    config = write(
+        train={"epochs": None, "steps": 400}, data={"eval": None}, optim={"schedule": "constant", "warmup": 0}
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "optrush", "train", config], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        lines, until = here / "out" / "metrics.jsonl", time.monotonic() + 90
+        while not (lines.exists() and lines.read_text().count("\n") >= 3) and time.monotonic() < until:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 143, err
+    assert out == "" and "stopped and saved; go on with: --resume auto (output out)" in err
+    assert not (here / "out" / "model").exists()
+    stopped = steps(metrics(here / "out"))[-1]["step"]
+    assert 3 <= stopped < 400
+    assert [p.name for p in (here / "out" / "checkpoints").iterdir()] == [f"step-{stopped:06d}"]
+
+    end = stopped + 3  # the rate is constant, so a run of other length takes the same steps
+    found = call("train", config, "--resume", "auto", "--set", f"train.steps={end}")
+    assert found.code == 0, found.err
+    assert call("train", config, "--set", "output=whole", "--set", f"train.steps={end}").code == 0
+    whole = [(line["step"], line["loss"]) for line in steps(metrics(here / "whole"))]
+    assert [(line["step"], line["loss"]) for line in steps(metrics(here / "out"))] == whole
+    assert (here / "out" / "model" / "model.safetensors").exists()
+
+
+def test_the_example_for_a_cpu(call: Call, here: Path) -> None:
+    """It runs as it stands, shortened."""
+    example = Path(__file__).parents[2] / "examples" / "tiny-sft-cpu.yaml"
+    short = ["train.steps=2", "train.eval_every=null", "data.max_samples=20", "batch.tokens=512"]
+    found = call("train", str(example), *(word for flag in short for word in ("--set", flag)))
+    assert found.code == 0, found.err
+    assert (here / found.out.strip() / "model" / "config.json").exists()

@@ -1,0 +1,69 @@
+"""Compiled blocks and loss: the baseline's figures, one compilation for equal blocks, none after the first step."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from golden.make_golden import SIZES, T
+from trials import apart, assembled, first_gradients, furthest, golden_run, steps, wire
+
+CLOSE = 1e-5
+LONG = 160  # T, over several buckets of Documents.longest
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def uneven(box):
+    """Documents of 22 to 152 tokens, the long ones together in the first half."""
+    lengths = [*range(100, 151, 5), *range(20, 60, 2)]
+    lines = [json.dumps({"text": " ".join(f"w{(i * n) % 73}" for i in range(n))}) for n in lengths]
+    (box / "uneven.jsonl").write_text("\n".join(lines))
+    return f"data.path={box}/uneven.jsonl"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+def test_same_figures_from_one_compilation(box, uneven):
+    """Every step packs other documents, whose longest differ; one of the two blocks is recomputed."""
+    with_ = {"attention": {}, "fused_loss": {"chunk": 64}, "recompute": {"every": 2}}
+    sets = [uneven, f"batch.seq={LONG}", f"batch.tokens={LONG * 4}", f"batch.micro_tokens={LONG * 2}"]
+
+    def trained(**more):
+        job = assembled(golden_run(box, packed=True, sets=sets, **with_, **more))
+        longest, inner = set(), job.loss
+        job.loss = lambda batch: longest.add(batch.documents.longest) or inner(batch)
+        _, grads = first_gradients(job)
+        wire(job)  # from the first step again
+        return grads, list(steps(job, 4)), longest
+
+    want, base, longest = trained()
+    assert len(longest) > 1 and not counters["stats"]
+    grads, figures, _ = trained(compile={})
+    assert counters["stats"]["unique_graphs"] == 2, "one of both blocks, one of a chunk of the loss"
+    assert not counters["graph_break"]
+    assert furthest(grads, want) < CLOSE
+    assert figures == [pytest.approx(line, rel=CLOSE) for line in base]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_whole_loss_compiles_too(box):
+    hidden, labels = torch.randn(2, T, SIZES["hidden_size"], requires_grad=True), torch.randint(0, 80, (2, T))
+
+    def made(**with_):
+        head = assembled(golden_run(box, **with_)).model.head
+        return torch.autograd.grad(head(hidden, labels), [hidden, head.weight])
+
+    want, found = made(), made(compile={})
+    assert counters["stats"]["unique_graphs"] == 1
+    assert all(apart(a, b) < CLOSE for a, b in zip(found, want))

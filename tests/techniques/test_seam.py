@@ -1,0 +1,229 @@
+"""What holds for every technique in ALL: a new one gets these tests free."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from golden.sgd import Sgd
+from optrush.assemble import prepare
+from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
+from optrush.technique import STAGES, Numerics, Part, Technique, in_order
+from optrush.techniques import ALL
+from optrush.train import evaluate
+from trials import assembled, golden_run, metrics, steps, weights
+
+ROOT = Path(__file__).parents[2]
+NAMES = [t.name for t in ALL]
+ALONE = [t.name for t in ALL if Part.DATA not in t.claims]
+SHARED = [t.name for t in ALL if Part.DATA in t.claims]
+OTHERS = ({"amp": {"dtype": "fp16"}}, {"fsdp": {"stage": 2}}, {"recompute": {"every": 2}})  # than the defaults
+EVERY = [{name: {}} for name in NAMES] + list(OTHERS)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch._dynamo")
+
+
+def shared(with_) -> bool:
+    return any(name in SHARED for name in with_)
+
+
+# What a technique says of itself.
+
+
+@pytest.mark.parametrize("t", ALL, ids=NAMES)
+def test_it_says_what_it_is(t):
+    assert dataclasses.is_dataclass(t) and t.__dataclass_params__.frozen
+    assert t.name and t.summary and t.source.startswith("https://") and isinstance(t.numerics, Numerics)
+    assert set(t.verified_on) <= {"cpu", "gpu"} and t.verified_on
+    assert (ROOT / t.proof).is_file(), t.proof
+    for line in ("Source:", "Memory:", "Work:"):
+        assert line in (t.__doc__ or ""), line
+    assert {s for s in STAGES if s in vars(t)}, "it acts in some stage"
+
+
+def test_names_differ():
+    assert len(set(NAMES)) == len(NAMES)
+
+
+# What it leaves alone: names, wherever it acts.
+
+
+def names(box, with_):
+    """Canonical names before and after a step: (of parameters with their aliases, trained, of optimizer states)."""
+    job = assembled(golden_run(box, sets=["model.path=" + str(box / "tied")], packed="packing" not in with_, **with_))
+    found = []
+    for _ in range(2):
+        found.append([
+            [n for n, _ in job.model.named_parameters(remove_duplicate=False)],
+            [t.name for t in job.trained],
+            list(job.optimizer.state()),
+        ])  # fmt: skip
+        list(steps(job, 1))
+    assert found[0] == found[1]
+    assert set(job.recipe.entries) == set(found[0][1])
+    return found[0]
+
+
+@pytest.mark.parametrize("with_", [w for w in EVERY if "compile" not in w], ids=str)
+def test_names_stay(box, pair, with_):
+    want = names(box, {})
+    assert want[1] == want[2] and ("head.weight" in want[0]) and ("head.weight" not in want[1])
+    for found in pair(names, box, with_) if shared(with_) else [names(box, with_)]:
+        assert found == want
+
+
+def test_names_stay_when_compiled(box):
+    """As above, without the step, which would compile."""
+    job = assembled(golden_run(box, compile={}))
+    base = assembled(golden_run(box))
+    assert [n for n, _ in job.model.named_parameters()] == [n for n, _ in base.model.named_parameters()]
+    assert [t.name for t in job.trained] == [t.name for t in base.trained]
+
+
+# What it must do: something.
+
+
+def neutralised(cls: type[Technique]) -> type[Technique]:
+    """The technique with every stage doing nothing and saying so."""
+    idle = {stage: (lambda *_: 0) for stage in STAGES if stage in vars(cls)}
+    return dataclass(frozen=True)(type(cls.__name__, (cls,), idle))
+
+
+def without_effect(box, name):
+    """What assembly says to a technique that does nothing."""
+    classes = [neutralised(t) if t.name == name else t for t in ALL]
+    try:
+        assembled(golden_run(box, **{name: {}}), classes)
+    except NoEffectError as error:
+        return str(error)
+    return "no error"
+
+
+def edits(box, with_):
+    job = assembled(golden_run(box, **with_))
+    return [(e.technique, e.count) for e in job.edits]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_doing_nothing_is_an_error(box, pair, name):
+    said = pair(without_effect, box, name) if name in SHARED else [without_effect(box, name)]
+    for text in said:
+        assert f"`{name}`" in text and f"--without {name}" in text
+
+
+@pytest.mark.parametrize("with_", EVERY, ids=str)
+def test_every_technique_changes_something(box, pair, with_):
+    for found in pair(edits, box, with_) if shared(with_) else [edits(box, with_)]:
+        assert {name for name, _ in found} == set(with_)
+        assert all(count > 0 for _, count in found)
+
+
+def test_a_toy_that_changes_nothing(box):
+    @dataclass(frozen=True)
+    class Toy(Technique):
+        name = "toy"
+        summary = source = proof = "toy"
+        numerics = Numerics.EXACT
+        verified_on = ("cpu",)
+
+    with pytest.raises(NoEffectError, match="toy"):
+        assembled(golden_run(box, toy={}), (*ALL, Toy))
+
+
+def test_another_technique_is_a_file_and_a_line(box):
+    job = assembled(golden_run(box, sgd={}), (*ALL, Sgd))
+    assert "optimizer  sgd: 1 change" in job.describe()
+    with pytest.raises(ConflictError, match="the optimizer"):
+        prepare(golden_run(box, sgd={}, fused_adamw={}), (*ALL, Sgd))
+    with pytest.raises(ConfigError, match="no such technique"):
+        prepare(golden_run(box, sgd={}))
+
+
+# How several go together.
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(ALL, 2)), ids=lambda t: t.name)
+def test_two_owners_of_one_part_conflict(box, a, b):
+    run = golden_run(box, **{a.name: {}, b.name: {}})
+    if a.claims & b.claims:
+        with pytest.raises(ConflictError, match=f"`{a.name}` with `{b.name}`"):
+            prepare(run, ranks=2)
+    else:
+        assert {t.name for t in prepare(run, ranks=2 if shared((a.name, b.name)) else 1).techniques} == {a.name, b.name}
+
+
+def test_the_conflicts_we_know(box):
+    clashes = {f"{a.name} {b.name}" for a, b in itertools.combinations(ALL, 2) if a.claims & b.claims}
+    assert clashes >= {"amp bf16", "ddp fsdp"}
+
+
+def test_several_ranks_want_somebody_to_share_the_work(box):
+    with pytest.raises(NeedsError, match="2 ranks"):
+        prepare(golden_run(box), ranks=2)
+    for name in SHARED:
+        with pytest.raises(NeedsError, match="one rank"):
+            prepare(golden_run(box, **{name: {}}), ranks=1)
+
+
+TOGETHER = ["packing", "recompute", "fused-loss", "amp", "attention", "fused-adamw"]
+
+
+def test_the_order_they_are_named_in_does_not_matter(box):
+    def made(order):
+        job = assembled(golden_run(box, **{name: {} for name in order}))
+        return job.describe(), [line[:2] for line in steps(job, 1)]
+
+    first = made(TOGETHER)
+    assert made(TOGETHER[::-1]) == first
+    assert made(sorted(TOGETHER)) == first
+
+
+def test_owners_act_first(box):
+    run = prepare(golden_run(box, compile={}, packing={}, attention={}))
+    assert [t.name for t in in_order(run.techniques)] == ["attention", "packing", "compile"]
+
+
+# Evaluation leaves training as it found it.
+
+
+def with_evaluations(box, with_, evaluating):
+    """Losses, norms and weights of three steps on this rank; evaluated before each and after, or never."""
+    sets = [f"data.eval={box}/text.jsonl"]
+    job = assembled(golden_run(box, packed="packing" not in with_, sets=sets, **with_))
+    found, evals = [], []
+    for k in range(1, 4):
+        if evaluating:
+            evals.append(evaluate(job))
+        found += list(steps(job, 1, first=k))
+    return found, {n: w.clone() for n, w in weights(job).items()}, evals
+
+
+@pytest.mark.parametrize("with_", [w for w in EVERY if "compile" not in w] + [{"fsdp": {}, "amp": {}}], ids=str)
+def test_evaluation_changes_no_bit_of_training(box, pair, with_):
+    def play(evaluating):
+        args = (box, with_, evaluating)
+        return pair(with_evaluations, *args) if shared(with_) else [with_evaluations(*args)]
+
+    for (found, after, evals), (want, want_after, _) in zip(play(True), play(False), strict=True):
+        assert found == want
+        assert all(torch.equal(after[name], w) for name, w in want_after.items())
+        assert evals[0] != evals[-1], "it sees the weights as trained"
+
+
+@pytest.mark.parametrize("data", [{}, {"ddp": {}}, {"fsdp": {}}, {"fsdp": {"stage": 2}}], ids=str)
+def test_evaluation_is_the_same_however_it_is_shared(box, pair, data):
+    args = (box, data, True)
+    base = with_evaluations(box, {}, True)[2]
+    for _, _, evals in pair(with_evaluations, *args) if data else [with_evaluations(*args)]:
+        for (loss, targets), (want, want_targets) in zip(evals, base):
+            assert targets == want_targets == 1248 and loss == pytest.approx(want, rel=1e-5)
+
+
+def test_the_loop_evaluates_when_it_is_due(box):
+    sets = [f"data.eval={box}/text.jsonl", "train.steps=4", "train.eval_every=2"]
+    lines = metrics(golden_run(box, packed=True, sets=sets))
+    assert [line["step"] for line in lines if "eval_loss" in line] == [0, 2, 4]
