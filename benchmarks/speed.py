@@ -33,15 +33,15 @@ def main() -> None:
         parser.add_argument(f"--{flag}", action="append", default=[], dest=f"{flag}_")
     a = parser.parse_args()
     run = parse(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
-    job = assemble(prepare(run))
-    assert job.stream is not None
-    plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
-    job.begin = partial(step.begin, job, steps=plan.total)
-    job.batches = batches(job, plan)
-    lines: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        train(job, Meter(job, Path(folder) / "metrics.jsonl", plan.total, lines.append), plan, lambda _: None)
-    distributed.finish()
+    with distributed.leaving():
+        job = assemble(prepare(run))
+        assert job.stream is not None
+        plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
+        job.begin = partial(step.begin, job, steps=plan.total)
+        job.batches = batches(job, plan)
+        lines: list[dict[str, float]] = []
+        with tempfile.TemporaryDirectory() as folder:
+            train(job, Meter(job, Path(folder) / "metrics.jsonl", plan.total, lines.append), plan, lambda _: None)
     if job.world.rank:
         return
     timed = [m for m in lines if "loss" in m and m["step"] > plan.total // 3]

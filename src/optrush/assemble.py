@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,14 @@ class Prepared:
     setup: Setup
     folder: Path | None
     hf: dict[str, Any]
+    changes: dict[str, int] = field(default_factory=dict)  # by technique, what its stages changed so far
+
+
+def start(prepared: Prepared) -> torch.device:
+    """The process stage, then the process group: from here ranks can talk. A second call changes nothing."""
+    if not prepared.changes:
+        prepared.changes.update({t.name: t.process(prepared.setup) for t in prepared.techniques})
+    return distributed.join(prepared.setup.device.kind)
 
 
 def prepare(run: Run, classes: Sequence[type[Technique]] = ALL, ranks: int | None = None) -> Prepared:
@@ -58,13 +66,18 @@ def prepare(run: Run, classes: Sequence[type[Technique]] = ALL, ranks: int | Non
     Raises:
         UserError: in its three lines; nothing has been written.
     """
-    techniques = build(classes, run.with_)
+    techniques = in_order(build(classes, run.with_))
     check(run)
     ranks = distributed.launched()[1] if ranks is None else ranks
     rows, micro_rows = sizes(run, ranks)
     folder, hf = locate(run)
     refuse_foreign(hf)
     native = run.model.implementation != "transformers" and native_obstacle(hf) is None
+    positions = hf.get("max_position_embeddings") or hf.get("n_positions")
+    if positions is not None and run.batch.seq > positions:
+        raise ConfigError(
+            f"`batch.seq: {run.batch.seq}`", f"a model of {positions} positions", f"take at most {positions}"
+        )
     if native:
         ModelShape.read(hf).check_window(run.batch.seq)
     devices = hardware.probe()
@@ -81,7 +94,7 @@ def prepare(run: Run, classes: Sequence[type[Technique]] = ALL, ranks: int | Non
         native=native,
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
     )
-    return Prepared(run, techniques, settle(in_order(techniques), setup), folder, hf)
+    return Prepared(run, techniques, settle(techniques, setup), folder, hf)
 
 
 def assemble(
@@ -101,9 +114,9 @@ def assemble(
         today: the date that a chat template sees who asks for it: a resumed run's is the one it began with.
     """
     run, setup = prepared.run, prepared.setup
-    techniques = in_order(prepared.techniques)
-    changes = {t.name: t.process(setup) for t in techniques}
-    world = distributed.start(setup.axes, setup.device.kind)
+    techniques = prepared.techniques
+    device = start(prepared)
+    world, changes = distributed.lay(setup.axes, device), prepared.changes
     hf = dict(prepared.hf)
     for t in techniques:
         changes[t.name] += t.config(hf)
@@ -115,6 +128,7 @@ def assemble(
     job.fingerprints = fingerprints(hf, tokens, sources, today)
     job.tokenizer = None if tokens is None else tokens.tokenizer
     job.too_long = sources.too_long
+    held_out = sources.held_out or (None if training else sources.train)
     job.notes.append(f"data: {sources.summary}")
     _defaults(job)
 
@@ -128,9 +142,9 @@ def assemble(
     job.stream = stream.Stream(sources.train, T=setup.seq, rows=setup.rows, seed=run.seed, fill=job.fill)
     for name in ("model", "adapt", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
-    if sources.held_out is not None:
+    if held_out is not None:
         job.evaluation = stream.evaluation(
-            sources.held_out,
+            held_out,
             T=setup.seq,
             micro_rows=setup.micro_rows,
             rank=world.data_rank,

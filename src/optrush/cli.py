@@ -101,10 +101,8 @@ def train(
     from optrush import distributed
     from optrush.fit import fit
 
-    try:
+    with distributed.leaving():
         outcome = fit(prepare(run), go_on, frozenset(allow_change))  # type: ignore[arg-type]
-    finally:
-        distributed.finish()
     if outcome.code == 0 and distributed.launched()[0] == 0:
         if outcome.evals:
             print(f"held-out loss {outcome.evals[0]:.4f} -> {outcome.evals[-1]:.4f}", file=sys.stderr)
@@ -143,16 +141,9 @@ def evaluate(
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush.console import rows_read
 
-    if data is None and run.data.eval is None:
-        data = run.data.path  # nothing is held out: all of it
-        if data is None:
-            asked = "`optrush eval` without --data"
-            raise ConfigError(asked, "`data.eval` holds nothing out", "set data.eval=0.1, or give --data FILE")
-    try:
+    with distributed.leaving():
         job = assemble(prepare(run), training=False, data=data, progress=rows_read("tokenising"))
         loss, targets = measure(job)
-    finally:
-        distributed.finish()
     if job.world.rank == 0:
         assert job.evaluation is not None
         found = {

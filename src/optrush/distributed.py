@@ -7,7 +7,8 @@ gloo, so that asking how many targets a step has never waits for the GPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -41,18 +42,22 @@ def launched() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def start(axes: Mapping[str, int], kind: str) -> World:
-    """Joins the process group, if there is one, and lays the mesh: the declared axes, the rest is "dp"."""
-    rank, ranks = launched()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
+def join(kind: str) -> torch.device:
+    """Joins the process group, if a launcher has started several processes; this process's device."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
-    if ranks == 1:
-        return World(0, 1, device)
-    if not dist.is_initialized():
+    if launched()[1] > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    return device
+
+
+def lay(axes: Mapping[str, int], device: torch.device) -> World:
+    """This process in the mesh: the declared axes, and "dp" with what they leave of the ranks."""
+    rank, ranks = launched()
+    if ranks == 1:
+        return World(0, 1, device)
     sizes = dict(axes)
     taken = 1
     for n in sizes.values():
@@ -63,10 +68,15 @@ def start(axes: Mapping[str, int], kind: str) -> World:
     return World(rank, ranks, device, mesh)
 
 
-def finish() -> None:
-    """Leaves the process group; harmless without one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Around all that ranks do together: leaves the process group, after the others where all went well."""
+    try:
+        yield
+        barrier()  # rank 0 holds the store that the others still talk to
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def host_sum(values: list[int]) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optrush import checkpoint, config, console, curves, distributed, runfolder, step
-from optrush.assemble import Prepared, assemble
+from optrush.assemble import Prepared, assemble, start
 from optrush.errors import RunError
 from optrush.export import write_model
 from optrush.job import Batch, Job
@@ -53,6 +53,7 @@ def fit(
     run = prepared.run
     output = Path(run.output)
     runfolder.prepare(output, run.train.clean, resume)
+    start(prepared)  # ranks must talk to agree on a checkpoint
     manifest, passed = checkpoint.choose(output, resume)
     date = None if manifest is None else manifest.fingerprints.get("date")
     today = None if date is None else datetime.date.fromisoformat(date)

@@ -46,6 +46,7 @@ def fork(work: Callable[[], Any], env: dict[str, str] | None = None, log: Path |
     code = 99
     try:
         os.setpgid(0, 0)
+        torch.set_num_threads(1)  # makes the thread pool anew here, before two threads try to at once and torch aborts
         if log is not None:
             fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(fd, 1)
@@ -89,9 +90,9 @@ def ranks(n: int, work: Callable[[], Any]) -> list[Any]:
     with tempfile.TemporaryDirectory() as box:
 
         def rank(r: int) -> None:
-            answer = work()
+            with distributed.leaving():
+                answer = work()
             (Path(box) / str(r)).write_text(json.dumps(answer))
-            distributed.finish()
 
         pids = [fork(lambda r=r: rank(r), env) for r, env in enumerate(launch_env(n))]
         codes = [ended(pid) for pid in pids]
@@ -145,7 +146,7 @@ SHAPES = {"embed": (33, 64), "norm": (7,), "narrow": (2, 5), "one": ()}
 def small_job(output: Path, how: str = "whole", keep: int = 2, dtype: torch.dtype = torch.float32) -> Any:
     """A job of four parameters. how: whole | rows | columns | copies (as DTensors over the ranks there are)."""
     text = f"{{model: tiny, objective: sft, data: {{random: 8}}, output: '{output}', train: {{keep: {keep}}}}}"
-    world = distributed.start({}, "cpu")
+    world = distributed.lay({}, distributed.join("cpu"))
     trained = []
     for name, shape in SHAPES.items():
         whole = torch.zeros(shape, dtype=torch.bfloat16 if name == "norm" else dtype)

@@ -63,7 +63,7 @@ def read_sources(
     """
     d = run.data
     T = run.batch.seq
-    if d.random is not None:
+    if d.random is not None and data is None:
         n = RANDOM_DOCUMENTS if d.random is True else d.random
         n = min(n, d.max_samples or n)
         train = Random(n, T, vocab, run.seed)

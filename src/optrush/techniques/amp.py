@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from optrush.job import Job
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from optrush.job import Job
 
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good updates before the scale doubles

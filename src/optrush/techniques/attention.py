@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from optrush.job import Job
 from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+
+if TYPE_CHECKING:
+    from optrush.job import Job
 
 
 @dataclass(frozen=True)

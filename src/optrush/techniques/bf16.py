@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from optrush.job import Job
 from optrush.technique import Need, Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from optrush.job import Job
 from optrush.technique import Numerics, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.job import Job, Trained
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from optrush.job import Job, Trained
 
 
 @dataclass(frozen=True)

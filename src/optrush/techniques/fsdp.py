@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from optrush.job import Job
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from optrush.job import Job
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class Fsdp(Technique):
         groups = list(dict.fromkeys(groups))
         for m in groups:
             m.set_gradient_divide_factor(1.0)  # the contract: collectives sum
-            if job.world.device.type == "cpu":  # gloo has no scaled sum
-                m.set_force_sum_reduction_for_comms(True)
+            # Not NCCL's scaled sum, which FSDP would take for this factor: gloo has none, and with bfloat16 gradients
+            # it gave zeros (seen on two H200, torch 2.11).
+            m.set_force_sum_reduction_for_comms(True)
         self._slots(job, groups)
         return len(groups)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from optrush.job import Job
 from optrush.technique import Numerics, Part, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
 
 
 @dataclass(frozen=True)

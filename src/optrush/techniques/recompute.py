@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.job import Job
 from optrush.technique import Need, Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
 
 
 @dataclass(frozen=True)
