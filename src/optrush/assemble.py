@@ -11,8 +11,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,17 +24,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from optrush import distributed, hardware, step
-from optrush.config import Run, nearest
+from optrush.config import Run
 from optrush.data import pack, stream
 from optrush.data.chat import Tokens
 from optrush.data.sources import Sources, check, read_sources
-from optrush.errors import ConfigError, NeedsError, NoEffectError
+from optrush.errors import ConfigError, NoEffectError
 from optrush.job import Edit, Job, Trained
 from optrush.kernels.nll import Whole
+from optrush.model.locate import check_positions, locate, open_tokens
 from optrush.model.weights import load
 from optrush.objectives.loss import next_token
 from optrush.optim.adamw import AdamW
-from optrush.shapes import SHAPES, ModelShape, native_obstacle, refuse_foreign
+from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
 from optrush.technique import Setup, Technique, build, in_order, settle, sizes
 from optrush.techniques import ALL
 
@@ -73,13 +72,10 @@ def prepare(run: Run, classes: Sequence[type[Technique]] = ALL, ranks: int | Non
     folder, hf = locate(run)
     refuse_foreign(hf)
     native = run.model.implementation != "transformers" and native_obstacle(hf) is None
-    positions = hf.get("max_position_embeddings") or hf.get("n_positions")
-    if positions is not None and run.batch.seq > positions:
-        raise ConfigError(
-            f"`batch.seq: {run.batch.seq}`", f"a model of {positions} positions", f"take at most {positions}"
-        )
     if native:
         ModelShape.read(hf).check_window(run.batch.seq)
+    else:  # padding has positions too, and a table of them ends
+        check_positions(hf, run.batch.seq, f"`batch.seq: {run.batch.seq}`")
     devices = hardware.probe()
     if devices and ranks > len(devices):
         raise ConfigError(f"{ranks} ranks on this machine", f"{len(devices)} devices", f"take --ranks {len(devices)}")
@@ -128,6 +124,9 @@ def assemble(
     job.fingerprints = fingerprints(hf, tokens, sources, today)
     job.tokenizer = None if tokens is None else tokens.tokenizer
     job.too_long = sources.too_long
+    for part in filter(None, (sources.train, sources.held_out)):
+        longest = max(part.length(i) for i in range(len(part)))
+        check_positions(hf, longest, f"to learn from a document of {longest} tokens")
     held_out = sources.held_out or (None if training else sources.train)
     job.notes.append(f"data: {sources.summary}")
     _defaults(job)
@@ -220,98 +219,6 @@ def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
     local = p.detach()
     assert isinstance(local, DTensor)
     return local.to_local(), tuple(offset)
-
-
-def locate(run: Run) -> tuple[Path | None, dict[str, Any]]:
-    """The model's folder (None: a shape with random weights) and its config.json.
-
-    Raises:
-        ConfigError: no such folder, shape or hub id; no config.json; not JSON.
-    """
-    m = run.model
-    if (m.path is None) == (m.shape is None):
-        found = "both" if m.path else "neither"
-        raise ConfigError("one of `model.path` and `model.shape`", found, "give exactly one")
-    if m.shape is not None:
-        if m.shape not in SHAPES:
-            raise ConfigError(f"`model.shape: {m.shape}`", "no such shape", nearest(m.shape, SHAPES))
-        return None, dict(SHAPES[m.shape])
-    assert m.path is not None
-    folder = _tiny() if m.path == "tiny" else Path(m.path)
-    if not folder.is_dir():
-        folder = _download(m.path)
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ConfigError(f"the model {folder}", "a folder without config.json", "name a Hugging Face model's folder")
-    try:
-        hf = json.loads(config.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{config}", f"not JSON: {error}", "download the model again") from None
-    if not isinstance(hf, dict):
-        raise ConfigError(f"{config}", "no JSON object", "download the model again")
-    return folder, hf
-
-
-def _tiny() -> Path:
-    """The built-in model's folder, written at first use."""
-    from optrush.model import tiny
-
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
-    folder = cache / "tiny-1"
-    if not folder.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        fresh = Path(tempfile.mkdtemp(prefix="tiny-", dir=cache))
-        tiny.write(fresh)
-        try:
-            fresh.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was first
-                raise
-    return folder
-
-
-def _download(name: str) -> Path:
-    """A model by its hub id: its weights, configuration and tokenizer; never its code or its pickles."""
-    asked = f"the model {name}"
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ConfigError(asked, "no such folder", "name a Hugging Face model's folder, a hub id, or `tiny`")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        found = f"no such folder, and the hub did not give it: {type(error).__name__}"
-        raise ConfigError(asked, found, "check the name and the network, or name a folder") from None
-
-
-def open_tokens(run: Run, folder: Path | None, today: datetime.date | None = None) -> Tokens | None:
-    """The model's tokenizer with its chat template, or the one given; None for a shape."""
-    if folder is None:
-        return None
-    if run.data.random is not None and not (folder / "tokenizer.json").exists():
-        return None  # random tokens need none
-    from transformers import AutoTokenizer
-
-    template = None
-    if run.model.chat_template is not None:
-        path = Path(run.model.chat_template)
-        if not path.is_file():
-            raise ConfigError(f"`model.chat_template: {path}`", "no such file", "name a file with a jinja template")
-        try:
-            template = path.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            asked = f"`model.chat_template: {path}`"
-            raise ConfigError(asked, f"not UTF-8: {error.reason}", "save it as UTF-8") from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise NeedsError(
-            f"the tokenizer of {folder}", str(error).splitlines()[0], "put its tokenizer.json there"
-        ) from None
-    if template is not None:
-        tokenizer.chat_template = template
-    return Tokens(tokenizer, template, today)
 
 
 def fingerprints(

@@ -391,8 +391,6 @@ def test_output_without_rights(call: Call, write: Write, here: Path) -> None:
 def test_eval(call: Call, write: Write, here: Path) -> None:
     refused(call("eval", write(), "--data", "no.jsonl", "--json"), "no.jsonl", "no such file", "check the path")
     refused(call("eval", write(), "--model", "no/such/model"), "the model no/such/model", "no such folder")
-    changes = {"objective": "pretrain", "data": {"path": None, "random": 8, "eval": None}}
-    refused(call("eval", write(**changes)), "`optrush eval` without --data", "holds nothing out", "--data FILE")
 
 
 # --- real processes: the same face, and no traceback

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from optrush import distributed, shards
-from optrush.checkpoint import Meta
+from optrush.checkpoint import Meta, save
 from optrush.config import parse
 from optrush.job import Trained
 from optrush.optim.adamw import AdamW
@@ -62,9 +62,11 @@ def fork(work: Callable[[], Any], env: dict[str, str] | None = None, log: Path |
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        try:  # whatever happens, the child must not go on as a second pytest
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
 
 
 def ended(pid: int) -> int:
@@ -185,3 +187,15 @@ def holds(job: Any, step: int) -> bool:
 
 def meta(step: int, **fingerprints: str) -> Meta:
     return Meta("00ff", sample=10 * step, skipped=step, fingerprints=fingerprints)
+
+
+def saved(output: Path, steps: tuple[int, ...] = (2, 4, 6), keep: int = 2, **prints: str) -> Any:
+    job = small_job(output, keep=keep)
+    for step in steps:
+        advance(job, step)
+        save(job, step, meta(step, **prints))
+    return job
+
+
+def leftovers(output: Path) -> list[str]:
+    return [p.name for p in (output / "checkpoints").iterdir() if ".tmp-" in p.name]
