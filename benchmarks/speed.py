@@ -9,6 +9,7 @@ waited for. Random tokens, never constant ones: products on constant data run fa
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import statistics
@@ -18,12 +19,21 @@ from pathlib import Path
 
 import torch
 
+import optrush
 from optrush import distributed, step
 from optrush.assemble import assemble, prepare
 from optrush.config import parse
 from optrush.fit import batches
 from optrush.meter import Meter
 from optrush.train import Plan, train
+
+
+def source() -> str:
+    """Digest of the package that ran."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(optrush.__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def main() -> None:
@@ -63,6 +73,7 @@ def main() -> None:
                 "grad_norms": [m["grad_norm"] for m in lines if "loss" in m],
                 "ranks": job.world.ranks,
                 "device": job.setup.device.name,
+                "source": source(),
                 "python": platform.python_version(),
             }
         ),

@@ -62,6 +62,7 @@ def fit(
     plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
     if manifest is not None:
         checkpoint.restore(job, manifest, job.fingerprints, allow)
+        checkpoint.check_plan(manifest, plan.firsts, allow)
         plan = Plan(job, plan.firsts, manifest.step)
     main = job.world.rank == 0
     with ExitStack() as stack:
@@ -70,6 +71,7 @@ def fit(
         distributed.barrier()
         stack.enter_context(runfolder.lock(output))
         if main:
+            runfolder.prepare(output, run.train.clean, resume)  # another run may have ended here since
             runfolder.claim(output, run.train.clean)
             (output / "run.yaml").write_text(config.dump(absolute(run)))
             runfolder.cut_back(output / "metrics.jsonl", plan.done)

@@ -49,6 +49,7 @@ class Meter:
         self.failure: RunError | None = None
         self.evals: list[float] = []
         self.last = 0  # the last step that was counted
+        self.unwritten = ""
         self._begin()
 
     def _begin(self) -> None:
@@ -126,10 +127,20 @@ class Meter:
         return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "memory_kind": "rss"}
 
     def write(self, line: dict[str, Any]) -> None:
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line, allow_nan=False) + "\n")
-            self.say(line)
+        """Appends a line; while the disk is full, lines wait here for the next one, and training goes on."""
+        if self.path is None:
+            return
+        self.unwritten += json.dumps(line, allow_nan=False) + "\n"
+        with self.path.open("ab", buffering=0) as file:
+            whole = file.tell()
+            try:
+                if file.write(self.unwritten.encode()) == len(self.unwritten.encode()):
+                    self.unwritten = ""
+                else:
+                    file.truncate(whole)
+            except OSError as error:
+                self.say({"step": line["step"], "metrics_wait": str(error)})
+        self.say(line)
 
     def _watch(self, step: int, batches: list[Batch], skipped: Tensor) -> None:
         event = None
