@@ -15,6 +15,11 @@ from pair import Pair
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """tests/faults first: they fork, and a process that has run a backward pass or a compiler does not fork well."""
+    items.sort(key=lambda item: "faults" not in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the golden script's models (`tied`, `untied`) and documents (text.jsonl, chat.jsonl)."""

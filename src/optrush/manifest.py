@@ -112,6 +112,11 @@ def verify(path: Path) -> Manifest:
 
 
 def parse(path: Path, text: bytes) -> Manifest:
+    """The manifest in `text`, read from folder `path`.
+
+    Raises:
+        CheckpointError: it is damaged, of another format, or of another checkpoint.
+    """
     try:
         body = json.loads(text)
     except ValueError:
