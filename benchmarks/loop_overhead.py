@@ -39,7 +39,6 @@ with: {fused-adamw: {}, attention: {impl: sdpa}}
 
 
 def ours(job: Job, folder: Path) -> float:
-    assert job.stream is not None
     plan = Plan(job, job.stream.plan(None, STEPS))
     job.begin = partial(step.begin, job, steps=STEPS)
     job.batches = batches(job, plan)
@@ -50,7 +49,6 @@ def ours(job: Job, folder: Path) -> float:
 
 
 def bare(job: Job) -> float:
-    assert job.stream is not None
     model, plan = job.model, job.stream.plan(None, STEPS)
     parameters = [t.parameter for t in job.trained]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)

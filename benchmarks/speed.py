@@ -45,7 +45,6 @@ def main() -> None:
     run = parse(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
     with distributed.leaving():
         job = assemble(prepare(run))
-        assert job.stream is not None
         plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
         job.begin = partial(step.begin, job, steps=plan.total)
         job.batches = batches(job, plan)

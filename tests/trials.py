@@ -75,7 +75,6 @@ def assembled(run: config.Run | Prepared, classes: Sequence[type[Technique]] = A
 
 def wire(job: Job) -> None:
     """What the training run itself adds to a job: its batches and what begins a step."""
-    assert job.stream is not None
     steps = job.run.train.steps
     plan = Plan(job, job.stream.plan(None if steps else job.run.train.epochs, steps))
     job.batches = fit.batches(job, plan)

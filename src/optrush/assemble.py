@@ -30,7 +30,6 @@ from optrush.data.chat import Tokens
 from optrush.data.sources import Sources, check, read_sources
 from optrush.errors import ConfigError, NoEffectError
 from optrush.job import Edit, Job, Trained
-from optrush.kernels.nll import Whole
 from optrush.model.locate import check_positions, locate, open_tokens
 from optrush.model.weights import load
 from optrush.objectives.loss import next_token
@@ -119,16 +118,16 @@ def assemble(
     tokens = open_tokens(run, prepared.folder, today)
     sources = read_sources(run, tokens, int(hf["vocab_size"]), progress, data)
     model, recipe = load(prepared.folder, hf, run.model.implementation, getattr(torch, run.model.dtype), run.seed)
-    job = Job(run, setup, world, hf, None, pack.single, model, recipe)
+    job = Job(run, setup, world, hf, model, recipe)
     job.roots = [model]
     job.fingerprints = fingerprints(hf, tokens, sources, today)
     job.tokenizer = None if tokens is None else tokens.tokenizer
     job.too_long = sources.too_long
-    for part in filter(None, (sources.train, sources.held_out)):
-        longest = max(part.length(i) for i in range(len(part)))
-        check_positions(hf, longest, f"to learn from a document of {longest} tokens")
     held_out = sources.held_out or (None if training else sources.train)
     job.notes.append(f"data: {sources.summary}")
+    if run.batch.seq > (hf.get("max_position_embeddings") or run.batch.seq):
+        made = hf["max_position_embeddings"]
+        job.notes.append(f"rows of {run.batch.seq} tokens, where the model was made for {made} positions")
     _defaults(job)
 
     def stage(name: str) -> None:
@@ -148,7 +147,7 @@ def assemble(
             micro_rows=setup.micro_rows,
             rank=world.data_rank,
             ranks=world.data_ranks,
-            fill=pack.first_fit if model.isolates else pack.single,
+            fill=pack.best_fit if model.isolates else pack.single,
         )
     materialise(job)
     if training:
@@ -182,7 +181,6 @@ def _defaults(job: Job) -> None:
         job.stopped = 2 if failed else 1 if told else job.stopped
         return n
 
-    job.model.head.nll = Whole()
     job.score = partial(next_token, job.model.head)
     job.loss = partial(step.loss, job)
     job.gradients = partial(step.gradients, job)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, Vali
 
 from optrush.errors import ConfigError
 
-Path = tuple[str | int, ...]
+Keys = tuple[str | int, ...]  # where a value stands in the YAML
 _KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
 _PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)
 # YAML 1.1 reads 1e-5 as text; everybody who writes it means a number.
@@ -127,7 +127,7 @@ def parse(
         ConfigError: naming `where`:line (or the flag), what was found and the nearest name.
     """
     data, lines = document(text, where)
-    flags: dict[Path, str] = {}
+    flags: dict[Keys, str] = {}
     for flag in sets:
         path = _set(data, flag)
         flags |= {path[:n]: f"--set {flag}" for n in range(1, len(path) + 1) if n == len(path) or path[:n] not in lines}
@@ -154,7 +154,7 @@ def parse(
         raise _explain(error, where, lines, flags) from None
 
 
-def document(text: str, where: str) -> tuple[dict[str, Any], dict[Path, int]]:
+def document(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
     """YAML text as plain values, and the line of every key; refuses duplicates, aliases, tags, and non-mappings."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -170,7 +170,7 @@ def document(text: str, where: str) -> tuple[dict[str, Any], dict[Path, int]]:
     if not isinstance(node, yaml.MappingNode):
         found = "nothing" if node is None else "no mapping"
         raise ConfigError(where, f"{found} at the top", "begin with `model:`, `objective:`, `data:`, `output:`")
-    lines: dict[Path, int] = {}
+    lines: dict[Keys, int] = {}
     value: dict[str, Any] = _plain(node, (), where, lines)
     return value, lines
 
@@ -191,7 +191,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean `{close[0]}`?" if close else "known: " + ", ".join(known)
 
 
-def _plain(node: yaml.Node, path: Path, where: str, lines: dict[Path, int]) -> Any:
+def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> Any:
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
     if node.tag not in _PLAIN:
@@ -236,7 +236,7 @@ def _section(data: dict[str, Any], key: str, asked: str) -> dict[str, Any]:
     return section
 
 
-def _set(data: dict[str, Any], flag: str) -> Path:
+def _set(data: dict[str, Any], flag: str) -> Keys:
     path, equals, value = flag.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):
@@ -250,7 +250,7 @@ def _set(data: dict[str, Any], flag: str) -> Path:
     return tuple(keys)
 
 
-def _explain(error: ValidationError, where: str, lines: dict[Path, int], flags: dict[Path, str]) -> ConfigError:
+def _explain(error: ValidationError, where: str, lines: dict[Keys, int], flags: dict[Keys, str]) -> ConfigError:
     """The first mistake of many, in the house's three lines."""
     problems = error.errors()
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
@@ -270,12 +270,12 @@ def _explain(error: ValidationError, where: str, lines: dict[Path, int], flags: 
     return ConfigError(place, f"{first['input']!r}", " or ".join(dict.fromkeys(m[0].lower() + m[1:] for m in said)))
 
 
-def _path(loc: Path) -> Path:
+def _path(loc: Keys) -> Keys:
     """Where a mistake lies, without the names that pydantic gives to the branches of a union."""
     return tuple(p for p in loc if not (isinstance(p, str) and re.search(r"[\[\(]|^(str|int|float)$", p)))
 
 
-def _fields(path: Path) -> list[str]:
+def _fields(path: Keys) -> list[str]:
     part: Any = Run
     for key in path:
         part = part.model_fields[str(key)].annotation if str(key) in part.model_fields else Run

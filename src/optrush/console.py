@@ -42,7 +42,7 @@ class Bar:
     """Progress over the steps of a run. `say` is what the meter calls; off a terminal it prints lines with an ETA."""
 
     def __init__(self, total: int, done: int = 0) -> None:
-        self.total, self.done, self.begun, self.first = total, done, time.monotonic(), done
+        self.total, self.first, self.begun = total, done, time.monotonic()
         columns = (
             SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}"),
             TimeRemainingColumn(),

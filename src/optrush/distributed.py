@@ -1,4 +1,4 @@
-"""Ranks, the mesh, and the one collective that the loop itself needs.
+"""Ranks, the mesh, and the sums of host integers that the loop itself needs.
 
 One process a device. Tensors on the device go through NCCL (gloo on CPU); host integers and the stop flag through
 gloo, so that asking how many targets a step has never waits for the GPU.
@@ -6,6 +6,7 @@ gloo, so that asking how many targets a step has never waits for the GPU.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -59,10 +60,7 @@ def lay(axes: Mapping[str, int], device: torch.device) -> World:
     if ranks == 1:
         return World(0, 1, device)
     sizes = dict(axes)
-    taken = 1
-    for n in sizes.values():
-        taken *= n
-    sizes["dp"] = ranks // taken
+    sizes["dp"] = ranks // math.prod(sizes.values())
     names = [a for a in MESH_ORDER if a in sizes]
     mesh = init_device_mesh(device.type, tuple(sizes[a] for a in names), mesh_dim_names=tuple(names))
     return World(rank, ranks, device, mesh)
@@ -91,8 +89,3 @@ def host_sum(values: list[int]) -> list[int]:
 def barrier() -> None:
     """Waits for all ranks, on the host."""
     host_sum([0])
-
-
-def first_error(error: BaseException | None) -> bool:
-    """Whether any rank has an error: all ranks must leave together, or the others wait in a collective."""
-    return host_sum([int(error is not None)])[0] > 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +38,6 @@ def fit(
     prepared: Prepared,
     resume: Literal["auto"] | Path | None = None,
     allow: frozenset[str] = frozenset(),
-    build: Callable[..., Job] = assemble,
 ) -> Outcome:
     """Trains as `prepared` says.
 
@@ -57,8 +56,7 @@ def fit(
     manifest, passed = checkpoint.choose(output, resume)
     date = None if manifest is None else manifest.fingerprints.get("date")
     today = None if date is None else datetime.date.fromisoformat(date)
-    job = build(prepared, progress=console.rows_read("tokenising"), today=today)
-    assert job.stream is not None
+    job = assemble(prepared, progress=console.rows_read("tokenising"), today=today)
     plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
     if manifest is not None:
         checkpoint.restore(job, manifest, job.fingerprints, allow)
@@ -135,7 +133,6 @@ def _silent(_: dict[str, Any]) -> None:
 
 def batches(job: Job, plan: Plan) -> Iterator[list[Batch]]:
     """This rank's micro-batches, step by step, from where the run stands."""
-    assert job.stream is not None
     for k in range(plan.done, plan.total):
         yield job.stream.batches(
             k, plan.firsts, rank=job.world.data_rank, ranks=job.world.data_ranks, micro_rows=job.setup.micro_rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from optrush.config import Run
 from optrush.data.batch import Batch
-from optrush.data.pack import Fill
+from optrush.data.pack import Fill, single
 from optrush.data.stream import Evaluation, Stream
 from optrush.distributed import World
 from optrush.model.weights import Recipe
 from optrush.optim.adamw import Optimizer
 from optrush.technique import Setup
+
+if TYPE_CHECKING:
+    from optrush.model.adapter import Adapter
+    from optrush.model.decoder import Decoder
 
 __all__ = ["Batch", "Job", "State", "Trained"]
 
@@ -78,10 +82,14 @@ class Job:
     setup: Setup
     world: World
     hf: dict[str, Any]  # config.json as edited
-    stream: Stream | None
-    fill: Fill  # how documents become rows
-    model: Any  # Decoder or Adapter: embedding, blocks, norm, head, through, ties, linears()
+    model: Decoder | Adapter
     recipe: Recipe
+
+    # data
+    fill: Fill = single  # how documents become rows
+    stream: Stream = None  # type: ignore[assignment]
+    evaluation: Evaluation | None = None
+    """This rank's held-out batches, the same number on every rank; None: the run holds nothing out."""
 
     # callables
     batches: Iterator[list[Batch]] = field(default_factory=lambda: iter(()))
@@ -99,8 +107,6 @@ class Job:
     """(norm before clipping (), skipped () bool), on the device: unscale, guard, clip, step, free."""
     begin: Callable[[int], None] = None  # type: ignore[assignment]
     """Before step n (from 1): learning rate and random state are functions of it."""
-    evaluation: Evaluation | None = None
-    """This rank's held-out batches, the same number on every rank; None: the run holds nothing out."""
 
     # slots
     syncing: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()

@@ -21,7 +21,8 @@ def spawn(arguments: Sequence[str], ranks: int) -> int:
     """Runs `python -m optrush ARGUMENTS` as `ranks` processes; SIGTERM and SIGINT reach all of them.
 
     Returns:
-        0 if all succeeded; else 143 if any was stopped by a signal in good order, else the first failure's code.
+        0 if all succeeded; else 143 if any was stopped by a signal in good order, else the smallest code: what a rank
+        said itself (1 or 2), rather than that of one killed for it.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -63,20 +63,17 @@ class Meter:
         yield
         self.wait_s += time.perf_counter() - start
 
-    def tick(
-        self, step: int, batches: list[Batch], terms: int, loss: Tensor, norm: Tensor, skipped: Tensor
-    ) -> dict[str, Any] | None:
+    def tick(self, step: int, batches: list[Batch], terms: int, loss: Tensor, norm: Tensor, skipped: Tensor) -> None:
         """After update `step`: counts, watches for failing updates, and writes a line when the step logs."""
         self.steps, self.last = self.steps + 1, step
         self.tokens += sum(b.n_tokens for b in batches)
         self.attended += sum(b.attended for b in batches)
         self.skipped += skipped
         self._watch(step, batches, skipped)
-        if step % self.job.run.train.log_every and step != self.total_steps:
-            return None
-        return self._line(step, batches, loss, norm)
+        if step % self.job.run.train.log_every == 0 or step == self.total_steps:
+            self._line(step, batches, loss, norm)
 
-    def _line(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> dict[str, Any]:
+    def _line(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> None:
         self._look(wait=True)
         value = loss.item()  # waits for the device: from here the clock is honest
         seconds = time.perf_counter() - self.since
@@ -84,7 +81,7 @@ class Meter:
         tokens = total(self.tokens)
         flop_s = self.job.model.flops(tokens, total(self.attended)) / seconds / self.job.world.ranks
         peak = self.job.setup.device.peak_flop_s
-        line = {
+        line: dict[str, Any] = {
             "step": step,
             "loss": _finite(value),
             "lr": self.job.lr.item(),
@@ -100,7 +97,6 @@ class Meter:
         }
         self.write(line)
         self._begin()
-        return line
 
     def evaluated(self, step: int, loss: float, targets: int) -> None:
         """A line for an evaluation; its time is no step's."""

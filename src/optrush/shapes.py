@@ -14,12 +14,7 @@ from optrush.errors import ConfigError, NeedsError
 
 HF = Mapping[str, Any]  # a config.json
 ROPE_KINDS = ("default", "linear", "llama3")
-FOREIGN_ROPE_KINDS = (
-    "dynamic",
-    "yarn",
-    "longrope",
-    "proportional",
-)  # transformers alone computes these
+FOREIGN_ROPE_KINDS = ("dynamic", "yarn", "longrope", "proportional")  # transformers alone computes these
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
@@ -42,7 +42,7 @@ class Numerics(enum.Enum):
     DIFFERENT_MATHS = "held-out loss no worse than the baseline's within a stated margin"
 
 
-# name -> whether it acts on the live Job (else on what exists before it). Order is the order of acting.
+# In the order of acting. The first two act before there is a Job, the others on it.
 STAGES = (
     "process", "config", "data", "model", "adapt", "split", "loss", "recompute", "compile", "shard",
     "optimizer", "drive", "finish",
@@ -254,19 +254,9 @@ def library(name: str) -> str | None:
         return None
 
 
-def at_least(version: str | None, wanted: tuple[int, ...]) -> bool:
-    """Whether a version like "2.11.0+cu130" is `wanted` or newer."""
-    if version is None:
-        return False
-    return tuple(int(n) for n in version.split("+")[0].split(".")[: len(wanted)] if n.isdigit()) >= wanted
-
-
 def gpu(technique: str, setup: Setup, capability: tuple[int, int] = (0, 0)) -> Need:
     """The need for a CUDA device of at least this compute capability."""
     found = "a CPU only" if setup.device.kind == CPU.kind else f"{setup.device.name}, {setup.device.capability}"
     wanted = f"a CUDA device of capability {capability[0]}.{capability[1]}" if capability > (0, 0) else "a CUDA device"
     met = setup.device.kind == "cuda" and setup.device.capability >= capability
     return Need(met, f"`{technique}` needs {wanted}", found, "run it on one, or leave the technique out")
-
-
-Stage = Callable[..., int]

@@ -27,7 +27,7 @@ class Plan:
 
     @property
     def total(self) -> int:
-        return len(self.firsts) - 1
+        return self.firsts.steps
 
     @property
     def steps(self) -> Iterator[int]:

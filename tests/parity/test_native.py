@@ -69,7 +69,7 @@ def test_parameters_are_counted(family):
     count = sum(p.numel() for p in theirs.parameters())
     assert ours.shape.parameters == count == sum(p.numel() for p in ours.parameters())
     matrices = sum(m.weight.numel() for m in theirs.modules() if isinstance(m, torch.nn.Linear))
-    assert ours.matrix_parameters == matrices
+    assert ours.shape.matrix_parameters == matrices
     assert sum(m.weight.numel() for _, m in ours.linears()) == matrices - theirs.lm_head.weight.numel()
 
 

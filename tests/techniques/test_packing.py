@@ -42,7 +42,7 @@ def test_evaluation_is_packed_and_the_same(box, monkeypatch, implementation):
     job = assembled(run)
     assert job.evaluation.documents == 64 and job.evaluation.rows == 32
     loss, targets = evaluate(job)
-    monkeypatch.setattr(pack, "first_fit", pack.single)
+    monkeypatch.setattr(pack, "best_fit", pack.single)
     alone = assembled(run)
     assert alone.evaluation.rows == 64
     assert evaluate(alone) == (pytest.approx(loss, rel=1e-6), targets)

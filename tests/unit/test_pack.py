@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optrush.data.pack import first_fit, single, taken
+from optrush.data.pack import best_fit, single, taken
 
 quick = settings(database=None, deadline=None, max_examples=200)
 T = 16
@@ -12,7 +12,7 @@ lengths = st.lists(st.integers(1, T), max_size=60)
 
 
 @quick
-@given(lengths, st.integers(0, 5), st.integers(1, 6), st.sampled_from([single, first_fit]))
+@given(lengths, st.integers(0, 5), st.integers(1, 6), st.sampled_from([single, best_fit]))
 def test_rows_hold_the_next_documents_and_no_row_too_many(lengths, start, rows, fill):
     start = min(start, len(lengths))
     placed = fill(lengths, start, rows, T)
@@ -29,7 +29,7 @@ def test_rows_hold_the_next_documents_and_no_row_too_many(lengths, start, rows, 
 
 
 @quick
-@given(lengths, st.integers(1, 6), st.sampled_from([single, first_fit]))
+@given(lengths, st.integers(1, 6), st.sampled_from([single, best_fit]))
 def test_a_step_made_again_from_its_own_documents_is_the_same(lengths, rows, fill):
     placed = fill(lengths, 0, rows, T)
     n = taken(placed)
@@ -38,14 +38,14 @@ def test_a_step_made_again_from_its_own_documents_is_the_same(lengths, rows, fil
 
 
 def test_the_tightest_row_is_taken():
-    assert first_fit([10, 12, 4, 6], 0, 2, T) == [[0, 3], [1, 2]]
-    assert first_fit([8, 8, 9, 1], 0, 2, T) == [[0, 1], [2, 3]]
-    assert first_fit([8, 9, 9, 1], 0, 2, T) == [[0], [1]]  # the third fits nowhere: the fourth must wait for it
+    assert best_fit([10, 12, 4, 6], 0, 2, T) == [[0, 3], [1, 2]]
+    assert best_fit([8, 8, 9, 1], 0, 2, T) == [[0, 1], [2, 3]]
+    assert best_fit([8, 9, 9, 1], 0, 2, T) == [[0], [1]]  # the third fits nowhere: the fourth must wait for it
     assert single([8, 1, 1], 0, 2, T) == [[0], [1]]
     assert single([8], 0, 2, T) == [[0], []]
 
 
-@pytest.mark.parametrize("fill", [single, first_fit])
+@pytest.mark.parametrize("fill", [single, best_fit])
 @pytest.mark.parametrize("n", [0, T + 1])
 def test_a_document_that_fits_no_row_is_no_endless_loop(fill, n):
     with pytest.raises(AssertionError, match="longer than a row, or empty"):

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from optrush.data.batch import Document
 from optrush.data.chat import Tokens
-from optrush.data.corpus import permutation
-from optrush.data.pack import first_fit, single
+from optrush.data.corpus import Counts, Random, fit, load, permutation, split
+from optrush.data.pack import best_fit, single
 from optrush.data.read import Where
-from optrush.data.stream import Counts, Random, Stream, evaluation, fit, load, split
+from optrush.data.stream import Stream, evaluation
 from optrush.errors import DataError
 from optrush.model import tiny
 
@@ -41,10 +41,10 @@ class Listed:
 
 
 sources = st.lists(st.integers(1, T), min_size=1, max_size=40).map(Listed)
-fills = st.sampled_from([single, first_fit])
+fills = st.sampled_from([single, best_fit])
 
 
-def stream(source, rows=4, seed=0, fill=first_fit, shuffle=True):
+def stream(source, rows=4, seed=0, fill=best_fit, shuffle=True):
     return Stream(source, T=T, rows=rows, seed=seed, fill=fill, shuffle=shuffle)
 
 
@@ -134,7 +134,7 @@ def test_orders_differ_by_seed_and_epoch_and_are_pinned():
 PINNED = [3, 2, 1, 6, 0, 7, 4, 5]
 
 
-@pytest.mark.parametrize("fill", [single, first_fit])
+@pytest.mark.parametrize("fill", [single, best_fit])
 def test_evaluation_reads_every_document_once_on_any_number_of_ranks(fill):
     source = Listed([1 + i * 7 % T for i in range(150)])
     seen = []

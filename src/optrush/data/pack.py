@@ -21,7 +21,6 @@ class Fill:
     `single` says that no row ever holds two.
     """
 
-    name: str
     single: bool
     place: Callable[[Sequence[int], int, int, int], list[list[int]]]
 
@@ -40,7 +39,7 @@ def _single(lengths: Sequence[int], start: int, rows: int, T: int) -> list[list[
     return [[i] if i < end else [] for i in range(start, start + rows)]
 
 
-def _first_fit(lengths: Sequence[int], start: int, rows: int, T: int) -> list[list[int]]:
+def _best_fit(lengths: Sequence[int], start: int, rows: int, T: int) -> list[list[int]]:
     placed: list[list[int]] = [[] for _ in range(rows)]
     room = [(T, row) for row in range(rows)]  # sorted: the tightest row that still fits is found by bisection
     for i in range(start, len(lengths)):
@@ -56,5 +55,5 @@ def _first_fit(lengths: Sequence[int], start: int, rows: int, T: int) -> list[li
     return placed
 
 
-single = Fill("single", True, _single)
-first_fit = Fill("first_fit", False, _first_fit)
+single = Fill(True, _single)
+best_fit = Fill(False, _best_fit)

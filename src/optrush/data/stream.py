@@ -15,10 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 from optrush.data.batch import Batch, Document, collate
-from optrush.data.corpus import Corpus, Counts, Random, Source, fit, load, permutation, split
+from optrush.data.corpus import Source, permutation
 from optrush.data.pack import Fill, taken
-
-__all__ = ["Corpus", "Counts", "Evaluation", "Plan", "Random", "Source", "Stream", "evaluation", "fit", "load", "split"]
 
 AHEAD = 4096  # documents a plan looks ahead at least, so that it does not refill its buffer for every step
 WINDOW = 64  # rows that evaluation packs at a time; a constant, so that its rows do not depend on the ranks
@@ -44,7 +42,7 @@ class Stream:
 
     Args:
         rows: rows of one step over all ranks and micro-batches.
-        fill: which documents lie in which row (pack.single, pack.first_fit).
+        fill: which documents lie in which row (pack.single, pack.best_fit).
         shuffle: False takes every epoch in the source's own order.
     """
 

@@ -5,12 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from optrush.kernels import cross_entropy
+from optrush.kernels.cross_entropy import Reduce
+
+
+class Nll(Protocol):
+    """The slot: see `cross_entropy.nll` for what a call means."""
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        bias: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        part: object | None,
+        weights: Tensor | None,
+        reduce: Reduce,
+    ) -> Tensor: ...
+
+    def compiled(self, mode: str) -> Nll:
+        """The same kernel, compiled as far as it can be, in a mode of torch.compile."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -182,9 +182,9 @@ def adapt(folder: Path | None, hf: HF, dtype: torch.dtype, seed: int) -> tuple[A
     buffers = {name: hf_model.state_dict()[name].clone() for name in sorted(persistent)}
     values = adapter.to_meta()
     if source is not None:
-        return adapter, Recipe("draw", entries, source, buffers)
+        return adapter, Recipe(entries, source, buffers)
     held = {entries[name].pieces[0][0]: value for name, value in values.items()}
-    return adapter, Recipe("memory", entries, Memory(held), buffers)
+    return adapter, Recipe(entries, Memory(held), buffers)
 
 
 def _config(hf: HF) -> Any:
@@ -246,7 +246,7 @@ def _draw(adapter: Adapter, entries: dict[str, Entry], hf: HF, seed: int) -> Dra
         if low == high or parameter.ndim < 2:
             constants[entries[name].pieces[0][0]] = float(low)
     source = drawn(hf, seed, constants)
-    recipe = Recipe("draw", entries, source)
+    recipe = Recipe(entries, source)
     for name, parameter in adapter.named_parameters():
         recipe.fill(name, parameter.data, (0,) * parameter.ndim)
     return source

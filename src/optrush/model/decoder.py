@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,29 +27,12 @@ from torch import Tensor, nn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.kernels import attention, cross_entropy
+from optrush.kernels import attention
 from optrush.kernels.cross_entropy import Reduce
+from optrush.kernels.nll import Nll, Whole
 from optrush.shapes import HF, ModelShape, RopeShape
 
 Pieces = tuple[tuple[str, int], ...]
-
-
-class Nll(Protocol):
-    """The kernel slot of a head: see `kernels.cross_entropy.nll` for the contract."""
-
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        *,
-        bias: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        part: Any,
-        weights: Tensor | None,
-        reduce: Reduce,
-    ) -> Tensor: ...
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -156,7 +139,7 @@ class Head(nn.Module):
         self.register_parameter("bias", bias)
         self.scale = 1.0
         self.softcap: float | None = None
-        self.nll: Nll = cross_entropy.nll
+        self.nll: Nll = Whole()
         self.part: Any = None
 
     def forward(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
@@ -231,11 +214,6 @@ class Decoder(nn.Module):
             assert isinstance(block, Block)
             block.attend = attention.ATTENTIONS[name]
         return len(self.blocks)
-
-    @property
-    def matrix_parameters(self) -> int:
-        """N_mm: weights that take part in a matrix product."""
-        return self.shape.matrix_parameters
 
     def flops(self, tokens: int, attended: int) -> int:
         """Training FLOPs: see `ModelShape.flops`."""

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,9 @@ from torch import Tensor
 from optrush.errors import CheckpointError, NeedsError
 from optrush.model.decoder import Decoder, Linear, build
 from optrush.shapes import ARCHITECTURES, HF, native_obstacle, refuse_foreign
+
+if TYPE_CHECKING:
+    from optrush.model.adapter import Adapter
 
 Shape = tuple[int, ...]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -180,7 +183,6 @@ class Entry:
 class Recipe:
     """Values of every parameter by canonical name; `buffers` are persistent ones, written by an export as they are."""
 
-    kind: Literal["read", "draw", "memory"]
     entries: dict[str, Entry]
     source: Source
     buffers: dict[str, Tensor] = field(default_factory=dict)  # by Hugging Face name
@@ -274,7 +276,7 @@ def load(
     implementation: Literal["native", "transformers"] | None,
     dtype: torch.dtype,
     seed: int,
-) -> tuple[Any, Recipe]:
+) -> tuple[Decoder | Adapter, Recipe]:
     """A model on the meta device, and the recipe of its values.
 
     Args:
@@ -284,27 +286,24 @@ def load(
         dtype: type of the parameters.
         seed: of the random draw.
 
-    Returns:
-        `model.decoder.Decoder` or `model.adapter.Adapter`, and its Recipe.
-
     Raises:
         NeedsError: the model is foreign, or the weights do not fit it.
         ConfigError: config.json is not complete.
     """
     refuse_foreign(hf)
     if implementation == "transformers" or (implementation is None and native_obstacle(hf) is not None):
-        from optrush.model.adapter import adapt  # transformers takes seconds to import
+        from optrush.model.adapter import adapt  # which is built on this module
 
         return adapt(folder, hf, dtype, seed)
     model = build(hf, dtype)
     entries = native_entries(model)
     if folder is None:
-        return model, Recipe("draw", entries, drawn(hf, seed, _constants(entries)))
+        return model, Recipe(entries, drawn(hf, seed, _constants(entries)))
     source = Folder(folder)
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.shape.tied else {}
     source.check(needed, tied)
-    return model, Recipe("read", entries, source)
+    return model, Recipe(entries, source)
 
 
 def drawn(hf: HF, seed: int, constants: Mapping[str, float]) -> Drawn:

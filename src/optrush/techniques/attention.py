@@ -23,7 +23,8 @@ class Attention(Technique):
     cudnn: cuDNN's kernel, rows of one document only; bf16 or fp16 on CUDA.
 
     Source: Dao, https://arxiv.org/abs/2307.08691
-    Memory: masked saves about B*H*T*T*(4+2) bytes a block; the others B*T*H*E*2 and one number a row and head.
+    Memory: masked saves about B*H*T*T*(4+2) bytes a block; the others B*T*H*E*2 and one number a row and head; sdpa on
+        packed rows its mask too, B*T*T*2.
     Work: unchanged FLOPs for dense rows; varlen does the sum of squared lengths only.
     """
 
@@ -66,4 +67,4 @@ class Attention(Technique):
         if self.impl == "cudnn":
             job.model.isolates = False  # so that evaluation does not pack either
             job.notes.append("attention: evaluation takes one document a row, cudnn cannot isolate several")
-        return int(job.model.set_attention(self.impl))
+        return job.model.set_attention(self.impl)

@@ -19,7 +19,7 @@ class Packing(Technique):
     Memory: unchanged for the same rows x T.
     Work: a step of R rows does R*T token slots either way; real tokens in them rise from the mean length / T to
         nearly 1. Attention falls with the sum of squared lengths where the kernel knows the documents.
-    Differs from the source: first-fit over one step in the epoch's random order, no sorting over the corpus, so that
+    Differs from the source: best fit over one step in the epoch's random order, no sorting over the corpus, so that
         the order stays random and its state stays one index.
     """
 
@@ -34,5 +34,5 @@ class Packing(Technique):
     def data(self, job: Job) -> int:
         from optrush.data import pack
 
-        job.fill = pack.first_fit
+        job.fill = pack.best_fit
         return 1
