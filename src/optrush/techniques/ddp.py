@@ -36,7 +36,7 @@ class Ddp(Technique):
     source = "https://arxiv.org/abs/2006.15704"
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.DATA})
 
     def needs(self, setup: Setup) -> Iterator[Need]:

@@ -37,7 +37,7 @@ class Fsdp(Technique):
     source = "https://arxiv.org/abs/2304.11277"
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.DATA})
 
     def needs(self, setup: Setup) -> Iterator[Need]:

@@ -1,0 +1,68 @@
+"""Two GPUs against one: the same losses and gradient norms, through the command itself; and a resume between them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+CONFIG = """
+model: tiny
+objective: sft
+data: {sample: recipes, max_samples: 120, too_long: split, eval: 0.1}
+batch: {seq: 256, tokens: 4096, micro_tokens: 1024}
+optim: {lr: 1e-3, schedule: constant, warmup: 0}
+train: {steps: 6, log_every: 1, save_every: 3}
+output: out
+with: {packing: {}, fused-adamw: {}}
+"""
+
+
+def train(folder: Path, *flags: str) -> list[dict[str, float]]:
+    """The training lines of a run in `folder`."""
+    (folder / "run.yaml").write_text(CONFIG)
+    command = [sys.executable, "-m", "optrush", "train", "run.yaml", *flags]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(text) for text in (folder / "out/metrics.jsonl").read_text().splitlines()]
+    return [m for m in lines if "loss" in m]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    return train(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("withs", ["ddp", "fsdp", "fsdp:stage=2", "fsdp:sync=each"])
+def test_float32(withs: str, alone: list[dict[str, float]], tmp_path: Path) -> None:
+    found = train(tmp_path, "--ranks", "2", "--with", withs)
+    for a, b in zip(alone, found, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+        assert (b["tokens"], b["target_tokens"]) == (a["tokens"], a["target_tokens"])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "amp", "amp:dtype=fp16"])
+def test_half_precision(precision: str, alone: list[dict[str, float]], tmp_path: Path) -> None:
+    """FSDP reduces in the gradients' own type: a reduction that loses them would show in the norm."""
+    found = train(tmp_path, "--ranks", "2", "--with", "fsdp", "--with", precision, "--with", "attention")
+    for a, b in zip(alone[:2], found[:2], strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=5e-3)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=3e-2)
+
+
+def test_two_then_one(alone: list[dict[str, float]], tmp_path: Path) -> None:
+    train(tmp_path, "--ranks", "2", "--with", "fsdp")
+    shutil.rmtree(tmp_path / "out/checkpoints/step-000006")
+    for a, b in zip(alone, train(tmp_path, "--resume", "auto"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
