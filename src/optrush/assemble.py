@@ -11,8 +11,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from optrush.config import Run
 from optrush.data import pack, stream
 from optrush.data.chat import Tokens
 from optrush.data.sources import Sources, check, read_sources
-from optrush.errors import ConfigError, NoEffectError
+from optrush.distributed import World
+from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.job import Edit, Job, Trained
 from optrush.model.locate import check_positions, locate, open_tokens
 from optrush.model.weights import load
@@ -47,15 +49,22 @@ class Prepared:
     techniques: list[Technique]
     setup: Setup
     folder: Path | None
-    hf: dict[str, Any]
-    changes: dict[str, int] = field(default_factory=dict)  # by technique, what its stages changed so far
+    hf: dict[str, Any]  # config.json as the config stage left it
+    edits: tuple[Edit, ...]  # of the config stage
 
 
-def start(prepared: Prepared) -> torch.device:
-    """The process stage, then the process group: from here ranks can talk. A second call changes nothing."""
-    if not prepared.changes:
-        prepared.changes.update({t.name: t.process(prepared.setup) for t in prepared.techniques})
-    return distributed.join(prepared.setup.device.kind)
+@dataclass(frozen=True)
+class Started:
+    """This process after the process stage, among its peers: ranks can talk."""
+
+    device: torch.device
+    edits: tuple[Edit, ...]  # of the process stage
+
+
+def start(prepared: Prepared) -> Started:
+    """The process stage, then the process group."""
+    edits = [Edit("process", t.name, n) for t in prepared.techniques if (n := t.process(prepared.setup))]
+    return Started(distributed.join(prepared.setup.device.kind), tuple(edits))
 
 
 def prepare(run: Run, classes: Sequence[type[Technique]] = ALL, ranks: int | None = None) -> Prepared:
@@ -69,15 +78,20 @@ def prepare(run: Run, classes: Sequence[type[Technique]] = ALL, ranks: int | Non
     ranks = distributed.launched()[1] if ranks is None else ranks
     rows, micro_rows = sizes(run, ranks)
     folder, hf = locate(run)
+    edits = [Edit("config", t.name, n) for t in techniques if (n := t.config(hf))]
     refuse_foreign(hf)
-    native = run.model.implementation != "transformers" and native_obstacle(hf) is None
+    obstacle = native_obstacle(hf)
+    if run.model.implementation == "native" and obstacle is not None:
+        raise NeedsError("`model.implementation: native`", obstacle, "take `model.implementation: transformers`")
+    native = run.model.implementation != "transformers" and obstacle is None
     if native:
         ModelShape.read(hf).check_window(run.batch.seq)
     else:  # padding has positions too, and a table of them ends
         check_positions(hf, run.batch.seq, f"`batch.seq: {run.batch.seq}`")
     devices = hardware.probe()
-    if devices and ranks > len(devices):
-        raise ConfigError(f"{ranks} ranks on this machine", f"{len(devices)} devices", f"take --ranks {len(devices)}")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if devices and here > len(devices):
+        raise ConfigError(f"{here} ranks on this machine", f"{len(devices)} devices", f"take --ranks {len(devices)}")
     setup = Setup(
         device=devices[0] if devices else hardware.CPU,
         ranks=ranks,
@@ -89,38 +103,58 @@ def prepare(run: Run, classes: Sequence[type[Technique]] = ALL, ranks: int | Non
         native=native,
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
     )
-    return Prepared(run, techniques, settle(techniques, setup), folder, hf)
+    return Prepared(run, techniques, settle(techniques, setup), folder, hf, tuple(edits))
 
 
 def assemble(
     prepared: Prepared,
+    started: Started | None = None,
     *,
     training: bool = True,
     data: str | None = None,
     progress: Callable[[int], None] | None = None,
     today: datetime.date | None = None,
 ) -> Job:
-    """Builds the job: everything before step 0 but resuming.
+    """Builds the job: everything before step 0 but resuming. What one rank cannot build, none does.
 
     Args:
+        started: what `start` returned, where ranks had to talk before.
         training: False leaves out the optimizer, and what only it shows (`optrush eval`).
         data: a file to evaluate on instead of what the run holds out.
         progress: told the number of rows read so far.
         today: the date that a chat template sees who asks for it: a resumed run's is the one it began with.
     """
-    run, setup = prepared.run, prepared.setup
-    techniques = prepared.techniques
-    device = start(prepared)
-    world, changes = distributed.lay(setup.axes, device), prepared.changes
-    hf = dict(prepared.hf)
-    for t in techniques:
-        changes[t.name] += t.config(hf)
+    started = started or start(prepared)
+    world = distributed.lay(prepared.setup.axes, started.device)
+    error: UserError | None = None
+    try:
+        job = _assemble(prepared, started, world, training, data, progress, today)
+    except UserError as e:
+        error = e
+    distributed.agree(error)
+    distributed.same(job.fingerprints)
+    return job
+
+
+def _assemble(
+    prepared: Prepared,
+    started: Started,
+    world: World,
+    training: bool,
+    data: str | None,
+    progress: Callable[[int], None] | None,
+    today: datetime.date | None,
+) -> Job:
+    """No rank waits for another in here: an error of one must not leave the others in a collective."""
+    run, setup, hf, techniques = prepared.run, prepared.setup, prepared.hf, prepared.techniques
     tokens = open_tokens(run, prepared.folder, today)
-    sources = read_sources(run, tokens, int(hf["vocab_size"]), progress, data)
     model, recipe = load(prepared.folder, hf, run.model.implementation, getattr(torch, run.model.dtype), run.seed)
+    assert isinstance(model.embedding.weight, Tensor)
+    vocab = model.embedding.weight.shape[0]
+    sources = read_sources(run, tokens, vocab, progress, data)
     job = Job(run, setup, world, hf, model, recipe)
+    job.edits = [*prepared.edits, *started.edits]
     job.roots = [model]
-    job.fingerprints = fingerprints(hf, tokens, sources, today)
     job.tokenizer = None if tokens is None else tokens.tokenizer
     job.too_long = sources.too_long
     held_out = sources.held_out or (None if training else sources.train)
@@ -133,10 +167,10 @@ def assemble(
     def stage(name: str) -> None:
         for t in techniques:
             if count := getattr(t, name)(job):
-                changes[t.name] += count
                 job.edits.append(Edit(name, t.name, count))
 
     stage("data")
+    job.fingerprints = fingerprints(job, tokens, sources, today)
     job.stream = stream.Stream(sources.train, T=setup.seq, rows=setup.rows, seed=run.seed, fill=job.fill)
     for name in ("model", "adapt", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
@@ -158,8 +192,9 @@ def assemble(
             job.notes.append("the optimizer reads the device in each step")
         stage("drive")
         stage("finish")
+        effective = {e.technique for e in job.edits}
         for t in techniques:
-            if changes[t.name] == 0:
+            if t.name not in effective:
                 raise NoEffectError(f"`{t.name}`", "it changed nothing here", f"leave it out: --without {t.name}")
     else:
         stage("drive")
@@ -219,15 +254,15 @@ def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
     return local.to_local(), tuple(offset)
 
 
-def fingerprints(
-    hf: dict[str, Any], tokens: Tokens | None, sources: Sources, today: datetime.date | None
-) -> dict[str, str]:
-    """What a resumed run must find unchanged, by field."""
+def fingerprints(job: Job, tokens: Tokens | None, sources: Sources, today: datetime.date | None) -> dict[str, str]:
+    """What a resumed run must find unchanged, and every rank equal, by field."""
 
     def digest(value: object) -> str:
         return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
-    found = {"config": digest(hf), "data": sources.fingerprint}
+    kind = "one document a row" if job.fill.single else "packed"
+    order = f"seed {job.run.seed}, {job.setup.rows} rows of {job.setup.seq} tokens a step, {kind}"
+    found = {"config": digest(job.hf), "data": sources.fingerprint, "order": order}
     if tokens is not None:
         found["tokenizer"] = digest(tokens.tokenizer.backend_tokenizer.to_str())
         template = getattr(tokens.tokenizer, "chat_template", None)

@@ -24,10 +24,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 import optrush
-from optrush import errors, shards
+from optrush import shards
 from optrush.config import nearest
-from optrush.distributed import host_sum, launched
-from optrush.errors import CheckpointError, UserError
+from optrush.distributed import agree, from_first, gather, launched
+from optrush.errors import CheckpointError
 from optrush.manifest import (
     FOLDER,
     FORMAT,
@@ -83,7 +83,7 @@ class Meta:
 
 def fresh_id() -> str:
     """A new run's id, the same on every rank."""
-    return _from_first(secrets.token_hex(8))
+    return from_first(secrets.token_hex(8))
 
 
 # Saving
@@ -100,7 +100,7 @@ def save(job: Job, step: int, meta: Meta) -> Path:
     first = job.world.rank == 0
     folder = Path(job.run.output) / FOLDER
     final = folder / f"step-{step:06d}"
-    half = folder / f"{final.name}.tmp-{_from_first(secrets.token_hex(4))}"
+    half = folder / f"{final.name}.tmp-{from_first(secrets.token_hex(4))}"
     _attempt(lambda: _begin(folder, half) if first else None, half)
     reports = _attempt(lambda: _write_own(job, half), half)
     _attempt(lambda: _commit(job, step, meta, reports, half, final) if first else None, half)
@@ -215,7 +215,7 @@ def choose(output: Path | str, resume: Literal["auto"] | Path | None) -> tuple[M
     if resume is None:
         return None, []
     assert dist.is_initialized() or launched()[1] == 1, "ranks that cannot talk cannot agree on a checkpoint"
-    answer = json.loads(_from_first(json.dumps(_decide(Path(output), resume) if launched()[0] == 0 else {})))
+    answer = json.loads(from_first(json.dumps(_decide(Path(output), resume) if launched()[0] == 0 else {})))
     if answer["error"] is not None:
         raise CheckpointError(*answer["error"])
     manifest = None if answer["path"] is None else parse(Path(answer["path"]), answer["text"].encode())
@@ -273,7 +273,7 @@ def check_plan(manifest: Manifest, firsts: Sequence[int], allow: frozenset[str] 
 
     Args:
         firsts: first sample of each step, and the end.
-        allow: with "data" in it, samples may be lost or repeated.
+        allow: with "data" or "order" in it, samples may be lost or repeated.
 
     Raises:
         CheckpointError: samples would be lost or repeated, or the run ends before the checkpoint.
@@ -282,9 +282,9 @@ def check_plan(manifest: Manifest, firsts: Sequence[int], allow: frozenset[str] 
     if n >= len(firsts):
         found = f"this run has {len(firsts) - 1} steps, the checkpoint is of step {n}"
         raise CheckpointError(asked, found, "raise `train.steps` or `train.epochs`")
-    if firsts[n] != manifest.sample and "data" not in allow:
+    if firsts[n] != manifest.sample and not allow & {"data", "order"}:
         found = f"step {n + 1} would begin at sample {firsts[n]}, not {manifest.sample}"
-        do = "bring back `batch`, `seed` and what fills rows, or accept lost or repeated samples: --allow-change data"
+        do = "bring back `batch`, `seed` and what fills rows, or accept lost or repeated samples: --allow-change order"
         raise CheckpointError(asked, found, do)
 
 
@@ -353,30 +353,6 @@ def _copy(file: Any, s: shards.Slice, piece: Piece, shared: list[tuple[int, int]
 # Among ranks: what one has to say, as JSON through the CPU group. Without a group, there is one rank.
 
 
-def _gather(text: str) -> list[str]:
-    if not dist.is_initialized():
-        return [text]
-    data, rank, ranks = text.encode(), dist.get_rank(), dist.get_world_size()
-    sizes = host_sum([len(data) if r == rank else 0 for r in range(ranks)])
-    box = torch.zeros(max(sizes), dtype=torch.uint8)
-    if data:
-        box[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    boxes = [torch.empty_like(box) for _ in sizes]
-    dist.all_gather(boxes, box)
-    return [b[:n].numpy().tobytes().decode() for b, n in zip(boxes, sizes)]
-
-
-def agree(error: UserError | None) -> None:
-    """Raises the first rank's error on every rank, so that none waits for one that has left; every rank calls it."""
-    told = [json.loads(t) for t in _gather(json.dumps([type(error).__name__, error.args] if error else None))]
-    for kind, args in filter(None, told):
-        raise error or getattr(errors, kind)(*args)
-
-
-def _from_first(text: str) -> str:
-    return _gather(text if launched()[0] == 0 else "")[0]
-
-
 def _attempt(work: Callable[[], Any], half: Path) -> list[Any]:
     """This rank's part of a save, and what every rank's came to; a failure of one is a failure of all."""
     answer: dict[str, Any]
@@ -384,7 +360,7 @@ def _attempt(work: Callable[[], Any], half: Path) -> list[Any]:
         answer = {"came to": work()}
     except OSError as error:
         answer = {"failed": str(error)}
-    answers = [json.loads(a) for a in _gather(json.dumps(answer))]
+    answers = [json.loads(a) for a in gather(json.dumps(answer))]
     failed = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if "failed" in a]
     if failed:
         if launched()[0] == 0 and half.is_dir():

@@ -6,6 +6,7 @@ resumable.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -89,14 +90,16 @@ def train(
     `optrush techniques` lists what can stand under `with`.
     """
     run = read_run(config, set_, with_, without)
+    if allow_change and resume is None:
+        raise ConfigError("--allow-change", "no --resume: there is nothing to compare with", "leave it out")
     go_on: Literal["auto"] | Path | None = "auto" if resume == "auto" else Path(resume) if resume else None
     from optrush.assemble import prepare
 
     if _launches(ranks):
-        from optrush import launch, runfolder
+        from optrush import launch
+        from optrush.fit import look
 
-        prepare(run, ranks=ranks)  # what can be refused is refused once, here
-        runfolder.prepare(Path(run.output), run.train.clean, go_on)
+        look(prepare(run, ranks=ranks), go_on)  # what can be refused is refused once, here
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush import distributed
     from optrush.fit import fit
@@ -105,7 +108,8 @@ def train(
         outcome = fit(prepare(run), go_on, frozenset(allow_change))
     if outcome.code == 0 and distributed.launched()[0] == 0:
         if outcome.evals:
-            print(f"held-out loss {outcome.evals[0]:.4f} -> {outcome.evals[-1]:.4f}", file=sys.stderr)
+            shown = " -> ".join(f"{loss:.4f}" for loss in dict.fromkeys((outcome.evals[0], outcome.evals[-1])))
+            print(f"held-out loss {shown}", file=sys.stderr)
         print(outcome.output)
     raise typer.Exit(outcome.code)
 
@@ -126,9 +130,9 @@ def evaluate(
     The mean negative log-likelihood a target token, natural logarithm. On --data; else on what CONFIG holds out
     (`data.eval`); else on all its data. The model is CONFIG's, not the trained one: for that, --model OUTPUT/model.
     """
-    sets = [*set_, *([f"model.path={json.dumps(model)}", "model.shape=null"] if model else [])]
+    sets = [*set_, *([f"model.path={json.dumps(model, ensure_ascii=False)}", "model.shape=null"] if model else [])]
     if data is not None:
-        sets += [f"data.path={json.dumps(data)}", "data.random=null", "data.sample=null"]
+        sets += [f"data.path={json.dumps(data, ensure_ascii=False)}", "data.random=null", "data.sample=null"]
     run = read_run(config, sets, with_, without)
     from optrush import distributed
     from optrush.assemble import assemble, prepare
@@ -141,6 +145,8 @@ def evaluate(
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush.console import rows_read
 
+    if data is None and isinstance(run.data.eval, str):
+        data = run.data.eval
     with distributed.leaving():
         job = assemble(prepare(run), training=False, data=data, progress=rows_read("tokenising"))
         loss, targets = measure(job)
@@ -206,7 +212,10 @@ def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str])
 
 def _launches(ranks: int) -> bool:
     """Whether this process must start the others: it was told how many, and no launcher has started it."""
-    return ranks > 1 and "RANK" not in os.environ
+    started = os.environ.get("WORLD_SIZE")
+    if ranks > 1 and started is not None and int(started) != ranks:
+        raise ConfigError(f"--ranks {ranks}", f"a launcher has started {started}", "leave --ranks out under a launcher")
+    return ranks > 1 and started is None
 
 
 def main() -> None:
@@ -233,9 +242,14 @@ def _run() -> int:
         if debug:
             raise
         rank = os.environ.get("RANK", "0")
-        where = "" if rank == "0" else f"rank {rank}:\n"
-        print(f"{where}{error}", file=sys.stderr)
+        if rank == "0" or not error.everywhere:
+            print(error if rank == "0" else f"rank {rank}:\n{error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+    except OSError as error:
+        if debug or error.filename is None or error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EROFS):
+            raise
+        print(ConfigError(f"{error.filename}", f"{error.strerror}", "give a path that can be used"), file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return 0

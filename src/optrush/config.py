@@ -8,12 +8,13 @@ they are how a small YAML becomes a large one.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
 from optrush.errors import ConfigError
 
@@ -39,6 +40,20 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def _cadence(value: float) -> float:
+    if value > 1 and value != int(value):
+        raise ValueError("from 1 on a whole number of steps; below 1 a fraction of the run")
+    return value
+
+
+def _home(value: object) -> object:
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
+
+
+Cadence = Annotated[float, Field(gt=0), AfterValidator(_cadence)]
+File = Annotated[str, BeforeValidator(_home), Field(min_length=1)]
+
+
 def _short_model(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
@@ -46,20 +61,20 @@ def _short_model(value: object) -> object:
 class Model(_Part):
     """Which model: a Hugging Face folder (or the built-in `tiny`), or a named shape with random weights."""
 
-    path: str | None = None
+    path: File | None = None
     shape: str | None = None
     implementation: Literal["native", "transformers"] | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
-    chat_template: str | None = None
+    chat_template: File | None = None
 
 
 class Data(_Part):
     """Which documents; exactly one of path, sample, random."""
 
-    path: str | None = None
+    path: File | None = None
     sample: Literal["recipes"] | None = None
     random: Annotated[int, Field(ge=1)] | Literal[True] | None = None
-    eval: Annotated[float, Field(gt=0, lt=1)] | str | None = None
+    eval: Annotated[float, Field(gt=0, lt=1)] | File | None = None
     max_samples: Annotated[int, Field(ge=1)] | None = None
     train_on: Literal["assistant", "last", "all"] = "assistant"
     too_long: Literal["error", "split", "drop", "truncate"] = "error"
@@ -76,7 +91,7 @@ class BatchSize(_Part):
 class Optim(_Part):
     lr: Annotated[float, Field(gt=0)] = 2e-5
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
-    warmup: Annotated[float, Field(ge=0)] = 0.03
+    warmup: Annotated[float, Field(ge=0), AfterValidator(_cadence)] = 0.03
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)] = (
         0.9,
@@ -92,8 +107,8 @@ class Training(_Part):
     epochs: Annotated[float, Field(gt=0)] = 1.0
     steps: Annotated[int, Field(ge=1)] | None = None
     log_every: Annotated[int, Field(ge=1)] = 10
-    eval_every: Annotated[float, Field(gt=0)] | None = None
-    save_every: Annotated[float, Field(gt=0)] | None = None
+    eval_every: Cadence | None = None
+    save_every: Cadence | None = None
     keep: Annotated[int, Field(ge=1)] = 2
     clean: bool = False
 
@@ -106,7 +121,7 @@ class Run(_Part):
     optim: Optim = Optim()
     train: Training = Training()
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    output: str
+    output: File
     with_: dict[str, dict[str, Any]] = Field(default_factory=dict, alias="with")
 
 
@@ -134,6 +149,8 @@ def parse(
     for flag in withs:
         name, _, options = flag.partition(":")
         given = _section(data, "with", f"--with {flag}").setdefault(name, None)
+        if not isinstance(given, dict | None):
+            raise ConfigError(f"--with {flag}", f"`with.{name}` holds {given!r}", "give its options as a mapping")
         chosen = dict(given or {})
         for pair in filter(None, options.split(",")):
             key, equals, value = pair.partition("=")
@@ -142,10 +159,11 @@ def parse(
             chosen[key] = scalar(value)
         data["with"][name] = chosen
     for name in withouts:
-        if name not in (data.get("with") or {}):
-            known = ", ".join(data.get("with") or {}) or "nothing"
+        held = _section(data, "with", f"--without {name}")
+        if name not in held:
+            known = ", ".join(held) or "nothing"
             raise ConfigError(f"--without {name}", f"`with` holds {known}", "leave the flag out, or name one of those")
-        del data["with"][name]
+        del held[name]
     if isinstance(data.get("with"), dict):  # `packing:` alone means packing with its defaults
         data["with"] = {k: {} if v is None else v for k, v in data["with"].items()}
     try:

@@ -6,6 +6,7 @@ gloo, so that asking how many targets a step has never waits for the GPU.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from optrush import errors
+from optrush.errors import ConfigError, RunError, UserError
 
 MESH_ORDER = ("pp", "dp", "cp", "tp")  # outermost first: what talks most lies closest together
 
@@ -39,7 +43,16 @@ class World:
 
 
 def launched() -> tuple[int, int]:
-    """(rank, ranks) as the launcher said in the environment; (0, 1) without one."""
+    """(rank, ranks) as the launcher said in the environment; (0, 1) without one.
+
+    Raises:
+        ConfigError: it said one and not the other.
+    """
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        found = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
+        raise ConfigError(
+            "RANK and WORLD_SIZE in the environment", f"{found} alone", "start with --ranks or torchrun, or unset it"
+        )
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -89,3 +102,43 @@ def host_sum(values: list[int]) -> list[int]:
 def barrier() -> None:
     """Waits for all ranks, on the host."""
     host_sum([0])
+
+
+def gather(text: str) -> list[str]:
+    """Every rank's text, in order of rank, through the CPU."""
+    if not dist.is_initialized():
+        return [text]
+    data, rank, ranks = text.encode(), dist.get_rank(), dist.get_world_size()
+    sizes = host_sum([len(data) if r == rank else 0 for r in range(ranks)])
+    box = torch.zeros(max(sizes), dtype=torch.uint8)
+    if data:
+        box[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    boxes = [torch.empty_like(box) for _ in sizes]
+    dist.all_gather(boxes, box)
+    return [b[:n].numpy().tobytes().decode() for b, n in zip(boxes, sizes)]
+
+
+def from_first(text: str) -> str:
+    """Rank 0's text, on every rank."""
+    return gather(text if launched()[0] == 0 else "")[0]
+
+
+def agree(error: UserError | RunError | None) -> None:
+    """Raises the first rank's error on every rank, so that none waits for one that has left; every rank calls it."""
+    told = [json.loads(t) for t in gather(json.dumps([type(error).__name__, error.args] if error else None))]
+    for kind, args in filter(None, told):
+        agreed: UserError | RunError = getattr(errors, kind)(*args)
+        agreed.everywhere = True  # one rank says it for all
+        raise agreed from error
+
+
+def same(what: Mapping[str, str]) -> None:
+    """Refuses ranks that read different files: they would train on different things, or wait for each other forever."""
+    told = [json.loads(t) for t in gather(json.dumps(dict(what)))]
+    for rank, found in enumerate(told):
+        for name in found:
+            if found[name] != told[0].get(name):
+                asked, do = "the same files on every rank", "copy them again, and use absolute paths"
+                error = ConfigError(asked, f"`{name}` of rank {rank} differs from rank 0's", do)
+                error.everywhere = True
+                raise error

@@ -16,6 +16,8 @@ from __future__ import annotations
 class UserError(Exception):
     """Something the user must change: what was asked, what was found, what to do (each one line)."""
 
+    everywhere = False  # every rank raises it: one of them says it for all
+
     def __init__(self, asked: str, found: str, do: str) -> None:
         super().__init__(asked, found, do)
         self.asked, self.found, self.do = asked, found, do
@@ -50,3 +52,5 @@ class CheckpointError(UserError):
 
 class RunError(Exception):
     """The run failed by itself, beyond what a changed configuration would surely mend."""
+
+    everywhere = False  # as UserError.everywhere

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from optrush import __version__
-from optrush.distributed import barrier
+from optrush.distributed import agree
+from optrush.errors import RunError
 from optrush.job import Job
 from optrush.model.weights import export
 
@@ -33,39 +35,46 @@ def write_model(job: Job, output: Path, steps: int, source: Path | None) -> Path
     Every rank takes part (sharded parameters are gathered one at a time), rank 0 writes.
     """
     folder, fresh = output / "model", output / "model.tmp"
-    tensors = _whole(job)
+    tensors, error = _whole(job), None
     if job.world.rank == 0:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        export(fresh, tensors, job.recipe, job.hf)
-        if job.tokenizer is not None:
-            job.tokenizer.save_pretrained(fresh)
-        if source is not None and (source / "generation_config.json").is_file():
-            shutil.copyfile(source / "generation_config.json", fresh / "generation_config.json")
-        card = CARD.format(
-            name=output.resolve().name, version=__version__, objective=job.run.objective, steps=steps,
-            techniques=", ".join(job.run.with_) or "none",
-        )  # fmt: skip
-        (fresh / "README.md").write_text(card)
-        if folder.exists():
-            old = output / "model.old.tmp"
-            shutil.rmtree(old, ignore_errors=True)
-            os.rename(folder, old)
-            os.rename(fresh, folder)
-            shutil.rmtree(old)
-        else:
-            os.rename(fresh, folder)
-    else:
-        for _ in tensors:
-            pass
-    barrier()
+        try:
+            _write(job, tensors, folder, fresh, steps, source)
+        except (OSError, SafetensorError) as e:
+            shutil.rmtree(fresh, ignore_errors=True)
+            error = RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
+    for _ in tensors:  # what rank 0 has not taken, the others must still gather with it
+        pass
+    agree(error)
     return folder
+
+
+def _write(
+    job: Job, tensors: Iterator[tuple[str, Tensor]], folder: Path, fresh: Path, steps: int, source: Path | None
+) -> None:
+    shutil.rmtree(fresh, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    export(fresh, tensors, job.recipe, job.hf)
+    if job.tokenizer is not None:
+        job.tokenizer.save_pretrained(fresh)
+    if source is not None and (source / "generation_config.json").is_file():
+        shutil.copyfile(source / "generation_config.json", fresh / "generation_config.json")
+    card = CARD.format(
+        name=folder.resolve().parent.name, version=__version__, objective=job.run.objective, steps=steps,
+        techniques=", ".join(job.run.with_) or "none",
+    )  # fmt: skip
+    (fresh / "README.md").write_text(card)
+    old = folder.with_name("model.old.tmp")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(fresh, folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _whole(job: Job) -> Iterator[tuple[str, Tensor]]:
     """Parameters by canonical name, whole and on the host of rank 0; on the others only the gathering happens."""
-    for name, p in job.model.named_parameters():
-        whole = p.detach()
+    for t in job.trained:
+        whole = t.parameter.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
-        yield name, whole.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else whole
+        yield t.name, whole.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else whole

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from optrush import checkpoint, config, console, curves, distributed, runfolder, step
 from optrush.assemble import Prepared, assemble, start
-from optrush.errors import RunError
+from optrush.errors import ConfigError, RunError, UserError
 from optrush.export import write_model
 from optrush.job import Batch, Job
 from optrush.meter import Meter
@@ -31,7 +31,7 @@ class Outcome:
 
     code: int
     output: Path
-    evals: tuple[float, ...] = ()  # held-out losses, in order
+    evals: tuple[float, ...] = ()  # held-out losses of the whole run, in order
 
 
 def fit(
@@ -51,12 +51,13 @@ def fit(
     """
     run = prepared.run
     output = Path(run.output)
-    runfolder.prepare(output, run.train.clean, resume)
-    start(prepared)  # ranks must talk to agree on a checkpoint
+    clean = run.train.clean and resume is None  # the same command goes on where it began afresh
+    look(prepared, resume)
+    started = start(prepared)  # ranks must talk to agree on a checkpoint
     manifest, passed = checkpoint.choose(output, resume)
     date = None if manifest is None else manifest.fingerprints.get("date")
     today = None if date is None else datetime.date.fromisoformat(date)
-    job = assemble(prepared, progress=console.rows_read("tokenising"), today=today)
+    job = assemble(prepared, started, progress=console.rows_read("tokenising"), today=today)
     plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
     if manifest is not None:
         checkpoint.restore(job, manifest, job.fingerprints, allow)
@@ -64,17 +65,19 @@ def fit(
         plan = Plan(job, plan.firsts, manifest.step)
     main = job.world.rank == 0
     with ExitStack() as stack:
-        if main:
-            output.mkdir(parents=True, exist_ok=True)
-        distributed.barrier()
+        first(main, output, lambda: output.mkdir(parents=True, exist_ok=True))
         stack.enter_context(runfolder.lock(output))
+
+        def claim() -> None:
+            look(prepared, resume)  # another run may have ended here since
+            runfolder.claim(output, clean)
+            runfolder.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
+            (output / "metrics.jsonl").touch()
+            runfolder.put(output / "run.yaml", config.dump(absolute(run)))
+
+        first(main, output, claim)
         if main:
-            runfolder.prepare(output, run.train.clean, resume)  # another run may have ended here since
-            runfolder.claim(output, run.train.clean)
-            (output / "run.yaml").write_text(config.dump(absolute(run)))
-            runfolder.cut_back(output / "metrics.jsonl", plan.done)
             console.err.print(job.describe(), markup=False)
-        distributed.barrier()
         stack.enter_context(stopping(job))
         bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None
         return _drive(prepared, job, plan, manifest, passed, bar)
@@ -96,13 +99,18 @@ def _drive(
     if passed and manifest is not None:
         damaged = [{"checkpoint": path.name, "reason": why} for path, why in passed]
         meter.write({"step": manifest.step, "passed_over": damaged})
+    if manifest is not None and (changed := changes(manifest.config, job.run)):
+        meter.write({"step": manifest.step, "changed": changed})
     job.begin = partial(step.begin, job, steps=plan.total)
     job.batches = batches(job, plan)
 
     unsaved: dict[int, str] = {}
 
     def save(n: int) -> None:
-        meta = checkpoint.Meta(run_id, plan.firsts[n], *meter.skips(), job.fingerprints)
+        skips = meter.skips()
+        if meter.failure is not None:
+            return  # a failed run leaves its last good checkpoint the newest
+        meta = checkpoint.Meta(run_id, plan.firsts[n], *skips, job.fingerprints)
         try:
             checkpoint.save(job, n, meta)
         except checkpoint.SaveFailed as error:  # training goes on: the last good checkpoint is as it was
@@ -113,6 +121,7 @@ def _drive(
         with meter.aside():
             meter.evaluated(0, *evaluate(job))
     train(job, meter, plan, save)
+    meter.skips()  # waits for the flags of the last steps, so that every rank sees the same failure
     if meter.failure is not None:
         raise meter.failure
     if job.stopped:
@@ -124,7 +133,49 @@ def _drive(
     write_model(job, output, plan.total, prepared.folder)
     if bar is not None:
         curves.plot(output / "metrics.jsonl", output / "loss.png")
-    return Outcome(0, output, tuple(meter.evals))
+    return Outcome(0, output, tuple(meter.evals) if plan.done == 0 else tuple(meter.evals[-1:]))
+
+
+def look(prepared: Prepared, resume: Literal["auto"] | Path | None) -> None:
+    """Whether the run may write where it wants to; looks only.
+
+    Raises:
+        ConfigError: see `runfolder`.
+    """
+    run = prepared.run
+    clean = run.train.clean and resume is None
+    held = run.data.eval if isinstance(run.data.eval, str) else None
+    runfolder.keep_apart(run.output, clean, (prepared.folder, run.data.path, held, run.model.chat_template))
+    inside = resume is not None and (resume == "auto" or resume.resolve().is_relative_to(Path(run.output).resolve()))
+    runfolder.prepare(run.output, clean, resume if inside else None)
+
+
+def first(main: bool, output: Path, work: Callable[[], object]) -> None:
+    """Rank 0's work on the folder; what it cannot do, none goes on without."""
+    error: UserError | None = None
+    if main:
+        try:
+            work()
+        except UserError as e:
+            error = e
+        except OSError as e:
+            error = ConfigError(f"`output: {output}`", f"{e.strerror}: {e.filename}", "mend that, or take another")
+    distributed.agree(error)
+
+
+def changes(before: dict[str, Any], now: config.Run) -> dict[str, str]:
+    """What a resumed run does otherwise than the one that was saved, by key; said, for the loss curve will show it."""
+
+    def flat(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            if isinstance(value, dict) and value:
+                yield from flat(value, f"{path}{key}.")
+            else:
+                yield path + key, value
+
+    old, new = dict(flat(before)), dict(flat(now.model_dump(mode="json", by_alias=True)))
+    keys = [k for k in {**old, **new} if k.startswith(("optim.", "train.steps", "train.epochs", "with."))]
+    return {k: f"{old.get(k)} -> {new.get(k)}" for k in keys if old.get(k) != new.get(k)}
 
 
 def _silent(_: dict[str, Any]) -> None:
@@ -169,4 +220,11 @@ def absolute(run: config.Run) -> config.Run:
     )
     path = run.model.path if run.model.path == "tiny" else full(run.model.path)
     model = run.model.model_copy(update={"path": path, "chat_template": full(run.model.chat_template)})
-    return run.model_copy(update={"data": data, "model": model, "output": str(Path(run.output).resolve())})
+    return run.model_copy(
+        update={
+            "data": data,
+            "model": model,
+            "output": str(Path(run.output).resolve()),
+            "train": run.train.model_copy(update={"clean": False}),  # run again, it must not empty itself
+        }
+    )

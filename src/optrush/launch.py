@@ -6,6 +6,7 @@ exit code of a run that a signal stopped and that can be resumed.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -14,15 +15,16 @@ import sys
 import time
 from collections.abc import Sequence
 
+_LIBC = ctypes.CDLL(None)
 GRACE_S = 30.0  # how long the others may take to leave after one has failed
 
 
 def spawn(arguments: Sequence[str], ranks: int) -> int:
-    """Runs `python -m optrush ARGUMENTS` as `ranks` processes; SIGTERM and SIGINT reach all of them.
+    """Runs `python -m optrush ARGUMENTS` as `ranks` processes; SIGTERM, SIGINT, SIGUSR1 and SIGHUP reach all of them.
 
     Returns:
-        0 if all succeeded; else 143 if any was stopped by a signal in good order, else the smallest code: what a rank
-        said itself (1 or 2), rather than that of one killed for it.
+        0 if all succeeded; else 143 if any was stopped by a signal in good order, 2 if any refused its input, else the
+        smallest code: what a rank said itself, rather than that of one killed for it.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -34,14 +36,14 @@ def spawn(arguments: Sequence[str], ranks: int) -> int:
     def forward(number: int, _: object) -> None:
         for p in processes:
             if p.poll() is None:
-                p.send_signal(number)
+                p.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, forward)
     for rank in range(ranks):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-m", "optrush", *arguments]
-        processes.append(subprocess.Popen(command, env=own, start_new_session=True))
+        processes.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=_die_with_parent))
     failed_at: float | None = None
     while any(p.poll() is None for p in processes):
         time.sleep(0.05)
@@ -53,4 +55,9 @@ def spawn(arguments: Sequence[str], ranks: int) -> int:
                     p.kill()
     codes = [p.returncode for p in processes]
     bad = [c if c > 0 else 128 - c for c in codes if c != 0]
-    return 143 if 143 in bad else min(bad, default=0)
+    return next((c for c in (143, 2) if c in bad), min(bad, default=0))
+
+
+def _die_with_parent() -> None:
+    """In a rank, before it starts: a launcher that is killed outright takes its ranks along (they get SIGTERM)."""
+    _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -63,7 +63,7 @@ class Meter:
         yield
         self.wait_s += time.perf_counter() - start
 
-    def tick(self, step: int, batches: list[Batch], terms: int, loss: Tensor, norm: Tensor, skipped: Tensor) -> None:
+    def tick(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor, skipped: Tensor) -> None:
         """After update `step`: counts, watches for failing updates, and writes a line when the step logs."""
         self.steps, self.last = self.steps + 1, step
         self.tokens += sum(b.n_tokens for b in batches)

@@ -6,20 +6,22 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from optrush import shards
-from optrush.checkpoint import agree
-from optrush.distributed import launched
+from optrush.distributed import agree, launched
 from optrush.errors import ConfigError
 from optrush.manifest import FOLDER, LEFT, find
 
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
 _CUT = METRICS + ".tmp"
-KNOWN = frozenset({RUN, METRICS, LOCK, _CUT, FOLDER, "model", "loss.png", "report.html", "quarantine.jsonl"})
+KNOWN = frozenset(
+    {RUN, METRICS, LOCK, _CUT, FOLDER, "model", "loss.png", "report.html", "quarantine.jsonl"}
+    | {f"{RUN}.tmp", "model.tmp", "model.old.tmp"}  # what a kill leaves
+)
 
 
 def prepare(output: Path | str, clean: bool, resume: Literal["auto"] | Path | None) -> None:
@@ -31,9 +33,10 @@ def prepare(output: Path | str, clean: bool, resume: Literal["auto"] | Path | No
     """
     path = Path(output)
     asked = f"`output: {output}`"
-    if clean and resume is not None:
-        raise ConfigError(f"--resume {resume} with `train.clean: true`", "one keeps what the other removes", "take one")
-    existing = next(p for p in (path, *path.absolute().parents) if os.path.lexists(p))
+    try:
+        existing = next(p for p in (path, *path.absolute().parents) if _lies(p))
+    except OSError as error:
+        raise ConfigError(asked, f"{error.strerror}", "take another `output`") from None
     if not existing.is_dir():
         raise ConfigError(asked, f"{existing} is no folder", "take another `output`")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -43,12 +46,46 @@ def prepare(output: Path | str, clean: bool, resume: Literal["auto"] | Path | No
     names = {p.name for p in path.iterdir()} - {LOCK}
     if clean:
         _check_clean(path, names)
+    elif resume is None and "model" in names and not names & {RUN, METRICS}:
+        raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
     elif resume is None and (names & {RUN, METRICS} or find(path)):
         raise ConfigError(
             asked,
             "a run lies there",
             "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`",
         )
+
+
+def put(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all."""
+    new = path.with_name(path.name + ".tmp")
+    new.unlink(missing_ok=True)
+    shards.write_file(new, iter([text.encode()]))
+    shards.rename(new, path)
+
+
+def keep_apart(output: Path | str, clean: bool, reads: Iterable[Path | str | None]) -> None:
+    """Refuses a run that would write over what it reads, or empty it away.
+
+    Raises:
+        ConfigError: a model or data file lies where the run writes.
+    """
+    own = Path(output).resolve()
+    for path in (Path(r).resolve() for r in reads if r is not None):
+        inside = path == own / "model" or (clean and path.is_relative_to(own))
+        if path.exists() and inside:
+            raise ConfigError(
+                f"`output: {output}`", f"{path}, which this run reads, lies where it writes", "take another `output`"
+            )
+
+
+def _lies(path: Path) -> bool:
+    """Like lexists, but a name that is too long or lies behind a closed door is an error, not an absence."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def claim(output: Path | str, clean: bool) -> None:
@@ -84,8 +121,9 @@ def _check_clean(path: Path, names: set[str]) -> None:
         raise ConfigError(
             asked, f"`{foreign[0]}` lies there, which is no run's", "move it away, or take another `output`"
         )
-    if RUN not in names:
-        raise ConfigError(asked, f"there is no {RUN}: it may be no run's folder", "empty it yourself, or take another")
+    if RUN not in names or not names & {METRICS, FOLDER}:
+        found = f"no {RUN} with {METRICS} or {FOLDER}: it may be no run's folder"
+        raise ConfigError(asked, found, "empty it yourself, or take another")
 
 
 @contextmanager

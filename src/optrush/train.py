@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from optrush.data import stream
-from optrush.distributed import host_sum
 from optrush.job import Job
 from optrush.meter import Meter
 
@@ -56,7 +55,7 @@ def train(job: Job, meter: Meter, plan: Plan, save: Callable[[int], None]) -> No
         job.begin(step)  # learning rate and random state are functions of the step
         loss = job.gradients(batches, terms)  # forward, backward, reduction
         norm, skipped = job.update()  # unscale, guard, clip, step, free
-        meter.tick(step, batches, terms, loss, norm, skipped)  # reads the device only when this step logs
+        meter.tick(step, batches, loss, norm, skipped)  # reads the device only when this step logs
         if plan.evaluates(step):
             with meter.aside():
                 meter.evaluated(step, *evaluate(job))
@@ -72,7 +71,7 @@ def evaluate(job: Job) -> tuple[float, int]:
     for batch in job.evaluation:
         loss += job.losses([batch]).item()
         targets += batch.n_targets
-    (targets,) = host_sum([targets])
+    targets = job.total(targets)
     return loss / targets, targets
 
 

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 from harness import ended, told
-from test_kill import DDP, recording
-
-from optrush.checkpoint import find
 from runs import (
     begun,
     configuration,
@@ -27,6 +24,9 @@ from runs import (
     write_data,
     write_model,
 )
+from test_kill import DDP, recording
+
+from optrush.checkpoint import find
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +142,12 @@ def test_other_steps_at_resume(home: Path) -> None:
     """Another cut of the data would lose samples or repeat them; with fewer steps the checkpoint lies past the end."""
     _, config = copy(home, "other-steps")
     for change, text in (
-        ("batch.tokens=1024", "would begin at sample"), ("seed=1", "would begin at sample"),
+        ("batch.tokens=1024", "`order` was seed"), ("seed=1", "and is seed 1, "),
         ("train.steps=7", "this run has 7 steps, the checkpoint is of step 12"),
     ):  # fmt: skip
         assert trained(config, "--resume", "auto", "--set", change) == 2, said(config)
         assert text in said(config)
-    allow = ("--resume", "auto", "--allow-change", "data")
+    allow = ("--resume", "auto", "--allow-change", "order")
     assert trained(config, *allow, "--set", "batch.tokens=1024", "--set", "train.steps=14") == 0, said(config)
     assert figures(home / "other-steps")[-1]["step"] == 14
 

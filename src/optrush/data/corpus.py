@@ -51,6 +51,7 @@ class Corpus:
     origin: Sequence[int]
     counts: Counts
     fingerprint: str = field(default="", compare=False)  # SHA-256 over ids and targets
+    long: frozenset[int] = frozenset()  # the rows that were longer than T
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -144,11 +145,15 @@ def load(
     counts = Counts()
     documents: list[Document] = []
     origin: list[int] = []
+    long: set[int] = set()
     for path in paths:
         if counts.rows == max_samples:
             break
         for where, found in read(path):
+            before = counts.too_long
             pieces = fit(tokens.document(parse(where, found), train_on, where), T, too_long, where, counts)
+            if counts.too_long > before:
+                long.add(counts.rows)
             documents += pieces
             origin += [counts.rows] * len(pieces)
             counts.rows += 1
@@ -162,7 +167,7 @@ def load(
             f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens",
             "raise batch.seq, or choose data.too_long: split",
         )
-    return _corpus(documents, origin, counts)
+    return replace(_corpus(documents, origin, counts), long=frozenset(long))
 
 
 def split(corpus: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
@@ -184,7 +189,11 @@ def split(corpus: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
     parts: list[Corpus] = []
     for wanted in (False, True):
         at = [i for i, row in enumerate(corpus.origin) if (row in held) == wanted]
-        counts = Counts(rows=n) if wanted else replace(corpus.counts, rows=corpus.counts.rows - n)
+        long = len(held & corpus.long)
+        counts = Counts(rows=n, too_long=long)
+        if not wanted:
+            whole = corpus.counts
+            counts = replace(whole, rows=whole.rows - n, too_long=whole.too_long - long)
         parts.append(_corpus([corpus.documents[i] for i in at], [corpus.origin[i] for i in at], counts))
     return parts[0], parts[1]
 

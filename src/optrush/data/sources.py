@@ -24,7 +24,7 @@ class Sources:
     held_out: Source | None
     fingerprint: str
     summary: str  # counts, for people
-    too_long: int = 0  # rows longer than T
+    too_long: int = 0  # rows longer than T, of what is evaluated (of all, where nothing is held out)
 
 
 def check(run: Run) -> None:
@@ -34,6 +34,8 @@ def check(run: Run) -> None:
         ConfigError: none or several of path, sample, random; random tokens where conversations are needed.
     """
     d = run.data
+    if run.objective == "pretrain" and d.train_on == "last":
+        raise ConfigError("`data.train_on: last`", "`objective: pretrain` learns every token", "objective: sft")
     given = [name for name in ("path", "sample", "random") if getattr(d, name) is not None]
     if len(given) != 1:
         found = " and ".join(f"`data.{g}`" for g in given) or "none of them"
@@ -72,7 +74,14 @@ def read_sources(
     assert tokens is not None
 
     def read(path: Path, most: int | None) -> Corpus:
-        return load([path], tokens, train_on=learnt(run), T=T, too_long=d.too_long, max_samples=most, progress=progress)
+        corpus = load(
+            [path], tokens, train_on=learnt(run), T=T, too_long=d.too_long, max_samples=most, progress=progress
+        )
+        highest = max(int(document.ids.max()) for document in corpus.documents)
+        if highest >= vocab:
+            do = "use the tokenizer that belongs to the model"
+            raise DataError(f"to embed the tokens of {path}", f"token {highest}, and a model of {vocab} tokens", do)
+        return corpus
 
     if data is not None:
         only = read(Path(data), None)
@@ -94,7 +103,7 @@ def read_sources(
     else:
         train_part, held_out = split(corpus, d.eval, run.seed)
     said = f"{describe(train_part)}; held out: {describe(held_out)}"
-    return Sources(train_part, held_out, train_part.fingerprint + held_out.fingerprint, said, corpus.counts.too_long)
+    return Sources(train_part, held_out, train_part.fingerprint + held_out.fingerprint, said, held_out.counts.too_long)
 
 
 def describe(corpus: Corpus) -> str:

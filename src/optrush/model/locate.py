@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import os
@@ -28,7 +29,7 @@ def locate(run: Run) -> tuple[Path | None, dict[str, Any]]:
     if m.shape is not None:
         if m.shape not in SHAPES:
             raise ConfigError(f"`model.shape: {m.shape}`", "no such shape", nearest(m.shape, SHAPES))
-        return None, dict(SHAPES[m.shape])
+        return None, copy.deepcopy(SHAPES[m.shape])
     assert m.path is not None
     folder = _tiny() if m.path == "tiny" else Path(m.path)
     if not folder.is_dir():
