@@ -12,13 +12,14 @@ from typing import Any
 import torch
 import yaml
 
-from golden.make_golden import BETAS, DECAY, EPS, LR, PER_STEP, SEED, STEPS, WARMUP, Case, T
 from optrush import config, fit, step
 from optrush.assemble import Prepared, assemble, prepare
 from optrush.job import Batch, Job
 from optrush.technique import Technique
 from optrush.techniques import ALL
 from optrush.train import Plan
+
+from golden.make_golden import BETAS, DECAY, EPS, LR, PER_STEP, SEED, STEPS, WARMUP, Case, T
 
 UNTIED = Case(False)
 

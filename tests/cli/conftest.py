@@ -15,10 +15,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's library is imported
 import pytest
 import torch
 import yaml
-from clirun import Found, base, write_rows
 
 from optrush import cli
 from optrush.model import tiny
+
+from clirun import Found, base, write_rows
 
 DISHES = ("soup", "stew", "curry", "salad", "pie", "risotto", "omelette", "gratin", "ragout", "pilaf", "tart", "chili")
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from clirun import Found, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optrush.model import tiny
+
+from clirun import Found, write_rows
 
 Call = Callable[..., Found]
 Write = Callable[..., str]

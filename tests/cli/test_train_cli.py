@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from clirun import Found, metrics
 from test_eval_cli import plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optrush import __version__
 from optrush.config import parse
+
+from clirun import Found, metrics
 
 Call = Callable[..., Found]
 Write = Callable[..., str]

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clirun import Found, edited, write_rows
 
 from optrush import hardware
 from optrush.model import tiny
+
+from clirun import Found, edited, write_rows
 
 Call = Callable[..., Found]
 Write = Callable[..., str]

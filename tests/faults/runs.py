@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import yaml
-from harness import ended, fork, launch_env
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from optrush import assemble, cli, curves, export, fit
 from optrush.checkpoint import find, verify
+
+from harness import ended, fork, launch_env
 
 WORDS = 250
 LOADED = (assemble, curves, export, fit)  # what the command line imports late, a child finds in place

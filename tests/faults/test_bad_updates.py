@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import told
 from safetensors.torch import load_file
 
 from optrush import step
 from optrush.checkpoint import find, verify
+
+from harness import told
 from runs import Before, configuration, figures, lines, said, trained, trained_on, write_data, write_model
 
 

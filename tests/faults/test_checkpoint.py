@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import DISK, advance, holds, killing, leftovers, meta, ranks, run, saved, small_job, told
 from safetensors.torch import load_file
 
 from optrush import shards
 from optrush.checkpoint import SaveFailed, choose, find, restore, save, verify
 from optrush.errors import CheckpointError
 from optrush.manifest import digest, encode
+
+from harness import DISK, advance, holds, killing, leftovers, meta, ranks, run, saved, small_job, told
 
 
 def test_what_is_saved_is_what_comes_back(tmp_path: Path) -> None:

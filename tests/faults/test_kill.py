@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from optrush import shards, step
+from optrush.checkpoint import find, verify
+
 from harness import ended, told
 from runs import (
     Before,
@@ -33,9 +37,6 @@ from runs import (
     write_data,
     write_model,
 )
-
-from optrush import shards, step
-from optrush.checkpoint import find, verify
 
 SAVE_EVERY, STEPS = 3, 12
 TECHNIQUES = ({"packing": {}}, {"packing": {}, "ddp": {}}, {"packing": {}, "fsdp": {}})

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from optrush.checkpoint import find
+
 from harness import ended, told
 from runs import (
     begun,
@@ -25,8 +28,6 @@ from runs import (
     write_model,
 )
 from test_kill import DDP, recording
-
-from optrush.checkpoint import find
 
 
 @pytest.fixture(scope="module")

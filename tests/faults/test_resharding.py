@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import advance, holds, leftovers, meta, ranks, run, saved, small_job, told
 
 from optrush import checkpoint, shards
 from optrush.checkpoint import Meta, SaveFailed, check_plan, choose, find, restore, save, verify
 from optrush.errors import CheckpointError
+
+from harness import advance, holds, leftovers, meta, ranks, run, saved, small_job, told
 
 
 def test_one_ranks_full_disk_is_everybodys(tmp_path: Path) -> None:

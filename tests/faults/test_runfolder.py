@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import ended, fork, ranks, run, small_job, told
 
 from optrush import shards
 from optrush.errors import ConfigError, UserError
 from optrush.runfolder import KNOWN, claim, cut_back, lock, prepare
+
+from harness import ended, fork, ranks, run, small_job, told
 
 
 def a_run(folder: Path) -> Path:

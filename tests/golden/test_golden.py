@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from optrush.techniques import ALL
+
 from golden import make_golden
 from golden.make_golden import CASES
 from golden.sgd import Sgd
-from optrush.techniques import ALL
 from trials import apart, assembled, golden_run, metrics, published
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())

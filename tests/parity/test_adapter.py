@@ -6,13 +6,14 @@ import json
 
 import pytest
 import torch
-from parity_models import FAMILIES, SIZES, compare_gradients, materialise, packed, reference, reference_loss, save
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from optrush.errors import NeedsError
 from optrush.model.adapter import Adapter, adapt, probe
 from optrush.model.weights import export, load
+
+from parity_models import FAMILIES, SIZES, compare_gradients, materialise, packed, reference, reference_loss, save
 
 MODELS = {
     "gpt2": {

@@ -7,12 +7,13 @@ import shutil
 
 import pytest
 import torch
-from parity_models import FAMILIES, compare_gradients, materialise, packed, reference, reference_loss, save
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from optrush.errors import CheckpointError, NeedsError
 from optrush.model.weights import export, load
+
+from parity_models import FAMILIES, compare_gradients, materialise, packed, reference, reference_loss, save
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))

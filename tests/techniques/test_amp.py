@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from golden.make_golden import CASES
 from optrush.techniques import amp
+
+from golden.make_golden import CASES
 from trials import assembled, first_gradients, golden_run, steps, weights
 
 # Of float32's: the loss, and the whole gradient (its difference's norm over its norm), which is 13 roundings away (2^-9

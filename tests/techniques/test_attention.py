@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from golden.make_golden import CASES
 from optrush.data.batch import Document, collate
+
+from golden.make_golden import CASES
 from trials import apart, assembled, first_gradients, furthest, golden_run, micro, published
 
 CLOSE = 1e-5  # of the largest gradient of each tensor

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from golden.make_golden import T
 from optrush.train import evaluate
+
+from golden.make_golden import T
 from trials import assembled, golden_run, steps
 
 MARGIN = 0.03  # nats a token, of the mean over the seeds; a seed alone may be twice as far

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from golden.make_golden import CASES
 from optrush.techniques import ddp
+
+from golden.make_golden import CASES
 from trials import assembled, first_gradients, furthest, golden_run, steps, weights
 
 KINDS = {

@@ -9,6 +9,7 @@ import torch
 
 from optrush.config import Optim
 from optrush.optim.adamw import AdamW
+
 from trials import assembled, furthest, golden_run, steps, weights
 
 SHAPES = {"a": (7, 5), "bias": (5,), "b": (33, 4), "one": ()}

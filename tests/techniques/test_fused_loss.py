@@ -7,8 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from golden.make_golden import CASES, SIZES, T
 from optrush.kernels import cross_entropy
+
+from golden.make_golden import CASES, SIZES, T
 from trials import assembled, first_gradients, furthest, golden_run
 
 CLOSE = 1e-5

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from golden.make_golden import PER_STEP
 from optrush.data import pack
 from optrush.train import evaluate
+
+from golden.make_golden import PER_STEP
 from trials import assembled, furthest, golden_run, published
 
 

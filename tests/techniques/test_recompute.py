@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from optrush.train import evaluate
+
 from trials import assembled, golden_run, micro, steps, weights
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from golden.sgd import Sgd
 from optrush.assemble import prepare
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
 from optrush.technique import STAGES, Numerics, Part, Technique, in_order
 from optrush.techniques import ALL
 from optrush.train import evaluate
+
+from golden.sgd import Sgd
 from trials import assembled, golden_run, metrics, steps, weights
 
 ROOT = Path(__file__).parents[2]
