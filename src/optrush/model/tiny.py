@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import logging as bars
 
 from optrush.data.recipes import conversations
 
@@ -41,7 +42,9 @@ def write(folder: Path, seed: int = 0, family: str = "llama") -> None:
         eos_token_id=[tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id],
         pad_token_id=tokenizer.pad_token_id,
     )
+    bars.disable_progress_bar()  # it writes one for a single file, among what the run says
     model.save_pretrained(folder)
+    bars.enable_progress_bar()
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
