@@ -42,9 +42,9 @@ def write(folder: Path, seed: int = 0, family: str = "llama") -> None:
         eos_token_id=[tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id],
         pad_token_id=tokenizer.pad_token_id,
     )
-    bars.disable_progress_bar()  # it writes one for a single file, among what the run says
+    bars.disable_progress_bar()  # type: ignore[no-untyped-call]  # it writes one for a single file, among what the run says
     model.save_pretrained(folder)
-    bars.enable_progress_bar()
+    bars.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
