@@ -98,8 +98,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
             "cuDNN attention", "rows of several documents", "use varlen or sdpa attention, or one document a row"
         )
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    # The operator itself: a choice of backends around the dispatcher is lost in compiled code, which then takes its
-    # slowest kernel.
+    # The operator itself: the dispatcher is not asked, so nothing else can run in its place.
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
     assert isinstance(out, Tensor)
     return out.transpose(1, 2)

@@ -73,8 +73,8 @@ class Fsdp(Technique):
         groups = list(dict.fromkeys(groups))
         for m in groups:
             m.set_gradient_divide_factor(1.0)  # the contract: collectives sum
-            # Not NCCL's scaled sum, which FSDP would take for this factor: gloo has none, and with bfloat16 gradients
-            # it gave zeros (seen on two H200, torch 2.11).
+            # Not the scaled sum, which FSDP takes for this factor on NCCL: gloo has none, and with bfloat16 weights the
+            # gradient norm was 0.0 with it and right without (two H200, torch 2.11; the cause is inferred).
             m.set_force_sum_reduction_for_comms(True)
         self._slots(job, groups)
         return len(groups)
