@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 from optrush import step
-from optrush.assemble import assemble, prepare
+from optrush.assemble import assemble
 from optrush.config import parse
 from optrush.fit import batches
 from optrush.job import Job
 from optrush.meter import Meter
+from optrush.prepare import prepare
 from optrush.train import Plan, train
 
 STEPS = 20

@@ -21,10 +21,11 @@ import torch
 
 import optrush
 from optrush import distributed, step
-from optrush.assemble import assemble, prepare
+from optrush.assemble import assemble
 from optrush.config import parse
 from optrush.fit import batches
 from optrush.meter import Meter
+from optrush.prepare import prepare
 from optrush.train import Plan, train
 
 

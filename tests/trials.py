@@ -13,8 +13,9 @@ import torch
 import yaml
 
 from optrush import config, fit, step
-from optrush.assemble import Prepared, assemble, prepare
+from optrush.assemble import assemble
 from optrush.job import Batch, Job
+from optrush.prepare import Prepared, prepare
 from optrush.technique import Technique
 from optrush.techniques import ALL
 from optrush.train import Plan
@@ -54,7 +55,7 @@ def golden_run(
 
 def metrics(run: config.Run, classes: Sequence[type[Technique]] = ALL) -> list[dict[str, Any]]:
     """Trains to the end and returns what metrics.jsonl says; empty on other ranks than the first."""
-    from optrush.distributed import launched
+    from optrush.launch import launched
 
     prepared = prepare(run, classes)
     assert fit.fit(prepared).code == 0

@@ -1,6 +1,5 @@
-"""Run -> Job: check, mesh, model on the meta device, stages in order, materialise, refuse what changed nothing.
+"""Prepared -> Job: mesh, model on the meta device, stages in order, materialise, refuse what changed nothing.
 
-prepare      pure checks: techniques, needs, sizes, the model's config.json; nothing is written or allocated
 data, model ... shard      stages on a model without bytes
 materialise  allocate this rank's slices, redo ties, fill them by recipe; `job.trained` is fixed
 optimizer, drive, finish   stages on a model with bytes
@@ -11,12 +10,9 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,33 +20,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from optrush import distributed, hardware, step
-from optrush.config import Run
+from optrush import distributed, step
 from optrush.data import pack, stream
 from optrush.data.chat import Tokens
-from optrush.data.sources import Sources, check, read_sources
+from optrush.data.sources import Sources, read_sources
+from optrush.data.tokenizer import open_tokens
 from optrush.distributed import World
-from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
-from optrush.job import Edit, Job, Trained
-from optrush.model.locate import check_positions, locate, open_tokens
+from optrush.errors import NoEffectError, UserError
+from optrush.job import Job, Trained
 from optrush.model.weights import load
 from optrush.objectives.loss import next_token
 from optrush.optim.adamw import AdamW
-from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
-from optrush.technique import Setup, Technique, build, in_order, settle, sizes
-from optrush.techniques import ALL
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run whose every condition that can be checked without building anything holds."""
-
-    run: Run
-    techniques: list[Technique]
-    setup: Setup
-    folder: Path | None
-    hf: dict[str, Any]  # config.json as the config stage left it
-    edits: tuple[Edit, ...]  # of the config stage
+from optrush.prepare import Prepared
+from optrush.technique import Edit
 
 
 @dataclass(frozen=True)
@@ -65,45 +47,6 @@ def start(prepared: Prepared) -> Started:
     """The process stage, then the process group."""
     edits = [Edit("process", t.name, n) for t in prepared.techniques if (n := t.process(prepared.setup))]
     return Started(distributed.join(prepared.setup.device.kind), tuple(edits))
-
-
-def prepare(run: Run, classes: Sequence[type[Technique]] = ALL, ranks: int | None = None) -> Prepared:
-    """Checks what can be checked before anything is built.
-
-    Raises:
-        UserError: in its three lines; nothing has been written.
-    """
-    techniques = in_order(build(classes, run.with_))
-    check(run)
-    ranks = distributed.launched()[1] if ranks is None else ranks
-    rows, micro_rows = sizes(run, ranks)
-    folder, hf = locate(run)
-    edits = [Edit("config", t.name, n) for t in techniques if (n := t.config(hf))]
-    refuse_foreign(hf)
-    obstacle = native_obstacle(hf)
-    if run.model.implementation == "native" and obstacle is not None:
-        raise NeedsError("`model.implementation: native`", obstacle, "take `model.implementation: transformers`")
-    native = run.model.implementation != "transformers" and obstacle is None
-    if native:
-        ModelShape.read(hf).check_window(run.batch.seq)
-    else:  # padding has positions too, and a table of them ends
-        check_positions(hf, run.batch.seq, f"`batch.seq: {run.batch.seq}`")
-    devices = hardware.probe()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    if devices and here > len(devices):
-        raise ConfigError(f"{here} ranks on this machine", f"{len(devices)} devices", f"take --ranks {len(devices)}")
-    setup = Setup(
-        device=devices[0] if devices else hardware.CPU,
-        ranks=ranks,
-        seq=run.batch.seq,
-        rows=rows,
-        micro_rows=micro_rows,
-        clip=run.optim.clip,
-        dtype=run.model.dtype,
-        native=native,
-        blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
-    )
-    return Prepared(run, techniques, settle(techniques, setup), folder, hf, tuple(edits))
 
 
 def assemble(

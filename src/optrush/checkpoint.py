@@ -26,8 +26,9 @@ from safetensors import SafetensorError, safe_open
 import optrush
 from optrush import shards
 from optrush.config import nearest
-from optrush.distributed import agree, from_first, gather, launched
+from optrush.distributed import agree, from_first, gather
 from optrush.errors import CheckpointError
+from optrush.launch import launched
 from optrush.manifest import (
     FOLDER,
     FORMAT,

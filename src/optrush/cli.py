@@ -17,6 +17,7 @@ import typer
 
 from optrush import __version__
 from optrush.errors import ConfigError, RunError, UserError
+from optrush.launch import launched
 
 if TYPE_CHECKING:
     from optrush.config import Run
@@ -93,7 +94,7 @@ def train(
     if allow_change and resume is None:
         raise ConfigError("--allow-change", "no --resume: there is nothing to compare with", "leave it out")
     go_on: Literal["auto"] | Path | None = "auto" if resume == "auto" else Path(resume) if resume else None
-    from optrush.assemble import prepare
+    from optrush.prepare import prepare
 
     if _launches(ranks):
         from optrush import launch
@@ -106,7 +107,7 @@ def train(
 
     with distributed.leaving():
         outcome = fit(prepare(run), go_on, frozenset(allow_change))
-    if outcome.code == 0 and distributed.launched()[0] == 0:
+    if outcome.code == 0 and launched()[0] == 0:
         if outcome.evals:
             shown = " -> ".join(f"{loss:.4f}" for loss in dict.fromkeys((outcome.evals[0], outcome.evals[-1])))
             print(f"held-out loss {shown}", file=sys.stderr)
@@ -135,7 +136,8 @@ def evaluate(
         sets += [f"data.path={json.dumps(data, ensure_ascii=False)}", "data.random=null", "data.sample=null"]
     run = read_run(config, sets, with_, without)
     from optrush import distributed
-    from optrush.assemble import assemble, prepare
+    from optrush.assemble import assemble
+    from optrush.prepare import prepare
     from optrush.train import evaluate as measure
 
     if _launches(ranks):

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from optrush import errors
 from optrush.errors import ConfigError, RunError, UserError
+from optrush.launch import launched
 
 MESH_ORDER = ("pp", "dp", "cp", "tp")  # outermost first: what talks most lies closest together
 
@@ -40,20 +41,6 @@ class World:
     @property
     def data_ranks(self) -> int:
         return 1 if self.mesh is None else int(self.mesh["dp"].size())
-
-
-def launched() -> tuple[int, int]:
-    """(rank, ranks) as the launcher said in the environment; (0, 1) without one.
-
-    Raises:
-        ConfigError: it said one and not the other.
-    """
-    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
-        found = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
-        raise ConfigError(
-            "RANK and WORLD_SIZE in the environment", f"{found} alone", "start with --ranks or torchrun, or unset it"
-        )
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join(kind: str) -> torch.device:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optrush import checkpoint, config, console, curves, distributed, runfolder, step
-from optrush.assemble import Prepared, assemble, start
+from optrush.assemble import assemble, start
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.export import write_model
 from optrush.job import Batch, Job
 from optrush.meter import Meter
+from optrush.prepare import Prepared
 from optrush.train import Plan, evaluate, train
 
 RESUMABLE = 143

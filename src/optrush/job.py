@@ -22,7 +22,7 @@ from optrush.data.stream import Evaluation, Stream
 from optrush.distributed import World
 from optrush.model.weights import Recipe
 from optrush.optim.adamw import Optimizer
-from optrush.technique import Setup
+from optrush.technique import Edit, Setup
 
 if TYPE_CHECKING:
     from optrush.model.adapter import Adapter
@@ -65,13 +65,6 @@ class State(Protocol):
 
     def save(self) -> dict[str, Any]: ...
     def load(self, saved: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Edit:
-    stage: str
-    technique: str
-    count: int
 
 
 @dataclass

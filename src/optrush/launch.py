@@ -1,4 +1,6 @@
-"""`--ranks N`: N processes of this command on this machine, and one exit code for all.
+"""Who this process is among its peers, as a launcher said; and `--ranks N`, which launches.
+
+N processes of this command on this machine, and one exit code for all.
 
 torchrun does the same over many machines; this launcher exists because it passes on what torchrun swallows: 143, the
 exit code of a run that a signal stopped and that can be resumed.
@@ -15,8 +17,24 @@ import sys
 import time
 from collections.abc import Sequence
 
+from optrush.errors import ConfigError
+
 _LIBC = ctypes.CDLL(None)
 GRACE_S = 30.0  # how long the others may take to leave after one has failed
+
+
+def launched() -> tuple[int, int]:
+    """(rank, ranks) as the launcher said in the environment; (0, 1) without one.
+
+    Raises:
+        ConfigError: it said one and not the other.
+    """
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        found = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
+        raise ConfigError(
+            "RANK and WORLD_SIZE in the environment", f"{found} alone", "start with --ranks or torchrun, or unset it"
+        )
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def spawn(arguments: Sequence[str], ranks: int) -> int:

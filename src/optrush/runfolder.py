@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from optrush import shards
-from optrush.distributed import agree, launched
+from optrush.distributed import agree
 from optrush.errors import ConfigError
+from optrush.launch import launched
 from optrush.manifest import FOLDER, LEFT, find
 
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"

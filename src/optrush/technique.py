@@ -80,6 +80,15 @@ class Need:
     do: str
 
 
+@dataclass(frozen=True)
+class Edit:
+    """What one technique changed in one stage: so many things."""
+
+    stage: str
+    technique: str
+    count: int
+
+
 class Technique:
     """Base of every technique. Subclasses are frozen dataclasses; a stage returns how many things it changed."""
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from optrush.assemble import prepare
 from optrush.config import parse
 from optrush.fit import fit
 from optrush.model import tiny
+from optrush.prepare import prepare
 
 CONFIG = """
 model: model

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from optrush import step
-from optrush.assemble import assemble, prepare
+from optrush.assemble import assemble
 from optrush.config import parse
 from optrush.job import Job
+from optrush.prepare import prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from optrush.assemble import prepare
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
+from optrush.prepare import prepare
 from optrush.technique import STAGES, Numerics, Part, Technique, in_order
 from optrush.techniques import ALL
 from optrush.train import evaluate

@@ -11,7 +11,7 @@ from optrush.config import Run
 from optrush.data import recipes
 from optrush.data.chat import Tokens
 from optrush.data.corpus import Corpus, Random, Source, load, split
-from optrush.errors import ConfigError, DataError
+from optrush.errors import DataError
 from optrush.objectives import learnt
 
 SAMPLE_ROWS = 1000  # conversations of a sample, unless data.max_samples says otherwise
@@ -25,30 +25,6 @@ class Sources:
     fingerprint: str
     summary: str  # counts, for people
     too_long: int = 0  # rows longer than T, of what is evaluated (of all, where nothing is held out)
-
-
-def check(run: Run) -> None:
-    """The rules between the fields of `data:` and the objective; reads nothing.
-
-    Raises:
-        ConfigError: none or several of path, sample, random; random tokens where conversations are needed.
-    """
-    d = run.data
-    if run.objective == "pretrain" and d.train_on == "last":
-        raise ConfigError("`data.train_on: last`", "`objective: pretrain` learns every token", "objective: sft")
-    given = [name for name in ("path", "sample", "random") if getattr(d, name) is not None]
-    if len(given) != 1:
-        found = " and ".join(f"`data.{g}`" for g in given) or "none of them"
-        raise ConfigError("one of `data.path`, `data.sample`, `data.random`", found, "give exactly one")
-    if d.random is not None:
-        if run.objective != "pretrain":
-            raise ConfigError(f"`objective: {run.objective}` on `data.random`", "random tokens", "objective: pretrain")
-        if isinstance(d.eval, str):
-            raise ConfigError("`data.eval` from a file beside `data.random`", d.eval, "give a fraction")
-    elif run.model.shape is not None:
-        raise ConfigError(
-            f"`model.shape: {run.model.shape}` on text", "a shape has no tokenizer", "take data.random, or a folder"
-        )
 
 
 def read_sources(

@@ -1,9 +1,8 @@
-"""Where a model's files are: a folder, a hub id, the built-in tiny model, or a named shape without files."""
+"""Where a model's files are: a folder, a hub id, the built-in tiny model, or a named shape without files. Pure."""
 
 from __future__ import annotations
 
 import copy
-import datetime
 import json
 import os
 import tempfile
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush.config import Run, nearest
-from optrush.data.chat import Tokens
-from optrush.errors import ConfigError, NeedsError
+from optrush.errors import ConfigError
 from optrush.shapes import SHAPES
 
 
@@ -77,35 +75,6 @@ def _download(name: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         found = f"no such folder, and the hub did not give it: {type(error).__name__}"
         raise ConfigError(asked, found, "check the name and the network, or name a folder") from None
-
-
-def open_tokens(run: Run, folder: Path | None, today: datetime.date | None = None) -> Tokens | None:
-    """The model's tokenizer with its chat template, or the one given; None for a shape."""
-    if folder is None:
-        return None
-    if run.data.random is not None and not (folder / "tokenizer.json").exists():
-        return None  # random tokens need none
-    from transformers import AutoTokenizer
-
-    template = None
-    if run.model.chat_template is not None:
-        path = Path(run.model.chat_template)
-        if not path.is_file():
-            raise ConfigError(f"`model.chat_template: {path}`", "no such file", "name a file with a jinja template")
-        try:
-            template = path.read_text("utf-8")
-        except UnicodeDecodeError as error:
-            asked = f"`model.chat_template: {path}`"
-            raise ConfigError(asked, f"not UTF-8: {error.reason}", "save it as UTF-8") from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise NeedsError(
-            f"the tokenizer of {folder}", str(error).splitlines()[0], "put its tokenizer.json there"
-        ) from None
-    if template is not None:
-        tokenizer.chat_template = template
-    return Tokens(tokenizer, template, today)
 
 
 def check_positions(hf: dict[str, Any], length: int, asked: str) -> None:

@@ -1,0 +1,110 @@
+"""Run -> Prepared: everything that can be refused before anything is built or written. Pure: the plan asks the same.
+
+rules between fields -> the model's config.json -> the config stage -> needs and claims on the device
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from optrush import hardware
+from optrush.config import Run
+from optrush.errors import ConfigError, NeedsError
+from optrush.hardware import Device
+from optrush.launch import launched
+from optrush.model.locate import check_positions, locate
+from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
+from optrush.technique import Edit, Setup, Technique, build, in_order, settle, sizes
+from optrush.techniques import ALL
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose every condition that can be checked without building anything holds."""
+
+    run: Run
+    techniques: list[Technique]
+    setup: Setup
+    folder: Path | None
+    hf: dict[str, Any]  # config.json as the config stage left it
+    edits: tuple[Edit, ...]  # of the config stage
+
+
+def prepare(
+    run: Run,
+    classes: Sequence[type[Technique]] = ALL,
+    ranks: int | None = None,
+    device: Device | None = None,
+) -> Prepared:
+    """Checks what can be checked before anything is built.
+
+    Args:
+        device: the device to prepare for, as the plan may suppose one; None: what this machine has.
+
+    Raises:
+        UserError: in its three lines; nothing has been written.
+    """
+    techniques = in_order(build(classes, run.with_))
+    check(run)
+    ranks = launched()[1] if ranks is None else ranks
+    rows, micro_rows = sizes(run, ranks)
+    folder, hf = locate(run)
+    edits = [Edit("config", t.name, n) for t in techniques if (n := t.config(hf))]
+    refuse_foreign(hf)
+    obstacle = native_obstacle(hf)
+    if run.model.implementation == "native" and obstacle is not None:
+        raise NeedsError("`model.implementation: native`", obstacle, "take `model.implementation: transformers`")
+    native = run.model.implementation != "transformers" and obstacle is None
+    if native:
+        ModelShape.read(hf).check_window(run.batch.seq)
+    else:  # padding has positions too, and a table of them ends
+        check_positions(hf, run.batch.seq, f"`batch.seq: {run.batch.seq}`")
+    setup = Setup(
+        device=device or _device(ranks),
+        ranks=ranks,
+        seq=run.batch.seq,
+        rows=rows,
+        micro_rows=micro_rows,
+        clip=run.optim.clip,
+        dtype=run.model.dtype,
+        native=native,
+        blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
+    )
+    return Prepared(run, techniques, settle(techniques, setup), folder, hf, tuple(edits))
+
+
+def _device(ranks: int) -> Device:
+    """This machine's, after the ranks it is to hold were counted."""
+    devices = hardware.probe()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if devices and here > len(devices):
+        raise ConfigError(f"{here} ranks on this machine", f"{len(devices)} devices", f"take --ranks {len(devices)}")
+    return devices[0] if devices else hardware.CPU
+
+
+def check(run: Run) -> None:
+    """The rules between the fields of `data:` and the objective; reads nothing.
+
+    Raises:
+        ConfigError: none or several of path, sample, random; random tokens where conversations are needed.
+    """
+    d = run.data
+    if run.objective == "pretrain" and d.train_on == "last":
+        raise ConfigError("`data.train_on: last`", "`objective: pretrain` learns every token", "objective: sft")
+    given = [name for name in ("path", "sample", "random") if getattr(d, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(f"`data.{g}`" for g in given) or "none of them"
+        raise ConfigError("one of `data.path`, `data.sample`, `data.random`", found, "give exactly one")
+    if d.random is not None:
+        if run.objective != "pretrain":
+            raise ConfigError(f"`objective: {run.objective}` on `data.random`", "random tokens", "objective: pretrain")
+        if isinstance(d.eval, str):
+            raise ConfigError("`data.eval` from a file beside `data.random`", d.eval, "give a fraction")
+    elif run.model.shape is not None:
+        raise ConfigError(
+            f"`model.shape: {run.model.shape}` on text", "a shape has no tokenizer", "take data.random, or a folder"
+        )
