@@ -350,6 +350,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": _llama3(8.0),
         "tie_word_embeddings": False,
     },
+    "llama-3.1-70b": {
+        **_LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+        "rope_scaling": _llama3(8.0),
+        "tie_word_embeddings": False,
+    },
     "qwen2.5-0.5b": {
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 from optrush.config import Run, nearest
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import CPU, Device
+from optrush.ledger import Rule
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -108,6 +109,15 @@ class Technique:
     def needs(self, setup: Setup) -> Iterator[Need]:
         """Conditions, each with the fact found and the mend. May not import torch."""
         yield from ()
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        """Rules on the ledger's lines and work, each with its reason. May not import torch."""
+        yield from ()
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        """Options that a search should try on this device; the defaults, unless others may win."""
+        yield {}
 
     def process(self, setup: Setup) -> int:
         """Before torch and the process group: environment, allocator."""

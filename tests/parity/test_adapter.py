@@ -74,6 +74,80 @@ def test_packed_rows_equal_documents_alone(model, attention):
     ours.set_attention("masked")
 
 
+def masks_of_sdpa(ours, batch, *, compiled):
+    """The masks that sdpa was given, one a call, and the hidden states; compiled, what the one graph says."""
+    masks, graphs = [], []
+
+    def sdpa(*args, attn_mask=None, **kwargs):
+        masks.append(attn_mask)
+        return real(*args, attn_mask=attn_mask, **kwargs)
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    real = torch.nn.functional.scaled_dot_product_attention
+    run = torch.compile(ours, backend=backend, fullgraph=True, dynamic=False) if compiled else ours
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+        hidden = run(batch.tokens, batch.positions, batch.documents)
+    if compiled:
+        (graph,) = graphs
+        masks = [n.kwargs["attn_mask"] for n in graph.graph.nodes if "scaled_dot_product" in str(n.target)]
+    return masks, hidden
+
+
+@pytest.mark.parametrize("attention", ["masked", "sdpa", "compiled sdpa"])
+def test_rows_of_one_document_need_neither_positions_nor_mask(model, attention):
+    """The same values as with positions, learnt ones too, whatever lies behind the document."""
+    theirs, _, ours, _ = model
+    kind = theirs.config.model_type
+    if kind == "gemma2" and attention != "masked":
+        return  # it has no sdpa
+    batch = packed([[11], [20]], 20, 61, single=True)
+    want = ours(batch.tokens, batch.positions, batch.documents._replace(single=False))
+    if attention == "masked":
+        found = ours(batch.tokens, batch.positions, batch.documents)
+    else:
+        torch._dynamo.reset()
+        ours.set_attention("sdpa")
+        masks, found = masks_of_sdpa(ours, batch, compiled="compiled" in attention)
+        several = packed([[11, 4], [20]], 20, 61)
+        explicit, _ = masks_of_sdpa(ours, several, compiled="compiled" in attention)
+        ours.set_attention("masked")
+        windows = [layer == "sliding_attention" for layer in getattr(theirs.config, "layer_types", None) or [""] * 2]
+        assert [mask is not None for mask in masks] == windows, "a window is a mask"
+        assert len(explicit) == 2 and all(mask is not None for mask in explicit)
+    for row, n in ((0, 11), (1, 20)):
+        torch.testing.assert_close(found[row, :n], want[row, :n], rtol=1e-5, atol=1e-5)
+    spoilt = batch.tokens.clone()
+    spoilt[0, 11:] = 7
+    again = ours(spoilt, batch.positions, batch.documents)
+    torch.testing.assert_close(again[0, :11], want[0, :11], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_longer_than_the_positions_there_are(model):
+    """A learnt table ends at 64 positions: the document's own still fit, numbers through its padding would not."""
+    _, _, ours, _ = model
+    batch = packed([[60]], 100, 61, single=True)
+    short = packed([[60]], 60, 61, single=True)
+    long, alone = (ours(b.tokens, b.positions, b.documents) for b in (batch, short))
+    torch.testing.assert_close(long[:, :60], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_ask_for_the_length_are_told_positions(kind):
+    rope = {"rope_type": kind, "rope_theta": 1000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
+    ours = Adapter(reference({**FAMILIES["llama-tied"], "rope_parameters": rope, "max_position_embeddings": 32}))
+    batch = packed([[10]], 20, 61, single=True)
+    want = ours(batch.tokens[:, :10], batch.positions[:, :10], batch.documents)
+    found = ours(batch.tokens, batch.positions, batch.documents)[:, :10]
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
 def test_the_same_attributes_as_our_decoder(model):
     theirs, _, ours, recipe = model
     assert list(ours.blocks) == ["0", "1"] and ours.isolates
@@ -161,6 +235,22 @@ def test_the_probe_refuses_a_head_that_differs(name, slot, value, dtype):
     setattr(ours.head, slot, value)
     with pytest.raises(NeedsError, match=r"our head's logits and its own .* differ by"):
         probe(ours, theirs, dtype)
+
+
+def test_what_is_drawn_and_what_is_not():
+    """Matrices by our draw and none twice; what transformers makes constant stays, a matrix of ones (cohere) too."""
+    hf = {**MODELS["cohere"], "use_qk_norm": True, "initializer_range": 0.5}
+    before = torch.get_rng_state()
+    ours, recipe = load(None, hf, "transformers", torch.float32, 0)
+    assert torch.equal(torch.get_rng_state(), before), "transformers drew matrices, only to have them replaced"
+    values = dict(materialise(ours, recipe).named_parameters())
+    assert recipe.entries.keys() == values.keys()
+    for name, value in values.items():
+        if "norm" in name:
+            assert value.eq(1).all(), name
+        else:
+            assert value.std().item() == pytest.approx(0.5, rel=0.2), name
+    assert values["model.layers.0.self_attn.q_norm.weight"].shape == (4, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

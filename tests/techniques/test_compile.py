@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+
+from optrush.errors import NeedsError
+from optrush.prepare import prepare
 
 from golden.make_golden import SIZES, T
 from trials import apart, assembled, first_gradients, furthest, golden_run, steps, wire
@@ -33,14 +37,28 @@ def uneven(box):
     return f"data.path={box}/uneven.jsonl"
 
 
+@pytest.fixture
+def far(box):
+    """The golden model with room for LONG positions, which the adapter asks for."""
+    config = json.loads((box / "untied/config.json").read_text())
+    shutil.copytree(box / "untied", box / "far", dirs_exist_ok=True)
+    (box / "far/config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG}))
+    return f"model.path={box}/far"
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-def test_same_figures_from_one_compilation(box, uneven):
-    """Every step packs other documents, whose longest differ; one of the two blocks is recomputed."""
+@pytest.mark.parametrize(
+    ("implementation", "scope", "packed"),
+    [("native", "blocks", True), ("native", "model", True), ("transformers", "model", False)],
+)
+def test_same_figures_from_one_compilation(box, uneven, far, implementation, scope, packed):
+    """Every step has other documents, whose longest differ; one of the two blocks is recomputed."""
     with_ = {"attention": {}, "fused_loss": {"chunk": 64}, "recompute": {"every": 2}}
     sets = [uneven, f"batch.seq={LONG}", f"batch.tokens={LONG * 4}", f"batch.micro_tokens={LONG * 2}"]
+    sets += [far, f"model.implementation={implementation}"]
 
     def trained(**more):
-        job = assembled(golden_run(box, packed=True, sets=sets, **with_, **more))
+        job = assembled(golden_run(box, packed=packed, sets=sets, **with_, **more))
         longest, inner = set(), job.loss
         job.loss = lambda batch: longest.add(batch.documents.longest) or inner(batch)
         _, grads = first_gradients(job)
@@ -49,11 +67,17 @@ def test_same_figures_from_one_compilation(box, uneven):
 
     want, base, longest = trained()
     assert len(longest) > 1 and not counters["stats"]
-    grads, figures, _ = trained(compile={})
-    assert counters["stats"]["unique_graphs"] == 2, "one of both blocks, one of a chunk of the loss"
+    grads, figures, _ = trained(compile={"scope": scope})
+    assert counters["stats"]["unique_graphs"] == 2, "one of both blocks or of the model, one of a chunk of the loss"
     assert not counters["graph_break"]
     assert furthest(grads, want) < CLOSE
     assert figures == [pytest.approx(line, rel=CLOSE) for line in base]
+
+
+def test_one_graph_is_for_one_rank(box):
+    run = golden_run(box, packed=True, ddp={}, compile={"scope": "model"})
+    with pytest.raises(NeedsError, match="take scope=blocks"):
+        prepare(run, ranks=2)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

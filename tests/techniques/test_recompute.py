@@ -35,6 +35,28 @@ def test_equal_bits_over_eight_steps(box, every, implementation):
         assert torch.equal(recomputed[1][name], want), name
 
 
+@pytest.mark.parametrize(
+    ("implementation", "whole"), [("native", True), ("transformers", True), ("transformers", False)]
+)
+def test_a_compiler_sees_what_is_recomputed(box, implementation, whole):
+    """What it traces holds a checkpoint for the chosen block, and nothing outside; native blocks are inside one."""
+    run = golden_run(box, packed=True, sets=[f"model.implementation={implementation}"], recompute={"every": 2})
+    job = assembled(run)
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    for module in [job.model] if whole else job.model.blocks.values():
+        module.compile(backend=backend, fullgraph=True, dynamic=False)
+    list(steps(job, 1))
+    torch._dynamo.reset()
+    found = [sum("checkpoint" in target for target in graph) for graph in graphs]
+    assert (set(found) == {1}) if whole else (found == [0, 1])
+
+
 @pytest.mark.parametrize(("every", "twice"), [(1, {"0", "1"}), (2, {"1"})])
 def test_chosen_blocks_run_twice(box, every, twice):
     with_ = {"recompute": {"every": every}} if every else {}

@@ -5,7 +5,7 @@ softcap) (y = scale * z without a softcap), a row's loss is logsumexp(y) - y[lab
 and no gradient, whatever their hidden values are. All of it happens in float32 after the matrix product (float64 where
 the inputs are float64); under autocast the product takes autocast's type.
 
-`nll` holds (N, V) logits, twice in float32 with the backward pass. `chunked_nll` holds (chunk, V).
+`nll` holds (N, V) logits: in float32 one for the backward pass, and three in it. `chunked_nll` holds (chunk, V).
 Source: the idea of making the gradients in the forward pass is of Liger Kernel (arXiv:2410.10989) and Cut Your Losses
 (arXiv:2411.09009). Differs from the source: dW is summed in float32, a token reduction rebuilds logits in the backward.
 """
@@ -149,12 +149,14 @@ def _losses(
 ) -> Tensor:
     learnt = labels != IGNORE
     # An ignored row's hidden values become 0: in the backward 0 * NaN would reach the weight's gradient.
-    z = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)
-    y = z.to(_wide(z.dtype)) * scale
+    y = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)
+    y = y.to(_wide(y.dtype))  # one name for all of them: what another one held would stay until the loss is made
+    if scale != 1.0:
+        y = y * scale
     if softcap is not None:
         y = torch.tanh(y / softcap) * softcap
-    losses = torch.logsumexp(y, -1) - y.gather(1, labels.clamp_min(0)[:, None]).squeeze(1)
-    losses = torch.where(learnt, losses, 0)  # (N,)
+    # torch's own keeps one (N, V) for the backward and needs three there; logsumexp and a gather would need five.
+    losses = F.cross_entropy(y, labels, ignore_index=IGNORE, reduction="none")  # (N,), 0 where ignored
     return losses if weights is None else losses * torch.where(learnt, weights.detach(), 0)
 
 

@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.model.decoder import Head, call, redo_ties
+from optrush.model.probe import probe, unsupported
 from optrush.model.weights import Drawn, Entry, Folder, Memory, Recipe, drawn
 from optrush.shapes import HF
 
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
-PROBE_LENGTHS = (7, 1, 5, 11)  # documents of the probe's packed row
-PROBE_LOGIT = 60.0  # hidden states are stretched until logits are this large: a softcap shows only there
+ALONE = "optrush_sdpa"  # what `_alone` is called in transformers' registers
+NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations that do not ask how long the row is
 
 
 class Adapter(nn.Module):
@@ -48,12 +49,15 @@ class Adapter(nn.Module):
         backbone = getattr(hf_model, self.prefix, None)
         output = hf_model.get_output_embeddings()
         if not isinstance(backbone, nn.Module) or not isinstance(output, nn.Linear):
-            raise _unsupported(config, "no separate backbone and linear output layer")
+            raise unsupported(config, "no separate backbone and linear output layer")
         self.add_module(self.prefix, backbone)  # under its own name: canonical names are then transformers' names
         self.head = Head(output.weight, output.bias)
         self.head.scale = _logit_scale(config)
         self.head.softcap = getattr(config, "final_logit_softcapping", None)
         self.through: Callable[..., Any] = call
+        self.maskless = False  # sdpa was seen to need no mask where rows hold one document
+        self._told: dict[str, Any] = {}  # what the attention function is told about such rows
+        self._numbered = _numbered(config)
         self._blocks = _block_list(backbone, self.prefix, config)  # number -> path
         for name in self._blocks:
             self._reroute(self.blocks[name])
@@ -94,9 +98,14 @@ class Adapter(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
         """tokens and positions (B, T) -> hidden states after the last norm (B, T, D).
 
-        Documents are told by the restarts of `positions`; `documents` itself is not read.
+        Packed documents are told by the restarts of `positions`. Where every row holds one document they are left out:
+        transformers then counts on through the padding, which no document reads, and needs no mask of its own.
         """
-        out = self._trunk(input_ids=tokens, position_ids=positions.long(), attention_mask=None, use_cache=False)
+        alone = documents.single and tokens.shape[1] <= self._numbered
+        out = self._trunk(
+            input_ids=tokens, position_ids=None if alone else positions.long(), attention_mask=None, use_cache=False,
+            **(self._told if documents.single else {}),
+        )  # fmt: skip
         hidden: Tensor = out.last_hidden_state
         return hidden
 
@@ -126,7 +135,20 @@ class Adapter(nn.Module):
                 "use masked attention",
             )
         self._trunk.set_attn_implementation(ATTENTIONS[name])
+        self._told = {}
+        if name == "sdpa" and self.maskless:
+            self._leave_masks()
         return len(self._blocks)
+
+    def _leave_masks(self) -> None:
+        """From sdpa to sdpa by `_alone`: compiled, transformers gives sdpa a mask in every case."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+
+        AttentionInterface.register(ALONE, _alone)
+        AttentionMaskInterface.register(ALONE, sdpa_mask)
+        self._trunk.set_attn_implementation(ALONE)
+        self._told = {"one_document": True}
 
     @property
     def matrix_parameters(self) -> int:
@@ -174,7 +196,7 @@ def adapt(folder: Path | None, hf: HF, dtype: torch.dtype, seed: int) -> tuple[A
     entries: dict[str, Entry] = {}
     for name, parameter in adapter.named_parameters():
         if parameter.ndim == 0:
-            raise _unsupported(adapter.config, f"a parameter without dimensions ({name})")
+            raise unsupported(adapter.config, f"a parameter without dimensions ({name})")
         entries[name] = Entry(tuple(parameter.shape), ((names[id(parameter)], parameter.shape[0]),))
     source = None if folder is not None else _draw(adapter, entries, hf, seed)
     probe(adapter, hf_model, dtype)
@@ -209,10 +231,26 @@ def _auto_model() -> Any:
 def _from_config(hf: HF, dtype: torch.dtype) -> Any:
     config, auto = _config(hf), _auto_model()
     try:
-        model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
+        with _Undrawn():
+            model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
     except ValueError as error:
-        raise _unsupported(config, str(error).splitlines()[0]) from None
+        raise unsupported(config, str(error).splitlines()[0]) from None
     return model.eval()
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves matrices undrawn, with NaN at both ends: `_draw` replaces them, and drawing is most of making a model."""
+
+    draws = frozenset({"normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"})  # of Tensor or of torch.nn.init
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", None) in self.draws:
+            matrix: Tensor = args[0] if args else kwargs["tensor"]
+            if isinstance(matrix, nn.Parameter) and matrix.ndim > 1 and matrix.is_contiguous():
+                matrix.detach().view(-1)[:: max(matrix.numel() - 1, 1)] = float("nan")
+                return matrix
+        return function(*args, **kwargs)
 
 
 def _from_folder(folder: Path, hf: HF, dtype: torch.dtype) -> Any:
@@ -224,7 +262,7 @@ def _from_folder(folder: Path, hf: HF, dtype: torch.dtype) -> Any:
             use_safetensors=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
     except (ValueError, OSError, RuntimeError) as error:
-        raise _unsupported(config, str(error).splitlines()[0]) from None
+        raise unsupported(config, str(error).splitlines()[0]) from None
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             raise NeedsError(
@@ -252,78 +290,23 @@ def _draw(adapter: Adapter, entries: dict[str, Entry], hf: HF, seed: int) -> Dra
     return source
 
 
-@torch.no_grad()
-def probe(adapter: Adapter, hf_model: Any, dtype: torch.dtype) -> None:
-    """Compare on the CPU: a packed row with its documents one by one, and our head with the model's own logits.
+def _alone(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    one_document: bool = False, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """transformers' sdpa; in a row of one document causal without a mask, but where the block has a window."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    Packed and alone agree to rounding only, which in bfloat16 could hide a faint leak; so the first document is also
-    changed, which must leave every bit of the others.
-
-    Raises:
-        NeedsError: which of them differed, and by how much.
-    """
-    was, close = adapter.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
-    adapter.eval()
-    tokens, positions, documents = _probe_row(adapter)
-    try:
-        hidden = adapter(tokens, positions, documents)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise _unsupported(adapter.config, f"it does not run on tokens and positions ({error})") from None
-    spans = list(zip(documents.starts[:-1].tolist(), documents.starts[1:].tolist(), strict=True))
-    alone = [adapter(tokens[:, a:b], positions[:, a:b], documents) for a, b in spans]
-    _compare(adapter.config, "packed documents and the same documents alone", hidden, torch.cat(alone, 1), close)
-    changed, first = tokens.clone(), spans[0][1]
-    changed[:, :first] = (changed[:, :first] + 1) % adapter.head.weight.shape[0]
-    others = adapter(changed, positions, documents)[:, first:]
-    _compare(adapter.config, "documents beside a changed document, before and after,", others, hidden[:, first:], 0.0)
-    largest = F.linear(hidden, adapter.head.weight).float().abs().max().clamp_min(1e-6).item()
-    # At 0 only a bias is left, at 1 all is as it comes, and a softcap shows only in large logits.
-    for factor in (0.0, 1.0, PROBE_LOGIT / largest):
-        ours, theirs = _both_logits(adapter, hf_model, tokens[:, spans[-1][0] :], factor)
-        _compare(adapter.config, f"our head's logits and its own (hidden states x {factor:.3g})", ours, theirs, close)
-    adapter.train(was)
+    if one_document and kwargs.get("sliding_window") is None:
+        attention_mask = None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def _both_logits(adapter: Adapter, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Logits of one document by our head and by the model itself, its hidden states multiplied by `factor`."""
-    kept: list[Tensor] = []
-
-    def multiply(_module: nn.Module, _args: Any, out: Any) -> Any:
-        out["last_hidden_state"] = out.last_hidden_state * factor
-        kept.append(out.last_hidden_state)
-        return out
-
-    hook = adapter._trunk.register_forward_hook(multiply)
-    try:
-        theirs = hf_model(input_ids=tokens, use_cache=False).logits
-    finally:
-        hook.remove()
-    return adapter.head.logits(kept[0]), theirs
-
-
-def _probe_row(adapter: Adapter) -> tuple[Tensor, Tensor, Documents]:
-    """One row of PROBE_LENGTHS documents, of tokens spread over the vocabulary."""
-    T, vocab = sum(PROBE_LENGTHS), adapter.head.weight.shape[0]
-    tokens = (torch.arange(T) * 7919 + 13)[None] % vocab
-    positions = torch.cat([torch.arange(n) for n in PROBE_LENGTHS])[None]
-    ids = torch.repeat_interleave(torch.arange(len(PROBE_LENGTHS)), torch.tensor(PROBE_LENGTHS))[None]
-    starts = torch.tensor([0, *PROBE_LENGTHS]).cumsum(0)
-    return tokens, positions.int(), Documents(starts.int(), ids.int(), max(PROBE_LENGTHS), False)
-
-
-def _compare(config: Any, what: str, ours: Tensor, theirs: Tensor, close: float) -> None:
-    size = theirs.float().abs().max().item()
-    apart = (ours.float() - theirs.float()).abs().max().item()
-    if not apart <= close * max(size, 1e-6):  # not >: a NaN is a difference
-        raise _unsupported(config, f"{what} differ by {apart:.2e}, where the largest value is {size:.2e}")
-
-
-def _unsupported(config: Any, found: str) -> NeedsError:
-    return NeedsError(
-        f"a model of type {config.model_type!r} through transformers",
-        found,
-        "choose a model of another family; llama, mistral, qwen2 and qwen3 have a decoder here",
-    )
+def _numbered(config: Any) -> int:
+    """Up to this many tokens a row may be numbered from its first to its last, whatever its document's length."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {kind.get("rope_type") for kind in (rope, *rope.values()) if isinstance(kind, dict)}
+    return (getattr(config, "max_position_embeddings", None) or 0) if kinds <= NUMBERED else 0
 
 
 def _logit_scale(config: Any) -> float:
@@ -337,7 +320,7 @@ def _block_list(backbone: nn.Module, prefix: str, config: Any) -> dict[str, str]
     for path, module in backbone.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return {str(i): f"{prefix}.{path}.{i}" for i in range(count)}
-    raise _unsupported(config, f"no list of {count} blocks in it")
+    raise unsupported(config, f"no list of {count} blocks in it")
 
 
 def _ties(module: nn.Module) -> tuple[tuple[str, str], ...]:

@@ -46,11 +46,11 @@ def locate(run: Run) -> tuple[Path | None, dict[str, Any]]:
 
 def _tiny() -> Path:
     """The built-in model's folder, written at first use."""
-    from optrush.model import tiny
-
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
     folder = cache / "tiny-1"
     if not folder.is_dir():
+        from optrush.model import tiny  # brings torch along
+
         cache.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix="tiny-", dir=cache))
         tiny.write(fresh)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from optrush.ledger import Rule, retype
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ class Amp(Technique):
                 f"{setup.device.name}, capability {setup.device.capability}",
                 "take --with amp:dtype=fp16",
             )
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        yield retype({"product": 2, "cast": 2, "narrowing": 2}, "products and what they save take 2 bytes a value")
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        bf16 = setup.device.kind == "cpu" or setup.device.capability >= (8, 0)
+        yield {} if bf16 else {"dtype": "fp16"}
 
     def model(self, job: Job) -> int:
         import torch

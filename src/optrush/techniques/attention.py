@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from optrush.ledger import Line, Rule, add, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
 
 if TYPE_CHECKING:
@@ -62,6 +63,25 @@ class Attention(Technique):
                 "a technique puts several documents into a row",
                 "take impl=varlen",
             )
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        if self.impl == "masked":
+            return
+        masked = self.impl == "sdpa" and Part.ROWS in setup.owned
+        yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
+        yield live("*.scores*.moved", "scores stay on the chip", gone=True)
+        if masked:
+            why = "the mask of packed rows, T a slot"
+            values = setup.blocks * setup.seq
+            yield add(Line("saved.mask", why, values, "product", "saved", True, setup.blocks))
+        else:
+            yield live("saved.spread", "the kernel groups the query heads itself", gone=True)
+            yield live("*.scores", "the half behind the diagonal is skipped", times=0.5, unit="attention")
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield {}
+        yield {"impl": "varlen"}  # packed rows without a mask
 
     def model(self, job: Job) -> int:
         if self.impl == "cudnn":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from optrush.ledger import Role, Rule, retype
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ class Bf16(Technique):
                 f"{setup.device.name}, capability {setup.device.capability}",
                 "take --with amp:dtype=fp16",
             )
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        everything: dict[Role, float] = {"weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2}
+        yield retype(everything, "8 bytes a parameter, and 2 bytes a saved value")
+        yield retype({"narrowing": 2, "widening": 2}, "norms and softmax still run in float32")
 
     def model(self, job: Job) -> int:
         import torch

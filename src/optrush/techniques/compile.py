@@ -1,11 +1,13 @@
-"""torch.compile, one block at a time and the loss, with fixed shapes."""
+"""torch.compile, one block at a time or the whole model, and the loss, with fixed shapes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from optrush.technique import Numerics, Technique
+from optrush.ledger import Rule, Work, add, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -13,27 +15,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compile(Technique):
-    """Compiles each block in place, and the head's kernel as far as it allows.
+    """Compiles in place, and the head's kernel as far as it allows.
 
-    Equal blocks share one compilation, so it costs one block's time, not the model's.
+    blocks: each block by itself. Equal blocks share one compilation, so it costs one block's time, not the model's.
+    model: all from the tokens to the last norm as one graph, one rank only. Compiles longer by the number of blocks.
 
     Source: Ansel et al., https://doi.org/10.1145/3620665.3640366
-    Memory: what elementwise operators between products saved is recomputed in their fused backward.
-    Work: unchanged FLOPs; elementwise operators read and write memory once a fused group.
+    Memory: what elementwise operators between products saved is recomputed in their fused backward. As one graph, all
+        gradients but the head's are there before the first is handed over.
+    Work: unchanged FLOPs; elementwise operators read and write memory once a fused group, with `model` also where one
+        block ends and the next begins; the host starts one graph instead of one a block.
     """
 
+    scope: Literal["blocks", "model"] = "blocks"
     mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
 
     name = "compile"
-    summary = "torch.compile, a block at a time and the loss, fixed shapes"
+    summary = "torch.compile, a block at a time or the whole model, and the loss, fixed shapes"
     source = "https://doi.org/10.1145/3620665.3640366"
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_compile.py"
     verified_on = ("cpu", "gpu")
 
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        yield Need(
+            self.scope == "blocks" or Part.DATA not in setup.owned,
+            "`compile:scope=model`",
+            "a technique that shares the work of several ranks: what one graph computes, it could not overlap with",
+            "take scope=blocks",
+        )
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        why = "fused into their neighbours, and computed again where the backward pass needs them"
+        yield live("saved.*", why, fusable=True, gone=True)
+        yield live("working.*", why, fusable=True, gone=True)
+        yield live("*.eager", why, gone=True)
+        yield live("*.launches", why, gone=True)
+        yield add(Work("compiled", "about 20 kernels a block", "micro", launches=20 * setup.blocks))
+
     def compile(self, job: Job) -> int:
-        for block in job.model.blocks.values():
-            block.compile(fullgraph=job.setup.native, dynamic=False, mode=self.mode)
-        head = job.model.head
+        import torch
+
+        from optrush.model.decoder import Decoder
+
+        model, head = job.model, job.model.head
+        whole = self.scope == "model"
+        if whole and isinstance(model, Decoder):
+            # The decoder makes its frequencies when it is first asked: inside the graph that would compile it twice.
+            model.angles(torch.zeros(1, 1, device=job.world.device), torch.float32)
+        modules = [model] if whole else list(model.blocks.values())
+        for module in modules:
+            module.compile(fullgraph=job.setup.native, dynamic=False, mode=self.mode)
         head.nll = head.nll.compiled(self.mode)
-        return len(job.model.blocks) + 1
+        return len(modules) + 1

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from optrush.ledger import Line, Rule, Work, add, like
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
@@ -46,6 +47,13 @@ class Ddp(Technique):
             "one rank",
             "start it with --ranks 2 or torchrun, or leave ddp out",
         )
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        n = setup.ranks
+        room = self.bucket_mib << 20
+        yield add(Line("buckets", "gradients copied into the bucket under way", room, "byte", "backward"))
+        why = "2 (n-1)/n of the gradients' bytes to other ranks"
+        yield like("gradients.*", Work("reduce", why, "step", unit="link", values=2 * (n - 1) / n, role="gradient"))
 
     def drive(self, job: Job) -> int:
         assert job.world.mesh is not None

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from optrush.ledger import Rule, Work, cut, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
@@ -47,6 +48,26 @@ class Fsdp(Technique):
             "one rank",
             "start it with --ranks 2 or torchrun, or leave fsdp out",
         )
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        """Shares of everything, whole blocks while they run, and what the link carries."""
+        n, L = setup.ranks, setup.blocks
+        blocks = min(L, 2) if self.stage == 3 else L
+        whole = "a block's weights are whole while it runs, and the next block's ahead of it"
+        yield cut("weights.blocks", "dp", n, whole, gathered=blocks)
+        yield cut("weights.[!b]*", "dp", n, "embedding and head are whole while they are used", gathered=1)
+        yield cut("states.*", "dp", n, "a rank updates its share")
+        each = setup.accumulation == 1 or self.sync == "each"
+        if each:
+            yield cut("gradients.*", "dp", n, "reduced as soon as a block has made them", gathered=1)
+        yield live("casts.*", "the gathered weights are cast, no copies beside them", gone=True)
+        share = (n - 1) / n
+        why = f"weights gathered {'twice' if self.stage == 3 else 'once'} a micro-batch"
+        times = share * (2 if self.stage == 3 else 1)
+        yield like("weights.*", Work("gather", why, "micro", unit="link", values=times, role="product"))
+        why = "gradients reduced"
+        per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
+        yield like("gradients.*", Work("reduce", why, per, unit="link", values=share, role="gradient"))
 
     def shard(self, job: Job) -> int:
         import torch

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optrush.technique import Numerics, Part, Technique
+from optrush.ledger import Rule, live
+from optrush.technique import Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -27,6 +29,9 @@ class FusedAdamW(Technique):
     proof = "tests/techniques/test_fused_adamw.py"
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        yield live("update.loop", "one kernel makes no temporaries", gone=True)
 
     def optimizer(self, job: Job) -> int:
         from optrush.optim.adamw import AdamW

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from optrush.technique import Numerics, Part, Technique
+from optrush.ledger import Line, Rule, like, live
+from optrush.technique import Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -33,6 +35,17 @@ class FusedLoss(Technique):
     proof = "tests/techniques/test_fused_loss.py"
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.HEAD})
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        yield live("head.logits*", "of one chunk at a time", most_tokens=self.chunk)
+        why = "the gradient of a chunk's logits, V"
+        yield like("head.logits", Line("head.chunk", why, 1.0, "product", "head", True, most_tokens=self.chunk))
+        why = "operators of a chunk, one at a time"
+        chunk = Line("head.chunk.eager", why, 2.25, "wide", "head", True, most_tokens=self.chunk, fusable=True)
+        yield like("head.logits", chunk)
+        why = "the head's gradient, summed over chunks in float32, D V"
+        yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
+        yield like("casts.head", Line("head.gradient.cast", "and in the weight's type", 1.0, "narrowing", "head"))
 
     def loss(self, job: Job) -> int:
         from optrush.kernels.nll import Chunked

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optrush.technique import Numerics, Part, Technique
+from optrush.ledger import Rule, live
+from optrush.technique import Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -30,6 +32,9 @@ class Packing(Technique):
     proof = "tests/golden/test_golden.py"
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.ROWS})
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        yield live("padding", "rows hold several documents, and little else", times=0.1)
 
     def data(self, job: Job) -> int:
         from optrush.data import pack

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from optrush.ledger import Rule, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
@@ -41,17 +42,40 @@ class Recompute(Technique):
             f"take every from 1 to {setup.blocks}",
         )
 
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        share = setup.blocks // self.every / setup.blocks
+        yield live("saved.*", "kept by one block at a time, while it runs again", recomputed=share)
+        yield live("forward.*", "the forward pass of these blocks runs twice", times=1 + share)
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield {}
+        yield {"every": 2}
+
     def recompute(self, job: Job) -> int:
+        from torch import nn
         from torch.utils.checkpoint import checkpoint
 
-        through = job.model.through
-        chosen = {block for name, block in job.model.blocks.items() if (int(name) + 1) % self.every == 0}
+        through, chosen = job.model.through, 0
+        for name, block in job.model.blocks.items():
+            again = (int(name) + 1) % self.every == 0
+            # Said by the block itself: of a set of blocks a compiler does not see that it holds one and not the other.
+            block.runs_again = again  # type: ignore[assignment]
+            chosen += again
 
         def recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            block = getattr(call, "__self__", call)  # a block, or a block's own forward
-            if block not in chosen:
+            # A block, or a block's own forward. Asked this way, because getattr(call, "__self__", call) of a forward
+            # is the forward again where torch 2.11 compiles it: nothing would be recomputed, and nothing would say so.
+            block = call if isinstance(call, nn.Module) else call.__self__  # type: ignore[attr-defined]
+            if not block.runs_again:
                 return through(call, *args, **kwargs)
-            return checkpoint(through, call, *args, use_reentrant=False, **kwargs)
+
+            def run(*first: Any) -> Any:
+                return through(call, *first, *args[1:], **kwargs)
+
+            # All but the hidden states is enclosed: what is given as an argument, a compiler looks at field by field,
+            # and it would compile again for every value of `Documents.longest`.
+            return checkpoint(run, *args[:1], use_reentrant=False)
 
         job.model.through = recomputed
-        return len(chosen)
+        return chosen

@@ -1,0 +1,168 @@
+"""The ledger of a run without techniques: what a decoder's parameters, its blocks, its head and its optimizer hold.
+
+The memory is what torch has allocated at once (as `torch.cuda.max_memory_allocated` counts it) on one rank. Operators
+run one at a time here, and each keeps for the backward pass what its formula needs; lines that a compiler fuses away
+are marked. Saved values were read off torch's own autograd (saved tensors of one block, deduplicated by storage), and
+tests/unit/test_ledger.py holds them to it.
+
+Letters as everywhere: T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head width, V
+vocabulary, L blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from optrush.ledger import Entry, Line, Live, Role, Work
+from optrush.shapes import ModelShape
+
+CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
+PROCESS_BYTES = 1.0e9  # Python, torch and transformers before a run begins; measured on Linux
+
+
+def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: float = 0.0) -> list[Entry]:
+    """Lines and work of float32 training, masked attention, whole logits, a loop over parameters as optimizer."""
+    return [
+        *_parameters(shape),
+        *_block(shape, T, native),
+        *_head(shape),
+        *_rest(shape, T, cuda),
+        *_work(shape, T, native, padding),
+    ]
+
+
+def _parameters(s: ModelShape) -> Iterator[Line]:
+    head = 0 if s.tied else s.vocab * s.width
+    embedding = s.vocab * s.width
+    blocks = s.parameters - embedding - head - s.width
+    matrices = s.matrix_parameters - s.vocab * s.width
+    parts = (("blocks", blocks, s.layers), ("embedding", embedding, 1), ("head", head, 1), ("norm", s.width, 1))
+    kinds: tuple[tuple[str, Role, Live, int, str], ...] = (
+        ("weights", "weight", "always", 1, "a value each"),
+        ("gradients", "gradient", "gradient", 1, "a value each, from its backward pass to the update"),
+        ("states", "state", "always", 2, "AdamW: a mean and a mean square each"),
+    )
+    for kind, role, live, each, why in kinds:
+        for part, values, count in parts:
+            if values:
+                yield Line(f"{kind}.{part}", f"{values:,} parameters: {why}", each * values, role, live, blocks=count)
+    why = "copies of the matrices in the products' type, kept until their backward pass"
+    yield Line("casts.blocks", why, matrices, "cast", "saved", blocks=s.layers)
+    yield Line("casts.head", why, s.vocab * s.width, "cast", "saved")
+
+
+def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
+    D, F, q, kv = s.width, s.ff_width, s.heads * s.head_width, s.kv_heads * s.head_width
+
+    def saved(name: str, reason: str, values: float, role: Role, fusable: bool = False) -> Line:
+        return Line(f"saved.{name}", reason, s.layers * values, role, "saved", True, s.layers, fusable=fusable)
+
+    yield Line("input", "what enters a block, D", s.layers * D, "residual", "saved", True, s.layers)
+    yield saved("middle", "what enters its feed-forward part, D", D, "residual")
+    yield saved("widened", "float32 copies of both inside the norms, 2 D", 2 * D, "widening", True)
+    yield saved("normalised", "before the norms' weights, 2 D", 2 * D, "residual", True)
+    yield saved("normed", "what enters the products after the norms, 2 D", 2 * D, "product")
+    if not native:
+        yield saved("normed again", "autocast copies it for each product that reads it, 3 D", 3 * D, "cast", True)
+    yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "product")
+    yield saved("spread", "keys and values repeated for each query head, 2 (H - K) E", 2 * (q - kv), "product")
+    yield saved("scores.held", "probabilities, H T, in float32", s.heads * T, "wide")
+    yield saved("scores.cast.held", "probabilities again, in the products' type", s.heads * T, "narrowing")
+    yield saved("attended", "what enters the output product, H E", q, "product")
+    yield saved("gate_up", "gate and up, 2 F", 2 * F, "product")
+    yield saved("gated", "the gate after its activation, F", F, "product", True)
+    yield saved("product", "what enters the down product, F", F, "product")
+
+    def working(name: str, reason: str, values: float, role: Role, live: Live) -> Line:
+        return Line(f"working.{name}", reason, values, role, live, True, fusable=True)
+
+    scores = s.heads * T
+    yield working(
+        "scores.forward.held", "scores before the softmax, masked and not, 2 H T", 2 * scores, "wide", "forward"
+    )
+    yield working("scores.backward.held", "gradients of the scores, 2 H T", 2 * scores, "wide", "backward")
+    yield working("forward", "gate, up and their product in flight, 2 F", 2 * F, "product", "forward")
+    yield working("backward", "gradients of the feed-forward part, 4 F", 4 * F, "product", "backward")
+
+
+def _head(s: ModelShape) -> Iterator[Line]:
+    D, V = s.width, s.vocab
+
+    def line(name: str, reason: str, values: float, role: Role, live: Live, fusable: bool = False) -> Line:
+        return Line(f"head.{name}", reason, values, role, live, True, fusable=fusable)
+
+    yield line("input", "the last norm's input and its copy, 2 D", 2 * D, "residual", "saved")
+    yield line("hidden", "what enters the head, D", D, "product", "saved")
+    yield line("hidden gradient", "the gradient that leaves the head, D", D, "residual", "backward")
+    yield line("logits", "V, and their gradient in their place", V, "product", "head")
+    yield line("logits.eager", "the softmax and two gradients of it, 2 V in float32", 2 * V, "wide", "head", True)
+    yield line(
+        "logits.cast.eager",
+        "and where logits are narrower, what makes them 3 V in float32",
+        V,
+        "narrowing",
+        "head",
+        True,
+    )
+
+
+def _rest(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
+    largest = max(s.vocab * s.width, s.width * 2 * s.ff_width)
+    yield Line("update.loop", "two temporaries of the largest parameter", 2 * largest, "weight", "update")
+    yield Line("angles", "cosines and sines, 2 E", 2 * s.head_width, "residual", "saved", True)
+    yield Line("batch", "tokens, labels, positions, documents", 28, "byte", "always", True)
+    if cuda:
+        yield Line("runtime", "workspaces of the products' library", CUBLAS_BYTES, "byte", "always")
+    else:
+        yield Line("runtime", "the process itself: Python, torch, transformers", PROCESS_BYTES, "byte", "always")
+
+
+def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[Work]:
+    D, F, V, L = s.width, s.ff_width, s.vocab, s.layers
+    q, kv = s.heads * s.head_width, s.kv_heads * s.head_width
+    linear = s.matrix_parameters - V * D
+    scores = s.heads * T * L
+    yield Work("padding", "slots that hold no token", "token", padding=padding)
+    yield Work("forward.products", "2 a weight of the blocks", "token", 2 * linear)
+    yield Work("forward.scores", "every score, masked or not: 4 T H E a block", "token", 4 * T * q * L)
+    moved = "scores written, scaled, masked, made probabilities, cast, read"
+    yield Work("forward.scores.moved", moved, "token", values=10 * scores, role="wide")
+    yield Work(
+        "forward.elementwise",
+        "norms, rotation, gating",
+        "token",
+        values=L * (6 * D + 2 * (q + kv) + 3 * F),
+        role="product",
+    )
+    yield Work(
+        "forward.eager", "the same one operator at a time", "token", values=L * 75 * D, role="wide", fusable=True
+    )
+    yield Work("forward.launches", "about 45 operators a block", "micro", launches=45 * L, fusable=True)
+    yield Work("backward.products", "4 a weight of the blocks", "token", 4 * linear)
+    yield Work("backward.scores", "8 T H E a block", "token", 8 * T * q * L)
+    yield Work("backward.scores.moved", "gradients of the scores, likewise", "token", values=11 * scores, role="wide")
+    yield Work(
+        "backward.elementwise",
+        "norms, rotation, gating",
+        "token",
+        values=L * (10 * D + 2 * (q + kv) + 6 * F),
+        role="product",
+    )
+    yield Work(
+        "backward.eager", "the same one operator at a time", "token", values=L * 150 * D, role="wide", fusable=True
+    )
+    yield Work("backward.launches", "about 90 operators a block", "micro", launches=90 * L, fusable=True)
+    yield Work("head.products", "6 a weight of the head", "token", 6 * D * V)
+    yield Work("head.moved", "logits, their softmax and their gradients", "token", values=4 * V, role="wide")
+    yield Work("head.eager", "the same one operator at a time", "token", values=6 * V, role="wide", fusable=True)
+    yield Work("casts", "weights read, their copies written", "micro", values=1.5 * s.matrix_parameters, role="cast")
+    yield Work("update", "weights, gradients, states: read and written", "step", values=7 * s.parameters, role="weight")
+    yield Work(
+        "update.loop",
+        "the same one operator at a time",
+        "step",
+        values=11 * s.parameters,
+        role="weight",
+        launches=14 * (L * 9 + 2),
+    )
+    yield Work("norm", "gradients read for their norm", "step", values=s.parameters, role="gradient")

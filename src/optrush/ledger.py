@@ -1,0 +1,346 @@
+"""Memory and work, predicted before anything is built: symbolic lines, and the rules by which techniques edit them.
+
+`baseline.lines` writes the lines of a run without techniques; each technique's `predict` yields rules; `settle` applies
+them in one order of kinds (add, retype, freeze, cut, live) whatever order they came in, so that the order of
+techniques never matters; `peak` and `seconds` then evaluate the lines for a micro-batch of so many tokens. A rule that
+matches nothing raises: a prediction and the code it predicts must not drift apart. Pure arithmetic, per rank.
+
+Widths are asked last. A line says what kind of value it holds (its role), and precision decides once how many bytes a
+value of that role takes: so a technique that adds a line need not know which precision runs beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import operator
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache, cached_property
+from typing import Any, Literal
+
+Role = Literal["weight", "gradient", "state", "cast", "product", "residual", "widening", "narrowing", "wide", "byte"]
+# Bytes a value in float32 training. cast: a weight's copy in the products' type; product: what a product saves of its
+# inputs; residual: the stream between blocks; widening: a float32 copy beyond the value itself; narrowing: a copy in
+# the products' type beside a float32 value; wide: float32 whatever the precision.
+FLOAT32: Mapping[Role, float] = {
+    "weight": 4, "gradient": 4, "state": 4, "cast": 0, "product": 4, "residual": 4, "widening": 0, "narrowing": 0,
+    "wide": 4, "byte": 1,
+}  # fmt: skip
+BFLOAT16: Mapping[Role, float] = {
+    **FLOAT32, "weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2, "widening": 2, "narrowing": 2,
+}  # fmt: skip
+
+Live = Literal["always", "gradient", "saved", "forward", "backward", "head", "update"]
+"""When a line is there: always; from its backward pass to the update; from its forward to its backward pass; in
+one block's forward or backward pass; at the head; in the update."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Bytes of one kind, in the whole model: `values` x the width of `role`, once or for each token."""
+
+    name: str
+    reason: str
+    values: float
+    role: Role
+    live: Live
+    per_token: bool = False  # values of one token of a micro-batch; else of the model
+    blocks: int = 1  # equal parts, one a block; 1: lies outside the blocks
+    most_tokens: float = math.inf  # a chunked operator holds no more at once
+    fusable: bool = False  # exists because operators run one at a time
+    # what rules change
+    gone: bool = False
+    recomputed: float = 0.0  # share of the blocks that keep it only while they run again
+    cut: Mapping[str, int] = field(default_factory=dict)  # axis -> ranks
+    gathered: int = 0  # parts that are whole at a time, of a line that is cut
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device or the host must do. flop and moved bytes a token, a micro-batch or a step."""
+
+    name: str
+    reason: str
+    per: Literal["token", "micro", "step"]
+    flop: float = 0.0
+    unit: Literal["product", "attention", "link"] = "product"  # what does the flop; link: values go to other ranks
+    values: float = 0.0  # read and written in device memory
+    role: Role = "byte"
+    launches: float = 0.0  # operators that the host starts
+    padding: float = 0.0  # share of the slots that hold no token
+    fusable: bool = False
+    # what rules change
+    gone: bool = False
+    times: float = 1.0
+
+
+Entry = Line | Work
+
+
+class Kind(enum.IntEnum):
+    """The order in which rules act."""
+
+    ADD = 0
+    RETYPE = 1
+    FREEZE = 2
+    CUT = 3
+    LIVE = 4
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One edit with its reason; made by `add`, `like`, `retype`, `freeze`, `cut`, `live`."""
+
+    kind: Kind
+    reason: str
+    match: str = ""  # a pattern over names
+    entries: tuple[Entry, ...] = ()
+    widths: Mapping[Role, float] = field(default_factory=dict)
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    fusable: bool = False  # of what matches, only what is fusable
+
+
+def add(*entries: Entry) -> Rule:
+    """New lines or work, which the other kinds of rules see too."""
+    return Rule(Kind.ADD, "; ".join(e.reason for e in entries), entries=entries)
+
+
+def like(match: str, entry: Entry) -> Rule:
+    """A new entry of `entry.values` times the values of the matching lines of the baseline."""
+    return Rule(Kind.ADD, entry.reason, match, (entry,))
+
+
+def retype(widths: Mapping[Role, float], reason: str) -> Rule:
+    """Other bytes a value, by role."""
+    return Rule(Kind.RETYPE, reason, widths=widths)
+
+
+def freeze(match: str, reason: str) -> Rule:
+    """The parameters that match are not trained: their gradients and states go."""
+    return Rule(Kind.FREEZE, reason, match)
+
+
+def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0) -> Rule:
+    """Each rank of an axis holds its share; of the `blocks` parts, `gathered` are whole at a time where used."""
+    return Rule(Kind.CUT, reason, match, changes={"cut": {axis: ranks}, "gathered": gathered})
+
+
+def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> Rule:
+    """What matches is `gone`, `recomputed` in a share of the blocks, held for `most_tokens` at once, done `times` over,
+    or by another `unit`."""
+    assert changes.keys() <= {"gone", "recomputed", "most_tokens", "times", "unit"}, changes
+    return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable)
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Settled lines and work, with the widths that precision has decided."""
+
+    lines: tuple[Line, ...]
+    work: tuple[Work, ...]
+    widths: Mapping[Role, float]
+    accumulation: int  # micro-batches of a step
+
+    def width(self, line: Line) -> float:
+        """Bytes a value of this line."""
+        return 0.0 if line.gone else self.widths[line.role]
+
+    @cached_property
+    def forms(self) -> dict[str, tuple[float, float, dict[float, float]]]:
+        """By phase: bytes that are there once, bytes a token, and bytes a token up to so many tokens."""
+        found = {}
+        for phase in PHASES:
+            once, each, chunks = 0.0, 0.0, dict[float, float]()
+            for line in self.lines:
+                share, gathered = _there(self, line, 1.0, phase)
+                once += gathered
+                if not line.per_token:
+                    once += share
+                elif line.most_tokens == math.inf:
+                    each += share
+                else:
+                    chunks[line.most_tokens] = chunks.get(line.most_tokens, 0.0) + share
+            found[phase] = (once, each, chunks)
+        return found
+
+
+def settle(
+    baseline: Sequence[Entry], widths: Mapping[Role, float], rules: Iterable[Rule], accumulation: int = 1
+) -> Ledger:
+    """The ledger after all rules, in the order of their kinds.
+
+    Raises:
+        ValueError: a rule that matches nothing, or two that contradict each other.
+    """
+    entries = list(baseline)
+    given: dict[Role, float] = {}
+    for rule in sorted(rules, key=lambda r: r.kind):
+        if rule.kind is Kind.ADD:
+            entries += _added(rule, baseline)
+        elif rule.kind is Kind.RETYPE:
+            for role, width in rule.widths.items():
+                if given.setdefault(role, width) != width:
+                    raise ValueError(f"two rules give {role!r} different widths ({rule.reason})")
+                if not any(e.role == role for e in entries):
+                    raise ValueError(f"nothing has the role {role!r} ({rule.reason})")
+        else:
+            edited = [_edited(rule, e) if _matches(rule, e) else e for e in entries]
+            if all(map(operator.is_, edited, entries)):
+                raise ValueError(f"nothing is called {rule.match!r} ({rule.reason})")
+            entries = edited
+    doubled = [name for name, n in Counter((type(e), e.name) for e in entries).items() if n > 1]
+    if doubled:
+        raise ValueError(f"two entries are called {doubled[0][1]!r}")
+    lines = tuple(e for e in entries if isinstance(e, Line))
+    work = tuple(e for e in entries if isinstance(e, Work))
+    return Ledger(lines, work, {**widths, **given}, accumulation)
+
+
+def _added(rule: Rule, baseline: Sequence[Entry]) -> tuple[Entry, ...]:
+    if not rule.match:
+        return rule.entries
+    values = sum(e.values for e in baseline if isinstance(e, Line) and _named(e.name, rule.match))
+    if not values:
+        raise ValueError(f"nothing is called {rule.match!r} ({rule.reason})")
+    return tuple(dataclasses.replace(e, values=e.values * values) for e in rule.entries)
+
+
+def _matches(rule: Rule, entry: Entry) -> bool:
+    if rule.kind is Kind.FREEZE:
+        return _named(entry.name, f"gradients.{rule.match}") or _named(entry.name, f"states.{rule.match}")
+    if rule.kind is Kind.CUT and not isinstance(entry, Line):
+        return False
+    return (entry.fusable or not rule.fusable) and _named(entry.name, rule.match)
+
+
+@cache  # a search asks the same few hundred questions for each of its sets
+def _named(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern)
+
+
+def _edited(rule: Rule, entry: Entry) -> Entry:
+    """The entry as the rule leaves it. Edits of one kind commute, so that the order of techniques never matters."""
+    if rule.kind is Kind.FREEZE:
+        return dataclasses.replace(entry, gone=True)
+    changed: dict[str, Any] = {}
+    for name, value in rule.changes.items():
+        if not hasattr(entry, name):  # what only lines have, or only work
+            continue
+        old = getattr(entry, name)
+        if name == "times":
+            changed[name] = old * value
+        elif name == "most_tokens":
+            changed[name] = min(old, value)
+        elif name == "cut":
+            changed[name] = {**old, **value}
+        elif name == "unit":
+            changed[name] = value
+        else:  # gone, recomputed, gathered
+            changed[name] = max(old, value)
+    return dataclasses.replace(entry, **changed)
+
+
+# --- evaluation
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of memory as people read it."""
+
+    name: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that lies in memory at once, and in which phase of a step."""
+
+    phase: str
+    items: tuple[Item, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(i.bytes for i in self.items)
+
+
+PHASES = ("forward", "head", "backward, last block", "backward, first block", "update")
+_WORKING = {"forward": "forward", "head": "head", "update": "update"}  # else: "backward"
+
+
+def peak(ledger: Ledger, tokens: float) -> Peak:
+    """The worst phase of a step with micro-batches of `tokens` tokens.
+
+    Saved lines shrink and gradients grow while the backward pass goes from the last block to the first, both evenly:
+    so the most lies at one of its ends.
+    """
+    worst = max(PHASES, key=lambda phase: _bytes(ledger, tokens, phase))
+    items = []
+    for line in ledger.lines:
+        there, gathered = _there(ledger, line, tokens, worst)
+        items.append(Item(line.name, round(there), line.reason))
+        items.append(Item(f"gathered {line.name}", round(gathered), "cut over the ranks, and whole while it is used"))
+    return Peak(worst, tuple(i for i in items if i.bytes))
+
+
+def largest(ledger: Ledger, room: float, unit: int) -> int:
+    """The largest micro-batch, in whole units of `unit` tokens, whose peak is at most `room` bytes; 0 if none is.
+
+    Solved, not searched: in each phase the bytes are linear in the tokens, with a bend where a chunk is full.
+    """
+    bends = sorted({line.most_tokens for line in ledger.lines if math.isfinite(line.most_tokens)})
+    tokens = min(_solved(ledger, room, phase, [0.0, *bends]) for phase in PHASES)
+    return int(tokens // unit) * unit
+
+
+def _solved(ledger: Ledger, room: float, phase: str, bends: list[float]) -> float:
+    if _bytes(ledger, 0.0, phase) > room:
+        return 0.0
+    start = max(b for b in bends if _bytes(ledger, b, phase) <= room)
+    end = min((b for b in bends if b > start), default=1e15)
+    here = _bytes(ledger, start, phase)
+    return min(end, start + (room - here) / max(_bytes(ledger, start + 1, phase) - here, 1e-9))
+
+
+def _bytes(ledger: Ledger, tokens: float, phase: str) -> float:
+    once, each, chunks = ledger.forms[phase]
+    return once + each * tokens + sum(size * min(tokens, most) for most, size in chunks.items())
+
+
+def held(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
+    """Bytes of a line while all of it is there, without what is gathered."""
+    count = min(tokens, line.most_tokens) if line.per_token else 1.0
+    return ledger.width(line) * line.values * count / math.prod(line.cut.values())
+
+
+def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float, float]:
+    """Bytes of a line in a phase: this rank's share, and what is gathered whole beside it."""
+    share = _share(line, phase, ledger.accumulation)
+    gathered = 0.0
+    if line.gathered and phase != "update":
+        used = min(ledger.width(line), ledger.widths["product"])
+        gathered = used * line.values * min(line.gathered, line.blocks) / line.blocks
+    return held(ledger, line, tokens) * share, gathered
+
+
+def _share(line: Line, phase: str, accumulation: int) -> float:
+    """Which part of a line is there in a phase."""
+    one = 1 / line.blocks
+    if line.live == "always":
+        return 1.0
+    if line.live == "gradient":
+        if accumulation > 1 or phase in ("backward, first block", "update"):
+            return 1.0
+        return one if phase == "backward, last block" else 0.0
+    if line.live == "saved":
+        if phase == "update":
+            return 0.0
+        left = one if line.blocks > 1 else 0.0  # what lies outside the blocks was used first
+        there = left if phase == "backward, first block" else 1.0
+        again = one if line.recomputed and phase.startswith("backward") else 0.0  # the block that runs again
+        return there * (1 - line.recomputed) + again
+    return float(line.live == _WORKING.get(phase, "backward"))

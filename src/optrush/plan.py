@@ -1,0 +1,332 @@
+"""What a run will need and how fast it will be, before anything is built; and which settings would do better. Pure.
+
+config.json -> ModelShape -> the baseline's ledger -> rules of the techniques -> peak and seconds. The search does the
+same for every compatible set of techniques, solves each for its largest micro-batch, and ranks by useful tokens a
+second. Nothing here knows a technique's name: sets come from claims and needs, and a technique says itself which of
+its options are worth a thought (`variants`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from optrush import baseline, ledger, rates, technique
+from optrush.config import Run
+from optrush.data.lengths import estimate
+from optrush.errors import ConfigError, ConflictError, NeedsError
+from optrush.hardware import Device, named
+from optrush.ledger import Item, Ledger
+from optrush.prepare import prepare
+from optrush.shapes import ARCHITECTURES, SHAPES, ModelShape
+from optrush.technique import Numerics, Part, Setup, Technique, build, in_order
+from optrush.techniques import ALL
+
+CONTEXT_BYTES = 800 << 20  # what a CUDA process takes of a device beside torch's allocations
+SLACK = 0.03  # of a peak: the allocator's gaps
+CLOSE = 0.01  # speeds this near are equal; of those, what needs less memory is better
+
+Options = Sequence[Technique | None]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one configuration, for the worst rank."""
+
+    peak_bytes: int
+    memory_kind: str  # "cuda_allocated" or "rss"
+    phase: str
+    lines: tuple[Item, ...]  # their sum is the peak
+    device: str
+    capacity_bytes: int | None
+    fits: bool
+    tokens_per_s: float | None  # useful ones, of all ranks; None where the device's rates are unknown
+    basis: str  # "datasheet" or "calibrated"
+    parameters: int = 0
+    a_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)  # bytes of each kind
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One set of techniques with a micro-batch."""
+
+    with_: Mapping[str, Mapping[str, Any]]
+    micro_rows: int
+    prediction: Prediction
+
+    def over(self, run: Run) -> Run:
+        """The run with this setting."""
+        batch = run.batch.model_copy(update={"micro_tokens": self.micro_rows * run.batch.seq})
+        return run.model_copy(update={"with_": {k: dict(v) for k, v in self.with_.items()}, "batch": batch})
+
+    @property
+    def title(self) -> str:
+        """The techniques in a line."""
+        return " ".join(map(_titled, self.with_.items())) or "no technique"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found: the best settings, how many sets it tried, and why other techniques are not in the best."""
+
+    settings: tuple[Setting, ...]
+    tried: int
+    lost: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """What a search does not vary."""
+
+    hf: dict[str, Any]
+    setup: Setup
+    padding: float
+
+
+def predict(
+    run: Run, hardware: str = "auto", ranks: int | None = None, classes: Sequence[type[Technique]] = ALL
+) -> Prediction:
+    """Peak memory and speed of a run as it is configured.
+
+    Args:
+        hardware: as `hardware.named` takes it.
+        ranks: processes; None: as many as the hardware's name says.
+
+    Raises:
+        UserError: the run cannot be prepared there, or the plan does not know its model.
+    """
+    device, count = named(hardware)
+    prepared = prepare(run, classes, ranks or count, device)
+    book = _book(prepared.techniques, prepared.setup, prepared.hf, padding(run))
+    return _prediction(book, prepared.setup, ledger.peak(book, prepared.setup.micro_rows * prepared.setup.seq))
+
+
+def search(
+    run: Run,
+    hardware: str = "auto",
+    classes: Sequence[type[Technique]] = ALL,
+    *,
+    keep_maths: bool = False,
+    best: int = 3,
+) -> Found:
+    """The best settings over every compatible set of techniques and micro-batch; tokens a step stay as they are.
+
+    Args:
+        keep_maths: leave out techniques that change what is computed (`Numerics.DIFFERENT_MATHS`).
+        best: so many settings.
+    """
+    scene = _scene(run, hardware, classes)
+    options, unmet = _options(scene.setup, classes, keep_maths)
+    tried, settings = _settings(scene, options)
+    settings.sort(key=lambda s: s.prediction.tokens_per_s or 0.0, reverse=True)
+    return Found(tuple(_leading(settings, best)), tried, (*_lost(settings, options, scene.setup), *unmet))
+
+
+def family(
+    run: Run, hardware: str, setting: Setting, classes: Sequence[type[Technique]] = ALL
+) -> Iterator[tuple[str, int, Setting | None]]:
+    """What the named shapes of the run's family would cost on the same hardware, smallest first.
+
+    Each takes the given setting, with or without what keeps less for the backward pass; None: it does not fit.
+
+    Yields:
+        name, parameters, setting.
+    """
+    scene = _scene(run, hardware, classes)
+    chosen: list[Options] = [[t] for t in build(classes, setting.with_)]
+    saving = [t for c in classes if Part.SAVED in c.claims for t in _variants(c, scene.setup)]
+    chosen = [[o for o in group if o and Part.SAVED not in o.claims] or [None] for group in chosen]
+    shapes = {n: ModelShape.read(hf) for n, hf in SHAPES.items() if hf["model_type"] == scene.hf["model_type"]}
+    for name, shape in sorted(shapes.items(), key=lambda s: s[1].parameters):
+        other = dataclasses.replace(
+            scene, hf=copy.deepcopy(SHAPES[name]), setup=dataclasses.replace(scene.setup, blocks=shape.layers)
+        )
+        _, settings = _settings(other, [*chosen, [None, *saving]])
+        yield name, shape.parameters, max(settings, key=lambda s: s.prediction.tokens_per_s or 0.0, default=None)
+
+
+def padding(run: Run) -> float:
+    """Share of the slots that hold no token when a row holds one document. Estimated: the plan does not tokenise."""
+    lengths, T = estimate(run.data, run.seed), run.batch.seq
+    return 1 - sum(min(n, T) for n in lengths) / (T * len(lengths)) if lengths else 0.0
+
+
+def room(device: Device) -> float | None:
+    """Bytes that a peak may have on a device."""
+    if device.memory_bytes is None:
+        return None
+    context = CONTEXT_BYTES if device.kind == "cuda" else 0
+    return (device.memory_bytes - context) / (1 + SLACK)
+
+
+def _scene(run: Run, hardware: str, classes: Sequence[type[Technique]]) -> _Scene:
+    """Everything but the techniques and the micro-batch, checked."""
+    device, ranks = named(hardware)
+    batch = run.batch.model_copy(update={"micro_tokens": run.batch.seq})
+    prepared = prepare(run.model_copy(update={"with_": {}, "batch": batch}), classes, 1, device)
+    if prepared.setup.rows % ranks:
+        rows = prepared.setup.rows
+        do = f"take {max(1, rows // ranks) * ranks * run.batch.seq}"
+        raise ConfigError(f"`batch.tokens: {run.batch.tokens}`", f"{rows} rows, which {ranks} ranks cannot share", do)
+    return _Scene(prepared.hf, dataclasses.replace(prepared.setup, ranks=ranks), padding(run))
+
+
+def _book(members: Sequence[Technique], setup: Setup, hf: Mapping[str, Any], empty: float) -> Ledger:
+    """The settled ledger of a set of techniques."""
+    if hf.get("model_type") not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise NeedsError(
+            f"a plan for a model of type {hf.get('model_type')!r}", f"the plan knows {known}", "train it without a plan"
+        )
+    entries = _baseline(ModelShape.read(hf), setup.seq, setup.native, setup.device.kind == "cuda", empty)
+    widths = ledger.BFLOAT16 if setup.dtype == "bfloat16" else ledger.FLOAT32
+    return ledger.settle(entries, widths, [r for t in members for r in t.predict(setup)], setup.accumulation)
+
+
+@cache  # one for all sets of a search
+def _baseline(shape: ModelShape, T: int, native: bool, cuda: bool, empty: float) -> list[ledger.Entry]:
+    return baseline.entries(shape, T, native=native, cuda=cuda, padding=empty)
+
+
+def _prediction(book: Ledger, setup: Setup, peak: ledger.Peak) -> Prediction:
+    tokens = setup.micro_rows * setup.seq
+    seconds = rates.seconds(book, setup.device, tokens)
+    useful = setup.rows * setup.seq * rates.filled(book)
+    most = room(setup.device)
+    kind = "cuda_allocated" if setup.device.kind == "cuda" else "rss"
+    return Prediction(
+        peak.bytes, kind, peak.phase, peak.items, setup.device.name, setup.device.memory_bytes,
+        most is None or peak.bytes <= most, None if seconds is None else useful / seconds, rates.BASIS,
+        *_a_parameter(book),
+    )  # fmt: skip
+
+
+def _a_parameter(book: Ledger) -> tuple[int, dict[str, float]]:
+    """How many parameters there are, and what each costs on average: where 16 bytes a parameter go."""
+    kinds: dict[str, float] = {}
+    for line in book.lines:
+        kind = line.name.partition(".")[0]
+        if kind in ("weights", "gradients", "states", "casts"):
+            kinds[kind] = kinds.get(kind, 0.0) + ledger.held(book, line)
+    count = round(sum(line.values for line in book.lines if line.name.startswith("weights.")))
+    return count, {kind: size / count for kind, size in kinds.items() if size}
+
+
+def _options(
+    setup: Setup, classes: Sequence[type[Technique]], keep_maths: bool
+) -> tuple[list[Options], list[tuple[str, str]]]:
+    """For each technique: leaving it out, or one of its variants; and why some cannot run here at all."""
+    options: list[Options] = []
+    unmet: list[tuple[str, str]] = []
+    for cls in classes:
+        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS:
+            unmet.append((cls.name, "it changes the maths, which are to be kept"))
+            continue
+        options.append([None, *_variants(cls, setup)])
+    return options, unmet
+
+
+def _variants(cls: type[Technique], setup: Setup) -> list[Technique]:
+    return [build([cls], {cls.name: given})[0] for given in cls.variants(setup)]
+
+
+def _settings(scene: _Scene, options: Sequence[Options]) -> tuple[int, list[Setting]]:
+    """(sets that are compatible, those of them that fit, each with its fastest micro-batch)."""
+    settings: list[Setting] = []
+    tried = 0
+    for chosen in itertools.product(*options):
+        members = [t for t in chosen if t is not None]
+        claimed = [part for t in members for part in t.claims]
+        if len(claimed) != len(set(claimed)):
+            continue
+        try:
+            setup = technique.settle(in_order(members), scene.setup)
+        except (ConflictError, NeedsError):
+            continue
+        tried += 1
+        if (setting := _fastest(members, setup, scene)) is not None:
+            settings.append(setting)
+    return tried, settings
+
+
+def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setting | None:
+    """With the micro-batch to take: solved for the largest that fits, then the smallest that is as fast."""
+    hf = copy.deepcopy(scene.hf)
+    for t in members:
+        t.config(hf)
+    most, rows = room(setup.device), setup.rows // setup.ranks
+    best: tuple[float, Setup, Ledger] | None = None
+    for alone in (False, True):  # rules may depend on whether there is accumulation
+        sizes = [rows] if alone else [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
+        if not sizes:
+            continue
+        book = _book(members, dataclasses.replace(setup, micro_rows=sizes[0]), hf, scene.padding)
+        largest = rows if most is None else ledger.largest(book, most, setup.seq) // setup.seq
+        for n in (n for n in sizes if n <= largest):
+            made = dataclasses.replace(setup, micro_rows=n)
+            book = dataclasses.replace(book, accumulation=made.accumulation)
+            speed = 1 / (rates.seconds(book, setup.device, n * setup.seq) or 1.0)
+            if best is None or speed > best[0] * (1 + CLOSE):
+                best = (speed, made, book)
+    if best is None:
+        return None
+    _, setup, book = best
+    peak = ledger.peak(book, setup.micro_rows * setup.seq)
+    return Setting({t.name: _chosen(t) for t in members}, setup.micro_rows, _prediction(book, setup, peak))
+
+
+def _chosen(t: Technique) -> dict[str, Any]:
+    """Its options that are not the defaults."""
+    fields = dataclasses.fields(t)  # type: ignore[arg-type]
+    return {f.name: getattr(t, f.name) for f in fields if getattr(t, f.name) != f.default}
+
+
+def _leading(settings: Sequence[Setting], best: int) -> Iterator[Setting]:
+    """The fastest; of equally fast ones the one that needs least memory, and none that another equals in all."""
+    left, given = list(settings), 0
+    while left and given < best:
+        fastest = left[0].prediction.tokens_per_s or 0.0
+        close = [s for s in left if (s.prediction.tokens_per_s or 0.0) >= fastest * (1 - CLOSE)]
+        chosen = min(close, key=lambda s: (s.prediction.peak_bytes, len(s.with_)))
+        yield chosen
+        given += 1
+        left = [s for s in left if s not in close]
+
+
+def _lost(settings: Sequence[Setting], options: Sequence[Options], setup: Setup) -> Iterator[tuple[str, str]]:
+    """What the best setting would be with one technique more, less or otherwise, or why it cannot be had."""
+    best = next(_leading(settings, 1), None)
+    if best is None:
+        return
+    for t in (t for group in options for t in group if t is not None):
+        name, given = t.name, _chosen(t)
+        if best.with_.get(name) == given:
+            others = [s for s in settings if name not in s.with_]
+            what = f"without {name}"
+        else:
+            others = [s for s in settings if s.with_.get(name) == given]
+            what = f"with {_titled((name, given))}"
+        other = next(_leading(others, 1), None)
+        yield what, _unusable(t, setup) if other is None else _against(other, best)
+
+
+def _unusable(t: Technique, setup: Setup) -> str:
+    """Why no setting has it: what it lacks by itself, else memory."""
+    lacks = next((need for need in t.needs(setup) if not need.met), None)
+    return "nothing that fits" if lacks is None else f"{lacks.asked}; found {lacks.found}"
+
+
+def _against(other: Setting, best: Setting) -> str:
+    gain = (other.prediction.tokens_per_s or 0.0) / (best.prediction.tokens_per_s or 1.0) - 1
+    more = (other.prediction.peak_bytes - best.prediction.peak_bytes) / 2**30
+    return f"{gain:+.0%} tokens/s, {more:+.1f} GiB at {other.micro_rows} rows"
+
+
+def _titled(item: tuple[str, Mapping[str, Any]]) -> str:
+    name, options = item
+    return name + (":" + ",".join(f"{k}={v}" for k, v in options.items()) if options else "")
