@@ -14,7 +14,9 @@ from typing import Annotated
 import typer
 
 from optrush import __version__
-from optrush.commands import look
+from optrush.commands import climb, look, setup
+from optrush.commands import plan as planning
+from optrush.commands import report as reporting
 from optrush.commands import train as training
 from optrush.errors import ConfigError, RunError, UserError
 
@@ -38,9 +40,14 @@ def top(version: Annotated[bool, typer.Option("--version", help="print the versi
         raise typer.Exit
 
 
+app.command()(setup.init)
+app.command()(planning.plan)
 app.command()(training.train)
 app.command("eval")(training.evaluate)
+app.command()(climb.bench)
+app.command()(reporting.report)
 app.command()(look.techniques)
+app.command()(setup.doctor)
 
 
 def main() -> None:

@@ -37,7 +37,13 @@ def test_import() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], [], *([verb, "--help"] for verb in ("train", "eval", "techniques"))]
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        [],
+        *([verb, "--help"] for verb in ("train", "eval", "techniques", "report", "init", "doctor")),
+    ],
 )
 def test_help(arguments: list[str]) -> None:
     assert loaded(HELP.format(arguments=arguments, code=2)) == []
@@ -49,3 +55,7 @@ def test_a_wrong_configuration_is_refused_without_torch() -> None:
 
 def test_techniques() -> None:
     assert loaded(HELP.format(arguments=["techniques", "--json"], code=0)) == []
+
+
+def test_doctor() -> None:
+    assert loaded(HELP.format(arguments=["doctor", "--json"], code=0)) == []

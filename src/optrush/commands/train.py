@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from optrush.commands.options import Config, Json, Ranks, Set, With, Without, launches, read_run
 from optrush.errors import ConfigError
 from optrush.launch import launched
+
+if TYPE_CHECKING:
+    from optrush.config import Run
 
 
 def train(
@@ -27,6 +30,10 @@ def train(
     allow_change: Annotated[
         list[str], typer.Option("--allow-change", metavar="FIELD", help="with --resume: accept that this changed")
     ] = [],  # noqa: B006
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show configuration, memory, disk, data and first rows; write nothing")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="with --dry-run: print one JSON document")] = False,
 ) -> None:
     """Train a model.
 
@@ -47,9 +54,13 @@ def train(
     run = read_run(config, set_, with_, without)
     if allow_change and resume is None:
         raise ConfigError("--allow-change", "no --resume: there is nothing to compare with", "leave it out")
+    if as_json and not dry_run:
+        raise ConfigError("--json", "no --dry-run: a run writes metrics.jsonl, no document", "give both, or neither")
     go_on: Literal["auto"] | Path | None = "auto" if resume == "auto" else Path(resume) if resume else None
     from optrush.prepare import prepare
 
+    if dry_run:
+        return _rehearse(run, ranks if launches(ranks) else None, go_on, as_json)
     if launches(ranks):
         from optrush import launch
         from optrush.fit import look
@@ -67,6 +78,19 @@ def train(
             print(f"held-out loss {shown}", file=sys.stderr)
         print(outcome.output)
     raise typer.Exit(outcome.code)
+
+
+def _rehearse(run: Run, ranks: int | None, go_on: Literal["auto"] | Path | None, as_json: bool) -> None:
+    """Every rank of it in this one process; under a launcher the first speaks for all."""
+    if launched()[0] != 0:
+        return
+    from optrush import dry_run
+    from optrush.prepare import prepare
+
+    facts = dry_run.rehearse(prepare(run, ranks=ranks), go_on, dry_run.launch_line(sys.argv[1:]))
+    shown = json.dumps(facts) if as_json else dry_run.text(facts, run, dry_run.colours())
+    # The rows are the user's text, whatever the terminal can write.
+    print(shown.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8"))
 
 
 def evaluate(

@@ -1,0 +1,1 @@
+"""The ladder: each optimisation measured alone, in a fresh process, against what was there before it."""

@@ -1,0 +1,99 @@
+"""A record: what one rung of a ladder did, as one line of DIR/records.jsonl. Reports read nothing else. Pure.
+
+A bench folder holds records.jsonl (rewritten whole after each process, so that a stopped climb leaves what it has),
+rungs/*.json (what each process said, a file a rung and repeat), report.html and the charts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from optrush.errors import DataError
+
+RECORDS, RUNGS = "records.jsonl", "rungs"
+Verdict = Literal["baseline", "faster", "slower", "smaller", "noise", "red"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Figures of a rung over all its repeats; where `error` is set there are none."""
+
+    ladder: str
+    rung: str
+    case: str  # the load: "llama-3.2-1b, random tokens"
+    mode: Literal["cumulative", "without"]  # "without": all of the last rung's techniques but one
+    since: str | None  # the rung this one is compared with; None for the first
+    changes: str  # what differs from `since`, for people
+    device: str
+    ranks: int
+    seq: int  # T
+    micro_tokens: int  # slots of a micro-batch
+    verdict: Verdict
+    red: list[str]  # reasons; empty if there are none
+    config: dict[str, Any]  # the resolved run
+    environment: dict[str, str]
+    source: dict[str, Any]  # commit, clean, digest
+    command: str
+    date: str
+    tokens_per_s: float | None = None  # median over all timed steps of all repeats
+    tokens_per_s_iqr: list[float] | None = None  # first and third quartile
+    repeats: list[float] = field(default_factory=list)  # the median of each repeat, in order
+    step_s: list[list[float]] = field(default_factory=list)  # every timed step of every repeat
+    peak_bytes: int | None = None  # the most over the repeats
+    memory_kind: str | None = None  # cuda_allocated, rss
+    predicted_peak_bytes: int | None = None
+    predicted_tokens_per_s: float | None = None
+    basis: str | None = None  # datasheet, calibrated
+    mfu: float | None = None
+    losses: list[float | None] = field(default_factory=list)  # of the proof's steps; None: not finite
+    grad_norms: list[float | None] = field(default_factory=list)
+    proof: dict[str, Any] | None = None  # against, numerics, of, tolerance, worst, ok
+    peer: str | None = None  # the name of another system
+    error: str | None = None  # why the rung has no figure
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """A record from its line; keys that this version does not know are refused."""
+        return cls(**json.loads(line))
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), allow_nan=False)
+
+
+def read(folder: Path) -> list[Record]:
+    """The records of a bench folder, in the ladder's order.
+
+    Raises:
+        DataError: no records there, or a line that is none.
+    """
+    path = folder / RECORDS
+    if not path.is_file():
+        raise DataError(f"the records of {folder}", f"no {RECORDS}", "name a folder that `optrush bench` has written")
+    found = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            found.append(Record.from_json(line))
+        except (ValueError, TypeError) as error:
+            raise DataError(f"{path}:{number}", f"no record: {error}", "climb again into another folder") from None
+    return found
+
+
+def write(folder: Path, records: Iterable[Record]) -> None:
+    """All records of a folder, whole or not at all."""
+    put(folder / RECORDS, "".join(r.to_json() + "\n" for r in records))
+
+
+def put(path: Path, text: str) -> None:
+    """Writes a small file whole or not at all: a killed climb leaves the old one or the new one."""
+    new = path.with_name(path.name + ".tmp")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)

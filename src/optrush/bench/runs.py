@@ -1,0 +1,259 @@
+"""What the page of a training run says: its metrics as curves, predicted against measured, what did not go well."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from optrush import config
+from optrush.bench import charts
+from optrush.bench.figures import DASH, amount, clean, gib, number, off, percent, positive, short, speed
+from optrush.errors import ConfigError, DataError, UserError
+
+if TYPE_CHECKING:
+    from optrush.plan import Prediction
+
+RUN, METRICS = "run.yaml", "metrics.jsonl"
+WAITS = 0.05  # share of a step spent waiting for data, from which data is what holds the run up
+GIB = 2**30
+_FIGURES = {
+    "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
+    "memory_kind", "data_wait_s", "skipped", "eval_loss", "eval_target_tokens",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Told:
+    """A run's folder, read. `torn`: the last line of its metrics was cut off, as a killed process leaves it."""
+
+    name: str
+    run: config.Run
+    text: str
+    steps: list[dict[str, Any]]
+    evals: list[dict[str, Any]]
+    notes: list[str]
+    torn: bool
+
+    def points(self, key: str, scale: float = 1.0) -> list[tuple[float, float | None]]:
+        """A figure over the logged steps; None where it was not finite."""
+        return [(m["step"], None if (y := number(m.get(key))) is None else y * scale) for m in self.steps]
+
+    def median(self, key: str) -> float | None:
+        held = [y for m in self.steps if (y := number(m.get(key))) is not None]
+        return statistics.median(held) if held else None
+
+
+def read(folder: Path) -> Told:
+    """The configuration and the metrics of a run.
+
+    Raises:
+        UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is no JSON object.
+    """
+    path = folder / RUN
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}", f"cannot be read: {error}", "name a run's folder") from None
+    run = config.parse(text, str(path))
+    lines, torn = _lines(folder / METRICS)
+    return Told(
+        name=clean(folder.resolve().name),
+        run=run,
+        text=clean(config.dump(run), lines=True),
+        steps=[m for m in lines if "loss" in m],
+        evals=[m for m in lines if "eval_loss" in m],
+        notes=[note for m in lines for note in _notes(m)],
+        torn=torn,
+    )
+
+
+def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """Every line that has a step; whether the last one is torn."""
+    if not path.is_file():
+        return [], False
+    found = []
+    lines = path.read_bytes().split(b"\n")  # what follows the last newline is a torn line, or nothing
+    for i, line in enumerate(lines):
+        try:
+            value = json.loads(line) if line.strip() else None
+        except ValueError:
+            value = line
+        if isinstance(value, dict) and number(value.get("step")) is not None:
+            found.append(value)
+        elif value is not None and i == len(lines) - 1:
+            return found, True
+        elif value is not None:
+            raise DataError(f"{path}:{i + 1}", "no line of metrics", "restore the file, or take that line out")
+    return found, False
+
+
+def _notes(line: Mapping[str, Any]) -> list[str]:
+    """What a line says beside its figures: checkpoints passed over, changes on resuming, saves that failed."""
+    at, said = f"Step {number(line['step']):,.0f}: ", []
+    for key in [k for k in line if k not in _FIGURES]:
+        value = line[key]
+        if key == "passed_over" and isinstance(value, list):
+            pairs = [(v.get("checkpoint"), v.get("reason")) for v in value if isinstance(v, Mapping)]
+            said += [f"{at}the damaged checkpoint {clean(c)} was passed over: {clean(why)}" for c, why in pairs]
+        elif key == "changed" and isinstance(value, Mapping):
+            said += [f"{at}went on with another {clean(k)}: {clean(v)}" for k, v in value.items()]
+        elif key == "save_failed":
+            said.append(f"{at}the save failed, and training went on: {clean(value)}")
+        else:
+            said.append(f"{at}{clean(key)}: {clean(value)}")
+    return said
+
+
+# --- the page
+
+
+def told(run: Told) -> dict[str, Any]:
+    """Everything that the template lays out."""
+    return {
+        "title": run.name,
+        "objective": run.run.objective,
+        "model": clean(run.run.model.shape or run.run.model.path),
+        "techniques": ", ".join(clean(n) for n in run.run.with_) or "none",
+        "verdict": _verdict(run),
+        "notes": _trouble(run) + run.notes,
+        "curves": _curves(run),
+        **_against(run),
+        "config": run.text,
+    }
+
+
+def summary(run: Told) -> dict[str, str]:
+    """A run in one row of a page about several folders."""
+    return {
+        "folder": run.name,
+        "objective": run.run.objective,
+        "model": clean(run.run.model.shape or run.run.model.path),
+        "techniques": ", ".join(clean(n) for n in run.run.with_) or "none",
+        "steps": f"{run.steps[-1]['step']:,.0f}" if run.steps else DASH,
+        "loss": _loss(run.steps, "loss"),
+        "held_out": _loss(run.evals, "eval_loss"),
+        "speed": speed(run.median("tokens_per_s")),
+        "peak": gib(_peak(run)),
+    }
+
+
+def _loss(lines: list[dict[str, Any]], key: str) -> str:
+    if not lines:
+        return DASH
+    value = number(lines[-1][key])
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _peak(run: Told) -> float | None:
+    return max((p for m in run.steps if (p := positive(m.get("peak_bytes"))) is not None), default=None)
+
+
+def _verdict(run: Told) -> str:
+    if not run.steps:
+        return "No step has been logged yet."
+    last = run.steps[-1]
+    text = f"{amount(int(last['step']), 'step')}; the loss of the last logged one is {_loss(run.steps, 'loss')}"
+    if run.evals:
+        first, end = (_loss(run.evals[:1], "eval_loss"), _loss(run.evals, "eval_loss"))
+        text += f", the held-out loss {end}" + (f" (at first {first})" if len(run.evals) > 1 else "")
+    text += f". Median {speed(run.median('tokens_per_s'))} tokens/s"
+    mfu, peak = run.median("mfu"), _peak(run)
+    text += "" if mfu is None else f", MFU {percent(100 * mfu)}"
+    return text + ("." if peak is None else f", peak {gib(peak)} GiB.")
+
+
+def _waits(run: Told) -> list[tuple[float, float | None]]:
+    """The share of each logged step that went by waiting for data, in percent."""
+    shares: list[tuple[float, float | None]] = []
+    for m in run.steps:
+        waited, took = number(m.get("data_wait_s")), positive(m.get("step_s"))
+        shares.append((m["step"], None if waited is None or took is None else 100 * waited / took))
+    return shares
+
+
+def _trouble(run: Told) -> list[str]:
+    said = []
+    held = [y for _, y in _waits(run) if y is not None]
+    share = statistics.median(held) if held else 0.0
+    if share > 100 * WAITS:
+        said.append(
+            f"Data is the bottleneck: in the median {percent(share)} of a step went by waiting for it. A faster disk, "
+            "data packed beforehand or fewer ranks a machine will do more than any kernel."
+        )
+    skipped = number(run.steps[-1].get("skipped")) if run.steps else None
+    if skipped:
+        said.append(f"{amount(int(skipped), 'update')} skipped, because the gradient was not finite.")
+    lost = sum(number(m["loss"]) is None for m in run.steps)
+    if lost:
+        said.append(f"{amount(lost, 'logged loss was', 'logged losses were')} not finite: a gap in the curve.")
+    if run.torn:
+        said.append(f"The last line of {METRICS} is cut off, as a process that was killed leaves it; it is not shown.")
+    return said
+
+
+def _curves(run: Told) -> list[tuple[str, str, Markup, list[tuple[Markup, str]]]]:
+    """Heading, words, chart and legend of each."""
+    held = [(m["step"], number(m["eval_loss"])) for m in run.evals]
+    losses = [charts.Series("training loss", run.points("loss"))]
+    losses += [charts.Series("held-out loss", held, dots=True)] if held else []
+    legend = [(charts.swatch(i), s.name) for i, s in enumerate(losses)]
+    made = [("Loss", "nats a target token", charts.curves("Loss", _ends(losses[0]), losses, height=300), legend)]
+    share = [("MFU", "percent of the device's peak", run.points("mfu", 100))] if run.median("mfu") is not None else []
+    for heading, unit, points in (
+        ("Speed", "tokens/s of the whole job", run.points("tokens_per_s")),
+        *share,
+        ("Peak memory", "GiB", run.points("peak_bytes", 1 / GIB)),
+        ("Learning rate", "as applied", run.points("lr")),
+        ("Gradient norm", "before clipping", run.points("grad_norm")),
+        ("Waiting for data", "percent of a step", _waits(run)),
+    ):
+        series = charts.Series(heading, points)
+        zero = heading != "Gradient norm"
+        made.append((heading, unit, charts.curves(heading, _ends(series), [series], height=190, zero=zero), []))
+    return made
+
+
+def _ends(series: charts.Series) -> str:
+    held = [(x, y) for x, y in series.points if y is not None]
+    if not held:
+        return "no figure"
+    return f"from {short(held[0][1])} at step {held[0][0]:,.0f} to {short(held[-1][1])} at step {held[-1][0]:,.0f}"
+
+
+def _size(count: int) -> str:
+    """Bytes with the unit that suits them; a small model's lines are all 0.00 GiB."""
+    return f"{gib(count)} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
+
+
+def _against(run: Told) -> dict[str, Any]:
+    """Predicted against measured: rows of the table, the prediction's lines of memory, or why there is none."""
+    from optrush import plan
+
+    try:
+        predicted: Prediction = plan.predict(run.run)
+    except UserError as error:
+        return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {clean(error.found)}."}
+    kinds = {clean(m.get("memory_kind")) for m in run.steps}
+    peak = _peak(run) if kinds <= {predicted.memory_kind} else None
+    median = run.median("tokens_per_s")
+    rows = [
+        ("peak, GiB", gib(predicted.peak_bytes), gib(peak), percent(off(predicted.peak_bytes, peak), signed=True)),
+        (
+            "tokens/s",
+            speed(predicted.tokens_per_s),
+            speed(median),
+            percent(off(predicted.tokens_per_s, median), signed=True),
+        ),
+    ]
+    basis = "measured rates" if predicted.basis == "calibrated" else "rates of its datasheet"
+    said = f"For {clean(predicted.device)} with {basis}; the peak lies in the phase “{clean(predicted.phase)}”."
+    if run.steps and peak is None:
+        said += f" The measured peak is of another kind ({', '.join(sorted(kinds))}) and is not compared."
+    lines = [(clean(item.name), _size(item.bytes), clean(item.reason)) for item in predicted.lines]
+    return {"predicted": rows, "lines": lines, "predicted_said": said}

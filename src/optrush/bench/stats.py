@@ -1,0 +1,226 @@
+"""What figures say: medians and their spread, whether a difference is more than noise, and when a rung is red. Pure.
+
+A rung is red where it is fast and wrong, slower than it may be, without the effect it was predicted to have, or failed.
+Red is a question to whoever reads, answered with the figures that raised it; it is never a matter of taste.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from optrush.bench.record import Verdict
+from optrush.config import Run
+from optrush.technique import Numerics, Part, Technique, build
+
+# How far losses and gradient norms may lie from the baseline's, relative to it, over the proof's steps.
+# float32: rounding in another order. Measured on CPU over five steps: 1e-7 and 1e-6; the rest is room for larger models.
+# Products in bf16 or fp16: measured on CPU 1.4e-4 and 9e-3. A wrong divisor moves a norm by its factor.
+# Different maths: measured of pure bf16 1e-2 and 1e-1, nearly all of it from small updates that it rounds away, which
+# grow with the size of the model; so such a rung may also lie anywhere between the baseline's way and standing still.
+FLOAT32 = {"losses": 1e-4, "gradient norms": 1e-3}
+LOWER = {"losses": 5e-3, "gradient norms": 5e-2}
+DIFFERENT = {"losses": 2e-2, "gradient norms": 1e-1}
+
+LEAST = 0.01  # medians nearer than this are equal, whatever their spread
+SLOW = 0.8  # of the predicted ratio
+SLOW_UNPREDICTED = 0.5
+SMALLER_UNPREDICTED = 0.10  # so much less memory excuses a slow rung that nobody predicted
+PROMISED_MEMORY = 0.10  # a predicted change of the peak that must show
+PROMISED_SPEED = 1.3  # a predicted ratio of speeds that must show
+SHOWN = 0.25  # of the promised change of the peak
+SAME_MEMORY = {"cuda_allocated": 0.02, "rss": 0.05}  # peaks nearer than this are equal
+LEAST_RSS = 64 * 2**20  # a resident set moves by less than this for reasons of its own
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the repeats of one rung measured, and what was predicted (None: nothing was)."""
+
+    speeds: list[list[float]]  # tokens/s of every timed step, a list a repeat
+    peak_bytes: int
+    memory_kind: str
+    predicted_peak_bytes: int | None = None
+    predicted_tokens_per_s: float | None = None
+
+    @property
+    def repeats(self) -> list[float]:
+        return [statistics.median(speeds) for speeds in self.speeds]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return statistics.median(v for speeds in self.speeds for v in speeds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        return quartiles([v for speeds in self.speeds for v in speeds])
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third quartile, of one value too."""
+    if len(values) == 1:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def faster(a: Figures, b: Figures) -> bool:
+    """Whether `a` is faster than `b` by more than noise.
+
+    With several repeats of each: the slowest of `a` is faster than the fastest of `b`. With one: `a`'s first quartile
+    lies above `b`'s third. Either way the medians are more than 1 % apart.
+    """
+    if a.tokens_per_s <= b.tokens_per_s * (1 + LEAST):
+        return False
+    if min(len(a.speeds), len(b.speeds)) > 1:
+        return min(a.repeats) > max(b.repeats)
+    return a.quartiles[0] > b.quartiles[1]
+
+
+# --- the proof
+
+
+def weakest(before: Run, after: Run, classes: Sequence[type[Technique]]) -> Numerics:
+    """The weakest promise among the techniques in which two runs differ; of another implementation: the same maths."""
+    differing = {
+        n: o for run in (before, after) for n, o in run.with_.items() if before.with_.get(n) != after.with_.get(n)
+    }
+    found = [t.numerics for t in build(classes, differing)]
+    if before.model.implementation != after.model.implementation:
+        found.append(Numerics.SAME_MATHS)
+    return max(found, key=list(Numerics).index, default=Numerics.EXACT)
+
+
+def tolerances(before: Run, after: Run, classes: Sequence[type[Technique]]) -> dict[str, float]:
+    """By series: float32's where both runs multiply in float32 and promise the same maths, else wider ones."""
+    if weakest(before, after, classes) is Numerics.DIFFERENT_MATHS:
+        return DIFFERENT
+    lower = any(
+        run.model.dtype != "float32" or any(Part.PRECISION in t.claims for t in build(classes, run.with_))
+        for run in (before, after)
+    )
+    return LOWER if lower else FLOAT32
+
+
+def prove(
+    found: Mapping[str, Sequence[float | None]],
+    baseline: Mapping[str, Sequence[float | None]],
+    allowed: Mapping[str, float],
+) -> dict[str, Any]:
+    """The largest relative difference over the proof's steps, of the series that comes nearest to its tolerance.
+
+    Args:
+        found, baseline, allowed: by series, "losses" and "gradient norms"; None is a value that was not finite.
+
+    Returns:
+        {"of": series, "tolerance", "worst" (None: not finite), "ok"}.
+    """
+    rows = []
+    for series, tolerance in allowed.items():
+        still = baseline[series][0] if allowed is DIFFERENT else None
+        worst = max(_apart(a, b, still) for a, b in zip(found[series], baseline[series], strict=True))
+        rows.append((worst / tolerance, series, tolerance, worst))
+    share, series, tolerance, worst = max(rows)
+    return {
+        "of": series,
+        "tolerance": tolerance,
+        "worst": worst if math.isfinite(worst) else None,
+        "ok": share <= 1,
+    }
+
+
+def _apart(value: float | None, wanted: float | None, still: float | None) -> float:
+    """Relative difference to what the baseline has; nothing for a value between that and where it began (`still`)."""
+    if value is None or wanted is None:
+        return math.inf
+    ends = (wanted, wanted if still is None else still)
+    return max(min(ends) - value, value - max(ends), 0.0) / max(abs(wanted), 1e-12)
+
+
+# --- red
+
+
+def wrong(proof: Mapping[str, Any] | None, losses: Sequence[float | None]) -> str | None:
+    """It does not learn what the baseline learns."""
+    if any(v is None for v in losses):
+        return "wrong: a loss is not finite"
+    if proof is None or proof["ok"]:
+        return None
+    if proof["worst"] is None:
+        return f"wrong: {proof['of']} are not finite"
+    return (
+        f"wrong: {proof['of']} lie {proof['worst']:.2g} (relative) from those of `{proof['against']}`, "
+        f"allowed {proof['tolerance']:.0e}"
+    )
+
+
+def slow(after: Figures, before: Figures, alone: bool) -> str | None:
+    """It is slower than the plan predicts, or than anybody would accept unasked.
+
+    Args:
+        alone: a technique was taken away: without a prediction, nobody knows how much slower that may be.
+    """
+    if not faster(before, after):
+        return None
+    ratio = after.tokens_per_s / before.tokens_per_s
+    predicted = _ratio(after.predicted_tokens_per_s, before.predicted_tokens_per_s)
+    if predicted is not None:
+        if ratio < SLOW * min(1.0, predicted):
+            return f"slower than it may be: {ratio:.2f}x of `since`, predicted {predicted:.2f}x"
+        return None
+    smaller = after.peak_bytes < before.peak_bytes * (1 - SMALLER_UNPREDICTED)
+    if ratio < SLOW_UNPREDICTED and not smaller and not alone:
+        return f"slower than it may be: {ratio:.2f}x of `since`, and no smaller"
+    return None
+
+
+def idle(after: Figures, before: Figures) -> str | None:
+    """It was predicted to change memory or speed, and did not."""
+    if after.predicted_peak_bytes is not None and before.predicted_peak_bytes is not None:
+        promised = after.predicted_peak_bytes - before.predicted_peak_bytes
+        measured = after.peak_bytes - before.peak_bytes
+        large = abs(promised) > PROMISED_MEMORY * before.predicted_peak_bytes
+        if large and after.memory_kind == "rss":
+            large = abs(promised) > LEAST_RSS
+        if large and measured / promised < SHOWN:
+            return (
+                f"no effect: the peak changed by {measured / 2**20:+,.0f} MiB, predicted {promised / 2**20:+,.0f} MiB"
+            )
+    predicted = _ratio(after.predicted_tokens_per_s, before.predicted_tokens_per_s)
+    same = abs(after.peak_bytes - before.peak_bytes) <= SAME_MEMORY["cuda_allocated"] * before.peak_bytes
+    if predicted is not None and predicted > PROMISED_SPEED and same and not faster(after, before):
+        ratio = after.tokens_per_s / before.tokens_per_s
+        return f"no effect: {ratio:.2f}x of `since`, predicted {predicted:.2f}x, and the memory is the same"
+    return None
+
+
+def judge(
+    after: Figures, before: Figures | None, first_red: str | None, *, only_load: bool, alone: bool
+) -> tuple[Verdict, list[str]]:
+    """The verdict of a rung that has figures, and the reasons where it is red.
+
+    Args:
+        before: of the rung it is compared with; None for the first.
+        first_red: what `wrong` said.
+        only_load: the two differ in T or sizes of batches only, which nobody can be blamed for.
+        alone: a technique was taken away.
+    """
+    red = [first_red] if first_red else []
+    if before is not None and not only_load:
+        red += [said for said in (slow(after, before, alone), idle(after, before)) if said]
+    if red:
+        return "red", red
+    if before is None:
+        return "baseline", []
+    if faster(after, before):
+        return "faster", []
+    if after.peak_bytes < before.peak_bytes * (1 - SAME_MEMORY[after.memory_kind]):
+        return "smaller", []
+    return ("slower" if faster(before, after) else "noise"), []
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a / b

@@ -1,0 +1,218 @@
+"""One rung, once, in a process of its own: `python -m optrush.bench.worker REQUEST.json RESULT.json`.
+
+prepare -> assemble -> keep the initial state on the host -> the proof: a few training steps on documents that are the
+same in every rung -> restore the initial state -> warm up and time, through the real training loop -> RESULT.json.
+Nothing is written to the run's output. A failure is a result too; a process that is killed leaves none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optrush import config, step
+from optrush.assemble import assemble
+from optrush.bench.record import put
+from optrush.config import Run
+from optrush.data import pack, stream
+from optrush.data.batch import Batch, Document, collate
+from optrush.data.sources import read_sources
+from optrush.data.tokenizer import open_tokens
+from optrush.errors import RunError, UserError
+from optrush.fit import batches
+from optrush.job import Job
+from optrush.launch import _die_with_parent
+from optrush.meter import Meter
+from optrush.model.adapter import Adapter
+from optrush.prepare import Prepared, prepare
+from optrush.train import Plan, train
+
+NO_MEMORY = ("out of memory", "can't allocate memory")  # as CUDA's allocator and the CPU's say it
+
+
+class Start:
+    """The state a job begins with, on the host: what the proof changes, timing must not begin with."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.weights = [t.local.to("cpu", copy=True) for t in job.trained]
+        self.techniques = {name: state.save() for name, state in job.state.items()}
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Weights as they were, the optimizer's states zero, as at assembly, and what techniques keep."""
+        for t, saved in zip(self.job.trained, self.weights, strict=True):
+            t.local.copy_(saved)
+        for states in self.job.optimizer.state().values():
+            for state in states.values():
+                state.zero_()
+        for name, kept in self.techniques.items():
+            self.job.state[name].load(kept)
+
+
+class Lines(Meter):
+    """The meter, its lines kept instead of written."""
+
+    lines: list[dict[str, Any]]
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+
+
+def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_documents: int) -> dict[str, Any]:
+    """Everything one process finds out about one rung.
+
+    Args:
+        run: the rung; its `train.steps` are the warm-up and the timed steps.
+        baseline: the rung whose documents the proof takes.
+    """
+    prepared = prepare(run)
+    job = assemble(prepared)
+    plan = Plan(job, job.stream.plan(None, run.train.steps))
+    start = Start(job)
+    documents = first_documents(job, prepared, baseline, proof_documents)
+    proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": obstacle(job, documents)}
+    if proof["note"] is None:
+        laid = lay(job, documents, most=job.setup.micro_rows * plan.firsts.widest)
+        proof |= prove(job, laid, proof_steps)
+        start.restore()
+    if job.world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung
+    meter = Lines(job, None, plan.total, lambda _: None)
+    meter.lines = []
+    job.begin = partial(step.begin, job, steps=plan.total)
+    job.batches = batches(job, plan)
+    train(job, meter, plan, lambda _: None)
+    if meter.failure is not None:
+        raise meter.failure
+    timed = [line for line in meter.lines if line["step"] > warmup]
+    shares = [line["mfu"] for line in timed if line["mfu"] is not None]
+    return {
+        "proof": proof,
+        "step_s": [line["step_s"] for line in timed],
+        "tokens_per_s": [line["tokens_per_s"] for line in timed],
+        "mfu": statistics.median(shares) if shares else None,
+        **meter.memory(),
+        "device": job.setup.device.name,
+        "changed": job.describe(),
+        "environment": {
+            "torch": torch.__version__,
+            "threads": str(torch.get_num_threads()),
+            **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
+        },
+    }
+
+
+# --- the proof
+
+
+def first_documents(job: Job, prepared: Prepared, baseline: Run, count: int) -> list[tuple[int, Document]]:
+    """The first documents that the baseline trains on, by sample index: read again only where the rung reads others."""
+    run = job.run
+    if (run.data, run.objective, run.batch.seq, run.seed) == (
+        baseline.data, baseline.objective, baseline.batch.seq, baseline.seed,
+    ):  # fmt: skip
+        source = job.stream.documents
+    else:
+        weight = job.model.embedding.weight
+        assert isinstance(weight, Tensor)
+        source = read_sources(baseline, open_tokens(baseline, prepared.folder), weight.shape[0]).train
+    order = stream.Stream(source, T=baseline.batch.seq, rows=1, seed=baseline.seed, fill=pack.single)
+    return [(sample, source.document(sample)) for sample in map(order.sample, range(count))]
+
+
+def obstacle(job: Job, documents: Sequence[tuple[int, Document]]) -> str | None:
+    """Why these documents cannot prove anything of this rung, if so."""
+    longest = max(len(document) for _, document in documents)
+    if longest > job.setup.seq:
+        return f"no proof: the baseline's documents have up to {longest} tokens, a row here {job.setup.seq}"
+    settings = job.model.config.to_dict() if isinstance(job.model, Adapter) else {}  # our decoder drops nothing
+    drops = [k for k, v in settings.items() if "drop" in k and isinstance(v, float) and v > 0]
+    if drops:
+        return f"no proof: the model drops values at random ({', '.join(drops)}), so that two layouts differ by chance"
+    return None
+
+
+def lay(job: Job, documents: Sequence[tuple[int, Document]], most: int) -> list[Batch]:
+    """The documents in whole micro-batches of the rung, by its own filling; empty rows fill the last one up.
+
+    Args:
+        most: documents that the rung's own micro-batches have room for: with it, compiled code sees the same shapes.
+    """
+    T, rows = job.setup.seq, job.setup.micro_rows
+    lengths = [len(document) for _, document in documents]
+    parts: list[list[list[tuple[int, Document]]]] = []
+    at = 0
+    while at < len(documents):
+        placed = job.fill(lengths, at, rows, T)
+        parts.append([[documents[i] for i in row] for row in placed])
+        at += pack.taken(placed)
+    for part in parts:
+        most = max(most, sum(len(row) + (sum(len(d) for _, d in row) < T) for row in part))
+    return [collate(part, T, single=job.fill.single, most=most) for part in parts]
+
+
+def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, list[float | None]]:
+    """Loss and gradient norm of training steps on one and the same window, at a constant rate.
+
+    A skipped update has changed the loss scale at most: the step is taken again.
+    """
+    losses: list[float | None] = []
+    norms: list[float | None] = []
+    terms = job.total(sum(b.n_terms for b in batches))
+    for n in range(1, steps + 1):
+        for _ in range(job.patience):
+            step.begin(job, n, steps)
+            job.lr.fill_(job.run.optim.lr)
+            loss = job.gradients(batches, terms)
+            norm, skipped = job.update()
+            if not skipped.item():
+                break
+        for value, kept in ((loss.item(), losses), (norm.item(), norms)):
+            kept.append(value if math.isfinite(value) else None)
+    return {"losses": losses, "grad_norms": norms}
+
+
+# --- the process
+
+
+def main() -> None:
+    """Answers one request; the exit code is 0 where the answer has figures."""
+    _die_with_parent()
+    request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    begun = time.monotonic()
+    found: dict[str, Any]
+    try:
+        run, baseline = (config.parse(request[key], key) for key in ("run", "baseline"))
+        found = measure(run, baseline, request["warmup"], request["proof"]["steps"], request["proof"]["documents"])
+    except (UserError, RunError) as error:
+        found = {"error": str(error)}
+    except Exception as error:  # a rung may fail in any way, and the ladder goes on
+        found = {"error": explain(error), "traceback": traceback.format_exc()}
+    found["seconds"] = time.monotonic() - begun
+    put(Path(sys.argv[2]), json.dumps(found, allow_nan=False))
+    sys.exit("error" in found)
+
+
+def explain(error: Exception) -> str:
+    """An unexpected error in a line, and where it came from."""
+    text = next(iter(str(error).splitlines()), "")
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(s in str(error) for s in NO_MEMORY):
+        return f"out of memory: {text or type(error).__name__}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""bench: every optimisation of a ladder measured alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from optrush.commands.options import Config, Json, Set, With, Without, read_run
+from optrush.errors import ConfigError
+from optrush.launch import launched
+
+
+def bench(
+    config: Config,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where records and report go", show_default=False)],
+    ladder: Annotated[
+        str, typer.Option("--ladder", metavar="NAME|FILE", help="config, single-gpu, cpu-demo, or a YAML file")
+    ] = "config",
+    cumulative_only: Annotated[
+        bool, typer.Option("--cumulative-only", help="leave out the rungs that take one technique away")
+    ] = False,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", min=1, help="processes a rung, interleaved; else the ladder's own number")
+    ] = None,
+    limit: Annotated[
+        float | None, typer.Option("--limit", min=1, metavar="SECONDS", help="what one process may take at most")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with a climb that was stopped")] = False,
+    set_: Set = [],  # noqa: B006 - typer copies it
+    with_: With = [],  # noqa: B006
+    without: Without = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Measure optimisations one by one.
+
+    Each rung of the ladder adds to the one before it and runs in fresh processes: the same few steps on the same
+    documents, which prove that it still learns the same, then timed steps. Then the last rung without each of its
+    techniques. A rung that fails is recorded, the others run, and the exit code is 1.
+
+    The ladder `config` takes the techniques of CONFIG one by one; the other ladders bring their own techniques and
+    take model and data from CONFIG. Nothing is written to CONFIG's `output`.
+    """
+    run = read_run(config, set_, with_, without)
+    if launched()[1] > 1:
+        raise ConfigError("optrush bench", f"a launcher has started {launched()[1]} ranks", "start it alone")
+    from optrush.bench import board
+    from optrush.bench.climb import climb
+    from optrush.bench.ladder import find
+
+    found = find(ladder, run)
+    with board.Board() as shown:
+        records = climb(
+            found, run, out, shown,
+            repeats=repeats, cumulative_only=cumulative_only, limit_s=limit, resume=resume,
+            command=shlex.join(["optrush", *sys.argv[1:]]),
+        )  # fmt: skip
+    board.show(records)
+    print(json.dumps([json.loads(r.to_json()) for r in records]) if as_json else out / "report.html")
+    raise typer.Exit(int(any(r.error for r in records)))

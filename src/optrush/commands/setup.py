@@ -1,0 +1,204 @@
+"""init, doctor: before the first run. What to write into a YAML, and what this machine has."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from optrush.commands.options import Json
+from optrush.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from optrush.doctor import Machine, Standing
+    from optrush.technique import Need
+
+MODEL, DATA = "tiny", "sample:recipes"  # what --yes takes
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="the YAML to write", metavar="[FILE]")] = Path("train.yaml"),
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="MODEL", help="a folder, a hub id, `tiny`, or shape:NAME")
+    ] = None,
+    objective: Annotated[str | None, typer.Option("--objective", metavar="NAME", help="sft or pretrain")] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="DATA", help="a JSON Lines file, sample:recipes, or random[:N]")
+    ] = None,
+    output: Annotated[str | None, typer.Option("--output", metavar="DIR", help="the run's folder")] = None,
+    hardware: Annotated[
+        str, typer.Option("--hardware", metavar="NAME", help="the machine it is for: cpu, h200, 2xh200, ...")
+    ] = "auto",
+    with_: Annotated[
+        list[str],
+        typer.Option("--with", metavar="NAME[:OPTION=VALUE,...]", help="a technique to have in it; may be repeated"),
+    ] = [],  # noqa: B006 - typer copies it
+    yes: Annotated[bool, typer.Option("--yes", help="ask nothing: take the default for what is not given")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace FILE if it exists")] = False,
+) -> None:
+    """Write a commented YAML for a first run.
+
+    Its techniques and sizes are those that suit this machine (or --hardware). On a terminal, what no flag says is
+    asked; elsewhere --model and --data are needed, or --yes. FILE is train.yaml unless you name one.
+    """
+    from optrush.begin import Wanted, check_data, check_objective, check_output, compose
+
+    _check_file(file, force)
+    asking = sys.stdin.isatty() and not yes
+    ask = _asker(asking, yes)
+    model = ask("--model", model, MODEL, "A Hugging Face folder or hub id; `tiny` is built in, small and random.", None)
+    data = ask(
+        "--data", data, DATA, "A JSON Lines file of conversations or texts; sample:recipes is built in.", check_data
+    )
+    suggested = check_data(data)
+    if objective is None:
+        help_ = "sft learns the assistant's words of conversations, pretrain every token."
+        objective = ask("--objective", None, suggested, help_, check_objective) if asking else suggested
+    if output is None:
+        help_ = "The folder that the run writes into; it must be new or empty."
+        output = ask("--output", None, _new(file), help_, check_output) if asking else _new(file)
+    begun = compose(Wanted(model, objective, data, output, hardware, with_), str(file))
+    try:
+        with file.open("w" if force else "x", encoding="utf-8") as opened:
+            opened.write(begun.text)
+    except OSError as error:
+        raise ConfigError(f"to write {file}", f"{error.strerror}", "name another FILE") from None
+    ranks = f" --ranks {begun.ranks}" if begun.ranks > 1 else ""
+    for more in (" --dry-run", ""):
+        print(f"optrush train {shlex.quote(str(file))}{ranks}{more}")
+
+
+def _check_file(file: Path, force: bool) -> None:
+    if file.is_dir():
+        raise ConfigError(f"to write {file}", "a folder", "name a file")
+    if file.exists() and not force:
+        raise ConfigError(f"to write {file}", "it exists", "name another FILE, or give --force to replace it")
+    if not file.parent.is_dir():
+        raise ConfigError(f"to write {file}", f"{file.parent} is no folder", "make the folder, or name another FILE")
+
+
+def _asker(asking: bool, yes: bool) -> Callable[[str, str | None, str, str, Callable[[str], str] | None], str]:
+    """What gets a value: from its flag, from the person at the terminal, or from --yes."""
+
+    def ask(flag: str, given: str | None, default: str, help_: str, check: Callable[[str], str] | None) -> str:
+        if given is not None:
+            return given
+        if yes:
+            return default
+        if not asking:
+            raise ConfigError("`optrush init` without a terminal to ask on", f"no {flag}", f"give {flag}, or --yes")
+
+        def checked(text: str) -> str:
+            try:
+                if check is not None:
+                    check(text)
+            except UserError as error:
+                raise typer.BadParameter(f"{error.found}: {error.do}") from None
+            return text
+
+        typer.echo(help_, err=True)
+        answer: str = typer.prompt(flag.removeprefix("--"), default=default, value_proc=checked, err=True)
+        return answer
+
+    return ask
+
+
+def _new(file: Path) -> str:
+    """A folder under runs/ that is named like the file and free."""
+    names = (f"runs/{file.stem}" + (f"-{n}" if n > 1 else "") for n in range(1, 10_000))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show what this machine has, and which techniques it can run.
+
+    Each technique is `ok`, or `lacks` something: what was asked for, what was found, and the line that mends it. What
+    is lacking is no error: the exit code is 0.
+    """
+    from optrush.doctor import examine
+
+    machine = examine()
+    if as_json:
+        print(json.dumps(_document(machine)))
+        return
+    for line in [*_facts(machine), "", *_problems(machine), *_techniques(machine)]:
+        print(line)
+
+
+def _document(machine: Machine) -> dict[str, object]:
+    found = dataclasses.asdict(machine)
+    for standing, shown in zip(machine.techniques, found["techniques"]):
+        shown["options"] = {name: [dataclasses.asdict(n) for n in lacks] for name, lacks in standing.options}
+    return found
+
+
+def _facts(machine: Machine) -> list[str]:
+    host = machine.processor
+    memory = "memory unknown" if host.memory_bytes is None else _gib(host.memory_bytes)
+    if host.limit_bytes is not None:
+        memory += f" ({_gib(host.limit_bytes)} for this container)"
+    rows = [
+        (f"gpu {i}", f"{d.name}, capability {d.capability[0]}.{d.capability[1]}, {_gib(d.memory_bytes)}")
+        for i, d in enumerate(machine.devices)
+    ] or [("gpu", "none" if machine.driver is None else f"none, though there is a driver for CUDA {machine.driver}")]
+    if machine.devices and machine.driver is not None:
+        rows.append(("driver", f"for CUDA {machine.driver}"))
+    rows += [
+        ("cpu", f"{host.model}, {host.cores} core{'s' * (host.cores != 1)}"),
+        ("memory", memory),
+        ("disk", f"{_gib(machine.free_bytes)} free in {machine.folder}"),
+        ("python", machine.python),
+        *((name, version or "not installed") for name, version in machine.packages.items()),
+        ("compiler", machine.compiler or "none for C++"),
+    ]
+    return [f"{name:<13} {value}" for name, value in rows]
+
+
+def _problems(machine: Machine) -> list[str]:
+    return [line for need in machine.problems for line in _lacks(need, "")] + [""] * bool(machine.problems)
+
+
+def _techniques(machine: Machine) -> list[str]:
+    return [line for standing in machine.techniques for line in _standing(standing)]
+
+
+def _standing(standing: Standing) -> list[str]:
+    word = _coloured("ok   ", "green") if standing.runs else _coloured("lacks", "red")
+    lines = [f"{standing.name:<13} {word}  {standing.summary}"]
+    if standing.several:
+        need = standing.lacks[0]
+        lines.append(f"{'':<13} {'':<5}  with several ranks: {need.do}")
+    elif not standing.runs:
+        lines += [line for need in standing.lacks for line in _lacks(need, " " * 14)]
+    fits = [name for name, lacks in standing.options if not lacks]
+    if fits:
+        lines.append(f"{'':<13} {'':<5}  also {', '.join(fits)}")
+    for name, lacks in standing.options:
+        if lacks and standing.runs:
+            lines += _lacks(lacks[0], " " * 14, name)
+    return lines
+
+
+def _lacks(need: Need, indent: str, option: str = "") -> list[str]:
+    what = f"{option}: " if option else ""
+    word = _coloured("lacks", "red")
+    return [
+        f"{indent}{word}  {what}{need.asked}",
+        f"{indent}       found {need.found}",
+        f"{indent}       do    {need.do}",
+    ]
+
+
+def _coloured(text: str, colour: str) -> str:
+    return typer.style(text, fg=colour) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+
+
+def _gib(size: int | None) -> str:
+    return "memory unknown" if size is None else f"{size / 2**30:.1f} GiB"

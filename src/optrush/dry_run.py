@@ -1,0 +1,367 @@
+"""`optrush train --dry-run`: everything a run would be told to do, and what it would cost, before it costs anything.
+
+The data is read and tokenised as for training, the rows are those of the first step; the model is neither loaded nor
+allocated, and no file of the run is written. Facts first, one document for --json; their text is below.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import torch
+
+from optrush import checkpoint, config, console, plan
+from optrush.config import Run
+from optrush.data import stream
+from optrush.data.batch import Document
+from optrush.data.chat import Tokens
+from optrush.data.corpus import Random, Source, permutation
+from optrush.data.sources import Sources, read_sources
+from optrush.data.tokenizer import open_tokens
+from optrush.distributed import World
+from optrush.errors import UserError
+from optrush.fit import absolute, look
+from optrush.hardware import GIB
+from optrush.job import Job
+from optrush.launch import launched
+from optrush.prepare import Prepared
+from optrush.technique import Part, build
+from optrush.techniques import ALL
+
+if TYPE_CHECKING:
+    from optrush.plan import Prediction
+
+ROWS, CHARACTERS = 3, 600  # that are shown: rows, and characters of each
+OPEN, CLOSE = "⟦", "⟧"  # around what is learnt
+BAR, LINES = 16, 12  # of the memory: characters of the longest bar, lines that are shown one by one
+COLOUR, PLAIN = "\x1b[32m", "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of consecutive tokens that are all learnt, or all not."""
+
+    text: str
+    learnt: bool
+
+
+def rehearse(prepared: Prepared, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
+    """The facts of a run that is not run.
+
+    Args:
+        command: the line that starts it.
+
+    Raises:
+        UserError: whatever training would refuse before it builds the model.
+    """
+    run, setup = prepared.run, prepared.setup
+    look(prepared, resume)
+    manifest = checkpoint.choose(run.output, resume)[0] if launched()[1] == 1 else None
+    date = None if manifest is None else manifest.fingerprints.get("date")
+    today = None if date is None else datetime.date.fromisoformat(date)
+    tokens = open_tokens(run, prepared.folder, today)
+    vocab = prepared.hf.get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
+    sources = read_sources(run, tokens, vocab, console.rows_read("tokenising"))
+    rows = stream.Stream(sources.train, T=setup.seq, rows=setup.rows, seed=run.seed, fill=_fill(prepared))
+    steps = rows.plan(None if run.train.steps else run.train.epochs, run.train.steps)
+    if manifest is not None:
+        checkpoint.check_plan(manifest, steps)
+    return {
+        "config": absolute(run).model_dump(mode="json", by_alias=True),
+        "memory": memory(run, setup.ranks),
+        "disk": disk(prepared, steps.steps),
+        "data": data(prepared, sources, steps, 0 if manifest is None else manifest.step),
+        "rows": None if run.data.random is not None or tokens is None else shown(rows, steps, prepared, tokens),
+        "launch": command,
+    }
+
+
+def _fill(prepared: Prepared) -> Any:
+    """How documents become rows: the data stage, on a job that has no model."""
+    nothing = cast(Any, None)
+    world = World(0, 1, torch.device("cpu"))
+    job = Job(prepared.run, prepared.setup, world, prepared.hf, nothing, nothing)
+    for technique in prepared.techniques:
+        technique.data(job)
+    return job.fill
+
+
+def memory(run: Run, ranks: int) -> dict[str, Any]:
+    """The prediction for the worst rank, biggest line first; or why there is none."""
+    try:
+        found = plan.predict(run, "auto", ranks)
+    except UserError as error:
+        return {"unknown": f"{error.asked}: {error.found}"}
+    lines = sorted(found.lines, key=lambda item: -item.bytes)
+    return {
+        "peak_bytes": found.peak_bytes,
+        "memory_kind": found.memory_kind,
+        "phase": found.phase,
+        "device": found.device,
+        "capacity_bytes": found.capacity_bytes,
+        "fits": found.fits,
+        "tokens_per_s": found.tokens_per_s,
+        "basis": found.basis,
+        "lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines],
+    }
+
+
+def disk(prepared: Prepared, steps: int) -> dict[str, Any]:
+    """What checkpoints and the exported model take at most, and what is free where they go."""
+    run = prepared.run
+    every, keep = run.train.save_every, run.train.keep
+    period = steps if every is None else max(1, round(every * steps)) if every < 1 else int(every)
+    saves = len({*range(period, steps + 1, period), steps})
+    copies = min(saves, keep + 1)  # a new one is whole before an old one goes
+    output = Path(run.output).absolute()
+    there = next(p for p in (output, *output.parents) if p.is_dir())
+    weights, states = whole(run)
+    needed = None if weights is None or states is None else copies * (weights + states) + weights
+    free = shutil.disk_usage(there).free
+    return {
+        "weights_bytes": weights,
+        "states_bytes": states,
+        "checkpoints": copies,
+        "saves": saves,
+        "keep": keep,
+        "needed_bytes": needed,
+        "free_bytes": free,
+        "folder": str(there),
+        "fits": None if needed is None else needed <= free,
+    }
+
+
+def whole(run: Run) -> tuple[int, int] | tuple[None, None]:
+    """Bytes of all weights and of all optimizer states, over the ranks: the prediction for one rank that has no peers.
+
+    None where there is no prediction.
+    """
+    alone = {t.name: run.with_[t.name] for t in build(ALL, run.with_) if Part.DATA not in t.claims}
+    try:
+        found: Prediction = plan.predict(run.model_copy(update={"with_": alone}), "auto", 1)
+    except UserError:
+        return None, None
+    return _of(found, "weights."), _of(found, "states.")
+
+
+def _of(found: Prediction, part: str) -> int:
+    size_bytes = sum(item.bytes for item in found.lines if item.name.startswith(part))
+    assert size_bytes, f"the plan has no line {part}*"
+    return size_bytes
+
+
+def data(prepared: Prepared, sources: Sources, steps: stream.Plan, done: int) -> dict[str, Any]:
+    """Documents, steps and tokens of the run."""
+    run, setup, source = prepared.run, prepared.setup, sources.train
+    tokens, targets = totals(source, steps[-1], run.seed)
+    slots = steps.steps * setup.rows * setup.seq
+    return {
+        "summary": sources.summary,
+        "documents": len(source),
+        "held_out_documents": 0 if sources.held_out is None else len(sources.held_out),
+        "too_long": sources.too_long,
+        "epochs": steps[-1] / len(source),
+        "steps": steps.steps,
+        "done": done,
+        "rows_a_step": setup.rows,
+        "seq": setup.seq,
+        "ranks": setup.ranks,
+        "micro_batches": setup.accumulation,
+        "tokens": tokens,
+        "target_tokens": targets,
+        "slots": slots,
+        "fill": tokens / slots,
+    }
+
+
+def totals(source: Source, samples: int, seed: int) -> tuple[int, int]:
+    """Tokens and targets of the first so many samples of the stream, without walking through every epoch."""
+    n = len(source)
+    epochs, rest = divmod(samples, n)
+    last = permutation(n, seed, epochs)[:rest]
+    lengths = np.fromiter((source.length(i) for i in range(n)), np.int64, n)
+    if isinstance(source, Random):
+        targets = lengths - 1
+    else:
+        targets = np.fromiter((int(source.document(i).targets.sum()) for i in range(n)), np.int64, n)
+    return tuple(epochs * int(of.sum()) + int(of[last].sum()) for of in (lengths, targets))  # type: ignore[return-value]
+
+
+def shown(rows: stream.Stream, steps: stream.Plan, prepared: Prepared, tokens: Tokens) -> list[dict[str, Any]]:
+    """The first rows of the first step, in pieces that are learnt or not."""
+    held = [(b, row) for b, row in enumerate(rows.step(steps[0], steps[1])) if row]
+    found = []
+    for b, row in held[:ROWS]:
+        left, documents = CHARACTERS, []
+        for sample, document in row:
+            pieces = list(decoded(tokens.tokenizer, document, left))
+            left -= sum(len(p.text) for p in pieces)
+            documents.append(
+                {
+                    "document": sample,
+                    "tokens": len(document),
+                    "targets": int(document.targets.sum()),
+                    "pieces": [{"text": p.text, "learnt": p.learnt} for p in pieces],
+                    "cut": left <= 0,
+                }
+            )
+        used = sum(len(document) for _, document in row)
+        found.append({"row": b, "rank": b % prepared.setup.ranks, "tokens": used, "documents": documents})
+    return found
+
+
+def decoded(tokenizer: Any, document: Document, most: int) -> Iterator[Piece]:
+    """The document's text up to `most` characters, special tokens included, cut where learning begins and ends."""
+    end = min(len(document), most)  # a token is a character at least, nearly always
+    flags = document.targets[:end]
+    edges = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), end]
+    before = ""
+    for first, last in pairwise(edges):
+        # From the beginning each time: many tokenizers drop the space in front of what they decode.
+        text = tokenizer.decode(document.ids[:last].tolist(), skip_special_tokens=False)
+        piece = text[len(before) :] if text.startswith(before) else tokenizer.decode(document.ids[first:last].tolist())
+        before = text
+        if most <= 0 or last == first:
+            return
+        yield Piece(piece[:most], bool(flags[first]))
+        most -= len(piece)
+
+
+# --- the text
+
+
+def text(facts: dict[str, Any], run: Run, colour: bool) -> str:
+    """The facts for people; what is learnt stands between marks, and in colour on a terminal."""
+    parts = (
+        ("configuration", config.dump(absolute(run)).rstrip().splitlines()),
+        ("memory", _memory(facts["memory"])),
+        ("disk", _disk(facts["disk"])),
+        ("data", _data(facts["data"])),
+        ("first rows", _rows(facts, colour)),
+        ("launch", [facts["launch"]]),
+    )
+    return "\n\n".join("\n".join([title, *(f"  {line}".rstrip() for line in lines)]) for title, lines in parts)
+
+
+def size(n: float) -> str:
+    """Bytes for people."""
+    return f"{n / GIB:.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:.1f} MiB"
+
+
+def _memory(m: dict[str, Any]) -> list[str]:
+    if "unknown" in m:
+        return [f"no prediction: {m['unknown']}"]
+    peak, capacity = m["peak_bytes"], m["capacity_bytes"]
+    fits = "capacity unknown" if capacity is None else f"of {size(capacity)}, " + ("fits" if m["fits"] else "")
+    if capacity is not None and not m["fits"]:
+        fits += "DOES NOT FIT: smaller batch.micro_tokens or batch.seq, or a technique that saves memory"
+    lines = [f"{size(peak)} {fits}; {m['memory_kind']} of a rank on {m['device']}, peak in the phase {m['phase']}"]
+    big, small = m["lines"][:LINES], m["lines"][LINES:]
+    if small:
+        rest = sum(i["bytes"] for i in small)
+        big = [*big, {"name": f"{len(small)} smaller", "bytes": rest, "reason": "all of them: --json"}]
+    wide = max((len(i["name"]) for i in big), default=0)
+    for item in big:
+        share = item["bytes"] / peak if peak else 0.0
+        bar = "█" * round(share * BAR)
+        lines.append(f"{item['name']:<{wide}}  {size(item['bytes']):>10}  {bar:<{BAR}} {share:4.0%}  {item['reason']}")
+    if m["tokens_per_s"] is not None:
+        lines.append(f"about {console.count(m['tokens_per_s'])} tokens a second ({m['basis']})")
+    return lines
+
+
+def _disk(d: dict[str, Any]) -> list[str]:
+    free = f"{size(d['free_bytes'])} free in {d['folder']}"
+    if d["needed_bytes"] is None:
+        return [f"needed: unknown without a prediction of memory; {free}"]
+    each, n = d["weights_bytes"] + d["states_bytes"], d["checkpoints"]
+    why = f"{d['saves']} saved"
+    if n > d["keep"]:
+        why = f"keep {d['keep']}, and a new one is whole before an old one goes"
+    fits = "fits" if d["fits"] else "DOES NOT FIT: free some, lower train.keep, or take another output"
+    return [
+        f"checkpoints  {size(n * each):>10}  {n} x {size(each)}, weights and optimizer states ({why})",
+        f"model        {size(d['weights_bytes']):>10}  exported at the end",
+        f"needed       {size(d['needed_bytes']):>10}  {free}: {fits}",
+    ]
+
+
+def _data(d: dict[str, Any]) -> list[str]:
+    go_on = f"; goes on after step {d['done']}" if d["done"] else ""
+    ranks = f" on {d['ranks']} ranks" if d["ranks"] > 1 else ""
+    return [
+        d["summary"],
+        f"{_many(d['steps'], 'step')}, {d['epochs']:.3g} times over the documents{go_on}",
+        f"a step: {_many(d['rows_a_step'], 'row')} of {d['seq']} slots, "
+        f"{_many(d['micro_batches'], 'micro-batch', 'es')} a rank{ranks}",
+        f"{d['tokens']} tokens in the run, {d['target_tokens']} of them learnt; rows are {d['fill']:.1%} full",
+    ]
+
+
+def _rows(facts: dict[str, Any], colour: bool) -> list[str]:
+    if facts["rows"] is None:
+        return ["random tokens: nothing to decode"]
+    lines = [f"what is learnt stands between {OPEN} and {CLOSE}; ↵ is a newline"]
+    for row in facts["rows"]:
+        d = facts["data"]
+        rank = f", rank {row['rank']}" if d["ranks"] > 1 else ""
+        lines.append(f"row {row['row']} of step 1{rank}: {_many(len(row['documents']), 'document')}, "
+                     f"{row['tokens']} of {d['seq']} slots")  # fmt: skip
+        for document in row["documents"]:
+            head = f"── document {document['document']}: {document['tokens']} tokens, {document['targets']} learnt"
+            lines += ["  " + head, *("    " + line for line in _document(document, colour))]
+    return lines
+
+
+def _document(document: dict[str, Any], colour: bool) -> list[str]:
+    whole = ""
+    for piece in document["pieces"]:
+        seen = "".join(map(visible, piece["text"]))
+        if not piece["learnt"]:
+            whole += seen
+        elif colour:
+            whole += OPEN + COLOUR + seen.replace("\n", f"{PLAIN}\n{COLOUR}") + PLAIN + CLOSE
+        else:
+            whole += OPEN + seen + CLOSE
+    if not whole:
+        return ["(not shown)"]
+    return (whole.removesuffix("\n") + ("…" if document["cut"] else "")).split("\n")
+
+
+def _many(n: int, what: str, plural: str = "s") -> str:
+    return f"{n} {what}{plural if n != 1 else ''}"
+
+
+def visible(c: str) -> str:
+    """A character of the data as it may reach a terminal: no control characters, no marks that are not ours."""
+    if c == "\n":
+        return "↵\n"
+    if c == " " or (c.isprintable() and c not in (OPEN, CLOSE)):
+        return c
+    return c.encode("unicode_escape").decode()
+
+
+def launch_line(arguments: Sequence[str]) -> str:
+    """The command line without what made it a dry run, under the launcher that started this process."""
+    import shlex
+
+    left = shlex.join([a for a in arguments if a not in ("--dry-run", "--json")])
+    if "RANK" not in os.environ:
+        return f"optrush {left}"
+    ranks = launched()[1]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return f"torchrun --nnodes {ranks // here} --nproc-per-node {here} -m optrush {left}"
+
+
+def colours() -> bool:
+    """Whether standard output is a terminal that wants colour."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

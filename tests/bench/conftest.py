@@ -1,0 +1,97 @@
+"""A folder with a toy model, a run and a ladder in it; climbs whose processes are scripts, for what needs no torch."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from optrush import cli
+from optrush.bench import process, report
+
+from toy import FAKE, document, put, write_model
+
+
+class Found(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "toy"
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working folder of a test: `toy/` and run.yaml."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "toy").symlink_to(toy)
+    put(tmp_path / "run.yaml", document())
+    handler = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Found]:
+    """`optrush ARGUMENTS` in this process."""
+
+    def called(*arguments: str) -> Found:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["optrush", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        out, err = capsys.readouterr()
+        return Found(code, out, err)
+
+    return called
+
+
+class Fakes:
+    """Processes that do as they are told, by the techniques of the rung they are started for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log, self.script = folder / "log", folder / "script.json"
+        self.does()
+
+    def does(self, **by_techniques: dict[str, Any]) -> None:
+        self.script.write_text(
+            json.dumps({k.replace("_", "-").replace("--", " "): v for k, v in by_techniques.items()})
+        )
+
+    @property
+    def started(self) -> list[str]:
+        """The techniques of each process that was started, in order; forgets them."""
+        found = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return found
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in Path(f"{self.log}.pids").read_text().split()]
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    """Workers are scripts, and the report is not drawn."""
+    found = Fakes(tmp_path)
+    worker = tmp_path / "worker.py"
+    worker.write_text(FAKE.format(log=str(found.log), script=str(found.script)))
+    monkeypatch.setattr(process, "COMMAND", [sys.executable, str(worker)])
+    monkeypatch.setattr(report, "write_bench", lambda folder: None)
+    return found

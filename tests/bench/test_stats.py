@@ -1,0 +1,178 @@
+"""Medians, noise, the proof's tolerances, and each rule that makes a rung red."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from optrush import config
+from optrush.bench import stats
+from optrush.bench.stats import Figures
+from optrush.config import Run
+from optrush.technique import Numerics
+from optrush.techniques import ALL
+
+from toy import document
+
+MIB = 2**20
+
+
+def figures(
+    *repeats: float, spread: float = 0.001, peak: float = 1000, kind: str = "cuda_allocated", **more: Any
+) -> Figures:
+    """Repeats of five steps around a speed each; the peak in MiB."""
+    speeds = [[speed * (1 + spread * n) for n in (-2, -1, 0, 1, 2)] for speed in repeats]
+    predicted = {"predicted_peak_bytes": more["peak_"] * MIB} if "peak_" in more else {}
+    if "speed_" in more:
+        predicted["predicted_tokens_per_s"] = more["speed_"]
+    return Figures(speeds, int(peak * MIB), kind, **predicted)
+
+
+def run(**changes: Any) -> Run:
+    return config.parse(yaml.safe_dump(document(**changes)), "run.yaml")
+
+
+def test_medians_and_quartiles() -> None:
+    found = Figures([[1.0, 2.0, 9.0], [4.0, 5.0]], 0, "rss")
+    assert (found.tokens_per_s, found.repeats) == (4.0, [2.0, 4.5])
+    assert found.quartiles == (2.0, 5.0)
+    assert stats.quartiles([3.0]) == (3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "answer"),
+    [
+        (figures(110, 111, 112), figures(100, 101, 102), True),
+        (figures(100, 111, 112), figures(101, 102, 103), False),  # one repeat of the faster is slower
+        (figures(100.5, 100.6), figures(100, 100.1), False),  # by less than a percent
+        (figures(110), figures(100), True),
+        (figures(110, spread=0.1), figures(100, spread=0.1), False),  # the quartiles overlap
+        (figures(110), figures(100, 101), True),
+        (figures(90), figures(100), False),
+    ],
+)
+def test_a_difference_is_more_than_noise(a: Figures, b: Figures, answer: bool) -> None:
+    assert stats.faster(a, b) is answer
+
+
+# --- the proof
+
+
+def test_tolerances() -> None:
+    base, adamw = run(), run(**{"with": {"fused-adamw": {}}})
+    amp, bf16 = run(**{"with": {"amp": {}}}), run(**{"with": {"bf16": {}}})
+    assert stats.tolerances(base, adamw, ALL) is stats.FLOAT32
+    assert stats.tolerances(base, amp, ALL) is stats.LOWER
+    assert stats.tolerances(amp, amp, ALL) is stats.LOWER
+    assert stats.tolerances(base, bf16, ALL) is stats.DIFFERENT
+    native = run(model={"path": "toy", "implementation": "transformers"})
+    assert stats.weakest(base, native, ALL) is Numerics.SAME_MATHS
+    assert stats.weakest(base, run(**{"with": {"recompute": {}}}), ALL) is Numerics.EXACT
+    assert stats.weakest(adamw, run(**{"with": {"bf16": {}}}), ALL) is Numerics.DIFFERENT_MATHS
+
+
+def series(losses: list[float | None], norms: list[float | None]) -> dict[str, list[float | None]]:
+    return {"losses": losses, "gradient norms": norms}
+
+
+def test_the_proof_takes_what_is_worst() -> None:
+    base = series([4.0, 2.0], [1.0, 1.0])
+    assert stats.prove(series([4.0, 2.0001], [1.0, 1.0]), base, stats.FLOAT32) == {
+        "of": "losses", "tolerance": 1e-4, "worst": pytest.approx(5e-5), "ok": True,
+    }  # fmt: skip
+    found = stats.prove(series([4.0, 2.0], [1.0, 0.5]), base, stats.LOWER)  # a divisor: AdamW hides it in the losses
+    assert (found["of"], found["worst"], found["ok"]) == ("gradient norms", 0.5, False)
+    found = stats.prove(series([4.0, None], [1.0, 1.0]), base, stats.DIFFERENT)
+    assert (found["worst"], found["ok"]) == (None, False)
+
+
+def test_different_maths_may_stand_still_but_not_go_elsewhere() -> None:
+    base = series([4.0, 2.0], [1.0, 1.5])
+    assert stats.prove(series([4.0, 4.0], [1.0, 1.0]), base, stats.DIFFERENT)["ok"]
+    assert stats.prove(series([4.0, 3.0], [1.0, 1.2]), base, stats.DIFFERENT)["ok"]
+    assert not stats.prove(series([4.0, 4.1], [1.0, 1.0]), base, stats.DIFFERENT)["ok"]  # it unlearns
+    assert not stats.prove(series([4.0, 1.9], [1.0, 1.5]), base, stats.DIFFERENT)["ok"]
+    assert not stats.prove(series([4.0, 3.0], [1.2, 1.2]), base, stats.DIFFERENT)["ok"]  # before any update
+    assert not stats.prove(series([4.0, 4.0], [1.0, 1.0]), base, stats.LOWER)["ok"]
+
+
+def test_wrong() -> None:
+    bad = {"of": "losses", "tolerance": 1e-4, "worst": 0.5, "ok": False, "against": "base"}
+    assert stats.wrong(bad, [1.0]) == "wrong: losses lie 0.5 (relative) from those of `base`, allowed 1e-04"
+    assert stats.wrong({**bad, "ok": True}, [1.0]) is None and stats.wrong(None, [1.0]) is None
+    assert stats.wrong(None, [1.0, None]) == "wrong: a loss is not finite"
+    assert "not finite" in str(stats.wrong({**bad, "worst": None}, [1.0]))
+
+
+# --- red
+
+
+def test_slower_than_predicted() -> None:
+    before = figures(100, 100, speed_=100)
+    assert stats.slow(figures(50, 50, speed_=120), before, False) == (
+        "slower than it may be: 0.50x of `since`, predicted 1.20x"
+    )
+    assert stats.slow(figures(85, 85, speed_=120), before, False) is None  # within what a prediction may miss
+    assert stats.slow(figures(50, 50, speed_=55), before, False) is None  # as predicted
+    assert stats.slow(figures(79, 79, speed_=300), before, False)  # held to no more than the speed before
+    assert stats.slow(figures(60, 100, speed_=120), before, False) is None  # noise
+    assert stats.slow(figures(40, 40, speed_=55), before, True)
+
+
+def test_slower_without_a_prediction() -> None:
+    before = figures(100, 100)
+    assert stats.slow(figures(49, 49), before, False)
+    assert stats.slow(figures(51, 51), before, False) is None
+    assert stats.slow(figures(49, 49, peak=880), before, False) is None  # it is smaller instead
+    assert stats.slow(figures(49, 49), before, True) is None  # one technique less: nobody knows
+
+
+def test_no_effect_on_memory() -> None:
+    before = figures(100, peak=1000, peak_=1000)
+    assert stats.idle(figures(100, peak=990, peak_=800), before) == (
+        "no effect: the peak changed by -10 MiB, predicted -200 MiB"
+    )
+    assert stats.idle(figures(100, peak=1100, peak_=800), before)  # the other way
+    assert stats.idle(figures(100, peak=940, peak_=800), before) is None
+    assert stats.idle(figures(100, peak=1000, peak_=950), before) is None  # little was promised
+    assert stats.idle(figures(100, peak=1010, peak_=1300), before)  # larger was promised
+    assert stats.idle(figures(100, peak=1000), before) is None  # nothing was predicted
+
+
+def test_a_resident_set_moves_by_itself() -> None:
+    before = figures(100, peak=400, peak_=400, kind="rss")
+    assert stats.idle(figures(100, peak=400, peak_=340, kind="rss"), before) is None  # 60 MiB
+    assert stats.idle(figures(100, peak=400, peak_=330, kind="rss"), before)
+
+
+def test_no_effect_on_speed() -> None:
+    before = figures(100, peak=1000, speed_=100)
+    assert stats.idle(figures(100, peak=1000, speed_=150), before)
+    assert stats.idle(figures(90, peak=1000, speed_=150), before)
+    assert stats.idle(figures(110, peak=1000, speed_=150), before) is None  # faster, if less so
+    assert stats.idle(figures(100, peak=900, speed_=150), before) is None  # it did something
+    assert stats.idle(figures(100, peak=1000, speed_=120), before) is None  # little was promised
+
+
+def judged(after: Figures, before: Figures | None, wrong: str | None = None, **more: bool) -> str:
+    verdict, red = stats.judge(after, before, wrong, **{"only_load": False, "alone": False, **more})
+    assert (verdict == "red") == bool(red)
+    return verdict
+
+
+def test_verdicts() -> None:
+    before = figures(100)
+    assert judged(before, None) == "baseline"
+    assert judged(figures(120, peak=900), before) == "faster"
+    assert judged(figures(80, peak=900), before) == "smaller"
+    assert judged(figures(80), before) == "slower"
+    assert judged(figures(100, peak=990), before) == "noise"
+    assert judged(figures(100, peak=960, kind="rss"), figures(100, kind="rss")) == "noise"
+    assert judged(figures(120), before, "wrong: so") == "red"
+    assert judged(figures(100), None, "wrong: so") == "red"
+    assert judged(figures(40), before) == "red"
+    assert judged(figures(40), before, only_load=True) == "slower"
+    assert judged(figures(40), before, alone=True) == "slower"
+    assert judged(figures(40), before, "wrong: so", only_load=True) == "red"

@@ -1,0 +1,142 @@
+"""A model small enough for a fresh process a rung, a fake worker, and a copy of the package to sabotage."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+
+import optrush
+
+D, F, L, H, K, V = 64, 256, 4, 4, 2, 128
+
+
+def write_model(folder: Path) -> None:
+    """A Llama without a tokenizer, so that nobody imports one: random tokens are enough here."""
+    folder.mkdir()
+    hf = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": V, "hidden_size": D,
+        "intermediate_size": F, "num_hidden_layers": L, "num_attention_heads": H, "num_key_value_heads": K,
+        "head_dim": D // H, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+        "tie_word_embeddings": True, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(hf))
+    shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    for i in range(L):
+        at = f"model.layers.{i}"
+        kv = D // H * K
+        shapes |= {f"{at}.{n}_layernorm.weight": (D,) for n in ("input", "post_attention")}
+        shapes |= {f"{at}.self_attn.{n}_proj.weight": (D, D) for n in "qo"}
+        shapes |= {f"{at}.self_attn.{n}_proj.weight": (kv, D) for n in "kv"}
+        shapes |= {f"{at}.mlp.{n}_proj.weight": (F, D) for n in ("gate", "up")}
+        shapes |= {f"{at}.mlp.down_proj.weight": (D, F)}
+    random = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=random) * 0.05
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    """A run that works, as the YAML's values."""
+    run = {
+        "model": "toy",
+        "objective": "pretrain",
+        "data": {"random": 256},
+        "batch": {"seq": 64, "tokens": 128, "micro_tokens": 128},
+        "optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0},
+        "output": "never-written",
+    }
+    return {**run, **changes}
+
+
+def ladder(rungs: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    """A ladder of few steps, as the YAML's values."""
+    return {"title": "a test", "repeats": 1, "steps": 4, "warmup": 1, "proof": {"steps": 3, "documents": 2}} | {
+        **changes,
+        "rungs": rungs,
+    }
+
+
+def put(path: Path, value: dict[str, Any]) -> str:
+    path.write_text(yaml.safe_dump(value, sort_keys=False))
+    return str(path)
+
+
+def records(folder: Path) -> dict[str, dict[str, Any]]:
+    """The records of a bench folder by rung."""
+    found = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    return {r["rung"]: r for r in found}
+
+
+class Copy:
+    """The package copied into a folder, to be edited there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(Path(optrush.__file__).parent, folder / "optrush", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def edit(self, file: str, old: str, new: str) -> None:
+        path = self.folder / "optrush" / file
+        text = path.read_text()
+        assert text.count(old) == 1, f"{file} has changed: {old!r} stands there {text.count(old)} times"
+        path.write_text(text.replace(old, new))
+
+    def add(self, name: str, text: str) -> None:
+        """A technique: its file, and its line of ALL."""
+        module = name.replace("-", "_")
+        (self.folder / "optrush" / "techniques" / f"{module}.py").write_text(text)
+        cls = name.title().replace("-", "")
+        path = self.folder / "optrush" / "techniques" / "__init__.py"
+        line = f"from optrush.techniques.{module} import {cls}\n\nALL: "
+        path.write_text(
+            path.read_text().replace("\nALL: ", line, 1).replace("    Amp,\n", f"    Amp,\n    {cls},\n", 1)
+        )
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`optrush ARGUMENTS` of the copy, as a process of its own."""
+        environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, "-m", "optrush", *arguments],
+            env=environment, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+
+
+FAKE = """
+import json, os, signal, sys, time, yaml
+request = json.load(open(sys.argv[1]))
+run = yaml.safe_load(request["run"])
+how = json.load(open({script!r}))
+key = " ".join(sorted(run.get("with", {{}}))) or "none"
+with open({log!r}, "a") as file:
+    file.write(key + "\\n")
+does = how.get(key, {{}})
+if does.get("do") == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if does.get("do") == "hang":
+    child = os.fork()
+    if child:
+        open({log!r} + ".pids", "a").write(f"{{os.getpid()}} {{child}} ")
+    time.sleep(600)
+if does.get("do") == "leave":
+    sys.exit("Something went wrong")
+if does.get("do") == "refuse":
+    result = {{"error": "asked: a\\nfound: b\\ndo:    c"}}
+else:
+    speed = does.get("speed", 1000.0)
+    proof = {{"losses": does.get("losses", [2.0, 1.5]), "grad_norms": [1.0, 0.5], "note": None}}
+    result = {{
+        "proof": proof, "step_s": [0.1, 0.1], "tokens_per_s": [speed, speed * 1.001], "mfu": None,
+        "peak_bytes": 10**9, "memory_kind": "rss", "device": "cpu", "environment": {{"threads": "1"}},
+    }}
+json.dump(result, open(sys.argv[2], "w"))
+"""

@@ -1,0 +1,377 @@
+"""`optrush train --dry-run`: what a run would do and cost, from its real data, without a model and without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from optrush import dry_run, plan
+from optrush.config import parse
+from optrush.data import corpus, pack, stream
+from optrush.data.batch import Document
+from optrush.errors import ConfigError
+from optrush.ledger import Item
+from optrush.model import weights
+from optrush.plan import Prediction
+
+from clirun import Found, base, edited, metrics, write_rows
+
+Call = Callable[..., Found]
+Write = Callable[..., str]
+MARKED = re.compile(f"{dry_run.OPEN}(.*?){dry_run.CLOSE}", re.DOTALL)
+
+
+def told(call: Call, *arguments: str) -> dict[str, Any]:
+    """The one JSON document on standard output."""
+    found = call("train", *arguments, "--dry-run", "--json")
+    assert found.code == 0, found.err
+    assert found.out.count("\n") == 1
+    return dict(json.loads(found.out))
+
+
+def shown(call: Call, *arguments: str) -> str:
+    found = call("train", *arguments, "--dry-run")
+    assert found.code == 0, found.err
+    return found.out
+
+
+def files(folder: Path) -> set[tuple[Path, int]]:
+    return {(p, p.stat().st_mtime_ns) for p in folder.rglob("*")}
+
+
+@pytest.fixture
+def predicted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a prediction in the plan's place."""
+
+    def put(**changes: Any) -> None:
+        values: dict[str, Any] = {
+            "peak_bytes": 4 << 30, "memory_kind": "cuda_allocated", "phase": "head", "device": "NVIDIA H200",
+            "capacity_bytes": 8 << 30, "fits": True, "tokens_per_s": 1234.0, "basis": "datasheet",
+            "lines": (Item("states.blocks", 1 << 30, "two"), Item("weights.blocks", 3 << 30, "one")),
+        }  # fmt: skip
+        found = Prediction(**{**values, **changes})
+        monkeypatch.setattr(plan, "predict", lambda *_, **__: found)
+
+    return put
+
+
+# --- it is dry
+
+
+def test_nothing_is_written_and_no_model_is_made(
+    call: Call, write: Write, here: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a model")
+
+    monkeypatch.setattr(weights.Folder, "rows", never)
+    monkeypatch.setattr(torch.nn.Module, "__init__", never)
+    config = write()
+    before = files(here) | files(cache)
+    assert "launch" in shown(call, config)
+    assert files(here) | files(cache) == before
+
+
+def test_it_says_what_the_run_then_does(call: Call, write: Write, here: Path) -> None:
+    """Steps, tokens and targets are those of metrics.jsonl, and the configuration is run.yaml's."""
+    config = write(train={"epochs": 2.5})
+    facts = told(call, config)
+    assert call("train", config).code == 0
+    lines = [m for m in metrics(here / "out") if "loss" in m]
+    d = facts["data"]
+    assert d["steps"] == len(lines) and d["done"] == 0
+    assert d["tokens"] == sum(m["tokens"] for m in lines)
+    assert d["target_tokens"] == sum(m["target_tokens"] for m in lines)
+    assert d["slots"] == 256 * len(lines) and d["fill"] == d["tokens"] / d["slots"]
+    assert (d["documents"], d["held_out_documents"]) == (9, 3) and d["epochs"] == pytest.approx(2.5, abs=0.1)
+    assert parse(json.dumps(facts["config"]), "facts") == parse((here / "out" / "run.yaml").read_text(), "run.yaml")
+
+
+def test_the_disk_that_the_run_then_takes(call: Call, write: Write, here: Path) -> None:
+    """Weights and states to a per cent (headers, names and tokenizer are not counted)."""
+    config = write(train={"epochs": 2, "save_every": 1, "keep": 2})
+    disk = told(call, config)["disk"]
+    assert disk["checkpoints"] == 3 and disk["keep"] == 2 and disk["folder"] == str(here)
+    assert call("train", config).code == 0
+    saved = [sum(f.stat().st_size for f in c.iterdir()) for c in (here / "out" / "checkpoints").iterdir()]
+    assert len(saved) == 2
+    assert disk["weights_bytes"] + disk["states_bytes"] == pytest.approx(saved[0], rel=0.01)
+    assert disk["weights_bytes"] == pytest.approx((here / "out/model/model.safetensors").stat().st_size, rel=0.01)
+    assert disk["needed_bytes"] == 3 * (disk["weights_bytes"] + disk["states_bytes"]) + disk["weights_bytes"]
+
+
+@pytest.mark.parametrize(("save_every", "copies"), [(None, 1), (0.5, 2), (2, 3), (1000, 1)])
+def test_copies_on_the_disk(save_every: float | None, copies: int, call: Call, write: Write) -> None:
+    """As many as are saved, at most `keep` and the one that is being written."""
+    facts = told(call, write(train={"epochs": None, "steps": 10, "save_every": save_every}))
+    assert facts["disk"]["checkpoints"] == copies
+
+
+def test_ranks_in_one_process(call: Call, write: Write) -> None:
+    """The rows go round the ranks; weights on the disk stay whole though each rank holds a share."""
+    one = told(call, write(batch={"tokens": 512}))
+    two = told(call, write(batch={"tokens": 512}), "--ranks", "2", "--with", "fsdp")
+    assert two["data"]["ranks"] == 2 and two["data"]["micro_batches"] == 2 and one["data"]["micro_batches"] == 4
+    assert two["data"]["steps"] == one["data"]["steps"]
+    assert [r["rank"] for r in two["rows"]] == [r["row"] % 2 for r in two["rows"]] and len(two["rows"]) > 1
+    assert two["disk"]["weights_bytes"] == one["disk"]["weights_bytes"]
+    assert two["launch"] == "optrush train run.yaml --ranks 2 --with fsdp"
+    assert "row 1 of step 1, rank 1: " in shown(call, "run.yaml", "--ranks", "2", "--with", "fsdp")
+
+
+def test_under_a_launcher(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of torchrun's processes speaks, the others are silent; the line is torchrun's."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", [])
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    flags = ("--with", "ddp", "--set", "batch.tokens=512")
+    facts = told(call, write(), *flags)
+    assert facts["data"]["ranks"] == 4 and left == [0]
+    assert facts["launch"] == (
+        "torchrun --nnodes 2 --nproc-per-node 2 -m optrush train run.yaml --with ddp --set batch.tokens=512"
+    )
+    monkeypatch.setenv("RANK", "1")
+    found = call("train", "run.yaml", *flags, "--dry-run")
+    assert found.code == 0 and found.out == ""
+
+
+def test_the_sample_takes_seconds(call: Call, write: Write) -> None:
+    """Everything about a thousand conversations (a bar far above what it takes, for slow machines)."""
+    import time
+
+    begun = time.monotonic()
+    facts = told(
+        call, write(data={"path": None, "sample": "recipes", "too_long": "split"}, batch={"seq": 512, "tokens": 2048})
+    )
+    assert time.monotonic() - begun < 10
+    assert facts["data"]["documents"] > 750 and len(facts["rows"]) == 3
+
+
+# --- the rows
+
+
+def test_rows_are_those_of_the_first_step(call: Call, write: Write, model: Path, here: Path) -> None:
+    """Documents in packed order, targets exactly the assistant's words and their end, special tokens to be seen."""
+    rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
+    facts = told(call, write(data={"eval": None}))
+    d = facts["rows"][0]["documents"]
+    assert len(d) > 1 and facts["rows"][0]["tokens"] == sum(x["tokens"] for x in d) <= 128
+    whole = d[0]
+    talk = rows[whole["document"]]["messages"]
+    learnt = [p["text"] for p in whole["pieces"] if p["learnt"]]
+    assert learnt == [m["content"] + "<|im_end|>" for m in talk if m["role"] == "assistant"]
+    text = "".join(p["text"] for p in whole["pieces"])
+    assert text == AutoTokenizer.from_pretrained(model).apply_chat_template(talk, tokenize=False)
+    assert whole["targets"] < whole["tokens"] and text.startswith("<|bos|>")
+
+
+def test_rows_as_text(call: Call, write: Write) -> None:
+    """Marks without colour off a terminal; a line over each document; at most three rows of 600 characters."""
+    text = shown(call, write(data={"eval": None}, batch={"tokens": 1024}))
+    part = text[text.index("first rows") : text.index("\nlaunch")]
+    assert "\x1b" not in text
+    assert len(re.findall(r"^  row \d+ of step 1: ", part, re.MULTILINE)) == 3
+    assert len(re.findall(r"^    ── document \d+: \d+ tokens, \d+ learnt$", part, re.MULTILINE)) >= 3
+    assert part.count(dry_run.OPEN) == part.count(dry_run.CLOSE) >= 4
+    assert all("<|im_start|>" not in piece for piece in MARKED.findall(part)[1:]), "no header is learnt"
+    assert "<|im_end|>" + dry_run.CLOSE in part and "↵" in part
+
+
+def test_long_rows_are_cut(call: Call, write: Write, here: Path) -> None:
+    write_rows(here / "long.jsonl", [{"text": "Stir and wait. " * 200}, {"text": "Taste."}])
+    facts = told(call, write(data={"path": "long.jsonl", "eval": None}, batch={"seq": 2048, "tokens": 4096}))
+    for row in facts["rows"]:
+        assert sum(len(p["text"]) for d in row["documents"] for p in d["pieces"]) <= dry_run.CHARACTERS
+    assert any(d["cut"] for row in facts["rows"] for d in row["documents"])
+    assert "…" in shown(call, "run.yaml")
+
+
+def test_colour_on_a_terminal(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks and colour; NO_COLOR and dumb terminals get the marks alone."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert dry_run.colours()
+    monkeypatch.setattr(dry_run, "colours", lambda: True)
+    assert dry_run.OPEN + dry_run.COLOUR in shown(call, write())
+    monkeypatch.undo()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not dry_run.colours()
+
+
+def test_what_data_holds_does_not_reach_the_terminal(call: Call, write: Write, here: Path) -> None:
+    """Escapes, bells, our own marks and text that the output's encoding lacks are written as what they are."""
+    write_rows(here / "odd.jsonl", [{"text": "a\x1b[31mred\x07 ⟦b⟧ \u202ec\ttab\nend"}])
+    text = shown(call, write(data={"path": "odd.jsonl", "eval": None}, train={"epochs": 1}))
+    part = text[text.index("first rows") : text.index("\nlaunch")]
+    body = part[part.index("──") :]
+    assert "\x1b" not in part and "\x07" not in part and "\u202e" not in part
+    assert "\\x1b[31mred\\x07 \\u27e6b\\u27e7 \\u202ec\\ttab↵" in body.replace(dry_run.CLOSE + dry_run.OPEN, "")
+    assert body.count(dry_run.OPEN) == 1
+
+
+def test_a_terminal_without_our_marks(start: Call, write: Write) -> None:
+    found = start("train", write(), "--dry-run", PYTHONIOENCODING="ascii")
+    assert found.code == 0, found.err
+    assert "\\u27e6" in found.out
+
+
+def test_random_tokens_are_not_decoded(call: Call, write: Write) -> None:
+    config = write(objective="pretrain", data={"path": None, "random": 8, "eval": None}, train={"epochs": 3})
+    facts = told(call, config)
+    assert facts["rows"] is None
+    assert (facts["data"]["tokens"], facts["data"]["target_tokens"]) == (3 * 8 * 128, 3 * 8 * 127)
+    assert "random tokens: nothing to decode" in shown(call, config)
+
+
+def test_a_shape_has_no_weights(call: Call, write: Write) -> None:
+    """A billion parameters: nothing of them is allocated, the disk they need is said."""
+    random = {"path": None, "random": 8, "eval": None}
+    facts = told(call, write(model={"shape": "llama-3.2-1b"}, objective="pretrain", data=random))
+    assert facts["disk"]["weights_bytes"] == pytest.approx(4 * 1_235_814_400, rel=1e-3)
+    assert facts["disk"]["states_bytes"] == pytest.approx(8 * 1_235_814_400, rel=1e-3)
+
+
+class Words:
+    """A tokenizer like SentencePiece's: a token is a word, and the first loses its space."""
+
+    def decode(self, ids: list[int], **_: bool) -> str:
+        return " ".join(f"w{i}" for i in ids)
+
+
+def test_a_piece_keeps_the_space_before_it() -> None:
+    targets = np.array([False, False, True, True, False])
+    pieces = list(dry_run.decoded(Words(), Document(np.arange(5, dtype=np.int32), targets), 99))
+    assert [(p.text, p.learnt) for p in pieces] == [("w0 w1", False), (" w2 w3", True), (" w4", False)]
+    cut = dry_run.decoded(Words(), Document(np.arange(5, dtype=np.int32), targets), 4)
+    assert [p.text for p in cut] == ["w0 w"]
+
+
+def test_totals_without_walking() -> None:
+    """Tokens of a part of an epoch, of several, and of one to the last document, against the stream itself."""
+    documents = []
+    for n in range(2, 9):
+        targets = np.arange(n) > 1 + n % 2
+        documents.append(Document(np.zeros(n, np.int32), targets))
+    source = corpus.Corpus(documents, list(range(7)), corpus.Counts())
+    walked = stream.Stream(source, T=8, rows=1, seed=5, fill=pack.single)
+    for samples in (1, 6, 7, 8, 20, 21):
+        seen = [documents[walked.sample(i)] for i in range(samples)]
+        assert dry_run.totals(source, samples, 5) == (sum(map(len, seen)), sum(int(d.targets.sum()) for d in seen))
+
+
+# --- memory and disk
+
+
+def test_memory_by_line(call: Call, write: Write, predicted: Callable[..., None]) -> None:
+    predicted()
+    lines = told(call, write())["memory"]["lines"]
+    assert [i["name"] for i in lines] == ["weights.blocks", "states.blocks"], "biggest first"
+    text = shown(call, "run.yaml").splitlines()
+    assert "  4.00 GiB of 8.00 GiB, fits; cuda_allocated of a rank on NVIDIA H200, peak in the phase head" in text
+    weights_, states = (next(x for x in text if x.startswith(f"  {name}")) for name in ("weights.", "states."))
+    assert weights_.count("█") == 12 and states.count("█") == 4 and "3.00 GiB" in weights_ and "75%" in weights_
+    assert any("about 1.23K tokens a second (datasheet)" in x for x in text)
+
+
+def test_memory_that_does_not_fit(call: Call, write: Write, predicted: Callable[..., None]) -> None:
+    predicted(fits=False, capacity_bytes=2 << 30, tokens_per_s=None)
+    text = shown(call, write())
+    assert "4.00 GiB of 2.00 GiB, DOES NOT FIT: smaller batch.micro_tokens" in text
+    assert "tokens a second" not in text
+
+
+def test_small_lines_are_told_together(call: Call, write: Write, predicted: Callable[..., None]) -> None:
+    lines = tuple(Item(f"weights.{i}", 1 << 20, "x") for i in range(15)) + (Item("states.x", 1 << 30, "y"),)
+    predicted(peak_bytes=sum(i.bytes for i in lines), lines=lines)
+    assert len(told(call, write())["memory"]["lines"]) == 16
+    text = shown(call, "run.yaml")
+    assert re.search(r"^  4 smaller +4\.0 MiB", text, re.MULTILINE)
+
+
+def test_a_model_that_the_plan_does_not_know(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains all the same, so the dry run goes on and says what it cannot say."""
+
+    def unknown(*_: object, **__: object) -> None:
+        raise ConfigError("a plan for this", "a strange model", "train it")
+
+    monkeypatch.setattr(plan, "predict", unknown)
+    facts = told(call, write())
+    assert facts["memory"] == {"unknown": "a plan for this: a strange model"}
+    assert facts["disk"]["needed_bytes"] is None and facts["disk"]["fits"] is None
+    text = shown(call, "run.yaml")
+    assert "no prediction: a plan for this: a strange model" in text
+    assert "needed: unknown without a prediction of memory" in text
+
+
+def test_a_disk_that_is_too_small(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = shutil.disk_usage
+    assert ": fits" in shown(call, write())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=2**20))
+    assert told(call, "run.yaml")["disk"]["fits"] is False
+    assert "1.0 MiB free in" in (text := shown(call, "run.yaml")) and "DOES NOT FIT: free some" in text
+
+
+# --- what is refused, as train refuses it
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "says"),
+    [
+        ({"batch": {"tokens": 200}}, [], "not divisible by 128 slots"),
+        ({"data": {"path": "no.jsonl"}}, [], "no such file"),
+        ({"batch": {"seq": 32, "tokens": 32}}, [], "data.too_long: split, drop or truncate"),
+        ({"with": {"fsdp": {}}}, [], "one rank"),
+        ({}, ["--ranks", "2"], "no technique shares the work"),
+        ({"output": "chat.jsonl"}, [], "chat.jsonl is no folder"),
+        ({}, ["--resume", "no-such"], "no-such"),
+        ({}, ["--allow-change", "data"], "no --resume"),
+    ],
+)
+def test_refusals_are_those_of_train(
+    changes: dict[str, Any], flags: list[str], says: str, call: Call, write: Write
+) -> None:
+    config = write(**{("with_" if k == "with" else k): v for k, v in changes.items()})
+    dry, wet = call("train", config, *flags, "--dry-run"), call("train", config, *flags)
+    assert dry.code == wet.code == 2 and dry.out == "" and says in dry.err
+    assert dry.err == wet.err
+
+
+def test_the_folder_of_a_run(call: Call, write: Write, here: Path) -> None:
+    """A run lies there: refused, unless it is resumed, and then it goes on where that stands."""
+    config = write(train={"epochs": None, "steps": 2})
+    assert call("train", config).code == 0
+    found = call("train", config, "--dry-run")
+    assert found.code == 2 and "a run lies there" in found.err
+    before = files(here / "out")
+    more = ("--resume", "auto", "--set", "train.steps=4")
+    assert told(call, config, *more)["data"]["done"] == 2
+    assert "4 steps, " in (text := shown(call, config, *more)) and "goes on after step 2" in text
+    assert files(here / "out") == before
+
+
+def test_json_without_a_dry_run(call: Call, write: Write) -> None:
+    found = call("train", write(), "--json")
+    assert found.code == 2 and "--json" in found.err and "no --dry-run" in found.err and not Path("out").exists()
+
+
+def test_another_model(call: Call, write: Write, model: Path, here: Path) -> None:
+    """A tokenizer with tokens that the model lacks is refused here too."""
+    edited(model, here / "m", vocab_size=100)
+    found = call("train", write(model="m"), "--dry-run")
+    assert found.code == 2 and "a model of 100 tokens" in found.err
+    assert base()["model"] == "tiny"

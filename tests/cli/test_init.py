@@ -1,0 +1,344 @@
+"""`optrush init`: a YAML that parses to what was said, that `train` takes, and that says what every block means."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from optrush import begin, hardware
+from optrush.begin import Wanted, compose
+from optrush.config import Run, document, parse
+from optrush.prepare import prepare
+from optrush.technique import build
+from optrush.techniques import ALL
+
+from clirun import Found, edited, write_rows
+
+Call = Callable[..., Found]
+SAMPLE = ("--model", "tiny", "--data", "sample:recipes")
+CLASSES = {c.name: c for c in ALL}
+
+
+def written(file: str = "train.yaml") -> Run:
+    return parse(Path(file).read_text("utf-8"), file)
+
+
+def refused(found: Found, *says: str, file: str = "train.yaml") -> None:
+    """Exit code 2, three lines, every fragment in them, and no file."""
+    assert found.code == 2, found
+    assert [line[:7] for line in found.err.splitlines()[-3:]] == ["asked: ", "found: ", "do:    "], found.err
+    for fragment in says:
+        assert fragment in found.err, f"{fragment!r} is not in\n{found.err}"
+    assert found.out == "" and not Path(file).exists()
+
+
+class Typed(io.StringIO):
+    """A person at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+# --- what is written
+
+
+def test_it_trains(call: Call, here: Path) -> None:
+    """As it stands, but for its length."""
+    found = call("init", *SAMPLE)
+    assert found.code == 0, found.err
+    assert found.out.splitlines() == ["optrush train train.yaml --dry-run", "optrush train train.yaml"]
+    run = written()
+    assert (run.model.path, run.objective, run.data.sample, run.output) == ("tiny", "sft", "recipes", "runs/train")
+    short = ["--set", "data.max_samples=20", "--set", "train.epochs=0.1"]
+    trained = call("train", "train.yaml", *short)
+    assert trained.code == 0, trained.err
+    assert trained.out == "runs/train\n"
+
+
+def test_a_file_of_conversations(call: Call, here: Path) -> None:
+    found = call("init", "mine.yaml", "--model", "tiny", "--data", "chat.jsonl", "--output", "there")
+    assert found.code == 0, found.err
+    run = written("mine.yaml")
+    assert (run.data.path, run.data.eval, run.output, run.objective) == ("chat.jsonl", 0.1, "there", "sft")
+    trained = call("train", "mine.yaml", "--set", "train.epochs=0.3")
+    assert trained.code == 0, trained.err
+
+
+def test_the_objective_is_suggested_by_the_rows(call: Call, here: Path) -> None:
+    write_rows(here / "text.jsonl", [{"text": "Stir well."}])
+    assert call("init", "--model", "tiny", "--data", "text.jsonl").code == 0
+    run = written()
+    assert run.objective == "pretrain" and run.data.eval is None, "one row is not halved"
+    assert "# eval: 0.1" in Path("train.yaml").read_text()
+    assert call("init", "--model", "tiny", "--data", "text.jsonl", "--objective", "sft", "--force").code == 0
+    assert written().objective == "sft"
+
+
+def test_yes_takes_the_defaults(call: Call) -> None:
+    assert call("init", "--yes").code == 0
+    assert (written().model.path, written().data.sample) == ("tiny", "recipes")
+
+
+def test_a_shape_on_random_tokens(call: Call) -> None:
+    found = call("init", "--model", "shape:llama-3.2-1b", "--data", "random:64", "--hardware", "h200")
+    assert found.code == 0, found.err
+    run = written()
+    assert run.model.shape == "llama-3.2-1b" and run.data.random == 64 and run.train.steps == 100
+    assert list(run.with_) == ["amp", "fused-adamw", "attention", "compile", "fused-loss"], "no packing of full rows"
+    assert run.with_["attention"] == {"impl": "sdpa"}
+    assert run.batch.micro_tokens is not None and run.batch.micro_tokens > 2048, "several rows fit"
+
+
+def test_every_block_says_what_it_is(call: Call) -> None:
+    """A comment stands over every key at the top, each technique has its summary, no line is long."""
+    assert call("init", *SAMPLE).code == 0
+    lines = Path("train.yaml").read_text().splitlines()
+    assert max(map(len, lines)) <= 120
+    for i, line in enumerate(lines):
+        if re.match(r"[a-z]+:", line):
+            assert lines[i - 1].startswith("# "), line
+        if re.match(r"  [a-z_]+: \S", line) and i < lines.index("with:"):
+            inside_data = lines[i - 1].startswith(("data:", "#"))
+            assert "  # " in line or inside_data, line
+    for name in written().with_:
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"  {name}: "))
+        assert lines[at - 1] == f"  # {CLASSES[name].summary}"
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=24)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    name=TEXTS,
+    output=TEXTS,
+    objective=st.sampled_from(["sft", "pretrain"]),
+    sample=st.booleans(),
+    machine=st.sampled_from(["auto", "cpu", "t4", "a100-40", "h200", "2xh200"]),
+    withs=st.lists(st.sampled_from(["recompute:every=2", "bf16", "attention:impl=masked", "fused-loss:chunk=64"]),
+                   unique=True),
+)  # fmt: skip
+def test_the_text_says_what_the_flags_said(
+    name: str, output: str, objective: str, sample: bool, machine: str, withs: list[str], here: Path
+) -> None:
+    """Whatever names are: the text parses, to these values, as plain YAML too, and can be prepared."""
+    folder = here / "rows"
+    folder.mkdir(exist_ok=True)
+    path = folder / name.replace("/", "_").replace(".", "_")
+    shutil.copyfile(here / "chat.jsonl", path)
+    data = "sample:recipes" if sample else f"rows/{path.name}"
+    output = "runs/" + output.replace(".", "_")
+    gone = ["bf16"] if machine == "t4" else []
+    asked = [w for w in withs if w not in gone] + (["ddp"] if machine.startswith("2x") else [])
+    begun = compose(Wanted("tiny", objective, data, output, machine, asked), f"{name}.yaml")
+    path.unlink()
+    run = parse(begun.text, "written")
+    assert run == begun.run
+    assert (run.objective, run.output, run.model.path) == (objective, output, "tiny")
+    assert (run.data.sample, run.data.path) == (("recipes", None) if sample else (None, data))
+    for flag in asked:
+        technique, _, option = flag.partition(":")
+        assert technique in run.with_
+        if option:
+            key, _, value = option.partition("=")
+            assert str(run.with_[technique][key]) == value
+    owned = [part for t in build(ALL, run.with_) for part in t.claims]
+    assert len(owned) == len(set(owned)), "nothing that was asked for clashes with what was chosen"
+    device, many = hardware.named(machine)
+    prepare(run, ranks=many, device=device)
+    assert yaml.safe_load(begun.text)["output"] == output
+    assert set(document(begun.text, "written")[0]) == set(yaml.safe_load(begun.text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["~", "null", "1e-5", "-", "@x", "a: b", "a #b", "'", '"', "x\ny", "\x7f", "😀", "...", "---", "0x1f", "yes"],
+)
+def test_odd_names_come_back(text: str) -> None:
+    from optrush.commented import _text
+
+    assert yaml.safe_load(f"k: {_text(text)}\n") == {"k": text}
+    assert yaml.safe_load(f"k: {{a: {_text(text)}, b: 1}}\n") == {"k": {"a": text, "b": 1}}
+    assert document(f"k: {_text(text)}\n", "")[0] == {"k": text}
+
+
+# --- what is chosen
+
+
+@pytest.mark.parametrize(
+    ("machine", "chosen"),
+    [
+        ("cpu", {"fused-adamw": {}, "attention": {"impl": "sdpa"}, "packing": {}, "fused-loss": {"chunk": 256}}),
+        ("t4", {"amp": {"dtype": "fp16"}, "fused-adamw": {}, "attention": {"impl": "sdpa"}, "compile": {},
+                "packing": {}, "fused-loss": {}}),
+        ("h100", {"amp": {}, "fused-adamw": {}, "attention": {"impl": "varlen"}, "compile": {}, "packing": {},
+                  "fused-loss": {}}),
+    ],
+)  # fmt: skip
+def test_techniques_suit_the_machine(machine: str, chosen: dict[str, object], call: Call) -> None:
+    assert call("init", *SAMPLE, "--hardware", machine).code == 0
+    assert written().with_ == chosen
+
+
+def test_what_is_asked_for_displaces_what_is_chosen(call: Call) -> None:
+    """`bf16` owns what `amp` would, `attention` brings its own options; the order is the ladder's."""
+    asked = ("--with", "bf16", "--with", "recompute:every=2", "--with", "attention:impl=masked")
+    assert call("init", *SAMPLE, "--hardware", "h200", *asked).code == 0
+    run = written()
+    assert "amp" not in run.with_ and run.with_["recompute"] == {"every": 2}
+    assert run.with_["attention"] == {"impl": "masked"}
+    assert list(run.with_) == [c.name for c in ALL if c.name in run.with_]
+
+
+def test_what_cannot_run_here_is_left_out_and_said(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compile` on this machine, a GPU without triton; for another machine nobody looks."""
+    from optrush import doctor
+
+    monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h200"]])
+    monkeypatch.setattr(doctor, "library", lambda name: None)
+    assert call("init", *SAMPLE).code == 0
+    assert "compile" not in written().with_ and "amp" in written().with_
+    said = "without compile: triton is not installed; to have it: python -m pip install triton"
+    assert f"  # {said}\n" in Path("train.yaml").read_text()
+    assert call("init", *SAMPLE, "--hardware", "h200", "--force").code == 0
+    assert "compile" in written().with_
+
+
+def test_several_ranks(call: Call) -> None:
+    found = call("init", *SAMPLE, "--with", "ddp")
+    assert found.code == 0, found.err
+    assert found.out.splitlines()[1] == "optrush train train.yaml --ranks 2"
+    assert "#   optrush train train.yaml --ranks 2\n" in Path("train.yaml").read_text()
+    trained = call("train", "train.yaml", "--ranks", "2", "--dry-run", "--json")
+    assert trained.code == 0 and json.loads(trained.out)["data"]["ranks"] == 2
+
+
+def test_rows_are_no_longer_than_the_model(call: Call, model: Path, here: Path) -> None:
+    edited(model, here / "m", max_position_embeddings=128)
+    assert call("init", "--model", "m", "--data", "chat.jsonl").code == 0
+    assert written().batch.seq == 128
+    edited(model, here / "w", model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64)
+    assert call("init", "--model", "w", "--data", "chat.jsonl", "--force").code == 0
+    assert written().batch.seq == 64
+
+
+def test_a_model_that_the_plan_does_not_know(call: Call, here: Path) -> None:
+    """One row a micro-batch, and the file says that nothing was predicted."""
+    (here / "g").mkdir()
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 256, "n_layer": 2,
+              "vocab_size": 2048}  # fmt: skip
+    (here / "g" / "config.json").write_text(json.dumps(config))
+    found = call("init", "--model", "g", "--data", "chat.jsonl", "--hardware", "h200")
+    assert found.code == 0, found.err
+    run = written()
+    assert run.batch.seq == run.batch.micro_tokens == 256 and run.with_["attention"] == {"impl": "sdpa"}
+    assert "no prediction of memory" in Path("train.yaml").read_text()
+
+
+# --- a terminal
+
+
+def test_questions(call: Call, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """Each with a line of help and a default; a wrong answer is asked again with the reason."""
+    monkeypatch.setattr(sys, "stdin", Typed("\nno.jsonl\nchat.jsonl\nstf\n\nmine\n"))
+    found = call("init")
+    assert found.code == 0, found.err
+    run = written()
+    assert (run.model.path, run.data.path, run.objective, run.output) == ("tiny", "chat.jsonl", "sft", "mine")
+    for said in ("`tiny` is built in", "model [tiny]:", "JSON Lines file", "no such file", "data [sample:recipes]:",
+                 "did you mean `sft`?", "objective [sft]:", "new or empty", "output [runs/train]:"):  # fmt: skip
+        assert said in found.err, said
+    shown = [line.strip() for line in found.out.splitlines()]  # questions leave a blank on standard output
+    assert shown == ["optrush train train.yaml --dry-run", "optrush train train.yaml"]
+
+
+def test_only_what_is_missing_is_asked(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", Typed("\n"))
+    found = call("init", *SAMPLE, "--objective", "pretrain")
+    assert found.code == 0 and "model [" not in found.err and "output [runs/train]" in found.err
+    assert written().objective == "pretrain"
+    monkeypatch.setattr(sys, "stdin", Typed(""))
+    assert call("init", "--yes", "--force").code == 0, "--yes asks nothing on a terminal either"
+
+
+def test_the_output_that_is_suggested_is_free(call: Call, here: Path) -> None:
+    (here / "runs" / "train").mkdir(parents=True)
+    assert call("init", *SAMPLE).code == 0
+    assert written().output == "runs/train-2"
+
+
+# --- what is refused
+
+CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "no model": (["--data", "chat.jsonl"], ("without a terminal to ask on", "no --model", "give --model, or --yes")),
+    "no data": (["--model", "tiny"], ("without a terminal to ask on", "no --data", "give --data, or --yes")),
+    "empty model": (["--model", "", "--data", "chat.jsonl"], ("the model ''", "no name", "`tiny`")),
+    "no such model": (["--model", "./none", "--data", "chat.jsonl"], ("the model ./none", "no such folder")),
+    "no such shape": (["--model", "shape:llama", "--data", "random"], ("model.shape: llama", "no such shape")),
+    "no such file": (["--model", "tiny", "--data", "no.jsonl"], ("no.jsonl", "no such file", "check the path")),
+    "a bad first row": (["--model", "tiny", "--data", "bad.jsonl"], ("bad.jsonl:1", "neither 'text' nor 'messages'")),
+    "no such sample": (["--model", "tiny", "--data", "sample:jokes"], ("the data sample:jokes", "take sample:recipes")),
+    "no number": (["--model", "tiny", "--data", "random:x"], ("the data random:x", "no number", "random:4096")),
+    "no such objective": ([*SAMPLE, "--objective", "stf"], ("the objective stf", "did you mean `sft`?")),
+    "sft of random": (["--model", "tiny", "--data", "random", "--objective", "sft"], ("`objective: sft` on", "random")),
+    "text on a shape": (["--model", "shape:llama-3.2-1b", "--data", "chat.jsonl"], ("a shape has no tokenizer",)),
+    "no such hardware": ([*SAMPLE, "--hardware", "h300"], ("the hardware h300", "no such name", "h200")),
+    "no such technique": ([*SAMPLE, "--with", "pakcing"], ("the technique `pakcing`", "did you mean `packing`?")),
+    "no such option": ([*SAMPLE, "--with", "recompute:evry=2"], ("`recompute: evry`", "did you mean `every`?")),
+    "a clash": ([*SAMPLE, "--with", "amp", "--with", "bf16"], ("`amp` with `bf16`", "both own")),
+    "a need": (
+        [*SAMPLE, "--with", "attention:impl=cudnn", "--hardware", "cpu"], ("`attention:impl=cudnn` needs", "a CPU"),
+    ),
+    "ranks alone": ([*SAMPLE, "--hardware", "2xh200"], ("2 ranks", "--with ddp or --with fsdp")),
+    "output full": ([*SAMPLE, "--output", "full"], ("the output full", "not empty", "name another folder")),
+    "output a file": ([*SAMPLE, "--output", "chat.jsonl"], ("the output chat.jsonl", "a file, no folder")),
+    "output empty": ([*SAMPLE, "--output", ""], ("the output ''", "no name")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(name: str, call: Call, here: Path) -> None:
+    flags, says = CASES[name]
+    (here / "full").mkdir()
+    (here / "full" / "thesis.txt").write_text("years of work")
+    write_rows(here / "bad.jsonl", [{"prompt": "Hm"}])
+    refused(call("init", *flags), *says)
+
+
+def test_a_file_in_the_way(call: Call, here: Path) -> None:
+    (here / "train.yaml").write_text("mine: 1\n")
+    found = call("init", *SAMPLE)
+    assert found.code == 2 and "it exists" in found.err and "--force" in found.err
+    assert (here / "train.yaml").read_text() == "mine: 1\n"
+    found = call("init", *SAMPLE, "--data", "no.jsonl", "--force")
+    assert found.code == 2 and (here / "train.yaml").read_text() == "mine: 1\n", "only a good one replaces it"
+    assert call("init", *SAMPLE, "--force").code == 0
+    assert written().model.path == "tiny"
+
+
+def test_a_file_that_cannot_be(call: Call, here: Path) -> None:
+    refused(call("init", "no/where.yaml", *SAMPLE), "to write no/where.yaml", "no is no folder", file="no/where.yaml")
+    found = call("init", ".", *SAMPLE)
+    assert found.code == 2 and "a folder" in found.err
+    name = "x" * 300 + ".yaml"
+    found = call("init", name, *SAMPLE)
+    assert found.code == 2 and "File name too long" in found.err
+
+
+def test_rows_are_counted_up_to_a_limit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(begin, "COUNTED", 20)
+    row = (here / "chat.jsonl").read_text().splitlines()[0]
+    (here / "many.jsonl").write_text(f"{row}\n" * 100)
+    assert begin.count(here / "many.jsonl") == 20
+    begun = compose(Wanted("tiny", "sft", "many.jsonl", "out"), "f.yaml")
+    assert begun.run.data.eval == 0.02, "a large file holds less out"

@@ -1,0 +1,305 @@
+"""What the pages say, from records made by hand: whole, escaped, and honest about what is not there."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optrush import cli
+from optrush.bench import charts, figures, report, runs
+from optrush.errors import ConfigError, DataError, NeedsError
+
+Ladder = list[dict[str, Any]]
+EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
+
+
+def _page(folder: Path) -> str:
+    return (folder / report.PAGE).read_text("utf-8")
+
+
+def _sections(page: str) -> list[str]:
+    return re.findall(r'<section id="([a-z]+)"', page)
+
+
+def _sound(page: str) -> None:
+    """Self-contained: a policy that forbids all else, no script, nothing that is fetched, nothing that stayed open."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in page
+    assert "<script" not in page
+    assert not re.search(r"https?://", page)
+    assert not re.search(r"<[^>]*\s(src|srcset|action|on[a-z]+)\s*=", page)
+    assert re.findall(r'href="([^"]*)"', page) == ["data:,"]
+    assert set(re.findall(r"url\(([^)]*)\)", page)) <= {"#hatch-red", "#hatch-failed"}
+    assert "None" not in page and "nan" not in page.lower().replace("nanogpt", "")
+    for tag in ("svg", "table", "section", "div", "text"):
+        assert len(re.findall(rf"<{tag}[ >]", page)) == page.count(f"</{tag}>"), tag
+
+
+def test_a_ladder(ladder: Ladder, bench: Callable[..., Path]) -> None:
+    folder = bench(ladder)
+    report.write_bench(folder)
+    page = _page(folder)
+    _sound(page)
+    assert _sections(page) == [
+        "verdict", "charts", "gains", "predicted", "without", "losses", "table", "environment", "command", "reading",
+    ]  # fmt: skip
+    for said in (
+        "From 4,835 to 69,851 tokens/s: ×14.4, peak 31.4 → 48.6 GiB; 13 rungs, 1 red, 1 failed, 2 within the noise",
+        "llama-3.2-1b, random tokens · NVIDIA H200 · 2026-11-21",
+        "losses leave those of `amp` by 0.21, allowed 0.02",
+        "CUDA out of memory. Tried to allocate 15.66 GiB\nand a second line of it",
+        "16,420 ×3.40", "45,630 ×1.01 noise", "37,020 ×0.81 slower", "46,890 ×1.27 red", "24.6 GiB ×0.83",
+        "failed: CUDA out of memory.",
+        "Peak memory was predicted to within 2.0 % in the median and 5.4 % at worst (compile the whole model), over 16",
+        "−26.7 %, peak ×1.24",
+        "differ by at most 0.21 nats, at step 8, between “without fused-loss” and “native decoder”",
+        "BROKEN: same maths, against “eager”; largest difference 0.013 (losses), allowed 0.02",
+        "Intel(R) Xeon(R) Platinum, 16 threads",
+        "commit 579b23d0c1e2f3a4b5c6d7e8f9a0b1c2d3e4f5a6, tree clean; digest of the package 8115d0382db2875a",
+        "optrush bench benchmarks/llama1b.yaml --ladder single-gpu --out runs/ladder --repeats 3",
+    ):  # fmt: skip
+        assert said in page, said
+    assert page.index("native decoder") < page.index("fused loss") < page.index("Tokens a second"), "trouble first"
+    for name in ("speed.png", "memory.png"):
+        picture = (folder / name).read_bytes()
+        assert picture.startswith(b"\x89PNG\r\n\x1a\n") and len(picture) > 10_000
+    assert sorted(p.name for p in folder.iterdir()) == ["memory.png", "records.jsonl", "report.html", "speed.png"]
+
+
+def test_names_stay_text(ladder: Ladder, bench: Callable[..., Path]) -> None:
+    for record in ladder:
+        for key in ("ladder", "case", "changes", "device", "command", "peer", "date"):
+            record[key] = EVIL
+        record |= {"rung": EVIL + record["rung"], "since": EVIL, "error": EVIL, "red": [EVIL]}
+        record |= {"environment": {EVIL: EVIL}, "source": {"commit": EVIL, "digest": EVIL, "clean": EVIL}}
+        record |= {"proof": {"against": EVIL, "numerics": EVIL, "of": EVIL, "ok": EVIL}}
+    folder = bench(ladder)
+    report.write_bench(folder)
+    report.write_many([folder, folder], folder / "many.html")
+    for page in (_page(folder), (folder / "many.html").read_text()):
+        assert "<script" not in page and "<img" not in page
+        assert "&lt;script&gt;alert(1)" in page
+
+
+def test_what_is_no_figure_is_a_dash(ladder: Ladder, bench: Callable[..., Path]) -> None:
+    """Nulls, texts in place of figures, infinities, half a surrogate pair, letters that no font has."""
+    for i, key in enumerate(k for k in ladder[0] if k not in ("ladder", "rung", "mode")):
+        if key not in ("case", "device"):
+            ladder[2 + i % 10][key] = [None, "text", [1, "x"], {"a": None}, -1, 10**400, True][i % 7]
+    ladder[1] |= {
+        "rung": "\ud800 \u202e 安$x^2$ \x00 \U0001f680",
+        "losses": [None, "x", 3.0],
+        "predicted_peak_bytes": 0,
+    }
+    folder = bench(ladder)
+    (folder / "records.jsonl").write_text((folder / "records.jsonl").read_text().replace("16420", "Infinity"))
+    report.write_bench(folder)
+    page = _page(folder)
+    assert "\ufffd \ufffd 安$x^2$ \ufffd" in page
+    assert "no figure, and no reason given" in page
+    assert "inf" not in re.sub(r"[a-z]*inf[a-z]+", "", page.lower())
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_a_ladder_of_few(ladder: Ladder, bench: Callable[..., Path], keep: int) -> None:
+    """None with a figure, one, two: still a page."""
+    failed = [{**r, "tokens_per_s": None, "error": "killed", "peak_bytes": None, "losses": []} for r in ladder[keep:3]]
+    folder = bench(ladder[:keep] + failed)
+    report.write_bench(folder)
+    page = _page(folder)
+    _sound(page)
+    said = {0: "No rung of the ladder has a figure; 3 rungs", 1: "4,835 tokens/s, peak 31.4 GiB (eager)", 2: "×3.40"}
+    assert said[keep] in page
+
+
+def test_another_system_and_a_rung_measured_again(ladder: Ladder, bench: Callable[..., Path]) -> None:
+    again = {**ladder[0], "tokens_per_s": 4900}
+    peer = {**ladder[-5], "peer": "a plain loop 5.17", "tokens_per_s": 61228, "since": None}
+    folder = bench([*ladder, again, peer])
+    report.write_bench(folder)
+    page = _page(folder)
+    assert "larger micro-batch (a plain loop 5.17)" in page and "other system" in page
+    assert "1 older record of the same rungs not shown." in page
+    assert "From 4,900 to 69,851" in page and "13 rungs" in page
+
+
+def test_equal_losses_are_said_to_be(ladder: Ladder) -> None:
+    shown, _ = figures.rungs([{**r, "losses": [3.0, 2.0]} for r in ladder[:3]])
+    assert figures.losses_said(shown) == "All curves are equal to the last digit over 2 steps."
+    shown, _ = figures.rungs([{**r, "losses": [3.0, None]} for r in ladder[:1]])
+    assert figures.losses_said(shown) == "There are no two curves to compare. 1 loss was not finite."
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(69851.4, "69,851"), (99.96, "100.0"), (3.14159, "3.14"), (None, "–"), (1e6, "1,000,000")]
+)
+def test_speeds(value: float | None, shown: str) -> None:
+    assert figures.speed(value) == shown
+
+
+def test_ticks_of_axes() -> None:
+    assert charts._steps(4400, 73000) == [5000, 10000, 20000, 50000]
+    assert charts._steps(99, 103) == [100, 102]
+    assert charts._nice(0, 1, 4) == [0, 0.25, 0.5, 0.75, 1]
+    assert charts._nice(3, 3, 4) == [3]
+
+
+def test_a_long_curve_keeps_its_spike() -> None:
+    points = [(float(i), 1.0) for i in range(50_000)]
+    points[31_234] = (31_234.0, 9.0)
+    drawn = charts._thinned(points)
+    assert len(drawn) <= charts.POINTS and (31_234.0, 9.0) in drawn
+
+
+# --- a training run
+
+
+def test_a_run(trained: Path, predicted: SimpleNamespace) -> None:
+    report.write_run(trained)
+    page = _page(trained)
+    _sound(page)
+    assert _sections(page) == ["verdict", "curves", "predicted", "config"]
+    for said in (
+        "400 steps; the loss of the last logged one is", "the held-out loss 2.4140 (at first 8.3100)",
+        "Data is the bottleneck: in the median 12.0 % of a step",
+        "2 updates skipped", "1 logged loss was not finite: a gap in the curve",
+        "The last line of metrics.jsonl is cut off",
+        "Step 200: the damaged checkpoint step-000200 was passed over: a hash differs",
+        "Step 100: went on with another optim.lr: 0.002 -&gt; 0.001",
+        "Step 300: the save failed, and training went on: no space left on device",
+        "T x V in float32, &lt;b&gt;twice&lt;/b&gt;", "−9.1 %", "objective: sft",
+    ):  # fmt: skip
+        assert said in page, said
+    for heading in ("Loss", "Speed", "Peak memory", "Learning rate", "Gradient norm", "Waiting for data"):
+        assert f"<h3>{heading}</h3>" in page
+
+
+@pytest.mark.parametrize(
+    "text", ["", '{"step": 1, "lo', '{"step": 10, "loss": null}\n', '{"step": 0, "eval_loss": null}\n\n', None]
+)
+def test_a_run_with_little_to_show(trained: Path, predicted: SimpleNamespace, text: str | None) -> None:
+    if text is None:
+        (trained / "metrics.jsonl").unlink()
+    else:
+        (trained / "metrics.jsonl").write_text(text)
+    report.write_run(trained)
+    _sound(_page(trained))
+
+
+def test_a_run_that_cannot_be_predicted(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object, **__: object) -> None:
+        raise NeedsError("a prediction", "no <shape> is known", "name one")
+
+    monkeypatch.setattr("optrush.plan.predict", refuses)
+    report.write_run(trained)
+    assert "No prediction: no &lt;shape&gt; is known." in _page(trained)
+
+
+def test_a_peak_of_another_kind_is_not_compared(trained: Path, predicted: SimpleNamespace) -> None:
+    predicted.memory_kind = "cuda_allocated"
+    report.write_run(trained)
+    assert "of another kind (rss) and is not compared" in _page(trained)
+
+
+def test_a_damaged_line_before_the_last(trained: Path) -> None:
+    with (trained / "metrics.jsonl").open("a") as file:
+        file.write('\n{"step": 420, "loss": 2.0}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:49"):
+        runs.read(trained)
+    with pytest.raises(DataError):
+        report.write_run(trained)
+    assert not (trained / report.PAGE).exists()
+
+
+# --- the verb
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
+    """`optrush report ARGUMENTS` in this process: exit code, output, errors."""
+
+    def called(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["optrush", "report", *map(str, arguments)])
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(str(leaving.value.code or 0)), out, err
+
+    return called
+
+
+def test_one_folder(call: Callable[..., Any], ladder: Ladder, bench: Callable[..., Path]) -> None:
+    folder = bench(ladder)
+    assert call(folder) == (0, f"{folder / 'report.html'}\n", "")
+    before = _page(folder)
+    assert call("climb") == (0, "climb/report.html\n", "")
+    assert _page(folder) == before, "the same records, the same page"
+
+
+def test_several_folders(
+    call: Callable[..., Any], ladder: Ladder, bench: Callable[..., Path], trained: Path, tmp_path: Path
+) -> None:
+    first = bench(ladder, "first-machine")
+    changed = {"device": "NVIDIA L4", "environment": {"driver": "570"}}
+    second = bench([{**r, **changed} for r in ladder[:5]], "second-machine")
+    assert call(first, second, trained) == (0, "report.html\n", "")
+    page = (tmp_path / "report.html").read_text()
+    _sound(page)
+    assert _sections(page) == ["machines", "environment", "runs"]
+    for said in ("Ladder single-gpu", "A: NVIDIA H200, B: NVIDIA L4", "not climbed", "570", "2.4140", "first-machine"):
+        assert said in page, said
+    assert call(first, second, "--out", "both.html")[:2] == (0, "both.html\n")
+    assert not (first / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["no-such"], "no such folder"),
+        (["empty"], "neither records.jsonl nor run.yaml lies there"),
+        (["climb", "empty"], "neither records.jsonl nor run.yaml lies there"),
+        (["climb", "--out", "x.html"], "one folder: its report lies in it"),
+        (["climb", "first", "--out", "climb/records.jsonl"], "no name of a page"),
+        (["climb", "first", "--out", "no-such/x.html"], "no folder no-such"),
+        (["torn"], "no record"),
+        (["climb", "torn"], "no record"),
+        (["bytes"], "not UTF-8"),
+        (["nothing"], "the file is empty"),
+        (["badrun"], "no such key"),
+    ],
+)
+def test_what_is_refused(
+    call: Callable[..., Any], ladder: Ladder, bench: Callable[..., Path], trained: Path, tmp_path: Path,
+    arguments: list[str], found: str,
+) -> None:  # fmt: skip
+    bench(ladder)
+    for name, content in (
+        ("torn", (json.dumps(ladder[0]) + '\n{"ladder": "x"').encode()),
+        ("bytes", b'{"ladder"\n\xff\xfe'),
+        ("nothing", b""),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "records.jsonl").write_bytes(content)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "badrun").mkdir()
+    (tmp_path / "badrun" / "run.yaml").write_text((trained / "run.yaml").read_text() + "colour: red\n")
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert found in err and [line.split(":")[0] for line in err.splitlines()] == ["asked", "found", "do"]
+    if arguments[-1] in ("torn", "bytes"):
+        assert "records.jsonl:2" in err
+    assert sorted(tmp_path.rglob("*")) == before, "nothing was written"
+
+
+def test_kinds(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        report.kind(tmp_path)
