@@ -1,4 +1,4 @@
-# Two commands set everything up: `make demo` trains a model on this machine, `make test` runs every test.
+# Two commands set everything up: `make demo` plans, trains and measures on this machine, `make test` runs every test.
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
@@ -9,8 +9,11 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONS
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py demo
+	$(BIN)/optrush plan examples/demo.yaml
 	$(BIN)/optrush train examples/demo.yaml
-	@echo "the loss, drawn: demo/run/loss.png; the trained model: demo/run/model"
+	rm -rf demo/ladder
+	$(BIN)/optrush bench examples/demo.yaml --ladder cpu-demo --cumulative-only --out demo/ladder
+	@echo "the run: demo/run/report.html; the trained model: demo/run/model; the ladder: demo/ladder/report.html"
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile

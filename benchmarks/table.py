@@ -1,6 +1,6 @@
-"""Writes the figures of the README from the committed records; a test re-runs it and compares.
+"""Writes the figures and pictures of the README from the committed records; a test re-runs it and compares.
 
-usage: table.py          rewrites README.md between its two markers
+usage: table.py          rewrites README.md between its two markers, and the pictures beside the records
 """
 
 from __future__ import annotations
@@ -10,38 +10,91 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
+import cells
+
+from optrush.bench import report
+from optrush.bench.record import Record, read
+
 ROOT = Path(__file__).parent.parent
-RECORDS = Path("benchmarks/results/h200-llama1b.jsonl")
+LADDER = Path("benchmarks/results/h200-single-gpu")
+PLAIN = Path("benchmarks/results/h200-plain.jsonl")
+CELLS = Path("benchmarks/results/h200-cells.jsonl")
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
+GIB = 2**30
+# The rung of the plain loop (transformers and torch alone) that does the same.
+SAME = {
+    "float32, eager": "0_fp32_eager",
+    "mixed precision": "1_amp",
+    "fused AdamW": "2_fused_adam",
+    "flash attention": "3_sdpa",
+    "compile": "4_compile",
+    "batch 4": "5_bs4",
+    "batch 8": "5_bs8",
+    "batch 16": "5_bs16",
+    "recompute, T=4096": "6_gc_bs16_4096",
+}
 
 
 def table() -> str:
-    """A row for each system and micro-batch: medians over the interleaved repeats, and their range."""
-    groups: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
-    device = ""
-    for line in (ROOT / RECORDS).read_text().splitlines():
-        record = json.loads(line)
-        device = record["device"]
-        groups[record.get("peer", "optrush"), record["micro_tokens"] // record["seq"]].append(record)
+    """The ladder, a row a rung; beside it the plain loop, and what was predicted."""
+    records = read(ROOT / LADDER)
+    plain = plain_loops()
+    first = records[0]
     rows = [
-        f"Llama-3.2-1B shape, T=2048, weights and states in bf16, AdamW, random tokens, one {device}:",
+        f"![tokens/s of each rung]({LADDER}/speed.png)",
         "",
-        "| system | rows a micro-batch | tokens/s (range of repeats) | MFU | peak GiB |",
-        "|---|---|---|---|---|",
-    ]
-    for (system, rows_), records in sorted(groups.items(), key=lambda g: (g[0][0], -g[0][1])):
-        speeds = sorted(r["tokens_per_s"] for r in records)
-        named = f"{system}, torch.compile" if system != "optrush" else "optrush: compile, sdpa, fused-loss, fused-adamw"
-        rows.append(
-            f"| {named} | {rows_} | {statistics.median(speeds):,.0f} ({speeds[0]:,.0f} to {speeds[-1]:,.0f}) "
-            f"| {statistics.median(r['mfu'] for r in records):.1%} | {max(r['peak_gib'] for r in records):.1f} |"
-        )
-    rows += [
+        f"{first.case}, one {first.device}, torch {first.environment['torch']}; medians of {len(first.repeats)} "
+        "interleaved repeats, each in a fresh process. *plain*: a training loop of transformers and torch alone that",
+        "does the same, in turn with the rung.",
         "",
-        f"From [{RECORDS}]({RECORDS}), interleaved repeats in fresh processes. optrush takes 32,768 tokens a step, so",
-        "that 8 rows are two micro-batches; the plain loop takes one micro-batch a step.",
+        "| rung | tokens/s | x | peak GiB | predicted GiB | MFU | plain tokens/s | plain GiB | verdict |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(_row(r, {x.rung: x for x in records}, plain) for r in records if r.mode == "cumulative"),
+        "",
+        f"x: against the rung before, or the one it begins from. Records: [{LADDER}]({LADDER}/records.jsonl),",
+        f"[{PLAIN}]({PLAIN}).",
+        *_red(records),
+        "",
+        "The plan against shapes and row lengths that it was not fitted to, the same machine:",
+        "",
+        cells.table(ROOT / CELLS),
     ]
     return "\n".join(rows)
+
+
+def plain_loops() -> dict[str, tuple[float, float]]:
+    """(tokens/s, peak GiB) of each rung of the plain loop: medians over its runs."""
+    found: dict[str, list[dict[str, float]]] = defaultdict(list)
+    for line in (ROOT / PLAIN).read_text().splitlines():
+        loop = json.loads(line)
+        if "error" not in loop:
+            found[loop["rung"]].append(loop)
+    return {
+        name: (statistics.median(x["tok_s"] for x in runs), statistics.median(x["peak_gib"] for x in runs))
+        for name, runs in found.items()
+    }
+
+
+def _row(r: Record, by_name: dict[str, Record], plain: dict[str, tuple[float, float]]) -> str:
+    before = by_name.get(r.since or "")
+    factor = f"{r.tokens_per_s / before.tokens_per_s:.2f}" if before and before.tokens_per_s and r.tokens_per_s else ""
+    beside = plain.get(SAME.get(r.rung, ""))
+    figures = (
+        f"{r.tokens_per_s:,.0f} | {factor} | {r.peak_bytes / GIB:.1f} | {r.predicted_peak_bytes / GIB:.1f} | {r.mfu:.1%}"
+        if r.tokens_per_s and r.peak_bytes and r.predicted_peak_bytes and r.mfu
+        else "failed | | | |"
+    )
+    other = f"{beside[0]:,.0f} | {beside[1]:.1f}" if beside else "|"
+    return f"| {r.rung} | {figures} | {other} | {r.verdict} |"
+
+
+def _red(records: list[Record]) -> list[str]:
+    """Why rungs are red, each reason once."""
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for r in records:
+        for reason in r.red:
+            reasons[" ".join(reason.split())].append(f"*{r.rung}*")
+    return [line for reason, names in reasons.items() for line in ("", f"Red, {' and '.join(names)}: {reason}.")]
 
 
 def written(readme: str) -> str:
@@ -53,3 +106,4 @@ def written(readme: str) -> str:
 if __name__ == "__main__":
     path = ROOT / "README.md"
     path.write_text(written(path.read_text()))
+    report.write_bench(ROOT / LADDER)

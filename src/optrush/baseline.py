@@ -11,24 +11,24 @@ vocabulary, L blocks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from optrush.ledger import Entry, Line, Live, Role, Work
 from optrush.shapes import ModelShape
 
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
-PROCESS_BYTES = 1.0e9  # Python, torch and transformers before a run begins; measured on Linux
+# On a CPU the resident set is counted. Measured on Linux with torch 2.13: Python, torch and a tokenizer; the modelling
+# code of transformers; and what the C library keeps of the memory that tensors of a micro-batch come and go in.
+PROCESS_BYTES, TRANSFORMERS_BYTES, HEAP = 4.1e8, 2.1e8, 1.4
 
 
 def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: float = 0.0) -> list[Entry]:
     """Lines and work of float32 training, masked attention, whole logits, a loop over parameters as optimizer."""
-    return [
-        *_parameters(shape),
-        *_block(shape, T, native),
-        *_head(shape),
-        *_rest(shape, T, cuda),
-        *_work(shape, T, native, padding),
-    ]
+    lines = [*_parameters(shape), *_block(shape, T, native), *_head(shape), *_rest(shape, native, cuda)]
+    if not cuda:
+        lines = [dataclasses.replace(e, values=e.values * HEAP) if e.per_token else e for e in lines]
+    return [*lines, *_work(shape, T, native, padding)]
 
 
 def _parameters(s: ModelShape) -> Iterator[Line]:
@@ -58,7 +58,8 @@ def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
         return Line(f"saved.{name}", reason, s.layers * values, role, "saved", True, s.layers, fusable=fusable)
 
     yield Line("input", "what enters a block, D", s.layers * D, "residual", "saved", True, s.layers)
-    yield saved("middle", "what enters its feed-forward part, D", D, "residual")
+    yield saved("middle", "what its feed-forward part adds to, D", D, "product")
+    yield saved("middle.wide", "of which float32 is kept where products are narrower", D, "cast")
     yield saved("widened", "float32 copies of both inside the norms, 2 D", 2 * D, "widening", True)
     yield saved("normalised", "before the norms' weights, 2 D", 2 * D, "residual", True)
     yield saved("normed", "what enters the products after the norms, 2 D", 2 * D, "product")
@@ -67,7 +68,7 @@ def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "product")
     yield saved("spread", "keys and values repeated for each query head, 2 (H - K) E", 2 * (q - kv), "product")
     yield saved("scores.held", "probabilities, H T, in float32", s.heads * T, "wide")
-    yield saved("scores.cast.held", "probabilities again, in the products' type", s.heads * T, "narrowing")
+    yield saved("scores.cast.held", "probabilities again, in the products' type", s.heads * T, "narrowing", True)
     yield saved("attended", "what enters the output product, H E", q, "product")
     yield saved("gate_up", "gate and up, 2 F", 2 * F, "product")
     yield saved("gated", "the gate after its activation, F", F, "product", True)
@@ -106,7 +107,7 @@ def _head(s: ModelShape) -> Iterator[Line]:
     )
 
 
-def _rest(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
+def _rest(s: ModelShape, native: bool, cuda: bool) -> Iterator[Line]:
     largest = max(s.vocab * s.width, s.width * 2 * s.ff_width)
     yield Line("update.loop", "two temporaries of the largest parameter", 2 * largest, "weight", "update")
     yield Line("angles", "cosines and sines, 2 E", 2 * s.head_width, "residual", "saved", True)
@@ -114,7 +115,8 @@ def _rest(s: ModelShape, T: int, cuda: bool) -> Iterator[Line]:
     if cuda:
         yield Line("runtime", "workspaces of the products' library", CUBLAS_BYTES, "byte", "always")
     else:
-        yield Line("runtime", "the process itself: Python, torch, transformers", PROCESS_BYTES, "byte", "always")
+        size = PROCESS_BYTES + (0 if native else TRANSFORMERS_BYTES)
+        yield Line("runtime", "the process itself: Python, torch, transformers", size, "byte", "always")
 
 
 def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[Work]:

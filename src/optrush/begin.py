@@ -17,14 +17,13 @@ from typing import Any
 from optrush import hardware, plan
 from optrush.commented import write
 from optrush.config import Run, nearest, parse
-from optrush.doctor import tools
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import Device
 from optrush.model.locate import locate
 from optrush.plan import Prediction
 from optrush.prepare import prepare
 from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
-from optrush.technique import Need, Part, Setup, Technique, build
+from optrush.technique import Need, Part, Setup, Technique, build, compilers
 from optrush.techniques import ALL
 
 SMALLEST = "{model: tiny, objective: sft, data: {sample: recipes}, output: out}"  # to read flags with
@@ -183,7 +182,8 @@ def _first(cls: type[Technique], options: Sequence[dict[str, Any]], setup: Setup
     for option in options:
         technique = build([cls], {cls.name: option})[0]
         unmet = [n for n in technique.needs(setup) if not n.met]
-        unmet += [n for n in tools(technique, setup.device) if not n.met] if here else []
+        compiles = type(technique).compile is not Technique.compile
+        unmet += [n for n in compilers(setup.device) if not n.met] if here and compiles else []
         if not unmet:
             return option
     return unmet[0]

@@ -1,7 +1,6 @@
 """What this machine has and which techniques it can run: the facts of `optrush doctor`. Pure: never asks torch.
 
-A technique is asked by its own `needs`, as a run would ask it. What its `needs` cannot know, because it belongs to
-compilers in general, stands here (`tools`), told by the stage that a technique acts in and not by its name.
+A technique is asked by its own `needs`, as a run would ask it; who acts in the compile stage also needs compilers.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from optrush import hardware
 from optrush.hardware import Device
-from optrush.technique import Need, Part, Setup, Technique, library
+from optrush.technique import COMPILERS, Need, Part, Setup, Technique, compilers, installed, library
 from optrush.techniques import ALL
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 BESIDE = ("triton",)  # comes with torch where there is a GPU build of it
-COMPILERS = ("g++", "clang++", "c++")
-CC = ("gcc", "clang", "cc")
-TRITON = (7, 0)  # the least capability that torch compiles for
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ def examine(classes: Sequence[type[Technique]] = ALL) -> Machine:
         free_bytes=shutil.disk_usage(folder).free,
         python=platform.python_version(),
         packages=packages,
-        compiler=_first(os.environ.get("CXX"), *COMPILERS),
+        compiler=installed(os.environ.get("CXX"), *COMPILERS),
         problems=tuple(problems(devices, packages)),
         techniques=tuple(standing(c, devices) for c in classes),
     )
@@ -137,29 +133,9 @@ def lacking(technique: Technique, device: Device, ranks: int) -> list[Need]:
     owners = [frozenset[Part](), *(frozenset({p}) for p in Part), frozenset(Part)]
     setups = [dataclasses.replace(plain, owned=owned | technique.claims) for owned in owners]
     unmet = min(([n for n in technique.needs(s) if not n.met] for s in setups), key=len)
-    return [*unmet, *(n for n in tools(technique, device) if not n.met)]
-
-
-def tools(technique: Technique, device: Device) -> Iterator[Need]:
-    """The compilers that a technique with a compile stage calls when it runs here."""
-    if type(technique).compile is Technique.compile:
-        return
-    asked = f"`{technique.name}` on {device.name if device.kind == 'cuda' else 'a CPU'}"
-    if device.kind == "cuda":
-        found = f"capability {device.capability[0]}.{device.capability[1]}"
-        yield Need(device.capability >= TRITON, f"{asked}, from capability 7.0 on", found, "leave it out")
-        yield Need(library("triton") is not None, asked, "triton is not installed", "python -m pip install triton")
-        c = _first(os.environ.get("CC"), *CC)
-        yield Need(c is not None, f"{asked} needs a C compiler", f"none of {', '.join(CC)}", "install gcc")
-        return
-    wanted = os.environ.get("CXX", COMPILERS[0])  # what torch calls; it looks for no other
-    other = _first(*COMPILERS)
-    do = f"export CXX={other}" if other else "install g++ (Debian and Ubuntu: apt-get install g++)"
-    yield Need(_first(wanted) is not None, f"{asked} needs a C++ compiler", f"no {wanted} on the PATH", do)
-
-
-def _first(*names: str | None) -> str | None:
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+    if type(technique).compile is not Technique.compile:
+        unmet += [n for n in compilers(device) if not n.met]
+    return unmet
 
 
 def _driver() -> str | None:

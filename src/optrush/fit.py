@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from optrush import checkpoint, config, console, curves, distributed, runfolder, step
 from optrush.assemble import assemble, start
+from optrush.bench.report import write_run
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.export import write_model
 from optrush.job import Batch, Job
@@ -134,6 +135,7 @@ def _drive(
     write_model(job, output, plan.total, prepared.folder)
     if bar is not None:
         curves.plot(output / "metrics.jsonl", output / "loss.png")
+        write_run(output, job.world.ranks)
     return Outcome(0, output, tuple(meter.evals) if plan.done == 0 else tuple(meter.evals[-1:]))
 
 

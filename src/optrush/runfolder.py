@@ -21,7 +21,7 @@ RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
 _CUT = METRICS + ".tmp"
 KNOWN = frozenset(
     {RUN, METRICS, LOCK, _CUT, FOLDER, "model", "loss.png", "report.html", "quarantine.jsonl"}
-    | {f"{RUN}.tmp", "model.tmp", "model.old.tmp"}  # what a kill leaves
+    | {f"{RUN}.tmp", "model.tmp", "model.old.tmp", "report.html.tmp"}  # what a kill leaves
 )
 
 

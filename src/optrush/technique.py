@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -48,6 +50,11 @@ STAGES = (
     "process", "config", "data", "model", "adapt", "split", "loss", "recompute", "compile", "shard",
     "optimizer", "drive", "finish",
 )  # fmt: skip
+
+
+COMPILERS = ("g++", "clang++", "c++")
+CC = ("gcc", "clang", "cc")
+TRITON = (7, 0)  # the least capability that torch compiles for
 
 
 @dataclass(frozen=True)
@@ -279,3 +286,24 @@ def gpu(technique: str, setup: Setup, capability: tuple[int, int] = (0, 0)) -> N
     wanted = f"a CUDA device of capability {capability[0]}.{capability[1]}" if capability > (0, 0) else "a CUDA device"
     met = setup.device.kind == "cuda" and setup.device.capability >= capability
     return Need(met, f"`{technique}` needs {wanted}", found, "run it on one, or leave the technique out")
+
+
+def compilers(device: Device) -> Iterator[Need]:
+    """What torch.compile calls on this machine. Not among `needs`, for a plan may suppose another machine."""
+    asked = f"torch.compile on {device.name if device.kind == 'cuda' else 'a CPU'}"
+    if device.kind == "cuda":
+        found = f"capability {device.capability[0]}.{device.capability[1]}"
+        yield Need(device.capability >= TRITON, f"{asked}, from capability 7.0 on", found, "leave it out")
+        yield Need(library("triton") is not None, asked, "triton is not installed", "python -m pip install triton")
+        c = installed(os.environ.get("CC"), *CC)
+        yield Need(c is not None, f"{asked} needs a C compiler", f"none of {', '.join(CC)}", "install gcc")
+        return
+    wanted = os.environ.get("CXX", COMPILERS[0])  # what torch calls; it looks for no other
+    other = installed(*COMPILERS)
+    do = f"export CXX={other}" if other else "install g++ (Debian and Ubuntu: apt-get install g++)"
+    yield Need(installed(wanted) is not None, f"{asked} needs a C++ compiler", f"no {wanted} on the PATH", do)
+
+
+def installed(*names: str | None) -> str | None:
+    """The path of the first of these programs that is there."""
+    return next((path for name in names if name and (path := shutil.which(name))), None)

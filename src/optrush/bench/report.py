@@ -59,13 +59,16 @@ def write_bench(folder: Path) -> None:
         _put(folder / name, content)
 
 
-def write_run(folder: Path) -> None:
+def write_run(folder: Path, ranks: int | None = None) -> None:
     """report.html of a training run's folder, from its run.yaml and metrics.jsonl.
+
+    Args:
+        ranks: that the run had; None: not known, and a run of several has no prediction.
 
     Raises:
         UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is none; nothing was written.
     """
-    _put(folder / PAGE, _page("run.html.j2", **runs.told(runs.read(folder))).encode())
+    _put(folder / PAGE, _page("run.html.j2", **runs.told(runs.read(folder), ranks)).encode())
 
 
 def write_many(folders: Sequence[Path], out: Path) -> None:

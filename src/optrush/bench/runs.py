@@ -113,7 +113,7 @@ def _notes(line: Mapping[str, Any]) -> list[str]:
 # --- the page
 
 
-def told(run: Told) -> dict[str, Any]:
+def told(run: Told, ranks: int | None = None) -> dict[str, Any]:
     """Everything that the template lays out."""
     return {
         "title": run.name,
@@ -123,7 +123,7 @@ def told(run: Told) -> dict[str, Any]:
         "verdict": _verdict(run),
         "notes": _trouble(run) + run.notes,
         "curves": _curves(run),
-        **_against(run),
+        **_against(run, ranks),
         "config": run.text,
     }
 
@@ -231,12 +231,12 @@ def _size(count: int) -> str:
     return f"{gib(count)} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
 
 
-def _against(run: Told) -> dict[str, Any]:
+def _against(run: Told, ranks: int | None) -> dict[str, Any]:
     """Predicted against measured: rows of the table, the prediction's lines of memory, or why there is none."""
     from optrush import plan
 
     try:
-        predicted: Prediction = plan.predict(run.run)
+        predicted: Prediction = plan.predict(run.run, ranks=ranks)
     except UserError as error:
         return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {clean(error.found)}."}
     kinds = {clean(m.get("memory_kind")) for m in run.steps}

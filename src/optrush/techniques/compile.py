@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from optrush.errors import NeedsError
 from optrush.ledger import Rule, Work, add, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -49,6 +50,8 @@ class Compile(Technique):
         why = "fused into their neighbours, and computed again where the backward pass needs them"
         yield live("saved.*", why, fusable=True, gone=True)
         yield live("working.*", why, fusable=True, gone=True)
+        if self.scope == "blocks":
+            yield live("saved.middle.wide", "the product that was added is kept instead", gone=True)
         yield live("*.eager", why, gone=True)
         yield live("*.launches", why, gone=True)
         yield add(Work("compiled", "about 20 kernels a block", "micro", launches=20 * setup.blocks))
@@ -58,6 +61,9 @@ class Compile(Technique):
 
         from optrush.model.decoder import Decoder
 
+        for need in compilers(job.setup.device):
+            if not need.met:
+                raise NeedsError(need.asked, need.found, need.do)
         model, head = job.model, job.model.head
         whole = self.scope == "model"
         if whole and isinstance(model, Decoder):

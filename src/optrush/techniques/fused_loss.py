@@ -38,14 +38,13 @@ class FusedLoss(Technique):
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         yield live("head.logits*", "of one chunk at a time", most_tokens=self.chunk)
-        why = "the gradient of a chunk's logits, V"
-        yield like("head.logits", Line("head.chunk", why, 1.0, "product", "head", True, most_tokens=self.chunk))
+        why = "the gradients of a chunk's logits and of the one before, 2 V"
+        yield like("head.logits", Line("head.chunk", why, 2.0, "product", "head", True, most_tokens=self.chunk))
         why = "operators of a chunk, one at a time"
-        chunk = Line("head.chunk.eager", why, 2.25, "wide", "head", True, most_tokens=self.chunk, fusable=True)
+        chunk = Line("head.chunk.eager", why, 1.25, "wide", "head", True, most_tokens=self.chunk, fusable=True)
         yield like("head.logits", chunk)
         why = "the head's gradient, summed over chunks in float32, D V"
         yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
-        yield like("casts.head", Line("head.gradient.cast", "and in the weight's type", 1.0, "narrowing", "head"))
 
     def loss(self, job: Job) -> int:
         from optrush.kernels.nll import Chunked

@@ -1,0 +1,101 @@
+"""`optrush plan` as a user and as a program call it: what it shows, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from optrush.config import parse
+
+from clirun import Found
+
+Call = Callable[..., Found]
+
+LLAMA = Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml"
+
+
+def test_for_people(call: Call) -> None:
+    found = call("plan", str(LLAMA), "--hardware", "h200")
+    assert found.code == 0
+    for text in (
+        "as configured", "NVIDIA H200: ", "GiB, fits", "x 8 bytes (weights 2 + gradients 2 + states 4)", "█",
+        "tokens/s (basis: datasheet)", "the best of", "  1. ", "  3. ", "beside the best", "without attention",
+        "llama-3.1-70b", "does not fit", "h a billion tokens",
+    ):  # fmt: skip
+        assert text in found.out, text
+    assert max(map(len, found.out.splitlines())) <= 160
+
+
+def test_sixteen_bytes_a_parameter(call: Call) -> None:
+    without = [f for name in ("bf16", "compile", "fused-loss") for f in ("--without", name)]
+    bare = call("plan", str(LLAMA), "--hardware", "h200", *without).out
+    assert "1.236 G parameters x 16 bytes (weights 4 + gradients 4 + states 8)" in bare
+    mixed = call("plan", str(LLAMA), "--hardware", "h200", *without, "--with", "amp").out
+    assert "x 18 bytes (weights 4 + gradients 4 + states 8 + casts 2)" in mixed
+
+
+def test_for_programs(call: Call) -> None:
+    found = call(
+        "plan", str(LLAMA), "--hardware", "2xh200", "--with", "fsdp", "--set", "batch.micro_tokens=8192", "--json"
+    )
+    document = json.loads(found.out)
+    assert document["fits"] is True and document["basis"] == "datasheet" and document["refused"] is None
+    assert sum(line["bytes"] for line in document["lines"]) == document["peak_bytes"]
+    assert all(line["name"] and line["reason"] for line in document["lines"])
+    assert document["tokens_per_s"] > 0 and len(document["alternatives"]) == 3
+    for other in document["alternatives"]:
+        assert other["fits"] and {"ddp", "fsdp"} & other["with"].keys()
+
+
+def test_what_cannot_run_there_is_said_and_others_are_found(call: Call) -> None:
+    small = ["--set", "model.shape=qwen2.5-0.5b", "--hardware", "t4"]  # the 1B model fits there in no way
+    found = call("plan", str(LLAMA), *small)
+    assert found.code == 0
+    assert "`bf16` needs a device that multiplies in bf16" in found.out and "  1. " in found.out
+    document = json.loads(call("plan", str(LLAMA), *small, "--json").out)
+    assert document["peak_bytes"] is None and not document["fits"]
+    assert document["refused"]["found"].startswith("Tesla T4") and document["alternatives"]
+
+
+def test_out_is_a_run(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "best.yaml"
+    found = call("plan", str(LLAMA), "--hardware", "4090", "--out", str(file))
+    assert found.code == 0 and str(file) in found.err
+    best = parse(file.read_text(), "best.yaml")
+    assert best.with_ and best.model.shape == "llama-3.2-1b"
+    assert best.batch.micro_tokens and best.batch.tokens % best.batch.micro_tokens == 0
+    again = json.loads(call("plan", str(file), "--hardware", "4090", "--json").out)
+    assert again["fits"] and again["alternatives"][0]["with"] == dict(best.with_)
+
+
+def test_nothing_is_written_without_out(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert call("plan", str(LLAMA), "--hardware", "h200").code == 0
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def refused(call: Call, *arguments: str) -> str:
+    found = call("plan", *arguments)
+    assert found.code == 2, found.out
+    assert [line.split(":")[0] for line in found.err.splitlines()[-3:]] == ["asked", "found", "do"]
+    return found.err
+
+
+def test_refusals(call: Call, tmp_path: Path) -> None:
+    assert "the hardware h300" in refused(call, str(LLAMA), "--hardware", "h300")
+    assert "3 ranks" in refused(call, str(LLAMA), "--hardware", "3xh200", "--with", "fsdp")
+    there = tmp_path / "there.yaml"
+    there.write_text("mine")
+    assert "this file exists" in refused(call, str(LLAMA), "--hardware", "h200", "--out", str(there))
+    assert there.read_text() == "mine"
+    call("plan", str(LLAMA), "--hardware", "h200", "--out", str(there), "--force")
+    assert yaml.safe_load(there.read_text())["with"]
+    big = tmp_path / "big.yaml"
+    big.write_text(LLAMA.read_text().replace("llama-3.2-1b", "llama-3.1-70b"))
+    assert "no setting fits" in refused(call, str(big), "--hardware", "h200", "--out", str(tmp_path / "none.yaml"))
+    assert "No such file" in refused(call, str(LLAMA), "--hardware", "h200", "--out", str(tmp_path / "a" / "b.yaml"))

@@ -1,0 +1,50 @@
+"""The ledger against torch itself: real steps of published shapes on tensors without bytes, every storage counted.
+
+The tracker (tests/memory.py) sees what eager code allocates, and is held to the allocator by its own tests. What
+torch.compile allocates it does not see: the cells of benchmarks/cells.py were measured for that.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from optrush import baseline, plan
+from optrush.config import Run, parse
+
+from memory import supposed, track
+
+SDPA = ("fused-adamw", "attention")
+CASES = [
+    # shape, implementation, techniques, rows of a micro-batch, T, micro-batches of a step
+    ("llama-3.2-1b", "transformers", (), 1, 2048, 1),
+    ("llama-3.2-1b", "transformers", ("amp", *SDPA), 4, 1024, 1),
+    ("llama-3.2-1b", "native", ("bf16", *SDPA), 4, 1024, 2),
+    ("llama-3.2-1b", "native", ("bf16", *SDPA, "fused-loss:chunk=1024"), 4, 1024, 2),
+    ("llama-3.2-1b", "native", ("bf16", *SDPA, "fused-loss", "recompute"), 8, 2048, 1),
+    ("qwen2.5-0.5b", "native", ("amp", "fused-adamw"), 4, 1024, 1),
+    ("qwen2.5-0.5b", "transformers", ("bf16", *SDPA, "recompute"), 2, 1024, 2),
+    ("qwen2.5-0.5b", "native", (*SDPA, "packing"), 2, 1024, 1),
+]
+
+
+def run(box: Path, shape: str, implementation: str, withs: tuple[str, ...], rows: int, T: int, times: int) -> Run:
+    text = f"""
+model: {{shape: {shape}, implementation: {implementation}}}
+objective: pretrain
+data: {{random: 32}}
+batch: {{seq: {T}, tokens: {rows * T * times}, micro_tokens: {rows * T}}}
+train: {{steps: 4}}
+output: {box / "output"}
+"""
+    return parse(text, "case", (), withs)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_peak(tmp_path: Path, case: tuple[str, str, tuple[str, ...], int, int, int]) -> None:
+    asked = run(tmp_path, *case)
+    said = plan.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES  # the one line that only a GPU has
+    with supposed(asked) as job:
+        found = track(job, 1, supposed=True)
+    assert said == pytest.approx(found.peak, rel=0.05)
