@@ -42,7 +42,7 @@ def test_import() -> None:
         ["--help"],
         ["--version"],
         [],
-        *([verb, "--help"] for verb in ("train", "eval", "techniques", "report", "init", "doctor")),
+        *([verb, "--help"] for verb in ("train", "eval", "bench", "techniques", "report", "init", "doctor")),
     ],
 )
 def test_help(arguments: list[str]) -> None:

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 from optrush import cli
 from optrush.bench import process, report
 
-from toy import FAKE, document, put, write_model
-
-
-class Found(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
+from toy import FAKE, Copy, Fakes, Found, document, put, write_model
 
 
 @pytest.fixture(scope="session")
@@ -62,30 +52,6 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
     return called
 
 
-class Fakes:
-    """Processes that do as they are told, by the techniques of the rung they are started for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.log, self.script = folder / "log", folder / "script.json"
-        self.does()
-
-    def does(self, **by_techniques: dict[str, Any]) -> None:
-        self.script.write_text(
-            json.dumps({k.replace("_", "-").replace("--", " "): v for k, v in by_techniques.items()})
-        )
-
-    @property
-    def started(self) -> list[str]:
-        """The techniques of each process that was started, in order; forgets them."""
-        found = self.log.read_text().splitlines() if self.log.exists() else []
-        self.log.unlink(missing_ok=True)
-        return found
-
-    @property
-    def pids(self) -> list[int]:
-        return [int(pid) for pid in Path(f"{self.log}.pids").read_text().split()]
-
-
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     """Workers are scripts, and the report is not drawn."""
@@ -95,3 +61,8 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     monkeypatch.setattr(process, "COMMAND", [sys.executable, str(worker)])
     monkeypatch.setattr(report, "write_bench", lambda folder: None)
     return found
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Copy:
+    return Copy(tmp_path / "copy")

@@ -88,9 +88,14 @@ def test_the_proof_takes_what_is_worst() -> None:
     assert (found["worst"], found["ok"]) == (None, False)
 
 
-def test_different_maths_may_stand_still_but_not_go_elsewhere() -> None:
+def test_different_maths_may_lag_but_not_stand_still_or_go_elsewhere() -> None:
     base = series([4.0, 2.0], [1.0, 1.5])
-    assert stats.prove(series([4.0, 4.0], [1.0, 1.0]), base, stats.DIFFERENT)["ok"]
+    found = stats.prove(series([4.0, 3.8], [1.0, 1.0]), base, stats.DIFFERENT)
+    assert not found["ok"] and found["of"] == "progress"
+    assert "its loss falls by 10% of what" in (stats.wrong({**found, "against": "first"}, [4.0, 3.8]) or "")
+    assert not stats.prove(series([4.0, 4.0], [1.0, 1.0]), base, stats.DIFFERENT)["ok"]
+    flat = series([4.0, 4.0], [1.0, 1.0])
+    assert stats.prove(flat, flat, stats.DIFFERENT)["ok"], "nothing to learn, nothing to lag behind"
     assert stats.prove(series([4.0, 3.0], [1.0, 1.2]), base, stats.DIFFERENT)["ok"]
     assert not stats.prove(series([4.0, 4.1], [1.0, 1.0]), base, stats.DIFFERENT)["ok"]  # it unlearns
     assert not stats.prove(series([4.0, 1.9], [1.0, 1.5]), base, stats.DIFFERENT)["ok"]
@@ -119,6 +124,8 @@ def test_slower_than_predicted() -> None:
     assert stats.slow(figures(79, 79, speed_=300), before, False)  # held to no more than the speed before
     assert stats.slow(figures(60, 100, speed_=120), before, False) is None  # noise
     assert stats.slow(figures(40, 40, speed_=55), before, True)
+    assert stats.slow(figures(51, speed_=120), before, False) is None  # once, it may have been the host
+    assert stats.slow(figures(49, speed_=120), before, False)
 
 
 def test_slower_without_a_prediction() -> None:
@@ -154,6 +161,10 @@ def test_no_effect_on_speed() -> None:
     assert stats.idle(figures(110, peak=1000, speed_=150), before) is None  # faster, if less so
     assert stats.idle(figures(100, peak=900, speed_=150), before) is None  # it did something
     assert stats.idle(figures(100, peak=1000, speed_=120), before) is None  # little was promised
+    busy = figures(100, peak=1000, speed_=100, kind="rss")  # a CPU, once: it may have been the host
+    assert stats.idle(figures(100, peak=1000, speed_=150, kind="rss"), busy) is None
+    twice = figures(100, 100, peak=1000, speed_=100, kind="rss")
+    assert stats.idle(figures(100, 100, peak=1000, speed_=150, kind="rss"), twice)
 
 
 def judged(after: Figures, before: Figures | None, wrong: str | None = None, **more: bool) -> str:

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -111,6 +111,38 @@ class Copy:
         )  # fmt: skip
 
 
+class Found(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Fakes:
+    """Processes that do as they are told, by the techniques of the rung they are started for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log, self.script = folder / "log", folder / "script.json"
+        self.does()
+
+    def does(self, **by_techniques: dict[str, Any]) -> None:
+        self.script.write_text(
+            json.dumps({k.replace("_", "-").replace("--", " "): v for k, v in by_techniques.items()})
+        )
+
+    @property
+    def started(self) -> list[str]:
+        """The techniques of each process that was started, in order; forgets them."""
+        found = self.log.read_text().splitlines() if self.log.exists() else []
+        self.log.unlink(missing_ok=True)
+        return found
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in Path(f"{self.log}.pids").read_text().split()]
+
+
 FAKE = """
 import json, os, signal, sys, time, yaml
 request = json.load(open(sys.argv[1]))
@@ -140,3 +172,62 @@ else:
     }}
 json.dump(result, open(sys.argv[2], "w"))
 """
+
+
+# --- what is done to a copy
+
+TECHNIQUE = '''
+"""A technique for tests: {name}."""
+from __future__ import annotations
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from optrush.technique import Numerics, Setup, Technique
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+@dataclass(frozen=True)
+class {cls}(Technique):
+    name = "{name}"
+    summary = "a test"
+    source = "https://example.org"
+    numerics = Numerics.SAME_MATHS
+    proof = "tests/bench/test_sabotage.py"
+    verified_on = ("cpu",)
+
+    def drive(self, job: Job) -> int:
+        import os, signal
+        import torch
+        inner, window = job.loss, job.gradients
+{body}
+        return 1
+'''
+BODIES = {
+    "sound": "job.loss = lambda batch: inner(batch)",
+    "scaled": "job.loss = lambda batch: inner(batch) * 1.05",
+    "divisor": "job.gradients = halved",
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "starved": 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")',
+}
+HALVED = """def halved(batches, terms):
+            loss = window(batches, terms)
+            for t in job.trained:
+                t.grad.mul_(0.5)
+            return loss
+        """
+LOAD = {"model.implementation": "native", "batch.tokens": 3072, "batch.micro_tokens": 3072}
+
+
+def technique(name: str) -> str:
+    body = (HALVED if name == "divisor" else "") + BODIES[name]
+    return TECHNIQUE.format(name=name, cls=name.title(), body=f"        {body}")
+
+
+def put_ladder(*rungs: dict[str, Any]) -> str:
+    changes = {"base": {"set": LOAD}, "steps": 4, "proof": {"steps": 2, "documents": 2}}
+    return put(Path("ladder.yaml"), ladder([{"name": "base"}, *rungs], **changes))
+
+
+def each(*names: str) -> list[dict[str, Any]]:
+    """A rung a technique, each from the base."""
+    return [{"name": n, "from": "base", "with": {n: {}}} for n in names]

@@ -54,7 +54,7 @@ class Board:
 
 
 def show(records: Sequence[Record]) -> None:
-    """The table: each rung's figures, and against the rung it came from."""
+    """The table: each rung's figures, and against the rung it came from; below it why a rung is red."""
     table = Table(box=None, pad_edge=False)
     table.add_column("rung")
     for heading in ("tokens/s", "x since", "peak GiB", "predicted"):
@@ -69,6 +69,9 @@ def show(records: Sequence[Record]) -> None:
             f"{r.tokens_per_s / before:.2f}" if r.tokens_per_s and before else "",
             f"{r.peak_bytes / GIB:.2f}" if r.peak_bytes else "-",
             f"{r.predicted_peak_bytes / GIB:.2f}" if r.predicted_peak_bytes else "-",
-            Text(r.verdict + "".join(f": {' '.join(reason.split())}" for reason in r.red)),
+            r.verdict,
         )
     err.print(table)
+    for r in records:
+        for reason in r.red:
+            err.print(f"{r.rung}: {' '.join(reason.split())}", markup=False)

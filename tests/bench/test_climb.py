@@ -1,0 +1,261 @@
+"""A climb with scripts for processes: order, going on, and every way in which one can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Fakes, Found
+from optrush.bench import process
+from optrush.bench.climb import order
+from optrush.bench.record import Record, read
+from optrush.errors import DataError
+
+from toy import ladder, put, records
+
+Call = Callable[..., Found]
+RUNGS = [{"name": "base"}, {"name": "adamw", "with": {"fused-adamw": {}}}, {"name": "both", "with": {"fused-loss": {}}}]
+
+
+def climb(call: Call, *flags: str, rungs: list[dict[str, Any]] = RUNGS, out: str = "out", **changes: Any) -> Found:
+    put(Path("ladder.yaml"), ladder(rungs, **changes))
+    return call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", out, *flags)
+
+
+# --- order
+
+
+def test_repeats_are_interleaved(call: Call, fakes: Fakes) -> None:
+    assert list(order(["a", "b"], 2)) == [(0, "a"), (0, "b"), (1, "a"), (1, "b")]  # type: ignore[list-item]
+    found = climb(call, "--repeats", "2")
+    assert found.code == 0, found.err
+    each = ["none", "fused-adamw", "fused-adamw fused-loss", "fused-loss", "fused-adamw"]
+    assert fakes.started == [*each, *each]
+    assert len(list(Path("out/rungs").iterdir())) == 10
+    assert [r.repeats for r in read(Path("out"))] == [[1000.5, 1000.5]] * 5
+
+
+def test_a_record_has_every_field(call: Call, fakes: Fakes) -> None:
+    fakes.does(fused_adamw={"speed": 1500.0})
+    found = climb(call, "--cumulative-only", "--json", "--set", "optim.lr=1e-4")
+    told = json.loads(found.out)
+    assert told == list(records(Path("out")).values()) and len(told) == 3
+    r = Record.from_json(json.dumps(told[1]))
+    assert (r.ladder, r.rung, r.mode, r.since, r.changes) == ("ladder", "adamw", "cumulative", "base", "+ fused-adamw")
+    assert (r.case, r.device, r.ranks, r.seq, r.micro_tokens) == ("toy, random tokens", "cpu", 1, 64, 128)
+    assert (r.tokens_per_s, r.verdict, r.red, r.error, r.peer) == (pytest.approx(1500.75), "faster", [], None, None)
+    assert r.tokens_per_s_iqr is not None and r.step_s == [[0.1, 0.1]]
+    assert r.proof == {
+        "against": "base", "numerics": "SAME_MATHS", "of": "losses", "tolerance": 1e-4, "worst": 0, "ok": True,
+    }  # fmt: skip
+    assert r.config["with"] == {"fused-adamw": {}} and r.config["optim"]["lr"] == 1e-4
+    assert r.config["train"]["steps"] == 5
+    assert {"python", "torch", "platform", "cpu", "threads"} <= set(r.environment)
+    assert len(r.source["digest"]) == 16 and set(r.source) == {"commit", "clean", "digest"}
+    assert (
+        r.command
+        == "optrush bench run.yaml --ladder ladder.yaml --out out --cumulative-only --json --set optim.lr=1e-4"
+    )
+    assert r.predicted_peak_bytes and r.basis
+    assert Record.from_json(r.to_json()) == r
+
+
+def test_people_see_a_line_a_process_and_the_table(call: Call, fakes: Fakes) -> None:
+    found = climb(call, "--repeats", "2")
+    assert "rung 2/5 adamw, repeat 1/2: 1,000 tok/s, 0.9 GiB  ETA" in found.err
+    assert "without fused-loss" in found.err.splitlines()[-1]
+    assert found.out == "out/report.html\n"
+
+
+# --- how a process may end
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("kill", "killed by signal 9 (SIGKILL), most likely out of memory"),
+        ("hang", "still running after 2 s"),
+        ("leave", "exit code 1: Something went wrong"),
+        ("refuse", "asked: a\nfound: b\ndo:    c"),
+    ],
+)
+def test_a_rung_that_fails_is_a_record_and_the_others_run(call: Call, fakes: Fakes, does: str, said: str) -> None:
+    fakes.does(fused_adamw={"do": does})
+    found = climb(call, "--cumulative-only", "--repeats", "2", "--limit", "2" if does == "hang" else "60")
+    assert found.code == 1
+    assert fakes.started == ["none", "fused-adamw", "fused-adamw fused-loss", "none", "fused-adamw fused-loss"]
+    told = records(Path("out"))
+    assert said in told["adamw"]["error"] and told["adamw"]["verdict"] == "red"
+    assert told["adamw"]["tokens_per_s"] is None and told["adamw"]["red"][0].startswith("failed: ")
+    assert told["both"]["error"] is None
+    assert (told["both"]["since"], told["both"]["changes"]) == ("base", "+ fused-adamw, + fused-loss")
+    assert "rung 2/3 adamw, repeat 1/2: failed: " in found.err
+
+
+def test_a_hanging_process_is_ended_with_all_it_started(call: Call, fakes: Fakes) -> None:
+    fakes.does(fused_adamw={"do": "hang"})
+    climb(call, "--cumulative-only", "--limit", "1")
+    assert len(fakes.pids) == 2 and all(gone(pid) for pid in fakes.pids)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended; one whose parent has not asked yet counts."""
+    for _ in range(50):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_when_the_baseline_fails_the_next_takes_its_place(call: Call, fakes: Fakes) -> None:
+    fakes.does(none={"do": "kill"})
+    assert climb(call, "--cumulative-only").code == 1
+    told = records(Path("out"))
+    assert [r["verdict"] for r in told.values()] == ["red", "baseline", "noise"]
+    assert told["adamw"]["proof"] is None and told["both"]["proof"]["against"] == "adamw"
+
+
+def test_a_rung_that_this_machine_cannot_run(call: Call, fakes: Fakes) -> None:
+    rungs = [*RUNGS, {"name": "gpu", "with": {"attention": {"impl": "varlen"}}, "from": "base"}]
+    found = climb(call, "--cumulative-only", rungs=rungs)
+    assert found.code == 1 and len(fakes.started) == 3
+    assert "asked: `attention:impl=varlen` needs a CUDA device" in records(Path("out"))["gpu"]["error"]
+
+
+def test_a_technique_that_cannot_be_taken_away(call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush.technique import Part
+    from optrush.techniques.fused_loss import FusedLoss
+
+    monkeypatch.setattr(FusedLoss, "wants", frozenset({Part.OPTIMIZER}))
+    found = climb(call)
+    assert found.code == 0
+    assert "left out: `without fused-adamw`, for `fused-loss`: nobody owns the optimizer" in found.err
+    assert list(records(Path("out"))) == ["base", "adamw", "both", "without fused-loss"]
+
+
+def test_a_wrong_rung_is_red(call: Call, fakes: Fakes) -> None:
+    fakes.does(fused_adamw={"losses": [2.0, 1.501], "speed": 9000.0})
+    assert climb(call, "--cumulative-only").code == 0
+    told = records(Path("out"))["adamw"]
+    assert told["verdict"] == "red" and told["proof"]["ok"] is False
+    assert told["red"] == ["wrong: losses lie 0.00067 (relative) from those of `base`, allowed 1e-04"]
+
+
+# --- what is refused before anything is written
+
+
+def test_refusals(call: Call, fakes: Fakes) -> None:
+    for rungs, said in (
+        ([{"name": "a", "with": {"attention": {"impl": "varlen"}}}], "needs a CUDA device"),
+        ([{"name": "a", "set": {"batch.tokens": 100}}], "not divisible"),
+        ([{"name": "a", "with": {"amq": {}}}], "ladder.yaml:11: the technique `amq`"),
+    ):
+        found = climb(call, rungs=rungs)
+        assert found.code == 2 and said in found.err, found.err
+    assert "no ladder of that name" in call("bench", "run.yaml", "--ladder", "everest", "--out", "out").err
+    assert climb(call, "--resume").code == 2
+    assert not Path("out").exists() and fakes.started == []
+    Path("out").mkdir()
+    Path("out/mine").touch()
+    found = climb(call)
+    assert found.code == 2 and "the folder is not empty" in found.err
+
+
+def test_a_launcher(call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    assert climb(call).code == 2
+
+
+# --- going on
+
+
+def test_resume_asks_for_what_is_missing(call: Call, fakes: Fakes) -> None:
+    fakes.does(fused_adamw={"do": "leave"})
+    climb(call, "--repeats", "2", "--cumulative-only")
+    before = records(Path("out"))
+    Path("out/rungs/03-both-2.json").unlink()
+    Path("out/rungs/01-base-1.json").unlink()
+    assert fakes.started
+    assert climb(call, "--repeats", "2", "--cumulative-only").code == 2
+    found = climb(call, "--repeats", "2", "--cumulative-only", "--resume")
+    assert found.code == 1, found.err
+    assert fakes.started == ["none", "none", "fused-adamw fused-loss"]  # after a gap, the rest is measured again
+    after = records(Path("out"))
+    assert after.keys() == before.keys() and after["adamw"]["error"] == before["adamw"]["error"]
+    assert [len(r["repeats"]) for r in after.values()] == [2, 0, 2]
+
+
+def test_more_repeats_and_rungs_can_be_added(call: Call, fakes: Fakes) -> None:
+    climb(call, "--cumulative-only")
+    assert len(fakes.started) == 3
+    assert climb(call, "--repeats", "2", "--resume").code == 0
+    assert len(fakes.started) == 3 + 2 * 2
+
+
+def test_resume_refuses_another_climb(call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    climb(call, "--cumulative-only")
+    for flags, changes, said in (
+        (["--set", "optim.lr=1e-4"], {}, "`base` was another configuration then"),
+        ([], {"steps": 5}, "`base` was another configuration then"),
+        ([], {"proof": {"steps": 9}}, "`base` was another configuration then"),
+        ([], {"rungs": RUNGS[:2]}, "rungs/03-both-1.json is of no rung of this climb"),
+    ):
+        found = climb(call, "--cumulative-only", "--resume", *flags, **changes)
+        assert found.code == 2 and said in found.err, found.err
+    from optrush.bench import environment
+
+    monkeypatch.setattr(environment, "source", lambda: {"commit": None, "clean": None, "digest": "another"})
+    found = climb(call, "--cumulative-only", "--resume")
+    assert found.code == 2 and "the package has changed since" in found.err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_stopped_climb_keeps_what_it_has(call: Call, fakes: Fakes, number: int, code: int) -> None:
+    fakes.does(**{"fused_adamw__fused_loss": {"do": "hang"}})
+    stop_when_it_hangs(fakes, number)
+    found = climb(call, "--cumulative-only")
+    assert found.code == code, found.err
+    assert list(records(Path("out"))) == ["base", "adamw"]
+    assert all(gone(pid) for pid in fakes.pids) and fakes.pids
+    fakes.does()
+    assert climb(call, "--cumulative-only", "--resume").code == 0
+    assert fakes.started[-1] == "fused-adamw fused-loss" and len(read(Path("out"))) == 3
+
+
+def stop_when_it_hangs(fakes: Fakes, number: int) -> None:
+    """Sends this process a signal, as a terminal or a scheduler does, once a worker has begun to hang."""
+
+    def send(*_: object) -> None:
+        if Path(f"{fakes.log}.pids").exists():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGALRM, send)
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.1)
+
+
+# --- records
+
+
+def test_reading_what_is_no_record(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="optrush bench"):
+        read(tmp_path)
+    (tmp_path / "records.jsonl").write_text('{"rung": "a"}\n')
+    with pytest.raises(DataError, match=r"records.jsonl:1"):
+        read(tmp_path)
+
+
+def test_the_last_words_of_a_process() -> None:
+    assert process.death(-11, "") == "killed by signal 11 (SIGSEGV)"
+    assert "most likely out of memory" in process.death(-9, "")
+    assert process.death(3, "one\n\ntwo\n") == "it left without a result, exit code 3: one | two"

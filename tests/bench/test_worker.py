@@ -1,0 +1,134 @@
+"""What one process measures: the proof's documents, batches and steps, and the state that timing begins with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from optrush import config
+from optrush.bench import worker
+from optrush.config import Run
+from optrush.data.batch import Document
+from optrush.job import Job
+from optrush.prepare import prepare
+from optrush.train import Plan
+
+from toy import document
+
+
+def run(**changes: Any) -> Run:
+    train = {"steps": 3, "log_every": 1}
+    return config.parse(yaml.safe_dump(document(**{"train": train, **changes})), "run.yaml")
+
+
+def job_of(of: Run) -> Job:
+    from optrush.assemble import assemble
+
+    return assemble(prepare(of))
+
+
+def proof_of(of: Run, baseline: Run, count: int = 3, steps: int = 3) -> tuple[Job, dict[str, Any]]:
+    job = job_of(of)
+    documents = worker.first_documents(job, prepare(of), baseline, count)
+    widest = Plan(job, job.stream.plan(None, 3)).firsts.widest
+    laid = worker.lay(job, documents, most=job.setup.micro_rows * widest)
+    return job, worker.prove(job, laid, steps)
+
+
+def test_the_proof_is_the_same_in_every_layout() -> None:
+    """Micro-batches of one, two and eight rows, longer rows, packed rows: the same documents, the same losses."""
+    base = run(batch={"seq": 64, "tokens": 64})
+    _, wanted = proof_of(base, base)
+    others = [
+        run(),
+        run(batch={"seq": 64, "tokens": 512, "micro_tokens": 512}),
+        run(batch={"seq": 128, "tokens": 256, "micro_tokens": 256}),
+        run(batch={"seq": 256, "tokens": 256}, **{"with": {"packing": {}}}),
+        run(model={"path": "toy", "implementation": "transformers"}),
+    ]
+    for other in others:
+        _, found = proof_of(other, base)
+        for series, tolerance in (("losses", 1e-5), ("grad_norms", 1e-4)):
+            assert found[series] == pytest.approx(wanted[series], rel=tolerance), other.batch
+    assert wanted["losses"][0] > wanted["losses"][-1]  # it learns
+
+
+def test_timing_begins_where_the_proof_began() -> None:
+    base = run(**{"with": {"amp": {"dtype": "fp16"}, "fused-adamw": {}}})
+    job = job_of(base)
+    start = worker.Start(job)
+    weights = [t.local.clone() for t in job.trained]
+    kept = job.state["amp"].save()
+    documents = worker.first_documents(job, prepare(base), base, 2)
+    job.scale.fill_(2.0)
+    worker.prove(job, worker.lay(job, documents, most=2), 2)
+    assert not all(torch.equal(t.local, w) for t, w in zip(job.trained, weights))
+    start.restore()
+    assert all(torch.equal(t.local, w) for t, w in zip(job.trained, weights))
+    assert not any(s.any() for states in job.optimizer.state().values() for s in states.values())
+    assert job.state["amp"].save() == kept and job.scale.item() == kept["scale"]
+
+
+def test_the_same_batches_as_training_has() -> None:
+    """Compiled code must not see another shape in the proof than in the timed steps."""
+    base = run(**{"with": {"packing": {}}, "batch": {"seq": 128, "tokens": 256, "micro_tokens": 256}})
+    job = job_of(base)
+    plan = job.stream.plan(None, 3)
+    trained = job.stream.batches(0, plan, rank=0, ranks=1, micro_rows=2)[0]
+    document = job.stream.documents.document(0)
+    (laid,) = worker.lay(job, [(0, document)], most=2 * plan.widest)
+    assert laid.tokens.shape == trained.tokens.shape
+    assert laid.documents.starts.shape == trained.documents.starts.shape
+    short = Document(document.ids[:5], document.targets[:5])
+    crowded = worker.lay(job, [(i, short) for i in range(6)], most=1)  # more than the rung's own batches ever hold
+    assert sum(b.n_tokens for b in crowded) == 30
+
+
+def test_documents_are_the_baselines() -> None:
+    base, longer = run(), run(batch={"seq": 128, "tokens": 128})
+    job = job_of(longer)
+    found = worker.first_documents(job, prepare(longer), base, 2)
+    assert [len(d) for _, d in found] == [64, 64]
+    same = job_of(base)
+    assert worker.first_documents(same, prepare(base), base, 2)[0][0] == same.stream.sample(0)
+    assert worker.obstacle(job, found) is None
+    note = worker.obstacle(same, worker.first_documents(same, prepare(base), longer, 2))
+    assert note == "no proof: the baseline's documents have up to 128 tokens, a row here 64"
+
+
+def test_a_model_that_drops_at_random_proves_nothing() -> None:
+    base = run(model={"path": "toy", "implementation": "transformers"})
+    job = job_of(base)
+    job.model.config.attention_dropout = 0.1  # type: ignore[union-attr]
+    note = worker.obstacle(job, worker.first_documents(job, prepare(base), base, 2))
+    assert note is not None and "attention_dropout" in note
+
+
+def test_a_measurement() -> None:
+    base = run()
+    found = worker.measure(base, base, warmup=1, proof_steps=2, proof_documents=2)
+    assert [len(found[k]) for k in ("step_s", "tokens_per_s")] == [2, 2]
+    assert len(found["proof"]["losses"]) == len(found["proof"]["grad_norms"]) == 2 and found["proof"]["note"] is None
+    assert found["peak_bytes"] > 0 and found["memory_kind"] == "rss" and found["mfu"] is None
+    assert found["tokens_per_s"][0] == pytest.approx(128 / found["step_s"][0])
+    assert not (worker.Path("never-written")).exists()
+
+
+def test_out_of_memory_is_said() -> None:
+    for error in (
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("can't allocate memory: 9"),
+    ):
+        assert worker.explain(error_of(error)).startswith("out of memory: ")
+    assert worker.explain(error_of(ValueError("no"))).startswith("ValueError: no (test_worker.py:")
+
+
+def error_of(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as raised:
+        return raised
