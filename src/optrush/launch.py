@@ -61,7 +61,7 @@ def spawn(arguments: Sequence[str], ranks: int) -> int:
     for rank in range(ranks):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-m", "optrush", *arguments]
-        processes.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=_die_with_parent))
+        processes.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=die_with_parent))
     failed_at: float | None = None
     while any(p.poll() is None for p in processes):
         time.sleep(0.05)
@@ -76,6 +76,6 @@ def spawn(arguments: Sequence[str], ranks: int) -> int:
     return next((c for c in (143, 2) if c in bad), min(bad, default=0))
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In a rank, before it starts: a launcher that is killed outright takes its ranks along (they get SIGTERM)."""
     _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

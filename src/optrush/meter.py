@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-import resource
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -120,7 +120,10 @@ class Meter:
     def memory(self) -> dict[str, Any]:
         if self.device.type == "cuda":
             return {"peak_bytes": torch.cuda.max_memory_allocated(), "memory_kind": "cuda_allocated"}
-        return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "memory_kind": "rss"}
+        # Not getrusage: its peak begins at the parent's, which may be a larger process.
+        peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        assert peak is not None, "Linux counts every process's peak"
+        return {"peak_bytes": int(peak[1]) * 1024, "memory_kind": "rss"}
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends a line; while the disk is full, lines wait here for the next one, and training goes on."""

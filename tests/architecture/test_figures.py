@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -12,4 +15,18 @@ def test_the_readme_is_what_the_records_say() -> None:
     table = runpy.run_path(str(ROOT / "benchmarks/table.py"))
     readme = (ROOT / "README.md").read_text()
     assert table["written"](readme) == readme, "run benchmarks/table.py"
-    assert "| optrush" in readme
+    assert "| float32, eager |" in readme and "speed.png" in readme
+
+
+@pytest.mark.parametrize("picture", ["speed.png", "memory.png"])
+def test_its_pictures_are_what_the_records_say(picture: str, tmp_path: Path) -> None:
+    """Drawn again and compared dot by dot; another version of the fonts may move an edge."""
+    from matplotlib.image import imread
+
+    from optrush.bench.report import write_bench
+
+    results = ROOT / "benchmarks" / "results" / "h200-single-gpu"
+    shutil.copy(results / "records.jsonl", tmp_path)
+    write_bench(tmp_path)
+    drawn, committed = imread(tmp_path / picture), imread(results / picture)
+    assert drawn.shape == committed.shape and abs(drawn - committed).mean() < 0.01, "run benchmarks/table.py"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from toy import Copy, Found, each, put_ladder, records, technique
 
@@ -21,14 +23,39 @@ def test_an_untouched_ladder_shows_no_red(copied: Copy) -> None:
     assert all(r["proof"]["ok"] and r["proof"]["worst"] < 1e-5 for n, r in told.items() if n != "base")
 
 
+PREDICTED = """
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        yield add(Line("toy", "what a toy takes", 123_456_789, "byte", "always"))
+
+    def drive("""
+
+
 def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
-    """It is listed and trained without another change; the sabotage above climbs with it."""
-    copied.add("sound", technique("sound"))
-    done = copied.run("techniques")
-    assert "sound        a test" in done.stdout
+    """It is listed, planned, searched, trained and laddered without another change."""
+    text = technique("sound").replace("\n    def drive(", PREDICTED, 1)
+    text = text.replace(
+        "from optrush.technique", "from optrush.ledger import Line, Rule, add\nfrom optrush.technique", 1
+    )
+    copied.add("sound", text)
+    assert "sound        a test" in copied.run("techniques").stdout
+
+    def planned(*flags: str) -> dict[str, Any]:
+        done = copied.run("plan", "run.yaml", "--json", *flags)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    without, with_it = planned(), planned("--with", "sound")
+    assert with_it["peak_bytes"] - without["peak_bytes"] == 123_456_789
+    assert any(line["name"] == "toy" and line["reason"] == "what a toy takes" for line in with_it["lines"])
+    assert "with sound" in {row["what"] for row in without["lost"]}
     done = copied.run("train", "run.yaml", "--with", "sound", "--set", "train.steps=2", "--set", "output=trained")
     assert done.returncode == 0 and "drive      sound: 1 change" in done.stderr, done.stderr
-    # And planned: the place for `optrush plan`, once it is a verb.
+    climbed = put_ladder(*each("sound"))
+    done = copied.run("bench", "run.yaml", "--ladder", climbed, "--out", "out", "--cumulative-only")
+    assert done.returncode == 0, done.stderr
+    rung = records(Path("out"))["sound"]
+    assert rung["proof"]["ok"] and rung["tokens_per_s"] > 0
+    assert rung["predicted_peak_bytes"] - records(Path("out"))["base"]["predicted_peak_bytes"] == 123_456_789
 
 
 def test_help_names_the_ladders(call: Callable[..., Found]) -> None:

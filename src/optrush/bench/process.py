@@ -64,13 +64,14 @@ def death(code: int, said: str) -> str:
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """SIGTERM stops a climb as Ctrl-C does, its process with it: what is measured stays, and --resume goes on."""
+    """SIGTERM and Ctrl-C stop a climb, its process with it: what is measured stays, and --resume goes on."""
 
     def stop(*_: object) -> None:
         raise SystemExit(STOPPED)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

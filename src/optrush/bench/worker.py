@@ -32,7 +32,7 @@ from optrush.data.tokenizer import open_tokens
 from optrush.errors import RunError, UserError
 from optrush.fit import batches
 from optrush.job import Job
-from optrush.launch import _die_with_parent
+from optrush.launch import die_with_parent
 from optrush.meter import Meter
 from optrush.model.adapter import Adapter
 from optrush.prepare import Prepared, prepare
@@ -189,7 +189,7 @@ def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, list[float | 
 
 def main() -> None:
     """Answers one request; the exit code is 0 where the answer has figures."""
-    _die_with_parent()
+    die_with_parent()
     request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     begun = time.monotonic()
     found: dict[str, Any]

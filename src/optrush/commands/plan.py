@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optrush.commands.options import Config, Json, Set, With, Without, read_run
-from optrush.errors import ConfigError, ConflictError, NeedsError
+from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
 
 if TYPE_CHECKING:
     from optrush.config import Run
@@ -50,11 +50,11 @@ def plan(
     if out is not None and out.exists() and not force:
         raise ConfigError(f"--out {out}", "this file exists", "take another name, or add --force")
     prediction: Prediction | None = None
-    refused: ConflictError | NeedsError | None = None
+    refused: UserError | None = None
     try:
         prediction = planner.predict(run, hardware)
-    except (ConflictError, NeedsError) as error:  # as configured it cannot run there; others may
-        refused = error
+    except (ConfigError, ConflictError, NeedsError) as error:  # as configured it cannot run there; another may
+        refused = error  # and what no setting mends, the search meets again
     found = planner.search(run, hardware, keep_maths=keep_maths)
     if as_json:
         print(json.dumps(_document(prediction, refused, found)))
@@ -76,9 +76,7 @@ def _write(run: Run, found: Found, out: Path) -> None:
     print(f"the best setting: {out}", file=sys.stderr)
 
 
-def _document(
-    prediction: Prediction | None, refused: ConflictError | NeedsError | None, found: Found
-) -> dict[str, Any]:
+def _document(prediction: Prediction | None, refused: UserError | None, found: Found) -> dict[str, Any]:
     """The document of --json: the prediction's fields, null where it was refused, and the alternatives."""
     from optrush.plan import Prediction
 
@@ -107,7 +105,7 @@ def _text(
     run: Run,
     hardware: str,
     prediction: Prediction | None,
-    refused: ConflictError | NeedsError | None,
+    refused: UserError | None,
     found: Found,
 ) -> list[str]:
     """For people: the configuration's memory as a bar, its speed, better settings, other models."""
