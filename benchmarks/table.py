@@ -45,8 +45,8 @@ def table() -> str:
     rows = [
         f"![tokens/s of each rung]({LADDER}/speed.png)",
         "",
-        f"{first.case}, T=2048 where no other is named, one {first.device}, torch {first.environment['torch']}; medians of {len(first.repeats)} "
-        "interleaved repeats, each in a fresh process. *plain*: a training loop of transformers and torch alone that",
+        f"{first.case}, T=2048 where no other is named, one {first.device}, torch {first.environment['torch']}; medians",
+        f"of {len(first.repeats)} interleaved repeats, each in a fresh process. *plain*: a loop of transformers and torch that",
         "does the same, in turn with the rung.",
         "",
         "| rung | tokens/s | x | peak GiB | predicted GiB | MFU | plain tokens/s | plain GiB | verdict |",
@@ -57,8 +57,8 @@ def table() -> str:
         f"[{PLAIN}]({PLAIN}).",
         *_red(records),
         "",
-        "The plan's constants were fitted to this load, in earlier climbs. Other shapes, row lengths and techniques, which",
-        "it predicted before they were measured, on the same kind of machine:",
+        "The plan's constants were fitted to this load, in earlier climbs. Other shapes, row lengths and techniques,",
+        "which it predicted before they were measured, on the same kind of machine:",
         "",
         cells.table(ROOT / CELLS),
     ]
