@@ -45,9 +45,9 @@ def table() -> str:
     rows = [
         f"![tokens/s of each rung]({LADDER}/speed.png)",
         "",
-        f"{first.case}, T=2048 where no other is named, one {first.device}, torch {first.environment['torch']}; medians",
-        f"of {len(first.repeats)} interleaved repeats, each in a fresh process. *plain*: a loop of transformers and torch that",
-        "does the same, in turn with the rung.",
+        f"{first.case}, T=2048 where no other is named, one {first.device}, torch {first.environment['torch']};",
+        f"medians of {len(first.repeats)} interleaved repeats, each in a fresh process. *plain*: a loop of",
+        "transformers and torch that does the same, in turn with the rung.",
         "",
         "| rung | tokens/s | x | peak GiB | predicted GiB | MFU | plain tokens/s | plain GiB | verdict |",
         "|---|---|---|---|---|---|---|---|---|",

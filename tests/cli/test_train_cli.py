@@ -30,7 +30,7 @@ LINE = {
     "skipped": int,
 }  # fmt: skip
 FOLDER = {"run.yaml", "metrics.jsonl", "checkpoints", "model"}
-BESIDE = {"loss.png", ".lock"}
+BESIDE = {"loss.png", "report.html", ".lock"}
 
 
 def steps(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
