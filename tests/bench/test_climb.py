@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from conftest import Fakes, Found
 from optrush.bench import process
 from optrush.bench.climb import order
 from optrush.bench.record import Record, read
 from optrush.errors import DataError
 
-from toy import ladder, put, records
+from toy import Fakes, Found, ladder, put, records
 
 Call = Callable[..., Found]
 RUNGS = [{"name": "base"}, {"name": "adamw", "with": {"fused-adamw": {}}}, {"name": "both", "with": {"fused-loss": {}}}]
