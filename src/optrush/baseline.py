@@ -26,7 +26,7 @@ PROCESS_BYTES, HEAP, HEAP_OF_SCORES = 4.1e8, 1.4, 4.0
 
 def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: float = 0.0) -> list[Entry]:
     """Lines and work of float32 training, masked attention, whole logits, a loop over parameters as optimizer."""
-    lines = [*_parameters(shape), *_block(shape, T, native), *_head(shape), *_rest(shape, cuda)]
+    lines = [*_parameters(shape), *_block(shape, T, native), *_head(shape), *_tie(shape), *_rest(shape, cuda)]
     if not cuda:
         lines = [dataclasses.replace(e, values=e.values * _heap(e)) for e in lines]
     return [*lines, *_work(shape, T, native, padding)]
@@ -114,6 +114,13 @@ def _head(s: ModelShape) -> Iterator[Line]:
     )
 
 
+def _tie(s: ModelShape) -> Iterator[Line]:
+    """A tied weight has two gradients: the head's waits for the embedding's, which comes last, and they are added."""
+    values = s.vocab * s.width if s.tied else 0
+    yield Line("tied.embedding", "the embedding's own gradient, V D, beside the head's", values, "gradient", "end")
+    yield Line("tied.sum", "and their sum, where it is not made in place, V D", values, "gradient", "end")
+
+
 def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
     largest = max(s.vocab * s.width, s.width * 2 * s.ff_width)
     yield Line("update.loop", "two temporaries of the largest parameter", 2 * largest, "weight", "update")
@@ -128,10 +135,11 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
 def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[Work]:
     D, F, V, L = s.width, s.ff_width, s.vocab, s.layers
     q, kv = s.heads * s.head_width, s.kv_heads * s.head_width
-    linear = s.matrix_parameters - V * D
     scores = s.heads * T * L
     yield Work("padding", "slots that hold no token", "token", padding=padding)
-    yield Work("forward.products", "2 a weight of the blocks", "token", 2 * linear)
+    for name, weights in (("qkv", D * (q + 2 * kv)), ("o", q * D), ("gate_up", 2 * D * F), ("down", F * D)):
+        yield Work(f"forward.{name}", "2 a weight of the blocks", "token", 2 * L * weights)
+        yield Work(f"backward.{name}", "4 a weight of the blocks", "token", 4 * L * weights)
     yield Work("forward.scores", "every score, masked or not: 4 T H E a block", "token", 4 * T * q * L)
     moved = "scores written, scaled, masked, made probabilities, cast, read"
     yield Work("forward.scores.moved", moved, "token", values=10 * scores, role="wide")
@@ -146,7 +154,6 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[Work]
         "forward.eager", "the same one operator at a time", "token", values=L * 75 * D, role="wide", fusable=True
     )
     yield Work("forward.launches", "about 45 operators a block", "micro", launches=45 * L, fusable=True)
-    yield Work("backward.products", "4 a weight of the blocks", "token", 4 * linear)
     yield Work("backward.scores", "8 T H E a block", "token", 8 * T * q * L)
     yield Work("backward.scores.moved", "gradients of the scores, likewise", "token", values=11 * scores, role="wide")
     yield Work(

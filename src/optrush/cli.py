@@ -7,6 +7,7 @@ resumable.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from typing import Annotated
@@ -52,6 +53,9 @@ app.command()(setup.doctor)
 
 def main() -> None:
     """The command: parses sys.argv, and exits with the code that the module's docstring lists."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a sign shows a question mark
     code = _run()
     if "RANK" in os.environ:
         # Threads of gloo can outlive their process group and abort the process while Python takes itself down (seen

@@ -75,13 +75,15 @@ def named(text: str) -> tuple[Device, int]:
         ConfigError: an unknown name; `auto` on a machine whose devices differ.
     """
     many, _, name = text.rpartition("x")
-    count = 1 if not many else int(many) if many.isdigit() else 0
+    count = 1 if not many else int(many) if many.isascii() and many.isdigit() and len(many) < 6 else 0
     if text == "auto":
         found = probe()
         return (found[0], 1) if found else (cpu(), 1)
     name = name if many else text
     if count >= 1 and name == "cpu":
-        return cpu(), count
+        here = cpu()  # its processes share it
+        share = None if here.memory_bytes is None else here.memory_bytes // count
+        return dataclasses.replace(here, memory_bytes=share), count
     if count < 1 or name not in NAMED:
         known = ", ".join(["auto", "cpu", *NAMED])
         raise ConfigError(f"the hardware {text}", "no such name", f"known: {known}; several as 2xh200")

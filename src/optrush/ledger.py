@@ -34,9 +34,9 @@ BFLOAT16: Mapping[Role, float] = {
     **FLOAT32, "weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2, "widening": 2, "narrowing": 2,
 }  # fmt: skip
 
-Live = Literal["always", "gradient", "saved", "forward", "backward", "head", "update"]
+Live = Literal["always", "gradient", "saved", "forward", "backward", "end", "head", "update"]
 """When a line is there: always; from its backward pass to the update; from its forward to its backward pass; in
-one block's forward or backward pass; at the head; in the update."""
+one block's forward or backward pass; at the end of the whole backward pass; at the head; in the update."""
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,8 @@ def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float
     """Bytes of a line in a phase: this rank's share, and what is gathered whole beside it."""
     share = _share(line, phase, ledger.accumulation)
     gathered = 0.0
-    if line.gathered and phase != "update":
+    there = phase.startswith("backward") if line.live == "gradient" else phase != "update"
+    if line.gathered and there:
         used = min(ledger.width(line), ledger.widths["product"])
         gathered = used * line.values * min(line.gathered, line.blocks) / line.blocks
     return held(ledger, line, tokens) * share, gathered
@@ -343,4 +344,6 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
         there = left if phase == "backward, first block" else 1.0
         again = one if line.recomputed and phase.startswith("backward") else 0.0  # the block that runs again
         return there * (1 - line.recomputed) + again
+    if line.live == "end":
+        return float(phase == "backward, first block")
     return float(line.live == _WORKING.get(phase, "backward"))

@@ -14,17 +14,18 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from optrush import baseline, ledger, rates, technique
 from optrush.config import Run
 from optrush.data.lengths import estimate
-from optrush.errors import ConfigError, ConflictError, NeedsError
+from optrush.errors import ConfigError, ConflictError, DataError, NeedsError
 from optrush.hardware import Device, named
 from optrush.ledger import Item, Ledger
 from optrush.prepare import prepare
-from optrush.shapes import ARCHITECTURES, SHAPES, ModelShape
-from optrush.technique import Numerics, Part, Setup, Technique, build, in_order
+from optrush.shapes import SHAPES, ModelShape, native_obstacle
+from optrush.technique import Need, Numerics, Part, Setup, Technique, build, in_order
 from optrush.techniques import ALL
 
 CONTEXT_BYTES = 800 << 20  # what a CUDA process takes of a device beside torch's allocations
@@ -44,9 +45,11 @@ class Prediction:
     lines: tuple[Item, ...]  # their sum is the peak
     device: str
     capacity_bytes: int | None
+    room_bytes: int | None  # of that, what a peak may have: less the CUDA context and the allocator's gaps
     fits: bool
     tokens_per_s: float | None  # useful ones, of all ranks; None where the device's rates are unknown
     basis: str  # "datasheet" or "calibrated"
+    work: tuple[rates.Effort, ...] = ()  # of one step on one rank
     parameters: int = 0
     a_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)  # bytes of each kind
 
@@ -121,7 +124,7 @@ def search(
         best: so many settings.
     """
     scene = _scene(run, hardware, classes)
-    options, unmet = _options(scene.setup, classes, keep_maths)
+    options, unmet = _options(scene.setup, classes, keep_maths, run.with_)
     tried, settings = _settings(scene, options)
     settings.sort(key=lambda s: s.prediction.tokens_per_s or 0.0, reverse=True)
     return Found(tuple(_leading(settings, best)), tried, (*_lost(settings, options, scene.setup), *unmet))
@@ -152,6 +155,8 @@ def family(
 
 def padding(run: Run) -> float:
     """Share of the slots that hold no token when a row holds one document. Estimated: the plan does not tokenise."""
+    if run.data.path is not None and not Path(run.data.path).exists():
+        raise DataError(f"`data.path: {run.data.path}`", "no such file", "name the file with the run's rows")
     lengths, T = estimate(run.data, run.seed), run.batch.seq
     return 1 - sum(min(n, T) for n in lengths) / (T * len(lengths)) if lengths else 0.0
 
@@ -178,11 +183,9 @@ def _scene(run: Run, hardware: str, classes: Sequence[type[Technique]]) -> _Scen
 
 def _book(members: Sequence[Technique], setup: Setup, hf: Mapping[str, Any], empty: float) -> Ledger:
     """The settled ledger of a set of techniques."""
-    if hf.get("model_type") not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
-        raise NeedsError(
-            f"a plan for a model of type {hf.get('model_type')!r}", f"the plan knows {known}", "train it without a plan"
-        )
+    if (obstacle := native_obstacle(hf)) is not None:
+        asked = f"a plan for a model of type {hf.get('model_type')!r}"
+        raise NeedsError(asked, obstacle, "train it without a plan")
     entries = _baseline(ModelShape.read(hf), setup.seq, setup.native, setup.device.kind == "cuda", empty)
     widths = ledger.BFLOAT16 if setup.dtype == "bfloat16" else ledger.FLOAT32
     return ledger.settle(entries, widths, [r for t in members for r in t.predict(setup)], setup.accumulation)
@@ -201,8 +204,9 @@ def _prediction(book: Ledger, setup: Setup, peak: ledger.Peak) -> Prediction:
     kind = "cuda_allocated" if setup.device.kind == "cuda" else "rss"
     return Prediction(
         peak.bytes, kind, peak.phase, peak.items, setup.device.name, setup.device.memory_bytes,
+        None if most is None else int(most),
         most is None or peak.bytes <= most, None if seconds is None else useful / seconds, rates.BASIS,
-        *_a_parameter(book),
+        tuple(rates.efforts(book, setup.device, tokens)), *_a_parameter(book),
     )  # fmt: skip
 
 
@@ -218,7 +222,7 @@ def _a_parameter(book: Ledger) -> tuple[int, dict[str, float]]:
 
 
 def _options(
-    setup: Setup, classes: Sequence[type[Technique]], keep_maths: bool
+    setup: Setup, classes: Sequence[type[Technique]], keep_maths: bool, given: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[Options], list[tuple[str, str]]]:
     """For each technique: leaving it out, or one of its variants; and why some cannot run here at all."""
     options: list[Options] = []
@@ -227,7 +231,8 @@ def _options(
         if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS:
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
-        options.append([None, *_variants(cls, setup)])
+        own = build([cls], {cls.name: given[cls.name]}) if cls.name in given else []
+        options.append([None, *dict.fromkeys([*_variants(cls, setup), *own])])  # what the run asks for, too
     return options, unmet
 
 
@@ -261,11 +266,15 @@ def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setti
         t.config(hf)
     most, rows = room(setup.device), setup.rows // setup.ranks
     best: tuple[float, Setup, Ledger] | None = None
+    book: Ledger | None = None
+    rules: list[ledger.Rule] = []
     for alone in (False, True):  # rules may depend on whether there is accumulation
         sizes = [rows] if alone else [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
         if not sizes:
             continue
-        book = _book(members, dataclasses.replace(setup, micro_rows=sizes[0]), hf, scene.padding)
+        asked = [r for t in members for r in t.predict(dataclasses.replace(setup, micro_rows=sizes[0]))]
+        if book is None or asked != rules:
+            book, rules = _book(members, dataclasses.replace(setup, micro_rows=sizes[0]), hf, scene.padding), asked
         largest = rows if most is None else ledger.largest(book, most, setup.seq) // setup.seq
         for n in (n for n in sizes if n <= largest):
             made = dataclasses.replace(setup, micro_rows=n)
@@ -317,7 +326,10 @@ def _lost(settings: Sequence[Setting], options: Sequence[Options], setup: Setup)
 
 def _unusable(t: Technique, setup: Setup) -> str:
     """Why no setting has it: what it lacks by itself, else memory."""
-    lacks = next((need for need in t.needs(setup) if not need.met), None)
+    others = (frozenset[Part](), frozenset(Part))  # nobody beside it, or somebody for every part
+    unmet = [[n for n in t.needs(dataclasses.replace(setup, owned=owned)) if not n.met] for owned in others]
+    fewest: list[Need] = min(unmet, key=len)
+    lacks = fewest[0] if fewest else None
     return "nothing that fits" if lacks is None else f"{lacks.asked}; found {lacks.found}"
 
 

@@ -43,7 +43,7 @@ def prepare(
     """Checks what can be checked before anything is built.
 
     Args:
-        device: the device to prepare for, as the plan may suppose one; None: what this machine has.
+        device: the device to prepare for, as the plan may suppose one; None: what this machine has, to train on.
 
     Raises:
         UserError: in its three lines; nothing has been written.
@@ -52,7 +52,7 @@ def prepare(
     check(run)
     ranks = launched()[1] if ranks is None else ranks
     rows, micro_rows = sizes(run, ranks)
-    folder, hf = locate(run)
+    folder, hf = locate(run, weights=device is None)
     edits = [Edit("config", t.name, n) for t in techniques if (n := t.config(hf))]
     refuse_foreign(hf)
     obstacle = native_obstacle(hf)
@@ -63,8 +63,12 @@ def prepare(
         ModelShape.read(hf).check_window(run.batch.seq)
     else:  # padding has positions too, and a table of them ends
         check_positions(hf, run.batch.seq, f"`batch.seq: {run.batch.seq}`")
+    device = device or _device(ranks)
+    if run.model.dtype == "bfloat16" and device.kind == "cuda" and device.capability < (8, 0):
+        found = f"{device.name}, capability {device.capability}, which has no such products"
+        raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     setup = Setup(
-        device=device or _device(ranks),
+        device=device,
         ranks=ranks,
         seq=run.batch.seq,
         rows=rows,

@@ -8,6 +8,10 @@ an assumption, so the seconds rank settings better than they promise speeds.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
 from optrush.hardware import Device
 from optrush.ledger import Ledger, Work
 
@@ -19,25 +23,61 @@ LAUNCH_S = 6e-6  # the host's time to start one operator
 MICRO_S, STEP_S = 2e-3, 5e-3
 
 
+@dataclass(frozen=True)
+class Effort:
+    """One item of work of a step on this rank: what is done, what is moved or sent, and how long that takes alone."""
+
+    name: str
+    flop: float
+    bytes: float
+    launches: float
+    seconds: float
+    where: Literal["device", "host", "link"]
+    reason: str
+
+
+def efforts(ledger: Ledger, device: Device, tokens: float) -> list[Effort]:
+    """Of one step of `ledger.accumulation` micro-batches of `tokens` slots; empty where the rates are unknown."""
+    found = []
+    for work, times, alone, started in _each(ledger, device, tokens):
+        flop, moved = work.flop * times, work.values * ledger.widths[work.role] * times
+        place: Literal["device", "link"] = "link" if work.unit == "link" else "device"
+        if alone:
+            found.append(Effort(work.name, flop, moved, 0.0, alone, place, work.reason))
+        if started:
+            found.append(Effort(work.name, 0.0, 0.0, work.launches * times, started, "host", work.reason))
+    return found
+
+
 def seconds(ledger: Ledger, device: Device, tokens: float) -> float | None:
-    """Of one step of `ledger.accumulation` micro-batches of `tokens` slots; None where the rates are unknown."""
-    if None in (device.half_flop_s, device.float32_flop_s, device.bandwidth_bytes_s, device.link_bytes_s):
-        return None
-    parts = {"device": 0.0, "host": 0.0, "link": 0.0}
-    for work in ledger.work:
-        if work.gone:
-            continue
-        times = work.times * {"token": tokens * ledger.accumulation, "micro": ledger.accumulation, "step": 1}[work.per]
-        moved = work.values * ledger.widths[work.role] * times
+    """Of one step; None where the device's rates are unknown."""
+    on_device, on_host, on_link = 0.0, 0.0, 0.0
+    for work, _, alone, started in _each(ledger, device, tokens):
+        on_host += started
         if work.unit == "link":
-            parts["link"] += moved / (_known(device.link_bytes_s) * LINK)
+            on_link += alone
         else:
-            parts["device"] += work.flop * times / _flop_s(work, ledger, device)
-            parts["device"] += moved / (_known(device.bandwidth_bytes_s) * MEMORY)
-        if device.kind == "cuda":  # a CPU starts its operators itself, and at once
-            parts["host"] += work.launches * times * LAUNCH_S
+            on_device += alone
+    if not on_device:
+        return None
     idle = MICRO_S * ledger.accumulation + STEP_S if device.kind == "cuda" else 0.0
-    return max(parts.values()) + idle
+    return max(on_device, on_host, on_link) + idle
+
+
+def _each(ledger: Ledger, device: Device, tokens: float) -> Iterator[tuple[Work, float, float, float]]:
+    """Work that is done, how many times a step, its seconds on device or link, and the host's to start it."""
+    if None in (device.half_flop_s, device.float32_flop_s, device.bandwidth_bytes_s, device.link_bytes_s):
+        return
+    counts = {"token": tokens * ledger.accumulation, "micro": float(ledger.accumulation), "step": 1.0}
+    moving = {True: _known(device.link_bytes_s) * LINK, False: _known(device.bandwidth_bytes_s) * MEMORY}
+    starting = LAUNCH_S if device.kind == "cuda" else 0.0  # a CPU starts its operators itself, and at once
+    for work in ledger.work:
+        if not work.gone:
+            times = work.times * counts[work.per]
+            alone = work.values * ledger.widths[work.role] * times / moving[work.unit == "link"]
+            if work.flop:
+                alone += work.flop * times / _flop_s(work, ledger, device)
+            yield work, times, alone, work.launches * times * starting
 
 
 def filled(ledger: Ledger) -> float:

@@ -104,7 +104,7 @@ class ModelShape:
         family = str(hf["model_type"])
         full = {**_SILENT[family], **hf}
         width, heads = _size(hf, "hidden_size"), _size(hf, "num_attention_heads")
-        kv_heads = full["num_key_value_heads"] or heads
+        kv_heads = heads if full["num_key_value_heads"] is None else _size(full, "num_key_value_heads")
         head_width = full["head_dim"] or width // heads
         if heads % kv_heads or head_width % 2 or (full["head_dim"] is None and width % heads):
             raise ConfigError(
@@ -173,7 +173,7 @@ class ModelShape:
 
 def _size(hf: HF, key: str) -> int:
     value = hf.get(key)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError("a model from config.json", f"{key} is {value!r}", f"give {key} a positive whole number")
     return value
 

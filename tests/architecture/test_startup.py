@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "safetensors", "tokenizers")
 PROBE = """
 import sys
+from pathlib import Path
 {code}
 print(*[name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
 """
@@ -42,7 +44,7 @@ def test_import() -> None:
         ["--help"],
         ["--version"],
         [],
-        *([verb, "--help"] for verb in ("train", "eval", "bench", "techniques", "report", "init", "doctor")),
+        *([verb, "--help"] for verb in ("train", "eval", "bench", "techniques", "report", "init", "doctor", "plan")),
     ],
 )
 def test_help(arguments: list[str]) -> None:
@@ -59,3 +61,8 @@ def test_techniques() -> None:
 
 def test_doctor() -> None:
     assert loaded(HELP.format(arguments=["doctor", "--json"], code=0)) == []
+
+
+def test_plan() -> None:
+    arguments = ["plan", str(Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml"), "--hardware", "h200"]
+    assert loaded(HELP.format(arguments=arguments, code=0)) == []

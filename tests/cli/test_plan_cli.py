@@ -22,9 +22,9 @@ def test_for_people(call: Call) -> None:
     found = call("plan", str(LLAMA), "--hardware", "h200")
     assert found.code == 0
     for text in (
-        "as configured", "NVIDIA H200: ", "GiB, fits", "x 8 bytes (weights 2 + gradients 2 + states 4)", "█",
-        "tokens/s (basis: datasheet)", "the best of", "  1. ", "  3. ", "beside the best", "without attention",
-        "llama-3.1-70b", "does not fit", "h a billion tokens",
+        "as configured", "NVIDIA H200: ", "usable (139.8 in all), fits", "█", "tokens/s (basis: datasheet)",
+        "x 8 bytes (weights 2 + gradients 2 + states 4)", "backward.gate_up", "TFLOP", "GB moved", "the best of",
+        "  1. ", "  3. ", "beside the best", "without attention", "llama-3.1-70b", "does not fit", "h a billion tokens",
     ):  # fmt: skip
         assert text in found.out, text
     assert max(map(len, found.out.splitlines())) <= 160
@@ -88,7 +88,7 @@ def refused(call: Call, *arguments: str) -> str:
 
 def test_refusals(call: Call, tmp_path: Path) -> None:
     assert "the hardware h300" in refused(call, str(LLAMA), "--hardware", "h300")
-    assert "3 ranks" in refused(call, str(LLAMA), "--hardware", "3xh200", "--with", "fsdp")
+    assert "3 ranks cannot share" in refused(call, str(LLAMA), "--hardware", "3xh200", "--with", "fsdp")
     there = tmp_path / "there.yaml"
     there.write_text("mine")
     assert "this file exists" in refused(call, str(LLAMA), "--hardware", "h200", "--out", str(there))

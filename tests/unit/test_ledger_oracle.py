@@ -23,6 +23,7 @@ CASES = [
     ("llama-3.2-1b", "native", ("bf16", *SDPA), 4, 1024, 2),
     ("llama-3.2-1b", "native", ("bf16", *SDPA, "fused-loss:chunk=1024"), 4, 1024, 2),
     ("llama-3.2-1b", "native", ("bf16", *SDPA, "fused-loss", "recompute"), 8, 2048, 1),
+    ("llama-3.2-1b", "native", (*SDPA, "recompute"), 1, 512, 1),  # a tied weight's two gradients are the peak
     ("qwen2.5-0.5b", "native", ("amp", "fused-adamw"), 4, 1024, 1),
     ("qwen2.5-0.5b", "transformers", ("bf16", *SDPA, "recompute"), 2, 1024, 2),
     ("qwen2.5-0.5b", "native", (*SDPA, "packing"), 2, 1024, 1),

@@ -12,7 +12,7 @@ import pytest
 from optrush import hardware, plan
 from optrush.config import dump, parse
 from optrush.data.lengths import estimate
-from optrush.errors import ConfigError, NeedsError
+from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.prepare import prepare
 from optrush.technique import Numerics
 from optrush.techniques import ALL
@@ -64,7 +64,9 @@ def test_several_ranks_by_name():
         plan.search(llama(), "3xh200")
 
 
-@pytest.mark.parametrize("name", ["h2000", "0xh200", "xh200", "2x", "axh200", ""])
+@pytest.mark.parametrize(
+    "name", ["h2000", "0xh200", "xh200", "2x", "axh200", "", "\u00b2xh200", "\u0663xh200", "9" * 5000 + "xh200"]
+)
 def test_unknown_hardware(name):
     with pytest.raises(ConfigError, match="the hardware"):
         hardware.named(name)
@@ -77,6 +79,32 @@ def test_every_named_device_is_known():
         assert (device.peak_flop_s is None) == (device.capability < (8, 0))
     assert hardware.named("8xa100-80") == (hardware.NAMED["a100-80"], 8)
     assert hardware.named("cpu")[0].memory_bytes > 2**30
+    assert hardware.named("2xcpu")[0].memory_bytes == hardware.named("cpu")[0].memory_bytes // 2
+
+
+def test_work_by_item():
+    """Products take 6 FLOPs a weight and token, attention 6 T H E a block; the items are the step."""
+    found = plan.predict(llama(), "h200")
+    assert all(e.reason and e.seconds > 0 for e in found.work)
+    tokens, shape = 32768, plan.ModelShape.read(plan.SHAPES["llama-3.2-1b"])
+    flop = sum(e.flop for e in found.work)
+    assert flop == pytest.approx(shape.flops(tokens, 16 * 2048**2))
+    assert {"forward.qkv", "forward.down", "head.products", "update", "forward.scores"} <= {e.name for e in found.work}
+    alone = sum(e.seconds for e in found.work if e.where == "device")
+    assert tokens / alone == pytest.approx(found.tokens_per_s, rel=0.03)
+    two = plan.predict(llama("batch.micro_tokens=8192", bf16={}, fsdp={}), "2xh200")
+    assert {e.name for e in two.work if e.where == "link"} == {"gather", "reduce"}
+
+
+def test_options_that_the_run_asks_for_are_tried():
+    found = plan.search(llama(bf16={}, attention={}, compile={"scope": "model"}), "h200")
+    assert "with compile:scope=model" in dict(found.lost) or found.settings[0].with_["compile"] == {"scope": "model"}
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    run = parse(f"model: tiny\nobjective: sft\ndata: {{path: {tmp_path}/none.jsonl}}\noutput: o\n", "x")
+    with pytest.raises(DataError, match="no such file"):
+        plan.predict(run, "h200")
 
 
 # --- the search

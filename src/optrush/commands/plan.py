@@ -61,19 +61,21 @@ def plan(
     else:
         print("\n".join(_text(run, hardware, prediction, refused, found)))
     if out is not None:
-        _write(run, found, out)
+        _write(run, hardware, found, out)
 
 
-def _write(run: Run, found: Found, out: Path) -> None:
-    from optrush import config
+def _write(run: Run, name: str, found: Found, out: Path) -> None:
+    from optrush import config, hardware
 
     if not found.settings:
         raise ConfigError(f"--out {out}", "no setting fits", "take a smaller model, shorter rows or other hardware")
+    _, ranks = hardware.named(name)
+    launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
     try:
-        out.write_text(config.dump(found.settings[0].over(run)))
+        out.write_text(f"# {launch}\n{config.dump(found.settings[0].over(run))}")
     except OSError as error:
         raise ConfigError(f"--out {out}", f"{error.strerror}", "give a path that can be written") from None
-    print(f"the best setting: {out}", file=sys.stderr)
+    print(f"the best setting: {launch}", file=sys.stderr)
 
 
 def _document(prediction: Prediction | None, refused: UserError | None, found: Found) -> dict[str, Any]:
@@ -114,7 +116,7 @@ def _text(
     lines = ["as configured"]
     if prediction is not None:
         lines += memory(prediction)
-        lines.append(f"  speed: {_speed(prediction)}")
+        lines += ["", *work(prediction)]
     if refused is not None:
         lines += [f"  {text}" for text in str(refused).splitlines()]
     lines += ["", f"the best of {found.tried} sets of techniques that go together, each with its micro-batch"]
@@ -137,10 +139,12 @@ def memory(p: Prediction) -> list[str]:
     """The lines at the peak, longest first, as bars; and where the bytes of a parameter go."""
     kinds = " + ".join(f"{kind} {size:.3g}" for kind, size in p.a_parameter.items())
     total = sum(p.a_parameter.values())
-    room = "" if p.capacity_bytes is None else f" of {p.capacity_bytes / GIB:.1f}"
+    room = ""
+    if p.capacity_bytes is not None and p.room_bytes is not None:
+        room = f" of {p.room_bytes / GIB:.1f} usable ({p.capacity_bytes / GIB:.1f} in all)"
     fits = "fits" if p.fits else "does NOT fit"
     lines = [
-        f"  {p.device}: {p.peak_bytes / GIB:.2f}{room} GiB, {fits}; the peak lies in: {p.phase}",
+        f"  {p.device}: {p.peak_bytes / GIB:.2f} GiB{room}, {fits}; the peak lies in: {p.phase}",
         f"  {p.parameters / 1e9:.3f} G parameters x {total:.3g} bytes ({kinds})",
     ]
     shown = sorted((i for i in p.lines if i.bytes >= SMALL * p.peak_bytes), key=lambda i: -i.bytes)
@@ -150,6 +154,26 @@ def memory(p: Prediction) -> list[str]:
         bar = "█" * max(1, round(BAR * item.bytes / shown[0].bytes))
         lines.append(f"  {item.name:<{width}} {item.bytes / GIB:7.2f} {bar:<{BAR}} {item.reason}")
     return [*lines, f"  {'smaller lines':<{width}} {rest / GIB:7.2f}"]
+
+
+def work(p: Prediction) -> list[str]:
+    """Where the time of a step goes, longest first; what host and link do lies beside what the device does."""
+    lines = [f"  speed: {_speed(p)}"]
+    total = sum(e.seconds for e in p.work if e.where == "device")
+    shown = sorted((e for e in p.work if e.seconds >= 2 * SMALL * total), key=lambda e: -e.seconds)
+    for e in shown:
+        did = ", ".join(
+            text
+            for amount, text in (
+                (e.flop, f"{e.flop / 1e12:,.2f} TFLOP"),
+                (e.bytes, f"{e.bytes / 1e9:,.1f} GB {'sent' if e.where == 'link' else 'moved'}"),
+                (e.launches, f"{e.launches:,.0f} operators started"),
+            )
+            if amount
+        )
+        beside = "" if e.where == "device" else f" ({e.where})"
+        lines.append(f"  {e.name + beside:<22} {e.seconds * 1e3:9.1f} ms  {did:<32} {e.reason}")
+    return lines
 
 
 def _speed(p: Prediction) -> str:

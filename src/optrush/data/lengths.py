@@ -23,13 +23,13 @@ def estimate(data: Data, seed: int) -> list[float]:
         return []
     with open(data.path, "rb") as file:
         text = file.read(MOST_CHARS).decode("utf-8", "replace")
-    return [_chars(line) / CHARS_A_TOKEN for line in text.splitlines()[:ROWS] if line.strip()]
+    return [_chars(line) / CHARS_A_TOKEN for line in text.split("\n")[:ROWS] if line.strip()]
 
 
 def _chars(line: str) -> int:
     try:
         row: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return len(line)
     if isinstance(row, dict) and isinstance(row.get("text"), str):
         return len(row["text"])

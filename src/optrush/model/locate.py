@@ -14,8 +14,11 @@ from optrush.errors import ConfigError
 from optrush.shapes import SHAPES
 
 
-def locate(run: Run) -> tuple[Path | None, dict[str, Any]]:
+def locate(run: Run, weights: bool = True) -> tuple[Path | None, dict[str, Any]]:
     """The model's folder (None: a shape with random weights) and its config.json.
+
+    Args:
+        weights: False downloads no more of a hub's model than its config.json.
 
     Raises:
         ConfigError: no such folder, shape or hub id; no config.json; not JSON.
@@ -31,7 +34,7 @@ def locate(run: Run) -> tuple[Path | None, dict[str, Any]]:
     assert m.path is not None
     folder = _tiny() if m.path == "tiny" else Path(m.path)
     if not folder.is_dir():
-        folder = _download(m.path)
+        folder = _download(m.path, weights)
     config = folder / "config.json"
     if not config.is_file():
         raise ConfigError(f"the model {folder}", "a folder without config.json", "name a Hugging Face model's folder")
@@ -62,8 +65,9 @@ def _tiny() -> Path:
     return folder
 
 
-def _download(name: str) -> Path:
+def _download(name: str, weights: bool) -> Path:
     """A model by its hub id: its weights, configuration and tokenizer; never its code or its pickles."""
+    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model"] if weights else ["config.json"]
     asked = f"the model {name}"
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ConfigError(asked, "no such folder", "name a Hugging Face model's folder, a hub id, or `tiny`")
@@ -71,7 +75,7 @@ def _download(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model"]))
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         found = f"no such folder, and the hub did not give it: {type(error).__name__}"
         raise ConfigError(asked, found, "check the name and the network, or name a folder") from None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from optrush.ledger import Rule, retype
+from optrush.ledger import Rule, live, retype
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class Amp(Technique):
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         yield retype({"product": 2, "cast": 2, "narrowing": 2}, "products and what they save take 2 bytes a value")
+        yield live("tied.sum", "the cast gradient is added in place", gone=True)
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:

@@ -52,6 +52,8 @@ class Ddp(Technique):
         n = setup.ranks
         room = self.bucket_mib << 20
         yield add(Line("buckets", "gradients copied into the bucket under way", room, "byte", "backward"))
+        why = "a gradient larger than a bucket is copied alone: the embedding's"
+        yield like("gradients.embedding", Line("bucket of the embedding", why, 1.0, "gradient", "end"))
         why = "2 (n-1)/n of the gradients' bytes to other ranks"
         yield like("gradients.*", Work("reduce", why, "step", unit="link", values=2 * (n - 1) / n, role="gradient"))
 

@@ -61,6 +61,9 @@ class Fsdp(Technique):
         if each:
             yield cut("gradients.*", "dp", n, "reduced as soon as a block has made them", gathered=1)
         yield live("casts.*", "the gathered weights are cast, no copies beside them", gone=True)
+        yield cut("update.loop", "dp", n, "of a rank's share")
+        yield live("update*", "a rank updates its share", times=1 / n)
+        yield live("norm", "of a rank's share", times=1 / n)
         share = (n - 1) / n
         why = f"weights gathered {'twice' if self.stage == 3 else 'once'} a micro-batch"
         times = share * (2 if self.stage == 3 else 1)

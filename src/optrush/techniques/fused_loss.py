@@ -38,6 +38,7 @@ class FusedLoss(Technique):
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         yield live("head.logits*", "of one chunk at a time", most_tokens=self.chunk)
+        yield live("tied.sum", "the head's gradient is added to in place", gone=True)
         why = "the gradients of a chunk's logits and of the one before, 2 V"
         yield like("head.logits", Line("head.chunk", why, 2.0, "product", "head", True, most_tokens=self.chunk))
         why = "operators of a chunk, one at a time"
