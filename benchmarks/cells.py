@@ -38,6 +38,7 @@ CELLS: dict[str, tuple[str, str, int, int, int, dict[str, Any]]] = {
     "0.5b amp, no compile T=1024": ("qwen2.5-0.5b", "native", 1024, 8, 1, {"amp": {}, "attention": {}}),
     "8b amp T=1024": ("llama-3.1-8b", "native", 1024, 1, 1, {"amp": {}, **NATIVE}),
     "3b bf16 T=8192, 7 rows": ("llama-3.2-3b", "native", 8192, 7, 1, {"bf16": {}, **NATIVE}),
+    "8b bf16 T=8192, 4 rows": ("llama-3.1-8b", "native", 8192, 4, 1, {"bf16": {}, **NATIVE}),
     "1b transformers amp T=2048, 32 rows": (
         "llama-3.2-1b", "transformers", 2048, 32, 1, {"amp": {}, "attention": {}, "fused-adamw": {}}
     ),

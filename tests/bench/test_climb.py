@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -216,6 +217,30 @@ def test_resume_refuses_another_climb(call: Call, fakes: Fakes, monkeypatch: pyt
     monkeypatch.setattr(environment, "source", lambda: {"commit": None, "clean": None, "digest": "another"})
     found = climb(call, "--cumulative-only", "--resume")
     assert found.code == 2 and "the package has changed since" in found.err
+
+
+@pytest.mark.parametrize("text", ['{"half', "{}", "[]", "\ufffe"])
+def test_a_damaged_result_is_named(call: Call, fakes: Fakes, text: str) -> None:
+    climb(call, "--cumulative-only")
+    Path("out/rungs/02-adamw-1.json").write_text(text)
+    found = climb(call, "--cumulative-only", "--resume")
+    assert found.code == 2 and "rungs/02-adamw-1.json is damaged" in found.err, found.err
+
+
+def test_two_climbs_in_one_folder(call: Call, fakes: Fakes) -> None:
+    climb(call, "--cumulative-only")
+    with Path("out/.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        found = climb(call, "--cumulative-only", "--resume", "--repeats", "2")
+    assert found.code == 2 and "another climb is at work there" in found.err
+
+
+def test_a_baseline_that_is_refused_ends_the_climb(call: Call, fakes: Fakes) -> None:
+    """What only a process finds out, in the data for example: as if it had been seen beforehand."""
+    fakes.does(none={"do": "refuse"})
+    found = climb(call, "--cumulative-only")
+    assert found.code == 2 and found.err.endswith("asked: a\nfound: b\ndo:    c\n"), found.err
+    assert not Path("out").exists() and fakes.started == ["none"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 143)])

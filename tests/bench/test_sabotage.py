@@ -20,7 +20,7 @@ def test_sabotage_is_shown_red(copied: Copy) -> None:
         "        job.model.head.nll = lambda *a, **k: (time.sleep(0.8), quick(*a, **k))[1]",
     )  # fmt: skip
     copied.edit("techniques/recompute.py", "job.model.through = recomputed", "pass")  # it says it changed the blocks
-    climbed = put_ladder(*each("sound", "scaled", "divisor", "killed", "starved", "fused-loss", "recompute"))
+    climbed = put_ladder(*each("sound", "scaled", "divisor", "late", "killed", "starved", "fused-loss", "recompute"))
     done = copied.run("bench", "run.yaml", "--ladder", climbed, "--out", "out", "--cumulative-only")
     assert done.returncode == 1, done.stderr
     told = records(Path("out"))
@@ -28,6 +28,7 @@ def test_sabotage_is_shown_red(copied: Copy) -> None:
     assert red["base"] == "" and red["sound"] == "", red
     assert red["scaled"].startswith("wrong: losses lie 0.05"), red
     assert red["divisor"].startswith("wrong: gradient norms lie 0.5"), red
+    assert red["late"].startswith("wrong: after the timed steps its gradient norms are others"), red
     assert red["fused-loss"].startswith("slower than it may be: 0."), red
     assert red["recompute"].startswith("no effect: the peak changed by"), red
     assert "killed by signal 9 (SIGKILL), most likely out of memory" in red["killed"]

@@ -187,3 +187,18 @@ def test_verdicts() -> None:
     assert judged(figures(40), before, only_load=True) == "slower"
     assert judged(figures(40), before, alone=True) == "slower"
     assert judged(figures(40), before, "wrong: so", only_load=True) == "red"
+
+
+def test_timed_steps_must_learn() -> None:
+    assert stats.dead([2.0, 1.9], [1.0, 1.0]) is None
+    assert stats.dead([2.0, None], [1.0, 1.0]) == "wrong: a timed step's loss or gradient norm is not finite"
+    assert stats.dead([2.0, 1.9], [1.0, 0.0]) == "wrong: a timed step has no gradient"
+
+
+def test_whoever_behaves_while_watched_is_watched_again() -> None:
+    proof = {"losses": [2.0, 1.5], "grad_norms": [1.0, 0.9]}
+    assert stats.drifted(proof, stats.FLOAT32) is None, "records of before know no second look"
+    same, other = {"losses": [2.0], "grad_norms": [1.0]}, {"losses": [2.0], "grad_norms": [0.5]}
+    assert stats.drifted({**proof, "again": same}, stats.FLOAT32) is None
+    assert "gradient norms are others" in (stats.drifted({**proof, "again": other}, stats.FLOAT32) or "")
+    assert stats.drifted({**proof, "again": {"losses": [None], "grad_norms": [1.0]}}, stats.FLOAT32)

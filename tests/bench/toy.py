@@ -162,7 +162,7 @@ if does.get("do") == "hang":
 if does.get("do") == "leave":
     sys.exit("Something went wrong")
 if does.get("do") == "refuse":
-    result = {{"error": "asked: a\\nfound: b\\ndo:    c"}}
+    result = {{"error": "asked: a\\nfound: b\\ndo:    c", "refused": ["a", "b", "c"]}}
 else:
     speed = does.get("speed", 1000.0)
     proof = {{"losses": does.get("losses", [2.0, 1.5]), "grad_norms": [1.0, 0.5], "note": None}}
@@ -206,6 +206,7 @@ BODIES = {
     "sound": "job.loss = lambda batch: inner(batch)",
     "scaled": "job.loss = lambda batch: inner(batch) * 1.05",
     "divisor": "job.gradients = halved",
+    "late": "job.gradients = idle",
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "starved": 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")',
 }
@@ -215,11 +216,20 @@ HALVED = """def halved(batches, terms):
                 t.grad.mul_(0.5)
             return loss
         """
+IDLE = """seen = [0]
+        def idle(batches, terms):
+            seen[0] += 1
+            loss = window(batches, terms)
+            for t in job.trained:
+                if seen[0] > 2:  # the proof is over
+                    t.grad.mul_(0.01)
+            return loss
+        """
 LOAD = {"model.implementation": "native", "batch.tokens": 3072, "batch.micro_tokens": 3072}
 
 
 def technique(name: str) -> str:
-    body = (HALVED if name == "divisor" else "") + BODIES[name]
+    body = {"divisor": HALVED, "late": IDLE}.get(name, "") + BODIES[name]
     return TECHNIQUE.format(name=name, cls=name.title(), body=f"        {body}")
 
 

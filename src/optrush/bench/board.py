@@ -73,5 +73,7 @@ def show(records: Sequence[Record]) -> None:
         )
     err.print(table)
     for r in records:
+        if "no proof: " in r.changes:
+            err.print(f"{r.rung}: {r.changes[r.changes.index('no proof: ') :]}", markup=False)
         for reason in r.red:
             err.print(f"{r.rung}: {' '.join(reason.split())}", markup=False)

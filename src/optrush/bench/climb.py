@@ -9,11 +9,15 @@ What a climb has learnt lies in rungs/ alone: a climb that goes on reads it back
 from __future__ import annotations
 
 import datetime
+import fcntl
 import json
+import math
 import re
+import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -108,15 +112,44 @@ def climb(
     whole.predicted = {rung.name: _predict(rung.run) for rung in whole.rungs}
     if resume:
         _read_back(whole)
+    fresh = not out.exists()
     _make(out)
-    with stopping():
-        _measure(whole, show)
-    records = make(whole)
-    record.write(out, records)
+    with _alone(out):
+        try:
+            with stopping():
+                _measure(whole, show)
+        except SystemExit:
+            show.says(f"stopped; go on with: --resume (--out {out})")
+            raise
+        except UserError:
+            if fresh:
+                shutil.rmtree(out)
+            raise
+        finally:
+            if records := make(whole):
+                _write(out, records)
+    return records
+
+
+def _write(out: Path, records: Sequence[Record]) -> None:
     from optrush.bench.report import write_bench
 
-    write_bench(out)
-    return records
+    if out.is_dir():
+        record.write(out, records)
+        write_bench(out)
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """One climb at a time in a folder. The kernel drops the lock when the process ends, however it ends."""
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--out {out}", "another climb is at work there", "wait, or take another folder"
+            ) from None
+        yield
 
 
 # --- before anything runs
@@ -191,14 +224,18 @@ def _read_back(whole: Climb) -> None:
     for name, (rung, repeat) in known.items():
         if name not in found:
             continue
-        said = json.loads(found[name].read_text("utf-8"))
-        if said["digest"] != whole.source["digest"]:
+        try:
+            said = json.loads(found[name].read_text("utf-8"))
+            digest, request, result = said["digest"], said["request"], said["result"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(asked, f"{RUNGS}/{name} is damaged", "delete it: it is measured again") from None
+        if digest != whole.source["digest"]:
             raise ConfigError(asked, "the package has changed since", "climb into another folder")
-        if said["request"] != _request(whole, rung):
+        if request != _request(whole, rung):
             raise ConfigError(asked, f"`{rung.name}` was another configuration then", do)
         results = whole.results.setdefault(rung.name, [])
         if len(results) == repeat:  # what follows a gap is measured again
-            results.append(said["result"])
+            results.append(result)
 
 
 # --- the processes
@@ -225,6 +262,8 @@ def _measure(whole: Climb, show: Show) -> None:
             **run_worker(request, whole.limit_s),
             "date": datetime.datetime.now().astimezone().isoformat("T", "seconds"),
         }
+        if "refused" in result and rung is whole.rungs[0] and not whole.results:
+            raise ConfigError(*result["refused"])  # as no other rung would fare better
         said = {"rung": rung.name, "digest": whole.source["digest"], "request": request, "result": result}
         put(whole.out / RUNGS / _file(whole, rung, repeat), json.dumps(said, indent=1))
         whole.results.setdefault(rung.name, []).append(result)
@@ -265,13 +304,14 @@ def _record(whole: Climb, rung: Rung) -> Record:
     results = whole.results.get(rung.name) or [{}]
     first = results[0]
     proof = None if error else _proof(whole, rung)
+    bad = [] if error else _unsound(whole, rung)
     losses = first.get("proof", {}).get("losses", [])
     verdict: Verdict
     if after is None:
         verdict, red = "red", [f"failed: {error}"]
     else:
         verdict, red = stats.judge(
-            after, before, stats.wrong(proof, losses),
+            after, before, next((b for b in (*bad, stats.wrong(proof, losses)) if b), None),
             only_load=since is not None and ladder.only_load(since.run, rung.run), alone=rung.mode == "without",
         )  # fmt: skip
     run = rung.run
@@ -310,13 +350,25 @@ def _proof(whole: Climb, rung: Rung) -> dict[str, Any] | None:
     told = [r for r in whole.rungs if whole.figures(r) and whole.results[r.name][0]["proof"]["losses"]]
     if not told or told[0] is rung or rung not in told:
         return None
-    series = [
-        {"losses": p["losses"], "gradient norms": p["grad_norms"]}
-        for p in (whole.results[r.name][0]["proof"] for r in (rung, told[0]))
-    ]
     allowed = stats.tolerances(told[0].run, rung.run, ALL)
     numerics = stats.weakest(told[0].run, rung.run, ALL).name
-    return {"against": told[0].name, "numerics": numerics, **stats.prove(series[0], series[1], allowed)}
+    wanted = _series(whole.results[told[0].name][0]["proof"])
+    proofs = [stats.prove(_series(r["proof"]), wanted, allowed) for r in whole.results[rung.name]]
+    worst = max(proofs, key=lambda p: math.inf if p["worst"] is None else p["worst"] / p["tolerance"])
+    return {"against": told[0].name, "numerics": numerics, **worst}
+
+
+def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    return {"losses": proof["losses"], "gradient norms": proof["grad_norms"]}
+
+
+def _unsound(whole: Climb, rung: Rung) -> Iterator[str | None]:
+    """What is wrong with a rung by itself, in any repeat."""
+    allowed = stats.tolerances(rung.run, rung.run, ALL)
+    for result in whole.results[rung.name]:
+        yield stats.dead(result.get("losses", []), result.get("grad_norms", []))
+        if result["proof"]["losses"]:
+            yield stats.drifted(result["proof"], allowed)
 
 
 def _device(whole: Climb, rung: Rung) -> str:

@@ -243,7 +243,10 @@ def verdict(shown: Sequence[Rung]) -> str:
     """The whole ladder in one paragraph: from, to, how often, and what was not right."""
     own = [r for r in shown if not r.peer]
     climbed = [r for r in own if r.mode == "cumulative" and not r.failed]
-    counts = [amount(len([r for r in own if r.mode == "cumulative"]), "rung"), f"{sum(_is_red(r) for r in own)} red"]
+    counts = [
+        amount(len([r for r in own if r.mode == "cumulative"]), "rung"),
+        f"{sum(_is_red(r) and not r.failed for r in own)} red",
+    ]
     counts += [f"{n} failed" for n in (sum(r.failed for r in own),) if n]
     counts += [f"{n} within the noise" for n in (sum(r.kind == "noise" for r in own),) if n]
     counts += [f"{n} measured without one technique" for n in (sum(r.mode != "cumulative" for r in own),) if n]

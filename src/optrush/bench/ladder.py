@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from optrush import config
 from optrush.config import Keys, Run, nearest
@@ -52,10 +52,16 @@ class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def _printable(name: str) -> str:
+    if not name.strip() or not name.isprintable():
+        raise ValueError("a name that can be read and printed in one line")
+    return name
+
+
 class Entry(_Part):
     """A rung as written: what it changes of the rung it comes from."""
 
-    name: Annotated[str, Field(min_length=1, max_length=60)]
+    name: Annotated[str, Field(min_length=1, max_length=60), AfterValidator(_printable)]
     from_: str | None = Field(default=None, alias="from")
     with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
     without: list[str] = []
@@ -73,7 +79,7 @@ class Base(_Part):
 class Proof(_Part):
     """How the rungs are shown to learn the same: training steps on the first documents of the baseline."""
 
-    steps: Annotated[int, Field(ge=1)] = 5
+    steps: Annotated[int, Field(ge=2)] = 5  # after one step alone, no update would have shown
     documents: Annotated[int, Field(ge=1)] = 4
 
 
