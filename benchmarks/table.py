@@ -58,7 +58,8 @@ def table() -> str:
         *_red(records),
         "",
         "The plan's constants were fitted to this load, in earlier climbs. Other shapes, row lengths and techniques,",
-        "which it predicted before they were measured, on the same kind of machine:",
+        "predicted before they were measured, by an earlier state of the plan (benchmarks/README.md), on the same",
+        "kind of machine:",
         "",
         cells.table(ROOT / CELLS),
     ]
