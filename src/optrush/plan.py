@@ -45,11 +45,11 @@ class Prediction:
     lines: tuple[Item, ...]  # their sum is the peak
     device: str
     capacity_bytes: int | None
-    room_bytes: int | None  # of that, what a peak may have: less the CUDA context and the allocator's gaps
     fits: bool
     tokens_per_s: float | None  # useful ones, of all ranks; None where the device's rates are unknown
     basis: str  # "datasheet" or "calibrated"
     work: tuple[rates.Effort, ...] = ()  # of one step on one rank
+    room_bytes: int | None = None  # of the capacity, what a peak may have: less the CUDA context and the gaps
     parameters: int = 0
     a_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)  # bytes of each kind
 
@@ -204,9 +204,8 @@ def _prediction(book: Ledger, setup: Setup, peak: ledger.Peak) -> Prediction:
     kind = "cuda_allocated" if setup.device.kind == "cuda" else "rss"
     return Prediction(
         peak.bytes, kind, peak.phase, peak.items, setup.device.name, setup.device.memory_bytes,
-        None if most is None else int(most),
         most is None or peak.bytes <= most, None if seconds is None else useful / seconds, rates.BASIS,
-        tuple(rates.efforts(book, setup.device, tokens)), *_a_parameter(book),
+        tuple(rates.efforts(book, setup.device, tokens)), None if most is None else int(most), *_a_parameter(book),
     )  # fmt: skip
 
 
