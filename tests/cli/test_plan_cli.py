@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,3 +100,11 @@ def test_refusals(call: Call, tmp_path: Path) -> None:
     big.write_text(LLAMA.read_text().replace("llama-3.2-1b", "llama-3.1-70b"))
     assert "no setting fits" in refused(call, str(big), "--hardware", "h200", "--out", str(tmp_path / "none.yaml"))
     assert "No such file" in refused(call, str(LLAMA), "--hardware", "h200", "--out", str(tmp_path / "a" / "b.yaml"))
+
+
+def test_the_page_shows_what_it_prints(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = LLAMA.parents[1]
+    page = (root / "docs" / "plan.md").read_text("utf-8")
+    monkeypatch.chdir(root)
+    found = call("plan", "benchmarks/llama1b.yaml", "--hardware", "h200")
+    assert textwrap.indent(found.out.rstrip(), "    ") in page, "paste it again"
