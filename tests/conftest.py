@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,12 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """tests/faults first: they fork, and a process that has run a backward pass or a compiler does not fork well."""
     items.sort(key=lambda item: "faults" not in item.path.parts)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests tokenise on the disk is theirs alone; processes that they start inherit it."""
+    os.environ["OPTRUSH_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

@@ -36,8 +36,8 @@ def golden_run(
 ) -> config.Run:
     """The golden script's run. rows: of one micro-batch of one rank; packed: 8 rows a step instead of 16."""
     with_ = {name.replace("_", "-"): options for name, options in with_.items()}
-    if packed:
-        with_["packing"] = {}
+    if packed and not {"pad", "sort-by-length", "wrap"} & with_.keys():
+        with_["packing"] = {"window": PER_STEP}  # a step's documents share its rows, and no other's
     output = box / "output"
     document = {
         "model": str(box / ("tied" if case.tied else "untied")),

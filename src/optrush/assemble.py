@@ -21,12 +21,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from optrush import distributed, step
-from optrush.data import pack, stream
+from optrush.data import stream
 from optrush.data.chat import Tokens
+from optrush.data.live import flow
 from optrush.data.sources import Sources, read_sources
+from optrush.data.streamed import Streamed
 from optrush.data.tokenizer import open_tokens
 from optrush.distributed import World
-from optrush.errors import NoEffectError, UserError
+from optrush.errors import ConfigError, NoEffectError, UserError
 from optrush.job import Job, Trained
 from optrush.model.weights import load
 from optrush.objectives.loss import next_token
@@ -55,7 +57,7 @@ def assemble(
     *,
     training: bool = True,
     data: str | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[str], None] | None = None,
     today: datetime.date | None = None,
 ) -> Job:
     """Builds the job: everything before step 0 but resuming. What one rank cannot build, none does.
@@ -64,7 +66,7 @@ def assemble(
         started: what `start` returned, where ranks had to talk before.
         training: False leaves out the optimizer, and what only it shows (`optrush eval`).
         data: a file to evaluate on instead of what the run holds out.
-        progress: told the number of rows read so far.
+        progress: told a line now and then, of what takes long.
         today: the date that a chat template sees who asks for it: a resumed run's is the one it began with.
     """
     started = started or start(prepared)
@@ -74,6 +76,7 @@ def assemble(
         job = _assemble(prepared, started, world, training, data, progress, today)
     except UserError as e:
         error = e
+    distributed.meet()  # one machine may have tokenised for an hour
     distributed.agree(error)
     distributed.same(job.fingerprints)
     return job
@@ -85,7 +88,7 @@ def _assemble(
     world: World,
     training: bool,
     data: str | None,
-    progress: Callable[[int], None] | None,
+    progress: Callable[[str], None] | None,
     today: datetime.date | None,
 ) -> Job:
     """No rank waits for another in here: an error of one must not leave the others in a collective."""
@@ -94,14 +97,10 @@ def _assemble(
     model, recipe = load(prepared.folder, hf, run.model.implementation, getattr(torch, run.model.dtype), run.seed)
     assert isinstance(model.embedding.weight, Tensor)
     vocab = model.embedding.weight.shape[0]
-    sources = read_sources(run, tokens, vocab, progress, data)
     job = Job(run, setup, world, hf, model, recipe)
     job.edits = [*prepared.edits, *started.edits]
     job.roots = [model]
     job.tokenizer = None if tokens is None else tokens.tokenizer
-    job.too_long = sources.too_long
-    held_out = sources.held_out or (None if training else sources.train)
-    job.notes.append(f"data: {sources.summary}")
     if run.batch.seq > (hf.get("max_position_embeddings") or run.batch.seq):
         made = hf["max_position_embeddings"]
         job.notes.append(f"rows of {run.batch.seq} tokens, where the model was made for {made} positions")
@@ -113,8 +112,15 @@ def _assemble(
                 job.edits.append(Edit(name, t.name, count))
 
     stage("data")
+    sources = read_sources(run, tokens, vocab, progress, data, cut=job.layout.whole or not training)
+    job.sources = sources
+    held_out = sources.held_out or (None if training else sources.train)
+    if isinstance(held_out, Streamed):
+        do = "leave data.stream out (--set data.stream=false), or give a data.eval"
+        raise ConfigError("to evaluate on `data.path`", "`data.stream`: nobody has counted its rows", do)
+    job.notes.append(f"data: {sources.summary}")
     job.fingerprints = fingerprints(job, tokens, sources, today)
-    job.stream = stream.Stream(sources.train, T=setup.seq, rows=setup.rows, seed=run.seed, fill=job.fill)
+    job.stream = flow(sources.train, job.layout, T=setup.seq, rows=setup.rows, seed=run.seed, cost=model.flops)
     for name in ("model", "adapt", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
     if held_out is not None:
@@ -124,7 +130,7 @@ def _assemble(
             micro_rows=setup.micro_rows,
             rank=world.data_rank,
             ranks=world.data_ranks,
-            fill=pack.best_fit if model.isolates else pack.single,
+            packed=model.isolates,
         )
     materialise(job)
     if training:
@@ -203,8 +209,7 @@ def fingerprints(job: Job, tokens: Tokens | None, sources: Sources, today: datet
     def digest(value: object) -> str:
         return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
-    kind = "one document a row" if job.fill.single else "packed"
-    order = f"seed {job.run.seed}, {job.setup.rows} rows of {job.setup.seq} tokens a step, {kind}"
+    order = f"seed {job.run.seed}, {job.setup.rows} rows of {job.setup.seq} tokens a step, {job.layout}"
     found = {"config": digest(job.hf), "data": sources.fingerprint, "order": order}
     if tokens is not None:
         found["tokenizer"] = digest(tokens.tokenizer.backend_tokenizer.to_str())

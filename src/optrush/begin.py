@@ -212,8 +212,9 @@ def check_data(text: str) -> str:
         ConfigError: no such sample, no number.
         DataError: no such file, or its first row is not understood.
     """
-    from optrush.data.read import Chat, read
-    from optrush.data.read import parse as row
+    from optrush.data.read import read
+    from optrush.data.rows import Chat
+    from optrush.data.rows import parse as row
 
     if text.startswith(SAMPLE):
         name = text.removeprefix(SAMPLE)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +76,7 @@ class Meta:
     """What the loop knows and a checkpoint must say, beside tensors; equal on every rank."""
 
     run_id: str
-    sample: int  # global index of the first sample of the next step
+    position: int  # where in the data the next step begins (data/stream.py)
     skipped: int = 0  # updates skipped so far
     skipped_in_a_row: int = 0
     fingerprints: Mapping[str, str] = field(default_factory=dict)  # of config, tokenizer, template, data, ...
@@ -136,7 +136,7 @@ def _commit(job: Job, step: int, meta: Meta, reports: list[Any], half: Path, fin
         "format": FORMAT,
         "step": step,
         "run_id": meta.run_id,
-        "sample": meta.sample,
+        "position": meta.position,
         "skipped": meta.skipped,
         "skipped_in_a_row": meta.skipped_in_a_row,
         "ranks": job.world.ranks,
@@ -269,22 +269,23 @@ def restore(
     return manifest
 
 
-def check_plan(manifest: Manifest, firsts: Sequence[int], allow: frozenset[str] = frozenset()) -> None:
-    """Whether the run, as it is configured now, goes on with the sample that the checkpoint has not seen yet.
+def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[str] = frozenset()) -> None:
+    """Whether the run, as it is configured now, goes on with the row that the checkpoint has not seen yet.
 
     Args:
-        firsts: first sample of each step, and the end.
+        steps: of the whole run.
+        position: where the step after the checkpoint's begins now.
         allow: with "data" or "order" in it, samples may be lost or repeated.
 
     Raises:
         CheckpointError: samples would be lost or repeated, or the run ends before the checkpoint.
     """
     asked, n = f"to resume {manifest.path}", manifest.step
-    if n >= len(firsts):
-        found = f"this run has {len(firsts) - 1} steps, the checkpoint is of step {n}"
+    if n > steps:
+        found = f"this run has {steps} steps, the checkpoint is of step {n}"
         raise CheckpointError(asked, found, "raise `train.steps` or `train.epochs`")
-    if firsts[n] != manifest.sample and not allow & {"data", "order"}:
-        found = f"step {n + 1} would begin at sample {firsts[n]}, not {manifest.sample}"
+    if position != manifest.position and not allow & {"data", "order"}:
+        found = f"step {n + 1} would begin at row {position}, not {manifest.position}"
         do = "bring back `batch`, `seed` and what fills rows, or accept lost or repeated samples: --allow-change order"
         raise CheckpointError(asked, found, do)
 

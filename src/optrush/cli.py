@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 
 from optrush import __version__
-from optrush.commands import climb, look, setup
+from optrush.commands import clean, climb, look, setup
+from optrush.commands import data as seeing
 from optrush.commands import plan as planning
 from optrush.commands import report as reporting
 from optrush.commands import train as training
@@ -48,6 +49,15 @@ app.command("eval")(training.evaluate)
 app.command()(climb.bench)
 app.command()(reporting.report)
 app.command()(look.techniques)
+data = typer.Typer(
+    help="Clean the data of a run, see it as it is trained on, tokenise it ahead.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(data, name="data")
+data.command()(clean.clean)
+data.command()(seeing.show)
+data.command()(seeing.pack)
 app.command()(setup.doctor)
 
 

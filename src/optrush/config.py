@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
@@ -63,21 +63,68 @@ class Model(_Part):
 
     path: File | None = None
     shape: str | None = None
+    tokenizer: File | None = None  # a folder that has one, for a shape that is trained on text
     implementation: Literal["native", "transformers"] | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
     chat_template: File | None = None
 
 
+Bounds = Annotated[tuple[float | None, float | None], Strict(False)]  # [least, most]; null: none
+
+
+class Origin(_Part):
+    """One of several sources; `weight` is how often each of its documents is read in an epoch (0.5: half of them)."""
+
+    path: File
+    weight: Annotated[float, Field(gt=0)] = 1.0
+
+
+class Items(_Part):
+    """What is counted in a row: the entries of a list, or what a pattern finds in a text."""
+
+    field: str = "text"  # a key of the row, dotted: meta.ingredients; `text` is all of the row's text
+    pattern: str | None = None  # a regular expression whose first group (or whole match) is an item: "^- (.+)$"
+    bounds: Bounds | None = None  # rows with fewer or more items are taken out
+    rarest: Annotated[int, Field(ge=2)] | None = None  # so are rows with an item that fewer rows than this have
+
+
+class Cleaning(_Part):
+    """Which rows are taken out before training, in this order; what is not named is not looked at."""
+
+    chars: Bounds | None = None  # of the row's text
+    tokens: Bounds | None = None
+    items: Annotated[tuple[Items, ...], Strict(False)] = ()
+    repeated_lines: Annotated[float, Field(ge=0, lt=1)] | None = None  # most of a row's characters in repeated lines
+    language: Annotated[tuple[str, ...], Strict(False)] = ()  # codes such as en: rows in others are taken out
+    exact_duplicates: bool = False
+    near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None  # Jaccard similarity from which rows are one
+    decontaminate: File | None = None  # rows that share text with this file's are taken out
+
+
 class Data(_Part):
     """Which documents; exactly one of path, sample, random."""
 
-    path: File | None = None
+    path: File | Annotated[tuple[File | Origin, ...], Strict(False), Field(min_length=1)] | None = None
     sample: Literal["recipes"] | None = None
     random: Annotated[int, Field(ge=1)] | Literal[True] | None = None
     eval: Annotated[float, Field(gt=0, lt=1)] | File | None = None
     max_samples: Annotated[int, Field(ge=1)] | None = None
     train_on: Literal["assistant", "last", "all"] = "assistant"
     too_long: Literal["error", "split", "drop", "truncate"] = "error"
+    most_truncated: Annotated[float, Field(ge=0, le=1)] = 0.1  # of the rows, by too_long: truncate
+    bad_rows: Literal["error", "quarantine"] = "error"
+    most_bad: Annotated[float, Field(ge=0, le=1)] = 0.01  # of the rows, with bad_rows: quarantine
+    text_rows: Literal["file", "paragraph", "line"] = "file"  # what is one document of a .txt file
+    clean: Cleaning | None = None
+    stream: bool = False  # tokenise while training, without a cache
+    cache: File | None = None  # the folder of tokenised shards
+    workers: Annotated[int, Field(ge=1)] | None = None  # processes that read and tokenise; one a core
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """`path` in its longest form."""
+        paths = (self.path,) if isinstance(self.path, str) else self.path or ()
+        return tuple(Origin(path=p) if isinstance(p, str) else p for p in paths)
 
 
 class BatchSize(_Part):
@@ -294,7 +341,15 @@ def _path(loc: Keys) -> Keys:
 
 
 def _fields(path: Keys) -> list[str]:
-    part: Any = Run
+    part: type[BaseModel] = Run
     for key in path:
-        part = part.model_fields[str(key)].annotation if str(key) in part.model_fields else Run
+        if str(key) in part.model_fields:  # not a place in a list
+            part = _model(part.model_fields[str(key)].annotation) or Run
     return [f.alias or name for name, f in part.model_fields.items()]
+
+
+def _model(annotation: Any) -> type[BaseModel] | None:
+    """The mapping that a key may hold: X | None, or a list of X."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((m for a in get_args(annotation) if (m := _model(a))), None)

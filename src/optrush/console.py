@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from optrush.launch import launched
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 QUIET_S = 2.0  # what is over sooner needs no bar
@@ -71,15 +72,7 @@ class Bar:
             err.print(f"step {step}/{self.total}  {text}", markup=False)
 
 
-def rows_read(what: str) -> Callable[[int], None]:
-    """A progress callback that stays silent for what is quick, then says how far it is, each second."""
-    begun = last = time.monotonic()
-
-    def report(n: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - begun > QUIET_S and now - last > 1:
-            last = now
-            err.print(f"{what}: {n} rows, {n / (now - begun):.0f} a second", markup=False)
-
-    return report
+def say(text: str) -> None:
+    """A line, now and then, of what takes long; on the first rank alone."""
+    if launched()[0] == 0:
+        err.print(text, markup=False)

@@ -6,9 +6,11 @@ gloo, so that asking how many targets a step has never waits for the GPU.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from optrush import errors
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.launch import launched
 
+_meetings = itertools.count()  # how often this process has met the others
 MESH_ORDER = ("pp", "dp", "cp", "tp")  # outermost first: what talks most lies closest together
 
 
@@ -89,6 +92,20 @@ def host_sum(values: list[int]) -> list[int]:
 def barrier() -> None:
     """Waits for all ranks, on the host."""
     host_sum([0])
+
+
+def meet() -> None:
+    """Waits until every rank is here, however long that takes: no collective is under way that could time out.
+
+    For after work whose length differs between machines, such as tokenising.
+    """
+    if not dist.is_initialized():
+        return
+    store, place = dist.distributed_c10d._get_default_store(), next(_meetings)
+    store.set(f"optrush/{place}/{dist.get_rank()}", "here")
+    everyone = [f"optrush/{place}/{rank}" for rank in range(dist.get_world_size())]
+    while not store.check(everyone):
+        time.sleep(0.05)
 
 
 def gather(text: str) -> list[str]:

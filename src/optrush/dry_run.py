@@ -10,21 +10,18 @@ import datetime
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-import numpy as np
 import torch
 
 from optrush import checkpoint, config, console, plan
 from optrush.config import Run
 from optrush.data import stream
-from optrush.data.batch import Document
 from optrush.data.chat import Tokens
-from optrush.data.corpus import Random, Source, permutation
+from optrush.data.live import Live, flow
+from optrush.data.show import CLOSE, OPEN, decoded, visible
 from optrush.data.sources import Sources, read_sources
 from optrush.data.tokenizer import open_tokens
 from optrush.distributed import World
@@ -41,17 +38,8 @@ if TYPE_CHECKING:
     from optrush.plan import Prediction
 
 ROWS, CHARACTERS = 3, 600  # that are shown: rows, and characters of each
-OPEN, CLOSE = "⟦", "⟧"  # around what is learnt
 BAR, LINES = 16, 12  # of the memory: characters of the longest bar, lines that are shown one by one
 COLOUR, PLAIN = "\x1b[32m", "\x1b[0m"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Text of consecutive tokens that are all learnt, or all not."""
-
-    text: str
-    learnt: bool
 
 
 def rehearse(prepared: Prepared, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
@@ -70,29 +58,30 @@ def rehearse(prepared: Prepared, resume: Literal["auto"] | Path | None, command:
     today = None if date is None else datetime.date.fromisoformat(date)
     tokens = open_tokens(run, prepared.folder, today)
     vocab = prepared.hf.get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
-    sources = read_sources(run, tokens, vocab, console.rows_read("tokenising"))
-    rows = stream.Stream(sources.train, T=setup.seq, rows=setup.rows, seed=run.seed, fill=_fill(prepared))
+    job = _laid(prepared)
+    sources = read_sources(run, tokens, vocab, console.say, cut=job.layout.whole)
+    rows = flow(sources.train, job.layout, T=setup.seq, rows=setup.rows, seed=run.seed)
     steps = rows.plan(None if run.train.steps else run.train.epochs, run.train.steps)
     if manifest is not None:
-        checkpoint.check_plan(manifest, steps)
+        checkpoint.check_plan(manifest, steps.steps, rows.seek(manifest.step, manifest.position))
     return {
         "config": absolute(run).model_dump(mode="json", by_alias=True),
         "memory": memory(run, setup.ranks),
         "disk": disk(prepared, steps.steps),
-        "data": data(prepared, sources, steps, 0 if manifest is None else manifest.step),
+        "data": data(prepared, sources, rows, steps, 0 if manifest is None else manifest.step),
         "rows": None if run.data.random is not None or tokens is None else shown(rows, steps, prepared, tokens),
         "launch": command,
     }
 
 
-def _fill(prepared: Prepared) -> Any:
-    """How documents become rows: the data stage, on a job that has no model."""
+def _laid(prepared: Prepared) -> Job:
+    """The data stage, on a job that has no model: how samples become rows."""
     nothing = cast(Any, None)
     world = World(0, 1, torch.device("cpu"))
     job = Job(prepared.run, prepared.setup, world, prepared.hf, nothing, nothing)
     for technique in prepared.techniques:
         technique.data(job)
-    return job.fill
+    return job
 
 
 def memory(run: Run, ranks: int) -> dict[str, Any]:
@@ -159,46 +148,34 @@ def _of(found: Prediction, part: str) -> int:
     return size_bytes
 
 
-def data(prepared: Prepared, sources: Sources, steps: stream.Plan, done: int) -> dict[str, Any]:
-    """Documents, steps and tokens of the run."""
-    run, setup, source = prepared.run, prepared.setup, sources.train
-    tokens, targets = totals(source, steps[-1], run.seed)
-    slots = steps.steps * setup.rows * setup.seq
+def data(
+    prepared: Prepared, sources: Sources, rows: stream.Stream | Live, steps: stream.Plan, done: int
+) -> dict[str, Any]:
+    """Documents, steps and tokens of the run; null where only training will tell."""
+    setup = prepared.setup
+    known = rows.totals(steps, setup.micro_rows) if isinstance(rows, stream.Stream) else None
     return {
         "summary": sources.summary,
-        "documents": len(source),
+        "documents": len(sources.train),
         "held_out_documents": 0 if sources.held_out is None else len(sources.held_out),
         "too_long": sources.too_long,
-        "epochs": steps[-1] / len(source),
+        "epochs": known and known.epochs,
         "steps": steps.steps,
         "done": done,
         "rows_a_step": setup.rows,
         "seq": setup.seq,
         "ranks": setup.ranks,
         "micro_batches": setup.accumulation,
-        "tokens": tokens,
-        "target_tokens": targets,
-        "slots": slots,
-        "fill": tokens / slots,
+        "tokens": known and known.tokens,
+        "target_tokens": known and known.targets,
+        "slots": known and known.slots,
+        "fill": known and known.tokens / known.slots,
     }
 
 
-def totals(source: Source, samples: int, seed: int) -> tuple[int, int]:
-    """Tokens and targets of the first so many samples of the stream, without walking through every epoch."""
-    n = len(source)
-    epochs, rest = divmod(samples, n)
-    last = permutation(n, seed, epochs)[:rest]
-    lengths = np.fromiter((source.length(i) for i in range(n)), np.int64, n)
-    if isinstance(source, Random):
-        targets = lengths - 1
-    else:
-        targets = np.fromiter((int(source.document(i).targets.sum()) for i in range(n)), np.int64, n)
-    return tuple(epochs * int(of.sum()) + int(of[last].sum()) for of in (lengths, targets))  # type: ignore[return-value]
-
-
-def shown(rows: stream.Stream, steps: stream.Plan, prepared: Prepared, tokens: Tokens) -> list[dict[str, Any]]:
+def shown(rows: stream.Stream | Live, steps: stream.Plan, prepared: Prepared, tokens: Tokens) -> list[dict[str, Any]]:
     """The first rows of the first step, in pieces that are learnt or not."""
-    held = [(b, row) for b, row in enumerate(rows.step(steps[0], steps[1])) if row]
+    held = [(b, row) for b, row in enumerate(rows.step(0, steps)) if row]
     found = []
     for b, row in held[:ROWS]:
         left, documents = CHARACTERS, []
@@ -217,23 +194,6 @@ def shown(rows: stream.Stream, steps: stream.Plan, prepared: Prepared, tokens: T
         used = sum(len(document) for _, document in row)
         found.append({"row": b, "rank": b % prepared.setup.ranks, "tokens": used, "documents": documents})
     return found
-
-
-def decoded(tokenizer: Any, document: Document, most: int) -> Iterator[Piece]:
-    """The document's text up to `most` characters, special tokens included, cut where learning begins and ends."""
-    end = min(len(document), most)  # a token is a character at least, nearly always
-    flags = document.targets[:end]
-    edges = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), end]
-    before = ""
-    for first, last in pairwise(edges):
-        # From the beginning each time: many tokenizers drop the space in front of what they decode.
-        text = tokenizer.decode(document.ids[:last].tolist(), skip_special_tokens=False)
-        piece = text[len(before) :] if text.startswith(before) else tokenizer.decode(document.ids[first:last].tolist())
-        before = text
-        if most <= 0 or last == first:
-            return
-        yield Piece(piece[:most], bool(flags[first]))
-        most -= len(piece)
 
 
 # --- the text
@@ -297,13 +257,16 @@ def _disk(d: dict[str, Any]) -> list[str]:
 
 def _data(d: dict[str, Any]) -> list[str]:
     go_on = f"; goes on after step {d['done']}" if d["done"] else ""
+    times = "" if d["epochs"] is None else f", {d['epochs']:.3g} times over the documents"
     ranks = f" on {d['ranks']} ranks" if d["ranks"] > 1 else ""
     return [
         d["summary"],
-        f"{_many(d['steps'], 'step')}, {d['epochs']:.3g} times over the documents{go_on}",
+        f"{_many(d['steps'], 'step')}{times}{go_on}",
         f"a step: {_many(d['rows_a_step'], 'row')} of {d['seq']} slots, "
         f"{_many(d['micro_batches'], 'micro-batch', 'es')} a rank{ranks}",
-        f"{d['tokens']} tokens in the run, {d['target_tokens']} of them learnt; rows are {d['fill']:.1%} full",
+        "tokens: known when they are read (data.stream)"
+        if d["tokens"] is None
+        else f"{d['tokens']} tokens in the run, {d['target_tokens']} of them learnt; rows are {d['fill']:.1%} full",
     ]
 
 
@@ -339,15 +302,6 @@ def _document(document: dict[str, Any], colour: bool) -> list[str]:
 
 def _many(n: int, what: str, plural: str = "s") -> str:
     return f"{n} {what}{plural if n != 1 else ''}"
-
-
-def visible(c: str) -> str:
-    """A character of the data as it may reach a terminal: no control characters, no marks that are not ours."""
-    if c == "\n":
-        return "↵\n"
-    if c == " " or (c.isprintable() and c not in (OPEN, CLOSE)):
-        return c
-    return c.encode("unicode_escape").decode()
 
 
 def launch_line(arguments: Sequence[str]) -> str:

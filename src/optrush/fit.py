@@ -6,6 +6,7 @@ Nothing is written before everything that can be refused was refused: the folder
 from __future__ import annotations
 
 import datetime
+import glob
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,9 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from optrush import checkpoint, config, console, curves, distributed, runfolder, step
+from optrush import checkpoint, clean_page, config, console, curves, distributed, runfolder, step
 from optrush.assemble import assemble, start
 from optrush.bench.report import write_run
+from optrush.data import quarantine
+from optrush.data.loader import reading
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.export import write_model
 from optrush.job import Batch, Job
@@ -25,6 +28,7 @@ from optrush.prepare import Prepared
 from optrush.train import Plan, evaluate, train
 
 RESUMABLE = 143
+QUARANTINE = "quarantine.jsonl"
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,13 @@ def fit(
     manifest, passed = checkpoint.choose(output, resume)
     date = None if manifest is None else manifest.fingerprints.get("date")
     today = None if date is None else datetime.date.fromisoformat(date)
-    job = assemble(prepared, started, progress=console.rows_read("tokenising"), today=today)
+    job = assemble(prepared, started, progress=console.say, today=today)
     plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
     if manifest is not None:
         checkpoint.restore(job, manifest, job.fingerprints, allow)
-        checkpoint.check_plan(manifest, plan.firsts, allow)
-        plan = Plan(job, plan.firsts, manifest.step)
+        position = job.stream.seek(manifest.step, manifest.position)
+        checkpoint.check_plan(manifest, plan.total, position, allow)
+        plan = Plan(job, plan.length, manifest.step)
     main = job.world.rank == 0
     with ExitStack() as stack:
         first(main, output, lambda: output.mkdir(parents=True, exist_ok=True))
@@ -76,6 +81,10 @@ def fit(
             runfolder.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
             (output / "metrics.jsonl").touch()
             runfolder.put(output / "run.yaml", config.dump(absolute(run)))
+            (output / QUARANTINE).unlink(missing_ok=True)
+            quarantine.append(output / QUARANTINE, job.sources.refused)
+            if job.sources.cleaned is not None:
+                clean_page.write(job.sources.cleaned, output)
 
         first(main, output, claim)
         if main:
@@ -112,7 +121,7 @@ def _drive(
         skips = meter.skips()
         if meter.failure is not None:
             return  # a failed run leaves its last good checkpoint the newest
-        meta = checkpoint.Meta(run_id, plan.firsts[n], *skips, job.fingerprints)
+        meta = checkpoint.Meta(run_id, job.stream.position(n), *skips, job.fingerprints)
         try:
             checkpoint.save(job, n, meta)
         except checkpoint.SaveFailed as error:  # training goes on: the last good checkpoint is as it was
@@ -122,7 +131,8 @@ def _drive(
     if job.evaluation is not None and plan.done == 0:
         with meter.aside():
             meter.evaluated(0, *evaluate(job))
-    train(job, meter, plan, save)
+    with reading(job.batches):
+        train(job, meter, plan, save)
     meter.skips()  # waits for the flags of the last steps, so that every rank sees the same failure
     if meter.failure is not None:
         raise meter.failure
@@ -148,7 +158,8 @@ def look(prepared: Prepared, resume: Literal["auto"] | Path | None) -> None:
     run = prepared.run
     clean = run.train.clean and resume is None
     held = run.data.eval if isinstance(run.data.eval, str) else None
-    runfolder.keep_apart(run.output, clean, (prepared.folder, run.data.path, held, run.model.chat_template))
+    inputs = [o.path for o in run.data.origins]
+    runfolder.keep_apart(run.output, clean, (prepared.folder, *inputs, held, run.model.chat_template))
     inside = resume is not None and (resume == "auto" or resume.resolve().is_relative_to(Path(run.output).resolve()))
     runfolder.prepare(run.output, clean, resume if inside else None)
 
@@ -187,10 +198,10 @@ def _silent(_: dict[str, Any]) -> None:
 
 def batches(job: Job, plan: Plan) -> Iterator[list[Batch]]:
     """This rank's micro-batches, step by step, from where the run stands."""
-    for k in range(plan.done, plan.total):
-        yield job.stream.batches(
-            k, plan.firsts, rank=job.world.data_rank, ranks=job.world.data_ranks, micro_rows=job.setup.micro_rows
-        )
+    rank, ranks = job.world.data_rank, job.world.data_ranks
+    return job.stream.run(
+        plan.length, plan.done, rank=rank, ranks=ranks, micro_rows=job.setup.micro_rows, loading=job.loading
+    )
 
 
 @contextmanager
@@ -215,14 +226,21 @@ def absolute(run: config.Run) -> config.Run:
     """The run with every path absolute, so that its run.yaml means the same from anywhere."""
 
     def full(path: str | None) -> str | None:
-        return str(Path(path).resolve()) if path is not None and Path(path).exists() else path
+        if path is None or not (Path(path).exists() or glob.has_magic(path)):
+            return path  # a hub id, or nothing that is there
+        return str(Path(path).resolve())
 
-    held = run.data.eval
-    data = run.data.model_copy(
-        update={"path": full(run.data.path), "eval": full(held) if isinstance(held, str) else held}
-    )
+    d = run.data
+    whole = d.path if isinstance(d.path, tuple) else full(d.path)
+    if isinstance(whole, tuple):
+        whole = tuple(o.model_copy(update={"path": full(o.path)}) for o in d.origins)
+    clean = d.clean and d.clean.model_copy(update={"decontaminate": full(d.clean.decontaminate)})
+    held = full(d.eval) if isinstance(d.eval, str) else d.eval
+    data = d.model_copy(update={"path": whole, "eval": held, "clean": clean, "cache": full(d.cache)})
     path = run.model.path if run.model.path == "tiny" else full(run.model.path)
-    model = run.model.model_copy(update={"path": path, "chat_template": full(run.model.chat_template)})
+    model = run.model.model_copy(
+        update={"path": path, "chat_template": full(run.model.chat_template), "tokenizer": full(run.model.tokenizer)}
+    )
     return run.model_copy(
         update={
             "data": data,

@@ -17,7 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from optrush.config import Run
 from optrush.data.batch import Batch
-from optrush.data.pack import Fill, single
+from optrush.data.live import Live
+from optrush.data.loader import Loading
+from optrush.data.pack import Layout, Padded
+from optrush.data.sources import Sources
 from optrush.data.stream import Evaluation, Stream
 from optrush.distributed import World
 from optrush.model.weights import Recipe
@@ -79,8 +82,9 @@ class Job:
     recipe: Recipe
 
     # data
-    fill: Fill = single  # how documents become rows
-    stream: Stream = None  # type: ignore[assignment]
+    layout: Layout = field(default_factory=Padded)  # how samples become rows
+    loading: Loading = field(default_factory=Loading)  # who makes batches ready
+    stream: Stream | Live = None  # type: ignore[assignment]
     evaluation: Evaluation | None = None
     """This rank's held-out batches, the same number on every rank; None: the run holds nothing out."""
 
@@ -125,7 +129,7 @@ class Job:
     trained: list[Trained] = field(default_factory=list)
     fingerprints: dict[str, str] = field(default_factory=dict)  # what a resumed run must find unchanged
     tokenizer: Any = None  # transformers' tokenizer; None for random tokens on a shape
-    too_long: int = 0  # rows that were longer than T
+    sources: Sources = None  # type: ignore[assignment]  # what was read, set aside and cleaned away
     state: dict[str, State] = field(default_factory=dict)
     edits: list[Edit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

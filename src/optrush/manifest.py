@@ -56,7 +56,7 @@ class Manifest(_Strict):
     format: Literal[1]
     step: int
     run_id: str
-    sample: int
+    position: int
     skipped: int
     skipped_in_a_row: int
     ranks: int

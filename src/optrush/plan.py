@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import glob
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -155,8 +156,9 @@ def family(
 
 def padding(run: Run) -> float:
     """Share of the slots that hold no token when a row holds one document. Estimated: the plan does not tokenise."""
-    if run.data.path is not None and not Path(run.data.path).exists():
-        raise DataError(f"`data.path: {run.data.path}`", "no such file", "name the file with the run's rows")
+    for path in (o.path for o in run.data.origins):
+        if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
+            raise DataError(f"`data.path: {path}`", "no such file", "name the file with the run's rows")
     lengths, T = estimate(run.data, run.seed), run.batch.seq
     return 1 - sum(min(n, T) for n in lengths) / (T * len(lengths)) if lengths else 0.0
 

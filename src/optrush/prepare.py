@@ -108,7 +108,12 @@ def check(run: Run) -> None:
             raise ConfigError(f"`objective: {run.objective}` on `data.random`", "random tokens", "objective: pretrain")
         if isinstance(d.eval, str):
             raise ConfigError("`data.eval` from a file beside `data.random`", d.eval, "give a fraction")
-    elif run.model.shape is not None:
-        raise ConfigError(
-            f"`model.shape: {run.model.shape}` on text", "a shape has no tokenizer", "take data.random, or a folder"
-        )
+    elif run.model.shape is not None and run.model.tokenizer is None:
+        do = "name a folder that has one: model.tokenizer; or take data.random"
+        raise ConfigError(f"`model.shape: {run.model.shape}` on text", "a shape has no tokenizer", do)
+    if run.model.tokenizer is not None and run.model.shape is None:
+        raise ConfigError(f"`model.tokenizer: {run.model.tokenizer}`", "`model.path` brings its own", "leave it out")
+    if d.stream and d.path is None:
+        raise ConfigError("`data.stream`", "no `data.path` to read from", "leave data.stream out")
+    if d.clean is not None and d.path is None:
+        raise ConfigError("`data.clean`", "no `data.path` to clean", "leave data.clean out")

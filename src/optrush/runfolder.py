@@ -19,9 +19,11 @@ from optrush.manifest import FOLDER, LEFT, find
 
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
 _CUT = METRICS + ".tmp"
+_WHOLE = (RUN, "report.html", "cleaning.html", "cleaning.json", "model", "model.old")  # written beside, then renamed
 KNOWN = frozenset(
     {RUN, METRICS, LOCK, _CUT, FOLDER, "model", "loss.png", "report.html", "quarantine.jsonl"}
-    | {f"{RUN}.tmp", "model.tmp", "model.old.tmp", "report.html.tmp"}  # what a kill leaves
+    | {"cleaning.html", "cleaning.json"}
+    | {f"{name}.tmp" for name in _WHOLE}  # what a kill leaves
 )
 
 

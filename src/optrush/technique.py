@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 class Part(enum.Enum):
     """What a technique may own alone. One owner each."""
 
-    ROWS = "which documents share a row"
+    ROWS = "which documents are in which row"
+    SHARING = "rows of several isolated documents"
+    WIDTH = "the width of micro-batches"
+    LOADING = "who makes batches ready"
     ATTENTION = "the attention kernel"
     HEAD = "the head's loss kernel"
     SAVED = "what the forward pass keeps for the backward pass"

@@ -15,18 +15,15 @@ from optrush.meter import Meter
 
 @dataclass(frozen=True)
 class Plan:
-    """Which steps a run takes, and what follows each.
-
-    `firsts[k]` is the global index of the first sample of step k+1; its last is where the run ends.
-    """
+    """Which steps a run takes, and what follows each."""
 
     job: Job
-    firsts: stream.Plan
+    length: stream.Plan
     done: int = 0  # steps that were completed before
 
     @property
     def total(self) -> int:
-        return self.firsts.steps
+        return self.length.steps
 
     @property
     def steps(self) -> Iterator[int]:

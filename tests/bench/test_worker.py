@@ -11,7 +11,7 @@ import yaml
 from optrush import config
 from optrush.bench import worker
 from optrush.config import Run
-from optrush.data.batch import Document
+from optrush.data.document import Document
 from optrush.job import Job
 from optrush.prepare import prepare
 from optrush.train import Plan
@@ -33,8 +33,8 @@ def job_of(of: Run) -> Job:
 def proof_of(of: Run, baseline: Run, count: int = 3, steps: int = 3) -> tuple[Job, dict[str, Any]]:
     job = job_of(of)
     documents = worker.first_documents(job, prepare(of), baseline, count)
-    widest = Plan(job, job.stream.plan(None, 3)).firsts.widest
-    laid = worker.lay(job, documents, most=job.setup.micro_rows * widest)
+    widest = Plan(job, job.stream.plan(None, 3)).length.widest
+    laid = worker.lay(job, documents, most=widest)
     return job, worker.prove(job, laid, steps)
 
 
@@ -78,8 +78,8 @@ def test_the_same_batches_as_training_has() -> None:
     job = job_of(base)
     plan = job.stream.plan(None, 3)
     trained = job.stream.batches(0, plan, rank=0, ranks=1, micro_rows=2)[0]
-    document = job.stream.documents.document(0)
-    (laid,) = worker.lay(job, [(0, document)], most=2 * plan.widest)
+    (document,) = job.stream.source.documents(0)
+    (laid,) = worker.lay(job, [(0, document)], most=plan.widest)
     assert laid.tokens.shape == trained.tokens.shape
     assert laid.documents.starts.shape == trained.documents.starts.shape
     short = Document(document.ids[:5], document.targets[:5])
@@ -93,7 +93,8 @@ def test_documents_are_the_baselines() -> None:
     found = worker.first_documents(job, prepare(longer), base, 2)
     assert [len(d) for _, d in found] == [64, 64]
     same = job_of(base)
-    assert worker.first_documents(same, prepare(base), base, 2)[0][0] == same.stream.sample(0)
+    first = same.stream.step(0, same.stream.plan(steps=1))[0][0][0]
+    assert worker.first_documents(same, prepare(base), base, 2)[0][0] == first
     assert worker.obstacle(job, found) is None
     note = worker.obstacle(same, worker.first_documents(same, prepare(base), longer, 2))
     assert note == "no proof: the baseline's documents have up to 128 tokens, a row here 64"

@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 
 from optrush import dry_run, plan
 from optrush.config import parse
-from optrush.data import corpus, pack, stream
-from optrush.data.batch import Document
+from optrush.data.document import Document
 from optrush.errors import ConfigError
 from optrush.ledger import Item
 from optrush.model import weights
@@ -94,7 +93,7 @@ def test_it_says_what_the_run_then_does(call: Call, write: Write, here: Path) ->
     assert d["tokens"] == sum(m["tokens"] for m in lines)
     assert d["target_tokens"] == sum(m["target_tokens"] for m in lines)
     assert d["slots"] == 256 * len(lines) and d["fill"] == d["tokens"] / d["slots"]
-    assert (d["documents"], d["held_out_documents"]) == (9, 3) and d["epochs"] == pytest.approx(2.5, abs=0.1)
+    assert (d["documents"], d["held_out_documents"]) == (9, 3) and d["epochs"] == pytest.approx(2.5, abs=0.2)
     assert parse(json.dumps(facts["config"]), "facts") == parse((here / "out" / "run.yaml").read_text(), "run.yaml")
 
 
@@ -259,19 +258,6 @@ def test_a_piece_keeps_the_space_before_it() -> None:
     assert [(p.text, p.learnt) for p in pieces] == [("w0 w1", False), (" w2 w3", True), (" w4", False)]
     cut = dry_run.decoded(Words(), Document(np.arange(5, dtype=np.int32), targets), 4)
     assert [p.text for p in cut] == ["w0 w"]
-
-
-def test_totals_without_walking() -> None:
-    """Tokens of a part of an epoch, of several, and of one to the last document, against the stream itself."""
-    documents = []
-    for n in range(2, 9):
-        targets = np.arange(n) > 1 + n % 2
-        documents.append(Document(np.zeros(n, np.int32), targets))
-    source = corpus.Corpus(documents, list(range(7)), corpus.Counts())
-    walked = stream.Stream(source, T=8, rows=1, seed=5, fill=pack.single)
-    for samples in (1, 6, 7, 8, 20, 21):
-        seen = [documents[walked.sample(i)] for i in range(samples)]
-        assert dry_run.totals(source, samples, 5) == (sum(map(len, seen)), sum(int(d.targets.sum()) for d in seen))
 
 
 # --- memory and disk

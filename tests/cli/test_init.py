@@ -134,7 +134,7 @@ def test_the_text_says_what_the_flags_said(
     """Whatever names are: the text parses, to these values, as plain YAML too, and can be prepared."""
     folder = here / "rows"
     folder.mkdir(exist_ok=True)
-    path = folder / name.replace("/", "_").replace(".", "_")
+    path = folder / (name.replace("/", "_").replace(".", "_") + ".jsonl")
     shutil.copyfile(here / "chat.jsonl", path)
     data = "sample:recipes" if sample else f"rows/{path.name}"
     output = "runs/" + output.replace(".", "_")

@@ -112,7 +112,9 @@ VALUES: dict[str, Case] = {
         ("`model.shape: llama-3.2-1b` on text", "a shape has no tokenizer", "take data.random"),
     ),
     "no data file": ({"data": {"path": "no.jsonl"}}, [], ("no.jsonl", "no such file", "check the path")),
-    "data is a folder": ({"data": {"path": "."}}, [], ("a folder, not a file", "name a .jsonl file")),
+    "data of no known kind": (
+        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "name them by what it holds"),
+    ),
     "no eval file": ({"data": {"eval": "no.jsonl"}}, [], ("`data.eval: no.jsonl`", "no such file", "JSONL file")),
     "eval fraction of few": (
         {"data": {"eval": 0.01}}, [], ("0.01 of the data", "12 rows, of which that is 0", "change the fraction"),
@@ -146,13 +148,13 @@ VALUES: dict[str, Case] = {
     ),
     "all rows dropped": (
         {"batch": {"seq": 4, "tokens": 4}, "data": {"too_long": "drop"}}, [],
-        ("chat.jsonl", "nothing is left of 12 rows", "raise batch.seq"),
+        ("chat.jsonl", "nothing is left of 9 rows", "raise batch.seq"),
     ),
     # techniques
     "unknown technique": (
         {"with": {"pakcing": {}}}, [], ("the technique `pakcing`", "no such technique", "did you mean `packing`?"),
     ),
-    "unknown technique by flag": ({}, ["--with", "warp"], ("the technique `warp`", "known: amp, attention")),
+    "unknown technique by flag": ({}, ["--with", "zzz"], ("the technique `zzz`", "known: amp, attention")),
     "unknown option": (
         {"with": {"attention": {"imp": "sdpa"}}}, [], ("`attention: imp`", "no such option", "did you mean `impl`?"),
     ),

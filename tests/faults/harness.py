@@ -186,7 +186,7 @@ def holds(job: Any, step: int) -> bool:
 
 
 def meta(step: int, **fingerprints: str) -> Meta:
-    return Meta("00ff", sample=10 * step, skipped=step, fingerprints=fingerprints)
+    return Meta("00ff", position=10 * step, skipped=step, fingerprints=fingerprints)
 
 
 def saved(output: Path, steps: tuple[int, ...] = (2, 4, 6), keep: int = 2, **prints: str) -> Any:

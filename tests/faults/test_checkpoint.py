@@ -28,7 +28,7 @@ def test_what_is_saved_is_what_comes_back(tmp_path: Path) -> None:
     assert [p.name for p in find(tmp_path)] == ["step-000006", "step-000004"]
     manifest, passed = choose(tmp_path, "auto")
     assert manifest is not None and not passed
-    assert (manifest.step, manifest.sample, manifest.skipped, manifest.run_id) == (6, 60, 6, "00ff")
+    assert (manifest.step, manifest.position, manifest.skipped, manifest.run_id) == (6, 60, 6, "00ff")
     assert manifest.config["train"]["keep"] == 2 and manifest.versions["torch"] == torch.__version__
     job = small_job(tmp_path)
     restore(job, manifest, {})
@@ -253,7 +253,7 @@ def test_a_forged_manifest_leads_nowhere_else(tmp_path: Path) -> None:
     shutil.copy(find(tmp_path)[1] / "manifest.json", path)
     for change in (
         {"files": {"../../secret": {"sha256": "0" * 64, "bytes": 1}}}, {"step": 7}, {"format": 2}, {"surplus": 1},
-        {"sample": "1"}, {"tensors": {"a": {"dtype": "F32", "shape": [4], "pieces": []}}},
+        {"position": "1"}, {"tensors": {"a": {"dtype": "F32", "shape": [4], "pieces": []}}},
     ):  # fmt: skip
         body = json.loads((find(tmp_path)[1] / "manifest.json").read_text()) | {"step": 6} | change
         (path / "manifest.json").write_bytes(encode(body | {"digest": digest(body)}))

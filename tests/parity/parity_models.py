@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from optrush.data.batch import Batch, Document, collate
+from optrush.data.batch import Batch, collate
+from optrush.data.document import Document
 from optrush.model.weights import Recipe
 
 transformers_logging.disable_progress_bar()

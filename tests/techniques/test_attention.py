@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from optrush.data.batch import Document, collate
+from optrush.data.batch import collate
+from optrush.data.document import Document
 
 from golden.make_golden import CASES
 from trials import apart, assembled, first_gradients, furthest, golden_run, micro, published

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from optrush.data import pack
 from optrush.train import evaluate
 
 from golden.make_golden import PER_STEP
@@ -43,7 +42,7 @@ def test_evaluation_is_packed_and_the_same(box, monkeypatch, implementation):
     job = assembled(run)
     assert job.evaluation.documents == 64 and job.evaluation.rows == 32
     loss, targets = evaluate(job)
-    monkeypatch.setattr(pack, "best_fit", pack.single)
+    monkeypatch.setattr(type(job.model), "isolates", False)
     alone = assembled(run)
     assert alone.evaluation.rows == 64
     assert evaluate(alone) == (pytest.approx(loss, rel=1e-6), targets)

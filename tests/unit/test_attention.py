@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from optrush.data.batch import Document, Documents, collate
+from optrush.data.batch import Documents, collate
+from optrush.data.document import Document
 from optrush.errors import NeedsError
 from optrush.kernels.attention import ATTENTIONS, masked, sdpa, varlen
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from optrush.data.batch import IGNORE, Document, collate
+from optrush.data.batch import IGNORE, collate
+from optrush.data.document import Document
 
 _ = IGNORE
 

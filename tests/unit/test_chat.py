@@ -7,9 +7,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from optrush.data import chat as chat_module
-from optrush.data.chat import Tokens
-from optrush.data.read import Chat, Message, Text, Where
+from optrush.data import mask, template
+from optrush.data.chat import Tokens, _token_bytes
+from optrush.data.rows import Chat, Completion, Message, Pair, Text, Where
 from optrush.errors import DataError
 from optrush.model import tiny
 
@@ -220,7 +220,8 @@ def test_a_turn_after_the_last_answer_is_read_and_not_learnt(bytelevel):
         CHATML.replace("message['content']", "message['content'] | replace('soup', 'stew')"),
         CHATML.replace("message['content']", "message['content'] + message['content']"),
         CHATML.replace("in messages", "in messages | reverse"),
-        CHATML.replace("in messages", "in messages[:2]"),
+        CHATML + "{{ messages[1]['content'] }}",
+        CHATML + "{{ '%03d' | format(messages[1]['content'] | length) }}",
     ],
 )
 def test_a_template_that_changes_the_text_is_refused(bytelevel, source):
@@ -274,7 +275,7 @@ def test_a_failing_template_names_the_row(bytelevel, source):
 def test_the_template_and_what_it_makes_are_capped(bytelevel, monkeypatch):
     with pytest.raises(DataError, match="at most 65536"):
         Tokens(bytelevel, CHATML + "{#" + "x" * 70_000 + "#}").document(talk(["a"]), "assistant", WHERE)
-    monkeypatch.setattr(chat_module, "LONGEST_RENDER_chars", 1000)
+    monkeypatch.setattr(template, "LONGEST_RENDER_chars", 1000)
     with pytest.raises(DataError, match="made 5000 characters"):
         Tokens(bytelevel, "{{ 'x' * 5000 }}").document(talk(["a"]), "assistant", WHERE)
 
@@ -288,10 +289,225 @@ def test_no_template_no_eos_nothing_to_learn(sentencepiece, bytelevel, folder):
     with pytest.raises(DataError, match="no end-of-text token"):
         Tokens(mute).document(Text("a"), "all", WHERE)
     with pytest.raises(DataError, match="not one token") as caught:
-        Tokens(bytelevel, "{{ bos_token }}").document(talk(["a"]), "all", WHERE)
+        Tokens(sentencepiece).document(Text(""), "all", WHERE)
+    assert "chat.jsonl:3" in caught.value.asked
+    with pytest.raises(DataError, match="no answer of them is to be learnt") as caught:
+        Tokens(bytelevel, CHATML).document(Chat((Message("assistant", "a", learnt=False),)), "assistant", WHERE)
     assert "chat.jsonl:3" in caught.value.asked
 
 
 def test_a_template_that_asks_for_the_date_can_be_given_one(bytelevel):
     tokens = Tokens(bytelevel, "{{ strftime_now('%d %b %Y') }}" + CHATML, today=datetime.date(2024, 7, 26))
     assert bytelevel.decode(tokens.document(talk(["a"]), "assistant", WHERE).ids).startswith("26 Jul 2024")
+
+
+# --- what a template leaves out
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+@pytest.mark.parametrize(
+    ("source", "lost"),
+    [
+        (CHATML.replace("in messages", "in messages[:2]"), r"messages\[2\] \(user\)"),
+        (CHATML.replace("in messages", "in messages[2:]"), r"messages\[0\] \(user\)"),
+        (CHATML.replace("message['content']", "(message['content'] if message['role'] != 'user' else '')"), "mess"),
+    ],
+)
+def test_a_turn_that_a_template_leaves_out_is_an_error(bytelevel, source, lost, train_on):
+    tokens = Tokens(bytelevel, source)
+    if "[:2]" in source:  # what it does to other conversations says nothing
+        tokens.document(talk(["a"]), train_on, WHERE)
+    with pytest.raises(DataError, match=f"leaves out {lost}") as caught:
+        tokens.document(talk(["a", "b"]), train_on, WHERE)
+    assert "chat.jsonl:3" in caught.value.asked and "model.chat_template" in caught.value.do
+
+
+def test_tools_and_calls_that_a_template_leaves_out_are_an_error(bytelevel):
+    call = {"type": "function", "function": {"name": "weigh", "arguments": {"what": "flour"}}}
+    tool = {"type": "function", "function": {"name": "weigh"}}
+    tokens = Tokens(bytelevel, CHATML)
+    turns = (Message("user", "How much?"), Message("assistant", "Wait.", calls=(call,)))
+    with pytest.raises(DataError, match=r"leaves out messages\[1\].tool_calls\[0\]"):
+        tokens.document(Chat(turns), "all", WHERE)
+    with pytest.raises(DataError, match=r"leaves out tools\[0\]"):
+        tokens.document(Chat((turns[0], Message("assistant", "a")), (tool,)), "all", WHERE)
+
+
+def test_a_number_that_a_template_leaves_out_is_an_error(bytelevel):
+    said = "{{ m.tool_calls[0].function.name }}:{{ m.tool_calls[0].function.arguments.what }}"
+    source = "{% for m in messages %}<|im_start|>{% if m.tool_calls %}" + said + "{% else %}{{ m.content }}{% endif %}"
+    tokens = Tokens(bytelevel, source + "<|im_end|>{% endfor %}")
+
+    def calling(**arguments):
+        call = {"type": "function", "function": {"name": "weigh", "arguments": arguments}}
+        return Chat((Message("user", "How much?"), Message("assistant", "", calls=(call,))))
+
+    made = tokens.document(calling(what="flour"), "assistant", WHERE)
+    assert learnt(tokens, made) == ["weigh:flour<|im_end|>"]
+    with pytest.raises(DataError, match=r"12 of messages\[1\].tool_calls is left out"):
+        tokens.document(calling(what="flour", grams=12), "assistant", WHERE)
+    with pytest.raises(DataError, match=r"messages\[1\].tool_calls\[0\].function.arguments.how is left out"):
+        tokens.document(calling(what="flour", how="by hand"), "assistant", WHERE)
+
+
+CALLS = "{% for call in m.tool_calls %}{{ call.function.name }}|{{ call.function.arguments.what }}{END}{% endfor %}"
+
+
+def weighing(*names):
+    calls = tuple({"type": "function", "function": {"name": name, "arguments": {"what": "eggs"}}} for name in names)
+    return Chat((Message("user", "How much?"), Message("assistant", "", calls=calls), Message("user", "Thanks.")))
+
+
+def caller(tokenizer, called):
+    source = (
+        "{% for m in messages %}<|start_header_id|>{% if m.tool_calls %}{CALLED}{% else %}{{ m.content }}<|im_end|>"
+    )
+    return Tokens(tokenizer, source.replace("{CALLED}", called) + "{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("called", "said"),
+    [
+        (CALLS.replace("{END}", "") + "<|im_end|>", "ab|eggs<|im_end|>"),  # as every answer ends
+        (CALLS.replace("{END}", "<|eot_id|>") + "<|im_end|>", "ab|eggs<|eot_id|><|im_end|>"),
+        (CALLS.replace("{END}", "") + "<|eot_id|>", "ab|eggs<|eot_id|>"),  # as turns with calls end, and no call
+        (CALLS.replace("{END}", "<|eot_id|>"), None),  # each call ends, and the turn does not
+        (CALLS.replace("{END}", ""), None),
+    ],
+)
+def test_what_ends_a_call_does_not_pass_for_the_end_of_the_turn(bytelevel, called, said):
+    tokens = caller(bytelevel, called)
+    if said is None:
+        with pytest.raises(DataError, match="never learn to stop"):
+            tokens.document(weighing("ab"), "assistant", WHERE)
+    else:
+        assert learnt(tokens, tokens.document(weighing("ab"), "assistant", WHERE)) == [said]
+        twice = learnt(tokens, tokens.document(weighing("ab", "cd"), "assistant", WHERE))
+        assert len(twice) == 1 and twice[0].count("|eggs") == 2 and twice[0].endswith(said[-10:])
+
+
+def test_a_template_that_writes_other_turns_into_a_call_is_refused(bytelevel):
+    other = "{% if not messages[-1].tool_calls %}{{ messages[-1].content }}{% endif %}"
+    tokens = caller(bytelevel, CALLS.replace("|", other).replace("{END}", "") + "<|im_end|>")
+    with pytest.raises(DataError, match=r"writes messages\[1\] otherwise once later turns follow") as caught:
+        tokens.document(weighing("ab"), "assistant", WHERE)
+    assert "data.train_on: last" in caught.value.do
+    alone = Chat(weighing("ab").messages[:2])
+    assert learnt(tokens, tokens.document(alone, "assistant", WHERE)) == ["abeggs<|im_end|>"]
+
+
+def test_very_many_answers_that_must_be_looked_at_one_by_one_are_an_error(bytelevel, monkeypatch):
+    monkeypatch.setattr(mask, "MOST_TURNS", 2)
+    lstripped = CHATML.replace("message['content']", "message['content'].lstrip()")
+    tokens = Tokens(bytelevel, lstripped)
+    assert learnt(tokens, tokens.document(talk([" a ", "b"]), "assistant", WHERE)) == ["a <|im_end|>", "b<|im_end|>"]
+    with pytest.raises(DataError, match="3 answers, calls or trimmed texts among them; at most 2"):
+        tokens.document(talk([" a ", "b", "c"]), "assistant", WHERE)
+
+
+# --- which turns are learnt
+
+
+def test_turns_that_the_row_or_the_prompt_keeps_out_are_not_learnt(bytelevel):
+    tokens = Tokens(bytelevel, CHATML)
+    turns = list(talk(["a", "b", "c"]).messages)
+    turns[3] = Message("assistant", "b", learnt=False)
+    chat = Chat(tuple(turns))
+    assert learnt(tokens, tokens.document(chat, "assistant", WHERE)) == ["a<|im_end|>", "c<|im_end|>"]
+    made = tokens.document(chat, "all", WHERE)
+    assert tokens.tokenizer.decode(made.ids[1:][~made.targets[1:]]) == "b<|im_end|>"
+    prompted = Chat(tuple(turns), prompt=4)
+    assert learnt(tokens, tokens.document(prompted, "assistant", WHERE)) == ["c<|im_end|>"]
+    assert learnt(tokens, tokens.document(Chat(chat.messages[:5], prompt=0), "last", WHERE)) == ["a<|im_end|>"]
+
+
+# --- prompt and completion, pairs, many at once
+
+
+@pytest.mark.parametrize("prompt", ["", "Eggs", "Two eggs,", "one ", "🙂"])
+@pytest.mark.parametrize("completion", [" and salt.", "s and flour", "\n🙂", "x"])
+def test_a_completion_is_one_text_of_which_the_prompt_is_not_learnt(bytelevel, sentencepiece, prompt, completion):
+    for tokenizer in (bytelevel, sentencepiece):
+        tokens = Tokens(tokenizer)
+        made = tokens.document(Completion(prompt, completion), "assistant", WHERE)
+        assert made.ids.tolist() == tokens.document(Text(prompt + completion), "all", WHERE).ids.tolist()
+        assert made.targets[-1] and made.targets[1:].tolist() == sorted(made.targets[1:]), "one run to the end"
+        kept, said = (
+            tokenizer.decode(made.ids[part], skip_special_tokens=True).lstrip(" ")
+            for part in (~made.targets, made.targets)
+        )
+        if prompt:  # where there is none, its first token stands for it
+            assert prompt.startswith(kept) and said.endswith(completion.lstrip(" "))
+        assert tokens.document(Completion(prompt, completion), "all", WHERE).targets[1:].all()
+
+
+def test_a_token_that_reaches_over_the_seam_is_the_completions():
+    vocab = {token: i for i, token in enumerate(["</s>", "a", "b", "c", "ab"])}
+    engine = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")]))
+    tokens = Tokens(PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="</s>"))
+    made = tokens.document(Completion("ca", "bc"), "assistant", WHERE)
+    assert (made.ids.tolist(), made.targets.tolist()) == ([3, 4, 3, 0], [False, True, True, True])
+
+
+def test_many_rows_at_once_are_the_same_as_one_by_one(bytelevel, sentencepiece):
+    bad = Chat((Message("user", "a"), Message("assistant", "b", reasoning="hm")))
+    chats = [talk(ANSWERS), talk(["  a b ", "c\n"], "Be kind."), row(("user", "a"), ("assistant", "b"), ("user", "c"))]
+    rows = [Text("Two eggs."), *chats, Completion("Two eggs,", " and salt."), Text("z")]
+    places = [Where("chat.jsonl", n) for n in range(len(rows) + 3)]
+    for tokenizer, source in ((bytelevel, LLAMA3), (bytelevel, SWALLOWING), (sentencepiece, MISTRAL)):
+        tokens = Tokens(tokenizer, source)
+        everything = [*rows, Pair(chats[0], chats[1]), Pair(rows[-2], Completion("Two eggs,", " or three.")), bad]
+        made = tokens.batch(list(zip(places, everything, strict=True)), "assistant")
+        for where, one, found in zip(places, everything, made, strict=True):
+            parts = (one.chosen, one.rejected) if isinstance(one, Pair) else (one,)
+            if isinstance(found, DataError):
+                with pytest.raises(DataError) as caught:
+                    [tokens.document(part, "assistant", where) for part in parts]
+                assert str(caught.value) == str(found) and str(where) in found.asked
+                continue
+            for part, document in zip(parts, found, strict=True):
+                alone = tokens.document(part, "assistant", where)
+                assert document.ids.tolist() == alone.ids.tolist() and document.ids.dtype == np.int32
+                assert document.targets.tolist() == alone.targets.tolist()
+
+
+def test_one_bad_half_refuses_the_pair(bytelevel):
+    tokens = Tokens(bytelevel, CHATML.replace("message['content']", "message['content'] | replace('soup', 'stew')"))
+    good, bad = talk(["tea"]), talk(["soup"])
+    made = tokens.batch([(WHERE, Pair(good, bad)), (WHERE, Pair(bad, good)), (WHERE, Pair(good, good))], "assistant")
+    assert [isinstance(entry, DataError) for entry in made] == [True, True, False] and len(made[2]) == 2
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_offsets_as_sums_of_bytes_are_the_tokenizers_own(bytelevel, name, monkeypatch):
+    tokens = Tokens(bytelevel, TEMPLATES[name][0])
+    assert tokens._sizes is not None
+    chats = [(WHERE, talk(answers, "Be kind. 🙂")) for answers in (ANSWERS, ("  a b ", "c\n"), ("e\u0301", "🙂"))]
+    summed = tokens.batch(chats, "assistant")
+    monkeypatch.setattr(tokens, "_sizes", None)
+    for ours, theirs in zip(summed, tokens.batch(chats, "assistant"), strict=True):
+        assert ours[0].targets.tolist() == theirs[0].targets.tolist()
+
+
+def test_sums_of_bytes_are_not_trusted_where_the_text_is_composed(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    tokens = Tokens(tokenizer)
+    chat = row(("user", "\u0958"), ("assistant", "x"), ("user", "e\u0301" * 3), ("assistant", "y"))
+    text = tokenizer.apply_chat_template([message.shown() for message in chat.messages], tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokens._sizes[ids].sum() == len(text.encode()), "one part grows by as much as the other shrinks"
+    assert learnt(tokens, tokens.document(chat, "assistant", WHERE)) == ["x<|im_end|>", "y<|im_end|>"]
+
+
+def test_bytes_of_tokens_are_known_only_where_a_token_alone_can_tell(bytelevel, sentencepiece):
+    engine = bytelevel.backend_tokenizer
+    sizes = _token_bytes(engine)
+    ids = engine.encode("crème 🙂<|im_end|>", add_special_tokens=False).ids
+    assert sizes[ids].sum() == len("crème 🙂<|im_end|>".encode())
+    assert _token_bytes(sentencepiece.backend_tokenizer) is None
+    for change in ("normalizer", "pre_tokenizer"):
+        other = Tokenizer.from_str(engine.to_str())
+        part = {"normalizer": normalizers.Lowercase(), "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)}
+        setattr(other, change, part[change])
+        assert _token_bytes(other) is None

@@ -182,13 +182,14 @@ def test_a_family_the_plan_does_not_know(tmp_path):
 
 
 def test_padding(tmp_path):
-    rows = [{"text": "x" * 400}, {"messages": [{"role": "user", "content": "y" * 392}]}, "a string of 26 letters...."]
+    turns = [{"role": "user", "content": "y" * 370}, {"role": "assistant", "content": "z" * 14}]
+    rows = [{"text": "x" * 400}, {"messages": turns}, "a bad row"]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\nno json at all\n\n")
     run = parse(f"model: tiny\nobjective: sft\ndata: {{path: {file}}}\nbatch: {{seq: 200}}\noutput: o\n", "x")
     lengths = estimate(run.data, 0)
-    assert lengths == pytest.approx([100, 100, 7, 3.5], abs=0.6)
-    assert plan.padding(run) == pytest.approx(1 - sum(lengths) / 800)
+    assert lengths == pytest.approx([100, 100], abs=0.6)
+    assert plan.padding(run) == pytest.approx(1 - sum(lengths) / 400)
     assert plan.padding(llama()) == 0.0
     sample = parse("model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: o\n", "x")
     assert 0.5 < plan.padding(sample) < 0.95

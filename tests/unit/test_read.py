@@ -1,117 +1,460 @@
-"""Every kind of bad row, at the start, in the middle and at the end: named with file, line and reason; nothing else."""
+"""Bytes to rows, of every format: what is bad is named with its place, what is good arrives as it was written."""
 
+import bz2
+import csv
+import datetime
+import gzip
+import io
 import json
+import lzma
+import re
+import sys
+import tracemalloc
+from itertools import pairwise
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from optrush.data import read as reader
-from optrush.data.read import Chat, Message, Text, attempts, parse, read
-from optrush.errors import DataError
+from optrush.data import formats
+from optrush.data.read import Chunk, attempts, chunks, read
+from optrush.errors import DataError, NeedsError
 
 GOOD = b'{"text": "good", "id": 7}\n'
-
-
-def chat(*turns):
-    return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]}).encode()
-
-
-def talk(message):
-    return json.dumps({"messages": [{"role": "user", "content": "?"}, message]}).encode()
-
+ROWS = [{"text": f"row {i} é\u2028", "n": {"deep": [None, i]}} for i in range(7)]
+PACK = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda raw: zstandard.ZstdCompressor().compress(raw),
+}
 
 BAD = {
-    "truncated": (b'{"text": "go', "not valid JSON"),
+    "truncated": (b'{"text": "go', "not valid JSON (cut off?)"),
     "array": (b'["text"]', "a list where an object"),
     "string": (b'"text"', "a string where an object"),
     "number": (b"7", "a number where an object"),
     "null row": (b"null", "null where an object"),
     "empty line": (b"  ", "an empty line"),
     "bom": (b'\xef\xbb\xbf{"text": "a"}', "byte order mark"),
-    "utf-8": (b'{"text": "\xff"}', "invalid UTF-8 at byte 10 of the line: 0xff"),
+    "utf-8": (b'{"text": "\xff"}', "invalid UTF-8 at byte 10: 0xff"),
     "utf-8 surrogate": (b'{"text": "\xed\xa0\x80"}', "invalid UTF-8"),
-    "half a pair": (rb'{"text": "\ud83d"}', "half a surrogate pair"),
+    "half a pair": (rb'{"text": "\uD83d"}', r"half a surrogate pair: \ud83d"),
+    "half a pair elsewhere": (rb'{"text": "a", "meta": {"k\udc00": 1}}', "half a surrogate pair"),
     "nan": (b'{"text": "a", "score": NaN}', "NaN is not a JSON number"),
     "infinity": (b'{"text": "a", "score": -Infinity}', "-Infinity is not a JSON number"),
+    "huge number": (b'{"text": "a", "score": 1e999}', "the number '1e999' is too large"),
     "duplicate key": (b'{"text": "a", "text": "b"}', "'text' stands twice"),
     "duplicate inner key": (b'{"messages": [{"role": "user", "role": "user"}]}', "'role' stands twice"),
     "nested": (b'{"text": ' + b"[" * 200_000, "nested too deeply"),
+    "nested and closed": (b'{"text": ' + b"[" * 101 + b"]" * 101 + b"}", "nested too deeply"),
     "long number": (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "not valid JSON"),
     "two values": (b'{"text": "a"} {"text": "b"}', "not valid JSON"),
-    "missing key": (b'{"txt": "a"}', "neither 'text' nor 'messages' is there, but 'txt'"),
-    "no keys": (b"{}", "but no keys"),
-    "both": (b'{"text": "a", "messages": []}', "both 'text' and 'messages'"),
-    "null text": (b'{"text": null}', "text is null, not a string"),
-    "wrong text": (b'{"text": ["a"]}', "text is a list, not a string"),
-    "boolean text": (b'{"text": true}', "text is a boolean, not a string"),
-    "empty text": (b'{"text": " \\n"}', "text is empty"),
-    "null messages": (b'{"messages": null}', "messages is null, not a list"),
-    "no messages": (b'{"messages": []}', "an empty list"),
-    "wrong message": (b'{"messages": ["hello"]}', "messages[0] is a string, not an object"),
-    "no role": (talk({"content": "a"}), "messages[1] has no 'role'"),
-    "no content": (talk({"role": "assistant"}), "messages[1] has no 'content'"),
-    "null role": (talk({"role": None, "content": "a"}), "messages[1].role is null"),
-    "null content": (talk({"role": "assistant", "content": None}), "messages[1].content is null"),
-    "content parts": (talk({"role": "assistant", "content": [{"type": "text"}]}), "messages[1].content is a list"),
-    "unknown role": (talk({"role": "wizard", "content": "a"}), "messages[1].role is 'wizard', not one of"),
-    "role in capitals": (talk({"role": "Assistant", "content": "a"}), "messages[1].role is 'Assistant'"),
-    "empty turn": (talk({"role": "assistant", "content": " "}), "messages[1].content: an empty assistant turn"),
-    "empty user": (chat(("user", ""), ("assistant", "a")), "messages[0].content: an empty user turn"),
-    "no assistant": (chat(("system", "s"), ("user", "u")), "no assistant turn"),
-    "tool call": (talk({"role": "assistant", "content": "a", "tool_calls": [1]}), "'tool_calls', which is not under"),
-    "weight": (talk({"role": "assistant", "content": "a", "weight": 0}), "'weight', which is not under"),
 }
 
 
-def rows(path):
-    return [parse(where, found) for where, found in read(path)]
+def found(source, **options):
+    """(line, row or the reason why it is none) of each."""
+    return [
+        (where.line, row.found if isinstance(row, DataError) else row) for where, row in attempts(source, **options)
+    ]
+
+
+def refused(act):
+    with pytest.raises(DataError) as caught:
+        act()
+    return caught.value
+
+
+def jsonl(rows):
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+# --- JSON lines
 
 
 @pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_a_bad_row_is_named_with_its_line_and_the_reason(tmp_path, kind, place):
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_bad_line_is_named_with_its_line_and_the_reason(tmp_path, kind, at):
     raw, reason = BAD[kind]
     path = tmp_path / "däta file.jsonl"
     lines = [GOOD, GOOD]
-    at = {"first": 0, "middle": 1, "last": 2}[place]
     lines.insert(at, raw + b"\n")
-    path.write_bytes(b"".join(lines)[: -1 if place == "last" else None])
-    with pytest.raises(DataError) as caught:
-        rows(path)
-    assert f"{path}:{at + 1}" in str(caught.value)
-    assert reason in caught.value.found
+    path.write_bytes(b"".join(lines)[: -1 if at == 2 else None])
+    error = refused(lambda: list(read(path)))
+    assert f"{path}:{at + 1}" in error.asked and reason in error.found and "\n" not in error.found
+    assert [(line, isinstance(row, dict)) for line, row in found(path)] == [(i + 1, i != at) for i in range(3)]
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_over_long_row_is_refused_without_reading_it_whole(tmp_path, place, monkeypatch):
-    monkeypatch.setattr(reader, "LONGEST_ROW_bytes", 1 << 20)
+    monkeypatch.setattr(formats, "LONGEST_ROW_bytes", 1 << 20)
     lines = [GOOD, GOOD]
     lines.insert(place, b'{"text": "' + b"a" * (3 << 20) + b'"}\n')
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"".join(lines))
-    found = list(attempts(path))
-    assert [isinstance(what, DataError) for _, what in found] == [i == place for i in range(3)]
-    assert found[place][1].found == "the row is longer than 1 MiB"
-    assert [where.line for where, _ in found] == [1, 2, 3]
-
-
-def test_attempts_go_on_after_a_bad_row(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(GOOD + b"{\n" + GOOD + b"\xff\n" + GOOD)
-    assert [isinstance(what, dict) for _, what in attempts(path)] == [True, False, True, False, True]
+    good, long = {"text": "good", "id": 7}, "the row is longer than 1 MiB"
+    assert found(path) == [(i + 1, long if i == place else good) for i in range(3)]
+    assert [pair for part in chunks(path, 100) for pair in found(part)] == found(path)
 
 
 def test_good_rows_arrive_unchanged(tmp_path):
-    path = tmp_path / "data.jsonl"
-    text = "é🙂\u2028e\u0301 \u0085"
-    turns = (("system", ""), ("user", " ask "), ("tool", "42"), ("assistant", text))
-    path.write_bytes(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\r\n" + chat(*turns))
-    assert rows(path) == [Text(text), Chat(tuple(Message(*turn) for turn in turns))]
+    path = tmp_path / "data.ndjson"
+    text = "é🙂\u2028e\u0301 \u0085 \\ud83d : {"
+    row = {"text": text, "n": 2**70, "x": 1e-5, "t": True, "none": None, "deep": [[{"a:": [1.5]}]]}
+    path.write_bytes(json.dumps(row, ensure_ascii=False).encode() + b"\r\n" + json.dumps(row).encode())
+    assert found(path) == [(1, row), (2, row)]
 
 
-def test_missing_folder_and_empty_file(tmp_path):
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    for path, reason in ((tmp_path / "none.jsonl", "no such file"), (tmp_path, "a folder"), (empty, "an empty file")):
-        with pytest.raises(DataError) as caught:
-            list(read(path))
-        assert reason in caught.value.found and str(path) in caught.value.asked
+def test_missing_folder_unknown_and_empty_files(tmp_path):
+    for path in (tmp_path / "empty.jsonl", tmp_path / "data.bin", tmp_path / "data.parquet.gz"):
+        path.touch()
+    for path, reason in (
+        (tmp_path / "none.jsonl", "no such file"),
+        (tmp_path / ("a" * 300 + ".jsonl"), "File name too long"),
+        (tmp_path, "a folder"),
+        (tmp_path / "data.bin", "no known kind"),
+        (tmp_path / "data.parquet.gz", "no known kind"),
+        (tmp_path / "empty.jsonl", "an empty file"),
+    ):
+        for way in (read, chunks):
+            error = refused(lambda way=way, path=path: list(way(path)))
+            assert reason in error.found and str(path) in error.asked
+
+
+# --- parts
+
+
+LINE = st.one_of(st.binary(max_size=12), st.integers(0, 300).map(lambda n: b'{"text": "' + b"x" * n + b'"}'))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lines=st.lists(LINE.map(lambda raw: raw.replace(b"\n", b"")), min_size=1, max_size=30),
+    end=st.sampled_from([b"\n", b"\r\n"]),
+    last=st.booleans(),
+    size=st.integers(1, 100),
+)
+def test_parts_never_change_rows_or_their_numbers(tmp_path_factory, lines, end, last, size):
+    path = tmp_path_factory.getbasetemp() / "parts.jsonl"
+    path.write_bytes(end.join(lines) + (end if last else b"") or b"\n")
+    parts = list(chunks(path, size))
+    assert [pair for part in parts for pair in found(part)] == found(path)
+    assert [part.first for part in parts[1:]] == [found(part)[-1][0] + 1 for part in parts[:-1]]
+    assert parts[0].start == 0 and parts[-1].end == path.stat().st_size
+    assert all(one.end == two.start and one.end - one.start >= size for one, two in pairwise(parts))
+
+
+def test_a_file_that_was_cut_after_its_parts_were_counted(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(GOOD * 4)
+    parts = list(chunks(path, len(GOOD) * 2))
+    path.write_bytes(GOOD * 3)
+    assert len(found(parts[0])) == 2
+    assert "shorter than when its parts were counted" in refused(lambda: found(parts[1])).found
+
+
+@pytest.mark.parametrize("size", [1, 30, 10**6])
+def test_parts_of_other_formats_hold_each_row_once(tmp_path, size):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet", row_group_size=2)
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    (tmp_path / "lines.json").write_bytes(jsonl(ROWS))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(ROWS)))
+    (tmp_path / "a.csv").write_text("text,n\n" + "a,1\n" * 7)
+    (tmp_path / "a.txt").write_text("one\n\ntwo\nthree\n" * 5)
+    for path in sorted(tmp_path.iterdir()):
+        parts = list(chunks(path, size, "line"))
+        together = [pair for part in parts for pair in found(part, text_rows="line")]
+        assert together == found(path, text_rows="line") and len(together) in (7, 15)
+        splits = path.name in ("a.parquet", "lines.json", "a.txt")
+        assert (len(parts) > 3) if splits and size == 1 else (len(parts) == 1) if not splits or size == 10**6 else True
+
+
+# --- arrays
+
+
+def test_an_array_is_read_item_by_item_whatever_its_layout(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    rows = [*ROWS, {"text": '"]},{[\\"', "n": {}}, {"text": "\\"}]
+    for text in (json.dumps(rows), json.dumps(rows, indent=3), " \n" + json.dumps(rows, ensure_ascii=False) + "\n\n"):
+        path.write_text(text, "utf-8")
+        for piece in (1, 7, 2**20):
+            monkeypatch.setattr(formats, "PIECE_bytes", piece)
+            assert found(path) == [(i + 1, row) for i, row in enumerate(rows)]
+
+
+def test_bad_items_of_an_array_are_named_and_the_rest_is_read(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b'[{"text": "a"}, 7, {"text": nul}, {"a": 1, "a": 2}, , {"text": "\xff"}, {"text": "b"}, ]')
+    rows = found(path)
+    assert [line for line, _ in rows] == list(range(1, 9))
+    assert rows[0][1] == {"text": "a"} and rows[6][1] == {"text": "b"}
+    said = [str(row) for i, (_, row) in enumerate(rows) if i not in (0, 6)]
+    for reason, expected in zip(
+        said,
+        ["a number where", "not valid JSON", "stands twice", "nothing between", "invalid UTF-8", "nothing between"],
+    ):
+        assert expected in reason
+
+
+@pytest.mark.parametrize(
+    ("text", "last", "reason"),
+    [
+        ('[{"text": "a"}, {"text": "b', "a.json:1", "cut off"),
+        ('[{"text": "a"}, {"text": "b"}', "a.json:1", "cut off"),
+        ("[", "none", "cut off"),
+        ('[{"text": "a"}] {"text": "b"}', "a.json:1", "the list ends after row 1, and the file goes on"),
+        ('[{"text": "a"}}, {"text": "b"}]', "a.json:1", "the list ends after row 1"),
+    ],
+)
+def test_a_damaged_array_says_how_far_it_got(tmp_path, text, last, reason):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    error = refused(lambda: list(attempts(path)))
+    assert reason in error.found and error.found.endswith(last)
+
+
+def test_an_empty_array_and_a_row_without_end(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    path.write_text(" [ ] ")
+    assert "an empty file" in refused(lambda: found(path)).found
+    monkeypatch.setattr(formats, "LONGEST_ROW_bytes", 1 << 20)
+    path.write_text('[{"text": "a"}, {"text": "' + "b" * (3 << 20) + '"}]')
+    assert "row 2 is longer than 1 MiB" in refused(lambda: found(path)).found
+
+
+# --- CSV
+
+
+def test_csv_cells_quotes_and_ends_of_line(tmp_path):
+    rows = [{"text": "a", "n": "1"}, {"text": 'b "x", é\nsecond line', "n": ""}, {"text": "", "n": 'in"side'}]
+    for delimiter, suffix in ((",", ".csv"), ("\t", ".tsv")):
+        for end in ("\n", "\r\n"):
+            made = io.StringIO()
+            table = csv.DictWriter(made, ["text", "n"], delimiter=delimiter, lineterminator=end)
+            table.writeheader()
+            table.writerows(rows)
+            path = tmp_path / f"a{suffix}"
+            path.write_bytes(made.getvalue().encode())
+            assert found(path) == [(i + 1, row) for i, row in enumerate(rows)]
+
+
+def test_bad_rows_of_a_csv_are_named_with_their_line(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'text,n\n"two\nlines",1\nonly\n\na,b,c\n\xff,1\n"a"b,1\n"\n\xef\xbb\xbfa",1\nlast,2')
+    rows = found(path)
+    assert [line for line, _ in rows] == list(range(1, 9))
+    assert rows[0][1] == {"text": "two\nlines", "n": "1"} and rows[7][1] == {"text": "last", "n": "2"}
+    for (_, reason), expected, line in zip(
+        rows[1:7],
+        ["1 cells under 2 columns", "an empty line", "3 cells under 2", "invalid UTF-8", "not valid CSV", "byte order"],
+        range(4, 10),
+    ):
+        assert expected in reason and reason.endswith(f"(line {line} of the file)")
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"text,text\na,b\n", "two columns are named 'text'"),
+        (b"text, ,n\na,b,c\n", "column 2 has no name"),
+        (b"\na,b\n", "an empty line"),
+        (b"\xef\xbb\xbftext\na\n", "byte order mark"),
+        (b"t\xff\na\n", "invalid UTF-8"),
+        (b'text\na\n"b\nc\nd\n', "a quote in row 2, line 3, is not closed"),
+        (b"text\na\n" + b"b" * (2 << 20) + b"\n", "row 2, line 3: the row is longer than 1 MiB"),
+        (b'text\na\n"' + b"b\n" * (1 << 20), "row 2, line 3: the row is longer than 1 MiB"),
+    ],
+)
+def test_a_csv_that_cannot_be_read_on(tmp_path, monkeypatch, raw, reason):
+    monkeypatch.setattr(formats, "LONGEST_ROW_bytes", 1 << 20)
+    path = tmp_path / "a.csv"
+    path.write_bytes(raw)
+    assert reason in refused(lambda: found(path)).found
+    path.write_bytes(b"text\n")
+    assert "an empty file" in refused(lambda: found(path)).found
+
+
+# --- text
+
+
+def test_text_by_file_paragraph_and_line(tmp_path):
+    path = tmp_path / "a.md"
+    path.write_bytes("# é\r\none\n\n \n\ntwo\nmore\n".encode())
+    assert found(path) == [(1, {"text": "# é\r\none\n\n \n\ntwo\nmore\n"})]
+    assert found(path, text_rows="paragraph") == [(1, {"text": "# é\r\none"}), (6, {"text": "two\nmore"})]
+    assert [(line, row["text"]) for line, row in found(path, text_rows="line")] == [
+        (1, "# é"), (2, "one"), (6, "two"), (7, "more"),
+    ]  # fmt: skip
+
+
+def test_bad_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "LONGEST_ROW_bytes", 100)
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"good\n\nb\xffd\n\n" + b"long\n" * 30 + b"\n\xef\xbb\xbfmark\n\n" + b"x" * 200)
+    for way, lines in (("paragraph", [1, 3, 5, 36, 38]), ("line", [1, 3, *range(5, 35), 36, 38])):
+        rows = found(path, text_rows=way)
+        assert [line for line, _ in rows] == lines and rows[0][1] == {"text": "good"}
+        assert "invalid UTF-8" in rows[1][1] and "byte order mark" in rows[-2][1] and "longer than" in rows[-1][1]
+    assert "data.text_rows" in found(path)[0][1]
+    path.write_bytes(b"\xff")
+    assert "invalid UTF-8" in found(path)[0][1]
+    path.write_bytes(b" \n\n")
+    assert "an empty file" in refused(lambda: found(path, text_rows="paragraph")).found
+
+
+# --- Parquet
+
+
+def test_parquet_rows_are_as_json_has_them(tmp_path):
+    path = tmp_path / "a.parquet"
+    rows = [
+        {"messages": [{"role": "user", "content": "é", "calls": None}], "n": 1, "x": 1.5, "none": None},
+        {"messages": [{"role": "user", "content": None, "calls": [{"a": {"b": True, "c": None}}]}], "n": None},
+    ]
+    table = pa.Table.from_pylist(rows, pa.schema([
+        ("messages", pa.list_(pa.struct([
+            ("role", pa.string()), ("content", pa.large_string()),
+            ("calls", pa.list_(pa.struct([("a", pa.struct([("b", pa.bool_()), ("c", pa.int8())]))]))),
+        ]))),
+        ("n", pa.int32()), ("x", pa.float32()), ("none", pa.null()),
+    ]))  # fmt: skip
+    table = table.append_column("kind", pa.array(["a", "b"]).dictionary_encode())
+    table = table.append_column("when", pa.array([datetime.datetime(2020, 1, 1)] * 2))
+    table = table.append_column("text", pa.array([b"raw", None]))
+    pq.write_table(table, path)
+    assert found(path) == [
+        (1, {"messages": [{"role": "user", "content": "é"}], "n": 1, "x": 1.5, "kind": "a", "text": b"raw"}),
+        (2, {"messages": [{"role": "user", "calls": [{"a": {"b": True}}]}], "kind": "b"}),
+    ]
+
+
+def test_json_inside_parquet_is_decoded(tmp_path):
+    values = pa.array(['{"a": null, "b": 1}', "[", None], pa.string())
+    array = pa.ExtensionArray.from_storage(pa.json_(), values)
+    lists = pa.ListArray.from_arrays([0, 1, 2, 3], array)
+    pq.write_table(pa.table({"tools": array, "rows": lists}), tmp_path / "a.parquet")
+    rows = found(tmp_path / "a.parquet")
+    assert rows[0][1] == {"tools": {"a": None, "b": 1}, "rows": [{"a": None, "b": 1}]} and rows[2][1] == {
+        "rows": [None]
+    }
+    assert "not valid JSON" in rows[1][1]
+
+
+def test_bad_rows_of_a_parquet_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("optrush.data.parquet.LONGEST_ROW_bytes", 1000)
+    monkeypatch.setattr(formats, "LONGEST_ROW_bytes", 1 << 20)
+    raw = pa.array([b"good", b"b\xffd", b"x" * 2000, b"good"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 4, raw.buffers())
+    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")
+    rows = [row for _, row in found(tmp_path / "a.parquet")]
+    assert rows[0] == rows[3] == {"text": "good"}
+    assert "invalid UTF-8" in rows[1] and "longer than" in rows[2]
+
+
+def test_parquet_files_that_cannot_be_read(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"{i} {i * i}" for i in range(5000)]}), path, row_group_size=1000)
+    whole = path.read_bytes()
+    for cut in (0, 5, 1000, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        for way in (attempts, chunks):
+            error = refused(lambda way=way: list(way(path)))
+            assert "Parquet" in error.found and "mend the file" in error.do
+    holed = bytearray(whole)
+    holed[len(whole) // 2 : len(whole) // 2 + 500] = bytes(500)
+    path.write_bytes(holed)
+    error = refused(lambda: found(path))
+    assert re.search(rf"the last row that could be read: {path}:\d{{4}}$", error.found)
+    for names, reason in ((["text", "text"], "two columns are named 'text'"), (["text"], "an empty file")):
+        pq.write_table(pa.Table.from_arrays([pa.array([], pa.string())] * len(names), names=names), path)
+        assert reason in refused(lambda: found(path)).found
+
+
+# --- packed
+
+
+@pytest.mark.parametrize("packing", PACK)
+def test_packed_files_hold_the_same_rows(tmp_path, packing):
+    pack, raw = PACK[packing], jsonl(ROWS)
+    path = tmp_path / f"a.jsonl{packing}"
+    path.write_bytes(pack(raw) + pack(raw))  # two streams are one file
+    assert found(path) == [(i + 1, row) for i, row in enumerate(ROWS * 2)]
+    assert list(chunks(path, 10)) == [Chunk(path, 1, 0, None)]
+    csv_file = tmp_path / f"a.CSV{packing.upper()}"
+    csv_file.write_bytes(pack(b"text\nx\n"))
+    assert found(csv_file) == [(1, {"text": "x"})]
+
+
+@pytest.mark.parametrize("packing", PACK)
+def test_damaged_packed_files_say_how_far_they_got(tmp_path, packing):
+    rows = [{"text": f"{i * 7919 % 10007:05d}" * 20} for i in range(20_000)]
+    whole = PACK[packing](jsonl(rows))
+    path = tmp_path / f"a.jsonl{packing}"
+    for damaged, reason in (
+        (whole[: len(whole) // 2], "cut off"),
+        (whole[:-1], "cut off"),
+        (whole + b"junk", "damaged compressed data"),
+        (whole[: len(whole) // 2] + bytes(100) + whole[len(whole) // 2 + 100 :], "damaged compressed data"),
+        (b"junk", "damaged compressed data"),
+    ):
+        path.write_bytes(damaged)
+        read_so_far = []
+
+        def walk(read_so_far=read_so_far):
+            for _, row in attempts(path):
+                read_so_far.append(row)
+
+        error = refused(walk)
+        assert reason in error.found
+        if reason == "cut off":  # elsewhere gzip knows only at its end that what it gave was wrong
+            assert read_so_far == rows[: len(read_so_far)]
+        last = f"{path}:{len(read_so_far)}" if read_so_far else "none"
+        assert error.found.endswith(f"the last row that could be read: {last}")
+    path.write_bytes(b"")
+    assert "an empty file" in refused(lambda: found(path)).found
+
+
+def test_a_packed_bomb_stays_small(tmp_path):
+    big = b'{"text": "' + bytes(128 << 20) + b'"}\n'
+    for packing in (".bz2", ".zst"):
+        path = tmp_path / f"a.jsonl{packing}"
+        path.write_bytes(PACK[packing](big))
+        tracemalloc.start()
+        assert "longer than 32 MiB" in found(path)[0][1]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 110 << 20, packing
+
+
+def test_zst_without_its_library_names_the_pip_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(b"x")
+    with pytest.raises(NeedsError) as caught:
+        found(path)
+    assert "python -m pip install 'optrush[zstd]'" in caught.value.do
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".jsonl.gz", ".parquet"])
+def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
+    peaks = []
+    for n in (2_000, 20_000):
+        path = tmp_path / f"{n}{suffix}"
+        rows = [{"text": f"{i} " * 100} for i in range(n)]
+        if suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        elif suffix == ".csv":
+            path.write_text("text\n" + "".join(row["text"] + "\n" for row in rows))
+        else:
+            raw = json.dumps(rows).encode() if suffix == ".json" else jsonl(rows)
+            path.write_bytes(gzip.compress(raw, 1) if suffix.endswith("gz") else raw)
+        del rows
+        tracemalloc.start()
+        assert sum(1 for _ in attempts(path)) == n
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 1.3 * peaks[0] + (1 << 20), peaks

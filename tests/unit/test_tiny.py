@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush.data.read import parse, read
+from optrush.data.read import read
 from optrush.data.recipes import conversations, write
+from optrush.data.rows import parse
 from optrush.model import tiny
 
 

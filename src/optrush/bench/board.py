@@ -15,6 +15,7 @@ from optrush.bench.record import Record
 from optrush.console import err
 
 GIB = 2**30
+FULL = 0.995  # share of real tokens in the slots from which on nobody asks for it
 
 
 class Board:
@@ -57,7 +58,8 @@ def show(records: Sequence[Record]) -> None:
     """The table: each rung's figures, and against the rung it came from; below it why a rung is red."""
     table = Table(box=None, pad_edge=False)
     table.add_column("rung")
-    for heading in ("tokens/s", "x since", "peak GiB", "predicted"):
+    loose = any(r.fill is not None and r.fill < FULL for r in records)
+    for heading in ("tokens/s", "x since", "peak GiB", "predicted", *(("real slots",) if loose else ())):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
     speeds = {r.rung: r.tokens_per_s for r in records}
@@ -69,6 +71,7 @@ def show(records: Sequence[Record]) -> None:
             f"{r.tokens_per_s / before:.2f}" if r.tokens_per_s and before else "",
             f"{r.peak_bytes / GIB:.2f}" if r.peak_bytes else "-",
             f"{r.predicted_peak_bytes / GIB:.2f}" if r.predicted_peak_bytes else "-",
+            *((f"{r.fill:.1%}" if r.fill is not None else "-",) if loose else ()),
             r.verdict,
         )
     err.print(table)

@@ -126,6 +126,9 @@ class Rung:
     predicted_speed: float | None
     basis: str
     mfu: float | None
+    targets: float | None
+    fill: float | None
+    waits: float | None
     losses: tuple[float | None, ...]
     proof: str
     verdict: str
@@ -216,6 +219,9 @@ def _rung(record: Mapping[str, Any]) -> Rung:
         predicted_speed=positive(get("predicted_tokens_per_s")),
         basis=clean(get("basis")),
         mfu=number(get("mfu")),
+        targets=positive(get("targets_per_s")),
+        fill=number(get("fill")),
+        waits=number(get("data_wait")),
         losses=tuple(numbers(get("losses"))),
         proof=_proof(get("proof")),
         verdict=clean(get("verdict")),

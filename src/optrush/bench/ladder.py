@@ -10,6 +10,7 @@ YAML or a shipped name -> `find` -> Ladder (entries as written) -> `rungs` -> Ru
     proof: {steps: 5, documents: 4}  # the same documents in every rung
     base:
       keep: false                    # true: begin with the techniques of CONFIG
+      without: []                    # ... but these
       set: {batch.seq: 2048}         # any keys of CONFIG
       with: {}
     rungs:
@@ -72,6 +73,7 @@ class Base(_Part):
     """What is laid over CONFIG before the first rung."""
 
     keep: bool = False
+    without: list[str] = []  # of the techniques that `keep` keeps, if they are there
     with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
 
@@ -169,7 +171,7 @@ def rungs(ladder: Ladder, run: Run, cumulative_only: bool, classes: Sequence[typ
     Raises:
         ConfigError: an unknown key or technique, or a value of the wrong kind, with file and line.
     """
-    given = run.with_ if ladder.base.keep else {}
+    given = {k: v for k, v in run.with_.items() if ladder.base.keep and k not in ladder.base.without}
     start = run.model_copy(
         update={
             "with_": dict(given),
@@ -236,7 +238,7 @@ def flat(run: Run) -> dict[str, Any]:
 def case(run: Run) -> str:
     """The load, for people: which model on which data."""
     m, d = run.model, run.data
-    data = "random tokens" if d.random is not None else d.sample or Path(d.path or "").name
+    data = "random tokens" if d.random is not None else d.sample or ", ".join(Path(o.path).name for o in d.origins)
     return f"{m.shape or Path(m.path or '').name}, {data}"
 
 

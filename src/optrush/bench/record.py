@@ -51,6 +51,9 @@ class Record:
     predicted_tokens_per_s: float | None = None
     basis: str | None = None  # datasheet, calibrated
     mfu: float | None = None
+    targets_per_s: float | None = None  # tokens that are learnt, median over the repeats
+    fill: float | None = None  # real tokens / slots computed, over the timed steps
+    data_wait: float | None = None  # share of a step that waited for data, median over the repeats
     losses: list[float | None] = field(default_factory=list)  # of the proof's steps; None: not finite
     grad_norms: list[float | None] = field(default_factory=list)
     proof: dict[str, Any] | None = None  # against, numerics, of, tolerance, worst, ok

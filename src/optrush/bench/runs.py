@@ -183,8 +183,9 @@ def _trouble(run: Told) -> list[str]:
     share = statistics.median(held) if held else 0.0
     if share > 100 * WAITS:
         said.append(
-            f"Data is the bottleneck: in the median {percent(share)} of a step went by waiting for it. A faster disk, "
-            "data packed beforehand or fewer ranks a machine will do more than any kernel."
+            f"Data is the bottleneck: in the median {percent(share)} of a step went by waiting for it. Worker "
+            "processes (--with loader), tokens cached beforehand (optrush data pack) or a faster disk will do more "
+            "than any kernel."
         )
     skipped = number(run.steps[-1].get("skipped")) if run.steps else None
     if skipped:

@@ -13,11 +13,13 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,9 +27,12 @@ from optrush import config, step
 from optrush.assemble import assemble
 from optrush.bench.record import put
 from optrush.config import Run
-from optrush.data import pack, stream
-from optrush.data.batch import Batch, Document, collate
+from optrush.data import stream
+from optrush.data.batch import Batch
+from optrush.data.document import Document
+from optrush.data.loader import reading
 from optrush.data.sources import read_sources
+from optrush.data.streamed import Streamed
 from optrush.data.tokenizer import open_tokens
 from optrush.errors import RunError, UserError
 from optrush.fit import batches
@@ -86,7 +91,7 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
     documents = first_documents(job, prepared, baseline, proof_documents)
     proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": obstacle(job, documents)}
     if proof["note"] is None:
-        laid = lay(job, documents, most=job.setup.micro_rows * plan.firsts.widest)
+        laid = lay(job, documents, most=plan.length.widest)
         proof |= prove(job, laid, proof_steps)
         start.restore()
     if job.world.device.type == "cuda":
@@ -94,8 +99,10 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
     meter = Lines(job, None, plan.total, lambda _: None)
     meter.lines = []
     job.begin = partial(step.begin, job, steps=plan.total)
-    job.batches = batches(job, plan)
-    train(job, meter, plan, lambda _: None)
+    fills: list[float] = []
+    job.batches = filled(batches(job, plan), fills)
+    with reading(job.batches):
+        train(job, meter, plan, lambda _: None)
     if meter.failure is not None:
         raise meter.failure
     timed = [line for line in meter.lines if line["step"] > warmup]
@@ -111,6 +118,11 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
         "losses": [line["loss"] for line in meter.lines],
         "grad_norms": [line["grad_norm"] for line in meter.lines],
         "mfu": statistics.median(shares) if shares else None,
+        "targets_per_s": statistics.median(
+            line["tokens_per_s"] * line["target_tokens"] / max(1, line["tokens"]) for line in timed
+        ),
+        "fill": statistics.mean(fills[warmup:]),
+        "data_wait": statistics.median(line["data_wait_s"] / line["step_s"] for line in timed),
         **memory,
         "device": job.setup.device.name,
         "changed": job.describe(),
@@ -122,22 +134,27 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
     }
 
 
+def filled(steps: Iterator[list[Batch]], fills: list[float]) -> Iterator[list[Batch]]:
+    """The same steps; notes of each which share of its slots holds a token."""
+    for held in steps:
+        fills.append(sum(b.n_tokens for b in held) / sum(b.tokens.numel() for b in held))
+        yield held
+
+
 # --- the proof
 
 
 def first_documents(job: Job, prepared: Prepared, baseline: Run, count: int) -> list[tuple[int, Document]]:
     """The first documents that the baseline trains on, by sample index: read again only where the rung reads others."""
-    run = job.run
-    if (run.data, run.objective, run.batch.seq, run.seed) == (
-        baseline.data, baseline.objective, baseline.batch.seq, baseline.seed,
-    ):  # fmt: skip
-        source = job.stream.documents
-    else:
+    run, source = job.run, job.stream.source
+    same = ("data", "objective", "batch", "seed")
+    if not job.layout.whole or any(getattr(run, name) != getattr(baseline, name) for name in same):
         weight = job.model.embedding.weight
         assert isinstance(weight, Tensor)
         source = read_sources(baseline, open_tokens(baseline, prepared.folder), weight.shape[0]).train
-    order = stream.Stream(source, T=baseline.batch.seq, rows=1, seed=baseline.seed, fill=pack.single)
-    return [(sample, source.document(sample)) for sample in map(order.sample, range(count))]
+    order = stream.epoch_order(source.spans, baseline.seed, 0)[:count].tolist()
+    rows = source.read(order) if isinstance(source, Streamed) else [[source.documents(n)] for n in order]
+    return [(n, document) for n, samples in zip(order, rows) for sample in samples for document in sample]
 
 
 def obstacle(job: Job, documents: Sequence[tuple[int, Document]]) -> str | None:
@@ -153,22 +170,41 @@ def obstacle(job: Job, documents: Sequence[tuple[int, Document]]) -> str | None:
 
 
 def lay(job: Job, documents: Sequence[tuple[int, Document]], most: int) -> list[Batch]:
-    """The documents in whole micro-batches of the rung, by its own filling; empty rows fill the last one up.
+    """The documents in whole micro-batches of the rung, by its own layout; empty rows fill the last one up.
 
     Args:
-        most: documents that the rung's own micro-batches have room for: with it, compiled code sees the same shapes.
+        most: documents that a row of the rung has room for: with it, compiled code sees the same shapes.
     """
-    T, rows = job.setup.seq, job.setup.micro_rows
-    lengths = [len(document) for _, document in documents]
-    parts: list[list[list[tuple[int, Document]]]] = []
-    at = 0
-    while at < len(documents):
-        placed = job.fill(lengths, at, rows, T)
-        parts.append([[documents[i] for i in row] for row in placed])
-        at += pack.taken(placed)
-    for part in parts:
-        most = max(most, sum(len(row) + (sum(len(d) for _, d in row) < T) for row in part))
-    return [collate(part, T, single=job.fill.single, most=most) for part in parts]
+    rows = job.setup.micro_rows
+    laid = stream.Stream(Few(documents), job.layout, T=job.setup.seq, rows=rows, seed=0, shuffle=False)
+    plan = laid.plan(epochs=1)
+    plan = plan._replace(widest=max(most, plan.widest))
+    return [b for k in range(plan.steps) for b in laid.batches(k, plan, rank=0, ranks=1, micro_rows=rows)]
+
+
+@dataclass(frozen=True)
+class Few:
+    """Documents at hand as a source."""
+
+    held: Sequence[tuple[int, Document]]
+    parts: int = 1
+    fingerprint: str = ""
+
+    @property
+    def spans(self) -> tuple[tuple[int, float], ...]:
+        return ((len(self.held), 1.0),)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    def lengths(self) -> np.ndarray:
+        return np.array([len(document) for _, document in self.held])
+
+    def targets(self) -> np.ndarray:
+        return np.array([int(document.targets.sum()) for _, document in self.held])
+
+    def documents(self, i: int) -> tuple[Document, ...]:
+        return (self.held[i][1],)
 
 
 def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, list[float | None]]:

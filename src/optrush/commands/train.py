@@ -122,12 +122,12 @@ def evaluate(
 
         prepare(run, ranks=ranks)
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
-    from optrush.console import rows_read
+    from optrush.console import say
 
     if data is None and isinstance(run.data.eval, str):
         data = run.data.eval
     with distributed.leaving():
-        job = assemble(prepare(run), training=False, data=data, progress=rows_read("tokenising"))
+        job = assemble(prepare(run), training=False, data=data, progress=say)
         loss, targets = measure(job)
     if job.world.rank == 0:
         assert job.evaluation is not None
@@ -136,6 +136,6 @@ def evaluate(
             "target_tokens": targets,
             "documents": job.evaluation.documents,
             "rows": job.evaluation.rows,
-            "too_long": job.too_long,
+            "too_long": job.sources.too_long,
         }
         print(json.dumps(found) if as_json else "\n".join(f"{k:<14} {v}" for k, v in found.items()))

@@ -7,26 +7,18 @@ document of its own (it attends to itself alone and is never a target), so that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from optrush.data.document import Document
+
 IGNORE = -100  # a label that is not learnt
 LONGEST_BUCKET = 64  # Documents.longest is rounded up to a multiple of this: few distinct values, few recompilations
-
-
-@dataclass(frozen=True)
-class Document:
-    """Token ids and which of them are learnt; `targets[0]` is always False, for nothing predicts a first token."""
-
-    ids: np.ndarray  # (n,) int32
-    targets: np.ndarray  # (n,) bool
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
 
 class Documents(NamedTuple):
@@ -56,19 +48,21 @@ class Batch:
         """The batch on a device; from pinned memory, without waiting where the device allows it."""
         if device.type == "cpu":
             return self
+        return self._each(lambda t: t.pin_memory().to(device, non_blocking=True))
 
-        def move(t: Tensor) -> Tensor:
-            return t.pin_memory().to(device, non_blocking=True)
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory; torch's loader asks for it by this name."""
+        return self._each(lambda t: t.pin_memory())
 
-        d = self.documents
-        return Batch(
-            move(self.tokens), move(self.labels), move(self.positions),
-            Documents(move(d.starts), move(d.ids), d.longest, d.single),
-            self.n_terms, self.n_targets, self.n_tokens, self.attended, self.samples,
-        )  # fmt: skip
+    def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        documents = self.documents._replace(starts=move(self.documents.starts), ids=move(self.documents.ids))
+        tokens, labels, positions = move(self.tokens), move(self.labels), move(self.positions)
+        return replace(self, tokens=tokens, labels=labels, positions=positions, documents=documents)
 
 
-def collate(rows: list[list[tuple[int, Document]]], T: int, *, single: bool, most: int) -> Batch:
+def collate(
+    rows: Sequence[Sequence[tuple[int, Document]]], T: int, *, single: bool, most: int, isolated: bool = True
+) -> Batch:
     """Rows of (sample index, document) into one Batch on the host.
 
     Args:
@@ -76,6 +70,7 @@ def collate(rows: list[list[tuple[int, Document]]], T: int, *, single: bool, mos
         T: tokens a row.
         single: every row holds at most one document (see `Documents.single`).
         most: most documents a batch can hold, padding counted: fixes the length of `starts`.
+        isolated: False makes the documents of a row one: positions run on, and each sees those before it.
     """
     B = len(rows)
     tokens = np.zeros((B, T), np.int64)
@@ -86,22 +81,25 @@ def collate(rows: list[list[tuple[int, Document]]], T: int, *, single: bool, mos
     samples: list[int] = []
     real, attended, longest = 0, 0, 1
     for b, row in enumerate(rows):
-        at = 0
-        for number, (sample, document) in enumerate(row):
+        at, spans = 0, []
+        for sample, document in row:
             n = len(document)
             assert 0 < n <= T - at, "a row was filled past its end"
             tokens[b, at : at + n] = document.ids
             labels[b, at : at + n - 1] = np.where(document.targets[1:], document.ids[1:], IGNORE)
-            positions[b, at : at + n] = np.arange(n)
-            ids[b, at : at + n] = number
-            lengths.append(n)
             samples.append(sample)
-            at, real, attended, longest = at + n, real + n, attended + n * n, max(longest, n)
+            spans.append(n)
+            at += n
+        if not isolated and row:
+            spans = [at]
+        real, attended = real + at, attended + sum(n * n for n in spans)
         if at < T:
-            positions[b, at:] = np.arange(T - at)
-            ids[b, at:] = len(row)
-            lengths.append(T - at)
-            longest = max(longest, T - at)
+            spans.append(T - at)
+        ends = np.cumsum(spans)
+        ids[b] = np.repeat(np.arange(len(spans)), spans)
+        positions[b] = np.arange(T) - np.repeat(ends - spans, spans)
+        lengths += spans
+        longest = max(longest, *spans)
     assert len(lengths) <= most, "more documents than the batch has room for"
     starts = np.full(most + 1, B * T, np.int32)
     starts[0] = 0

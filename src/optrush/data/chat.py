@@ -1,49 +1,64 @@
-"""From a row to token ids and a mask of what is learnt, through the model's own chat template, without guessing.
+"""From rows to token ids and a mask of what is learnt, through the model's own chat template, without guessing.
 
-Which characters the assistant wrote cannot be asked of a template, so the conversation is rendered twice: once really,
-once with each assistant text replaced by a sentinel. What lies between the sentinels is the template's; the real render
-must be those pieces with the texts between them, character by character, or the row is refused. From characters to
-tokens the tokenizer's offsets lead. A mask that is empty, complete or shifted trains a wrong model without a sign;
-hence every doubt here is an error with the row's place.
+A mask that is empty, complete or shifted trains a wrong model without a sign; hence every doubt here is an error with
+the row's place. Which characters the assistant wrote is proven in mask.py; from characters to tokens the tokenizer's
+offsets lead. All texts of many rows go to the tokenizer at once, which is where the time goes.
 """
 
 from __future__ import annotations
 
 import datetime
 import re
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from unicodedata import is_normalized
 
 import numpy as np
-from jinja2.exceptions import TemplateError
 
-from optrush.data.batch import Document
-from optrush.data.read import Chat, Row, Text, Where
+from optrush.data import mask
+from optrush.data.document import Document
+from optrush.data.rows import Chat, Completion, Pair, Row, Text, Where
+from optrush.data.template import Template
 from optrush.errors import DataError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
-LONGEST_RENDER_chars = 32 * 2**20
-# What an expression of a template can raise besides jinja's own errors.
-RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-CHANGED = "the template changes the assistant's text, so it cannot be masked"
-NO_STOP = "no end-of-turn token follows the assistant's text: the model would never learn to stop"
-MEND = "give another template (model.chat_template), or train on all tokens (data.train_on: all)"
-MEND_TEMPLATE = "mend the row, or give another template (model.chat_template)"
-
-Span = tuple[int, int]  # characters [start, end) of the rendered text
+# Parts of a tokenizer that cut a text, or compose its characters (NFC), and change nothing else.
+CUTTING = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation"}
+COMPOSING = {"Sequence", "NFC"}
 
 
-class Encoded(NamedTuple):
-    """A text, its token ids, and the characters [starts, ends) that each token covers."""
+class _Draft(NamedTuple):
+    """A row's text before it is tokenised, and the characters that are learnt of it."""
 
+    where: Where
     text: str
-    ids: list[int]
-    starts: np.ndarray
-    ends: np.ndarray
+    special: bool  # the tokenizer's special tokens belong around it: the template writes none
+    seam: int = 0  # learnt from this character on
+    spans: tuple[mask.Span, ...] = ()  # learnt, or not learnt where all else is
+    rest: bool = True  # whether what lies outside of the spans is learnt
+
+
+class _Laid(NamedTuple):
+    """A text's tokens and what of it each covers, counted in characters, or in bytes where the text is bytes."""
+
+    text: str | bytes
+    ids: np.ndarray  # (n,) int32
+    starts: np.ndarray  # (n,) int64
+    ends: np.ndarray  # (n,) int64
+
+    def at(self, character: int, text: str) -> int:
+        """The place of a character of the text."""
+        return character if isinstance(self.text, str) else len(text[:character].encode())
+
+    def token(self, at: int) -> int:
+        """The first token that ends behind a place; as many as there are tokens if none does."""
+        return int(self.ends.searchsorted(at, "right"))
 
 
 class Tokens:
@@ -68,26 +83,59 @@ class Tokens:
         self.tokenizer = tokenizer
         self._given = template
         self._today = today
-        self._raw = _without_postprocessing(tokenizer)
-        added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
-        # Some vocabularies list runs of spaces or newlines as added tokens; those end no turn.
-        self._marks = frozenset(i for i, text in added.items() if text.replace("▁", " ").strip())
+        self._engine = _engine(tokenizer)
+        self._sizes = _token_bytes(self._engine)
+        self._eos = cast("int | None", tokenizer.eos_token_id)
+        self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+        self._marks = mask.Marks(list(self._added))
+        self._ends = frozenset(self._added[token] for token in self._marks.tokens)
+
+    def batch(self, rows: Sequence[tuple[Where, Row]], train_on: str) -> list[tuple[Document, ...] | DataError]:
+        """Each row's document, the two of a pair (chosen, rejected), or the error that names the row.
+
+        Args:
+            train_on: what is learnt of a conversation or a completion: `assistant` all answers, `last` the last one,
+                `all` every token but the first. A text is always learnt whole.
+        """
+        drafts: list[_Draft] = []
+        parts: list[tuple[int, int] | DataError] = []  # of each row, its drafts
+        for where, row in rows:
+            start = len(drafts)
+            try:
+                for part in (row.chosen, row.rejected) if isinstance(row, Pair) else (row,):
+                    drafts.append(self._draft(part, train_on, where))
+                parts.append((start, len(drafts)))
+            except DataError as error:
+                parts.append(error)
+        encodings = self._encode(drafts)
+        made: list[tuple[Document, ...] | DataError] = []
+        for entry in parts:
+            try:
+                if isinstance(entry, DataError):
+                    raise entry
+                made.append(tuple(self._document(drafts[n], encodings[n]) for n in range(*entry)))
+            except DataError as error:
+                made.append(error)
+        return made
 
     def document(self, row: Row, train_on: str, where: Where) -> Document:
-        """The row's token ids and which of them are learnt; DataError with the row's place if none would be."""
-        assert train_on in TRAIN_ON, train_on
-        if isinstance(row, Text):
-            ids = self._text(row, where)
-            targets = np.ones(len(ids), bool)
-        else:
-            ids, targets = self._chat(row, train_on, where)
-        targets[:1] = False
-        if not targets.any():
-            raise DataError(f"to learn from the row at {where}", "not one token of it would be learnt", "take it out")
-        return Document(np.asarray(ids, np.int32), targets)
+        """The token ids of a row that is no pair, and which are learnt; DataError with its place if none would be."""
+        assert not isinstance(row, Pair)
+        made = self.batch([(where, row)], train_on)[0]
+        if isinstance(made, DataError):
+            raise made
+        return made[0]
 
     def template(self) -> str:
         """The chat template's source; DataError where there is none, or a monstrous one."""
+        return self._template.source
+
+    def masker(self, chat: Chat, turns: Sequence[int], where: Where) -> mask.Masker:
+        """The conversation under the template; DataError where it cannot be rendered, or loses something."""
+        return mask.Masker(self._template, self._marks, chat, turns, where)
+
+    @cached_property
+    def _template(self) -> Template:
         try:
             source = self.tokenizer.get_chat_template(self._given)
         except ValueError as error:
@@ -103,101 +151,116 @@ class Tokens:
                 f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken",
                 "give a shorter one: model.chat_template: FILE.jinja",
             )
-        return source if self._today is None else _dated(source, self._today)
+        source = source if self._today is None else _dated(source, self._today)
+        return Template(source, self.tokenizer.special_tokens_map)
 
-    def _text(self, row: Text, where: Where) -> list[int]:
-        ids = cast(list[int], self.tokenizer(row.text, add_special_tokens=True, verbose=False)["input_ids"])
-        eos = self.tokenizer.eos_token_id
-        if eos is None:
+    def _draft(self, row: Text | Chat | Completion, train_on: str, where: Where) -> _Draft:
+        assert train_on in TRAIN_ON, train_on
+        if isinstance(row, Text):
+            return _Draft(where, row.text, special=True)
+        if isinstance(row, Completion):
+            seam = 0 if train_on == "all" else len(row.prompt)
+            return _Draft(where, row.prompt + row.completion, special=True, seam=seam)
+        turns = answers(row, train_on)
+        if not turns and train_on != "all":
             raise DataError(
-                f"the text at {where} with its end marked",
-                "the tokenizer has no end-of-text token (eos_token)",
-                "set eos_token in tokenizer_config.json",
+                f"to learn from the messages at {where}", "no answer of them is to be learnt", "take them out"
             )
-        return ids if ids and ids[-1] == eos else [*ids, cast(int, eos)]
-
-    def _chat(self, row: Chat, train_on: str, where: Where) -> tuple[list[int], np.ndarray]:
-        turns = [(message.role, message.content) for message in row.messages]
-        encoded = self._encode(self._render(turns, where))
-        if train_on == "all":
-            return encoded.ids, np.ones(len(encoded.ids), bool)
-        spans = self._spans(turns, encoded.text, where)
-        stop = self._stop(turns, encoded, spans, where)
-        targets = np.zeros(len(encoded.ids), bool)
-        for start, end in spans[-1:] if train_on == "last" else spans:
-            last = self._ending(encoded, end, stop, where)
-            targets[self._beginning(encoded, start, last) : last + 1] = True
-        return encoded.ids, targets
-
-    def _stop(self, turns: list[tuple[str, str]], encoded: Encoded, spans: list[Span], where: Where) -> int:
-        """The id of the end-of-turn token: the one after the last assistant's text where no other turn follows.
-
-        What stands before another turn may be that turn's header, which must not pass for an end.
-        """
-        last = max(i for i, (role, _) in enumerate(turns) if role == "assistant")
-        if last + 1 < len(turns):
-            turns = turns[: last + 1]
-            encoded = self._encode(self._render(turns, where))
-            spans = self._spans(turns, encoded.text, where)
-        return encoded.ids[self._ending(encoded, spans[-1][1], None, where)]
-
-    def _render(self, turns: list[tuple[str, str]], where: Where) -> str:
-        template = self.template()
-        messages = [{"role": role, "content": content} for role, content in turns]
         try:
-            rendered = self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-        except RENDERING as error:
-            found = f"the chat template failed: {type(error).__name__}: {error}"
-            raise DataError(f"to render the messages at {where}", found, MEND_TEMPLATE) from error
-        assert isinstance(rendered, str)
-        if len(rendered) > LONGEST_RENDER_chars:
-            found = f"the chat template made {len(rendered)} characters; at most {LONGEST_RENDER_chars} are taken"
-            raise DataError(f"to render the messages at {where}", found, MEND_TEMPLATE)
-        return rendered
+            masker = self.masker(row, turns, where)
+            spans = tuple(masker.spans()) if turns else ()
+        except RecursionError as error:
+            raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "take them out") from error
+        return _Draft(where, masker.rendered, special=False, spans=spans, rest=train_on == "all")
 
-    def _encode(self, text: str) -> Encoded:
-        encoding = self._raw.encode(text, add_special_tokens=False)
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        return Encoded(text, encoding.ids, offsets[:, 0], offsets[:, 1])
+    def _encode(self, drafts: list[_Draft]) -> list[Encoding]:
+        """The drafts' texts as tokens, with offsets only where those are needed."""
+        summed = self._sizes is not None
+        ways = [(draft.special, draft.seam > 0 or (draft.spans != () and not summed)) for draft in drafts]
+        encodings: dict[tuple[bool, bool], Iterator[Encoding]] = {}
+        for special, exact in set(ways):
+            encode = self._engine.encode_batch if exact else self._engine.encode_batch_fast
+            texts = [draft.text for draft, way in zip(drafts, ways, strict=True) if way == (special, exact)]
+            encodings[special, exact] = iter(encode(texts, add_special_tokens=special))
+        return [next(encodings[way]) for way in ways]
 
-    def _spans(self, turns: list[tuple[str, str]], rendered: str, where: Where) -> list[Span]:
-        """Where in the rendered text the assistant's texts lie."""
-        opening, closing = _unused(rendered)
-        texts = [content for role, content in turns if role == "assistant"]
-        marks = [f"{opening}{i}{closing}" for i in range(len(texts))]
-        left = iter(marks)
-        marked = [(role, next(left) if role == "assistant" else content) for role, content in turns]
-        separators = _cut(self._render(marked, where), marks)
-        spans = separators and _align(rendered, separators, texts)
-        if not spans:
-            raise DataError(f"to mask the messages at {where}", CHANGED, MEND)
-        return spans
+    def _document(self, draft: _Draft, encoding: Encoding) -> Document:
+        if not draft.special:
+            laid = self._lay(draft, encoding)
+            targets = np.full(len(laid.ids), draft.rest)
+            for span in draft.spans:
+                first, last = self._tokens(draft, laid, span)
+                targets[first : last + 1] = not draft.rest
+            ids = laid.ids
+        else:
+            if self._eos is None:
+                raise DataError(
+                    f"the text at {draft.where} with its end marked",
+                    "the tokenizer has no end-of-text token (eos_token)",
+                    "set eos_token in tokenizer_config.json",
+                )
+            found = encoding.ids
+            if not found or found[-1] != self._eos:
+                found.append(self._eos)
+            ids = np.array(found, np.int32)
+            targets = np.ones(len(ids), bool)
+            if draft.seam:
+                # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
+                covers = (encoding.char_to_token(at) for at in range(draft.seam, len(draft.text)))
+                targets[: next((token for token in covers if token is not None), None)] = False
+        targets[:1] = False
+        if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
+            asked = f"to learn from the row at {draft.where}"
+            raise DataError(asked, "not one token of it would be learnt", "take it out")
+        return Document(ids, targets)
 
-    def _beginning(self, encoded: Encoded, start: int, last: int) -> int:
-        """The first token, at most `last`, of a text that begins at the character `start`."""
-        first = int(np.argmax(encoded.ends > start))
+    def _lay(self, draft: _Draft, encoding: Encoding) -> _Laid:
+        ids = np.array(encoding.ids, np.int32)
+        if self._sizes is None or not draft.spans:
+            offsets = np.array(encoding.offsets if draft.spans else [], np.int64).reshape(-1, 2)
+            return _Laid(draft.text, ids, offsets[:, 0], offsets[:, 1])
+        sizes, text = self._sizes[ids], draft.text.encode()
+        ends = sizes.cumsum()
+        if len(ids) and ends[-1] == len(text) and (self._engine.normalizer is None or is_normalized("NFC", draft.text)):
+            return _Laid(text, ids, ends - sizes, ends)
+        offsets = np.array(self._engine.encode(draft.text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
+        return _Laid(draft.text, ids, offsets[:, 0], offsets[:, 1])
+
+    def _tokens(self, draft: _Draft, laid: _Laid, span: mask.Span) -> tuple[int, int]:
+        """The first and the last token of a span, its end-of-turn token included."""
+        start, end = laid.at(span.start, draft.text), laid.at(span.end - span.closed, draft.text)
+        stop, *further = (self._added[token] for token in span.stops)
+        # The token that ends a turn begins where the text ends, or a little earlier if it swallows white space
+        # (`lstrip`). White space may lie between (some templates write one space before it); it is learnt too, or the
+        # model could not reach the end by itself.
+        last = laid.token(end)
+        while last < len(laid.ids) and laid.ids[last] != stop:
+            if laid.ids[last] in self._ends and not span.closed:
+                other = self.tokenizer.convert_ids_to_tokens(int(laid.ids[last]))
+                found = f"{other} follows an answer, {span.stops[0]} the last: it would never learn to stop there"
+                raise DataError(f"to mask the messages at {draft.where}", found, mask.MEND_EARLIER)
+            last = len(laid.ids) if span.closed or laid.text[end : laid.ends[last]].strip() else last + 1
+        if last == len(laid.ids):
+            raise DataError(f"to mask the messages at {draft.where}", mask.NO_STOP, mask.MEND)
+        for stop in further:
+            if laid.ids[last + 1 : last + 2] == stop:
+                last += 1
+            else:
+                break
+        first = laid.token(start)
         # A header's mark that swallows white space (`rstrip`) can reach into the text; it is the header's still.
-        while first < last and encoded.starts[first] < start and encoded.ids[first] in self._marks:
+        while first < last and laid.ids[first] in self._ends and laid.starts[first] < start:
             first += 1
-        return first
+        return first, last
 
-    def _ending(self, encoded: Encoded, end: int, stop: int | None, where: Where) -> int:
-        """The token that ends a turn whose text ends at the character `end`: `stop`, or any mark if that is None.
 
-        It begins where the text ends, or a little earlier if it swallows white space (`lstrip`). White space may lie
-        between (some templates write one space before it); the caller has that learnt too, or the model could not
-        reach the end by itself.
-        """
-        at = int(np.argmax(encoded.ends > end))
-        while at < len(encoded.ids) and encoded.ends[at] > end:
-            if encoded.ids[at] in self._marks:
-                if stop is None or encoded.ids[at] == stop:
-                    return at
-                break
-            if encoded.text[end : encoded.ends[at]].strip():
-                break
-            at += 1
-        raise DataError(f"to mask the messages at {where}", NO_STOP, MEND)
+def answers(chat: Chat, train_on: str) -> list[int]:
+    """The turns to be masked, by number: those that are learnt, or with `all` those that are not."""
+    turns = [i for i, message in enumerate(chat.messages) if message.role == "assistant"]
+    if train_on == "all":
+        return [i for i in turns if not chat.messages[i].learnt]
+    turns = [i for i in turns if i >= chat.prompt and chat.messages[i].learnt]
+    return turns[-1:] if train_on == "last" else turns
 
 
 def _dated(source: str, today: datetime.date) -> str:
@@ -209,57 +272,44 @@ def _dated(source: str, today: datetime.date) -> str:
     return re.sub(r"""\bstrftime_now\(\s*(["'])([^"'\\]*)\1\s*\)""", answer, source)
 
 
-def _without_postprocessing(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """A private copy of the tokenizer's engine whose offsets are exact.
 
-    Byte-level post-processors trim white space off the offsets, so that a token of spaces seems to cover nothing. They
-    change no ids once special tokens are off.
+    Byte-level post-processors trim white space off the offsets, so that a token of spaces seems to cover nothing.
     """
-    from tokenizers import Tokenizer, processors
+    from tokenizers import Tokenizer
 
-    engine = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    engine.post_processor = processors.Sequence([])
+    source = tokenizer.backend_tokenizer.to_str()
+    engine = Tokenizer.from_str(source.replace('"trim_offsets":true', '"trim_offsets":false'))
     engine.no_truncation()
     engine.no_padding()
     return engine
 
 
-def _unused(text: str) -> tuple[str, str]:
-    """Two private-use characters that do not occur in the text."""
-    used = set(text)
-    free = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in used)
-    return next(free), next(free)
+def _token_bytes(engine: Tokenizer) -> np.ndarray | None:
+    """The bytes of text that each token stands for, (largest id + 1,) int64; None where a token alone cannot tell.
 
-
-def _cut(marked: str, marks: list[str]) -> list[str]:
-    """The pieces around the marks, or nothing if they do not all stand there once and in order."""
-    pieces: list[str] = []
-    at = 0
-    for mark in marks:
-        found = marked.find(mark, at)
-        if found < 0 or marked.count(mark) != 1:
-            return []
-        pieces.append(marked[at:found])
-        at = found + len(mark)
-    return [*pieces, marked[at:]]
-
-
-def _align(rendered: str, separators: list[str], texts: list[str]) -> list[Span]:
-    """Spans of the texts, as they are or stripped, such that pieces and texts make up the rendered text exactly.
-
-    All ways are followed at once; where two of them meet the answer would be a guess, and there is none.
+    A byte-level BPE cuts a text's bytes into tokens and changes none of them. So sums of these are the offsets, which
+    would take the tokenizer a quarter of its time. Only added tokens can cover more than they say (the white space that
+    they swallow) and a normaliser can change the text: `Tokens._lay` looks for both.
     """
-    if not rendered.startswith(separators[0]):
-        return []
-    ways: dict[int, list[Span]] = {len(separators[0]): []}
-    for text, separator in zip(texts, separators[1:], strict=True):
-        onward: dict[int, list[Span]] = {}
-        for at, spans in ways.items():
-            for form in {text, text.strip(), text.lstrip(), text.rstrip()}:
-                if rendered.startswith(form + separator, at):
-                    end = at + len(form)
-                    if end + len(separator) in onward:
-                        return []
-                    onward[end + len(separator)] = [*spans, (at, end)]
-        ways = onward
-    return ways.get(len(rendered), [])
+    from tokenizers import models, pre_tokenizers
+
+    model, alphabet = engine.model, pre_tokenizers.ByteLevel.alphabet()
+    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    cuts, normalises = _kinds(engine.pre_tokenizer), _kinds(engine.normalizer)
+    vocabulary = engine.get_vocab(with_added_tokens=False)
+    if "ByteLevel" not in cuts or cuts - CUTTING or normalises - COMPOSING or not vocabulary.keys() >= set(alphabet):
+        return None
+    added = {i: len(token.content.encode()) for i, token in engine.get_added_tokens_decoder().items()}
+    sizes = {i: len(token) for token, i in vocabulary.items()} | added
+    found = np.zeros(max(sizes) + 1, np.int64)
+    found[list(sizes)] = list(sizes.values())
+    return found
+
+
+def _kinds(part: Any) -> set[str]:
+    """The types of which a part of a tokenizer is made, what adds a space before the text among them."""
+    state = "" if part is None else part.__getstate__().decode()
+    return set(re.findall(r'"type":"(\w+)"', state)) | ({"prefix"} if '"add_prefix_space":true' in state else set())

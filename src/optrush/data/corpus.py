@@ -1,41 +1,63 @@
-"""Documents in memory: files read, tokenised, cut to length, counted, fingerprinted, and split into two parts."""
+"""Samples to train on, as a view on shards: whole documents on the disk, cut to T and chosen by row when looked at.
+
+What is in memory is 32 bytes a sample: where its tokens begin, how many they are, how many are learnt, and its row.
+The tokens stay in the mapped files. A sample is a document or a piece of one, or the two documents of a pair.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from optrush.data.batch import Document
-from optrush.data.read import Where, parse, read
+from optrush.data.document import Document
+from optrush.data.rows import Where
+from optrush.data.shard import Refused, Shard, digest, mapped, mixed
 from optrush.errors import DataError
 
-if TYPE_CHECKING:
-    from optrush.data.chat import Tokens
-
 TOO_LONG = ("error", "split", "drop", "truncate")
+OPEN = 128  # mapped shards at a time: each holds a file descriptor
 
 
 class Source(Protocol):
-    """Documents by number; `length` is asked for all of them before the first `document`."""
+    """Samples by number; each is a document, or the two of a pair, and no longer than T where it was asked for."""
+
+    @property
+    def parts(self) -> int:
+        """Documents of a sample: 1, of pairs 2."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def spans(self) -> tuple[tuple[int, float], ...]:
+        """(samples, weight) of each origin, one after the other."""
 
     def __len__(self) -> int: ...
 
-    def length(self, i: int) -> int: ...
+    def lengths(self) -> np.ndarray:
+        """(N,) int64: tokens of each sample, its documents together."""
 
-    def document(self, i: int) -> Document: ...
+    def targets(self) -> np.ndarray:
+        """(N,) int64: how many of them are learnt."""
+
+    def documents(self, i: int) -> tuple[Document, ...]: ...
 
 
 @dataclass
 class Counts:
     """What reading did. Nothing leaves the data without being counted here."""
 
-    rows: int = 0  # rows read
+    rows: int = 0  # rows read; without those that cleaning took out
+    refused: int = 0  # bad rows that were set aside
+    cleaned: int = 0  # rows that cleaning took out
     too_long: int = 0  # rows longer than T, whatever was done with them
+    truncated: int = 0  # rows that lost their end
     dropped: int = 0  # documents, or pieces of one, that were left out
     targets_lost: int = 0  # target tokens that were in the rows and are not in the corpus
     documents: int = 0
@@ -43,24 +65,250 @@ class Counts:
     targets: int = 0
 
 
+# --- shards
+
+
+@dataclass
+class Shelf:
+    """The shards of some data, one after another; a row's number counts through all of them."""
+
+    files: Sequence[Path]
+    made: list[Path | Shard] = field(default_factory=list)
+    rows_before: list[int] = field(default_factory=lambda: [0])
+    tokens_before: list[int] = field(default_factory=lambda: [0])
+    parts: int = 1
+    cleaned: int = 0
+    refused: list[tuple[int, Refused]] = field(default_factory=list)
+    total: int = 0  # rows of the data: all in the shards, or the first so many
+    names: list[str] = field(default_factory=list)
+    _open: dict[int, Shard] = field(default_factory=dict)
+
+    def add(self, made: Path | Shard, most: int | None) -> tuple[Shard, list[tuple[int, Refused]]]:
+        """Takes the next shard, of which the data ends with row `most`; (the shard, its refused rows by number)."""
+        shard = mapped(made) if isinstance(made, Path) else made
+        before = self.rows_before[-1]
+        if len(shard):
+            if self.tokens_before[-1] and shard.parts != self.parts:
+                raise mixed(Where(self.files[shard.files[0]], int(shard.lines[0])))
+            self.parts = shard.parts
+        self.made.append(made)
+        self.names.append(made.stem.rsplit("-", 1)[1] if isinstance(made, Path) else digest(shard))
+        self.rows_before.append(before + shard.rows)
+        self.tokens_before.append(self.tokens_before[-1] + len(shard.ids))
+        self.total = self.rows_before[-1] if most is None else min(most, self.rows_before[-1])
+        self.cleaned += shard.cleaned
+        refused = [(before + n, why) for n, why in shard.refusals(self.files) if before + n < self.total]
+        self.refused += refused
+        return shard, refused
+
+    def shard(self, k: int) -> Shard:
+        """Shard k; of mapped ones the last few stay open."""
+        made = self.made[k]
+        if isinstance(made, Shard):
+            return made
+        if k not in self._open:
+            if len(self._open) >= OPEN:
+                del self._open[next(iter(self._open))]
+            self._open[k] = mapped(made)
+        return self._open[k]
+
+    def where(self, row: int) -> Where:
+        """The place of a row that has a sample."""
+        k = int(np.searchsorted(self.rows_before, row, "right")) - 1
+        shard = self.shard(k)
+        at = int(np.searchsorted(shard.numbers, row - self.rows_before[k]))
+        return Where(self.files[shard.files[at]], int(shard.lines[at]))
+
+
+# --- the view
+
+
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised documents in the order of their rows; `origin[i]` is the number of the row document i comes from."""
+    """The samples of a view; `row[i]` is the number of the row that sample i comes from."""
 
-    documents: Sequence[Document]
-    origin: Sequence[int]
+    shelf: Shelf
+    at: np.ndarray  # (N,) int64: of the first token, counted through all shards
+    length: np.ndarray  # (N,) int64
+    learnt: np.ndarray  # (N,) int64
+    row: np.ndarray  # (N,) int64
+    first: np.ndarray | None  # (N,) int64: tokens of a pair's first document
     counts: Counts
-    fingerprint: str = field(default="", compare=False)  # SHA-256 over ids and targets
-    long: frozenset[int] = frozenset()  # the rows that were longer than T
+    fingerprint: str
+    spans: tuple[tuple[int, float], ...]
+
+    @property
+    def parts(self) -> int:
+        return self.shelf.parts
 
     def __len__(self) -> int:
-        return len(self.documents)
+        return len(self.at)
 
-    def length(self, i: int) -> int:
-        return len(self.documents[i])
+    def lengths(self) -> np.ndarray:
+        return self.length
 
-    def document(self, i: int) -> Document:
-        return self.documents[i]
+    def targets(self) -> np.ndarray:
+        return self.learnt
+
+    def documents(self, i: int) -> tuple[Document, ...]:
+        at = int(self.at[i])
+        k = int(np.searchsorted(self.shelf.tokens_before, at, "right")) - 1
+        shard, start = self.shelf.shard(k), at - self.shelf.tokens_before[k]
+        end = start + int(self.length[i])
+        if self.first is None:
+            return (shard.document(start, end),)
+        middle = start + int(self.first[i])
+        return shard.document(start, middle), shard.document(middle, end)
+
+    def where(self, i: int) -> Where:
+        """The place of the row that sample i comes from."""
+        return self.shelf.where(int(self.row[i]))
+
+
+def view(
+    shelf: Shelf,
+    *,
+    T: int | None,
+    how: str,
+    keep: np.ndarray | None = None,
+    named: str = "all",
+    origins: Sequence[tuple[int, float]] = (),
+) -> Corpus:
+    """The samples of some rows, of at most T tokens each.
+
+    Args:
+        T: None leaves them as they are.
+        how: what is done with longer ones: `error` raises, `split` cuts, `drop` leaves out, `truncate` keeps the start.
+        keep: (rows,) bool; None: all.
+        named: which rows those are, for the fingerprint.
+        origins: (files, weight) of each, one after the other; none: all files are one.
+
+    Raises:
+        DataError: a row is too long, or nothing is left.
+    """
+    assert how in TOO_LONG and (T is None or T > 1), (how, T)
+    weights = [weight for _, weight in origins] or [1.0]
+    origin_of = np.repeat(np.arange(len(weights)), [n for n, _ in origins] or [len(shelf.files)])
+    counts = Counts(rows=shelf.total if keep is None else int(keep.sum()))
+    counts.refused = sum(keep is None or bool(keep[number]) for number, _ in shelf.refused)
+    held, sizes = [np.zeros((5, 0), np.int64)], np.zeros(len(weights), np.int64)
+    for k in range(len(shelf.made)):
+        shard = shelf.shard(k)
+        rows = shard.numbers + shelf.rows_before[k]
+        chosen = np.flatnonzero(rows < shelf.total)
+        if keep is not None:
+            chosen = chosen[keep[rows[chosen]]]
+        sample, pieces = _pieces(shard, chosen, T, how, shelf.files, counts)
+        pieces[0] += shelf.tokens_before[k]
+        held.append(np.vstack([pieces, rows[sample]]))
+        sizes += np.bincount(origin_of[shard.files[sample]], minlength=len(weights))
+    at, length, learnt, first, row = np.concatenate(held, axis=1)
+    counts.documents, counts.tokens, counts.targets = len(at) * shelf.parts, int(length.sum()), int(learnt.sum())
+    if not len(at):
+        raise DataError(
+            f"training data from {', '.join(map(str, shelf.files[:3]))}",
+            f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens",
+            "raise batch.seq, or choose data.too_long: split",
+        )
+    said = [*shelf.names, named, shelf.total < shelf.rows_before[-1] and shelf.total, counts.too_long and (T, how)]
+    fingerprint = hashlib.sha256(json.dumps([*said, weights]).encode()).hexdigest()
+    spans = tuple((int(n), weight) for n, weight in zip(sizes, weights, strict=True) if n)
+    return Corpus(shelf, at, length, learnt, row, first if shelf.parts > 1 else None, counts, fingerprint, spans)
+
+
+def _pieces(
+    shard: Shard, chosen: np.ndarray, T: int | None, how: str, files: Sequence[Path], counts: Counts
+) -> tuple[np.ndarray, np.ndarray]:
+    """((N,) the sample of each piece, (4, N) int64: where a piece begins, its tokens, its targets, its first part)."""
+    starts, parts = shard.starts, shard.parts
+    first = starts[1::parts] - starts[:-1:parts]
+    whole = np.vstack([starts[:-1:parts], shard.lengths(), shard.learnt, first])[:, chosen].astype(np.int64)
+    if T is None or not (whole[1] > T).any():
+        return chosen, whole
+    long = np.flatnonzero(whole[1] > T)
+    if how == "error" or (parts > 1 and how != "drop"):
+        i = chosen[long[0]]
+        raise overlong(Where(files[shard.files[i]], int(shard.lines[i])), int(whole[1, long[0]]), T, pair=parts > 1)
+    cut = [cuts(shard.document(at, at + n).targets, T, how, counts) for at, n in whole[:2, long].T.tolist()]
+    times = np.ones(len(chosen), np.int64)
+    times[long] = [piece.shape[1] for piece in cut]
+    sample = np.repeat(np.arange(len(chosen)), times)
+    pieces, of_long = whole[:, sample], whole[1, sample] > T
+    fresh = np.concatenate(cut, axis=1)
+    pieces[0, of_long] += fresh[0]
+    pieces[1:3, of_long] = fresh[1:]
+    return chosen[sample], pieces
+
+
+def cuts(targets: np.ndarray, T: int, how: str, counts: Counts) -> np.ndarray:
+    """(3, P) int64: beginning, tokens and targets of what is left of a document longer than T; adds to `counts`.
+
+    A piece begins without its context, so its first token is no target; a piece without targets is left out.
+    """
+    counts.too_long += 1
+    all_targets, targets = int(targets.sum()), targets[: {"split": None, "truncate": T, "drop": 0}[how]]
+    begin = np.arange(0, len(targets), T)
+    learnt = np.add.reduceat(targets, begin, dtype=np.int64) - targets[begin] if len(begin) else begin
+    kept = learnt > 0
+    counts.dropped += int((~kept).sum()) if how != "drop" else 1
+    counts.truncated += how == "truncate" and bool(kept.any())
+    counts.targets_lost += all_targets - int(learnt[kept].sum())
+    return np.vstack([begin, np.minimum(T, len(targets) - begin), learnt])[:, kept]
+
+
+def fit(documents: tuple[Document, ...], T: int, how: str, where: Where, counts: Counts) -> list[tuple[Document, ...]]:
+    """One row's documents as samples of at most T tokens, as `view` makes them.
+
+    Raises:
+        DataError: they are longer, and `how` is `error`; or they are a pair, and to be cut.
+    """
+    assert how in TOO_LONG and T > 1, (how, T)
+    n = sum(map(len, documents))
+    if n <= T:
+        return [documents]
+    if how == "error" or (len(documents) > 1 and how != "drop"):
+        raise overlong(where, n, T, pair=len(documents) > 1)
+    if len(documents) > 1:
+        counts.too_long, counts.dropped = counts.too_long + 1, counts.dropped + 1
+        counts.targets_lost += sum(int(document.targets.sum()) for document in documents)
+        return []
+    (document,) = documents
+    pieces: list[tuple[Document, ...]] = []
+    for at, tokens, _ in cuts(document.targets, T, how, counts).T.tolist():
+        targets = document.targets[at : at + tokens].copy()
+        targets[0] = False  # its context is gone
+        pieces.append((Document(document.ids[at : at + tokens], targets),))
+    return pieces
+
+
+def overlong(where: Where, n: int, T: int, *, pair: bool) -> DataError:
+    """The error of a row that is longer than T and must not be."""
+    what, ways = ("pairs", "drop") if pair else ("documents", "split, drop or truncate")
+    return DataError(
+        f"{what} of at most {T} tokens (batch.seq)",
+        f"{n} tokens at {where}",
+        f"raise batch.seq, or choose data.too_long: {ways}",
+    )
+
+
+def held_rows(rows: int, fraction: float, seed: int) -> np.ndarray:
+    """(rows,) bool: which are held out, the same for the same rows and seed whatever is in them."""
+    n = round(fraction * rows)
+    if not 0 < n < rows:
+        raise DataError(
+            f"{fraction} of the data for evaluation (data.eval)",
+            f"{rows} rows, of which that is {n}",
+            "change the fraction so that both parts get a row, or name a file of its own",
+        )
+    held = np.zeros(rows, bool)
+    held[permutation(rows, seed, 0)[:n]] = True
+    return held
+
+
+def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
+    """An order of n things that depends on (seed, epoch) alone, on any machine and with any version of numpy."""
+    raw = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
+    return np.argsort(raw, kind="stable")
 
 
 @dataclass(frozen=True)
@@ -71,149 +319,30 @@ class Random:
     T: int
     vocab: int
     seed: int
+    parts = 1
 
     def __len__(self) -> int:
         return self.n
 
-    def length(self, i: int) -> int:
-        return self.T
+    def lengths(self) -> np.ndarray:
+        return np.full(self.n, self.T, np.int64)
 
-    def document(self, i: int) -> Document:
+    def targets(self) -> np.ndarray:
+        return np.full(self.n, self.T - 1, np.int64)
+
+    def documents(self, i: int) -> tuple[Document, ...]:
         assert 0 <= i < self.n
         # Raw words, because numpy keeps those the same between its versions, and not what `integers` makes of them.
         raw = np.random.PCG64(np.random.SeedSequence([self.seed, i])).random_raw(self.T)
         ids = ((raw >> np.uint64(32)) * np.uint64(self.vocab)) >> np.uint64(32)
         targets = np.ones(self.T, bool)
         targets[0] = False
-        return Document(ids.astype(np.int32), targets)
+        return (Document(ids.astype(np.int32), targets),)
+
+    @property
+    def spans(self) -> tuple[tuple[int, float], ...]:
+        return ((self.n, 1.0),)
 
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(repr((self.n, self.T, self.vocab, self.seed)).encode()).hexdigest()
-
-
-def fit(document: Document, T: int, how: str, where: Where, counts: Counts) -> list[Document]:
-    """The document as pieces of at most T tokens, with what was cut or left out added to `counts`.
-
-    how: `error` refuses a document longer than T, `split` cuts it, `drop` leaves it out, `truncate` keeps its start.
-    """
-    assert how in TOO_LONG and T > 1, (how, T)
-    n = len(document)
-    if n <= T:
-        return [document]
-    counts.too_long += 1
-    if how == "error":
-        raise DataError(
-            f"documents of at most {T} tokens (batch.seq)",
-            f"{n} tokens at {where}",
-            "raise batch.seq, or choose data.too_long: split, drop or truncate",
-        )
-    if how == "drop":
-        counts.dropped += 1
-        counts.targets_lost += int(document.targets.sum())
-        return []
-    kept: list[Document] = []
-    for start in range(0, n if how == "split" else 1, T):
-        targets = document.targets[start : start + T].copy()
-        targets[0] = False  # its context is gone
-        if targets.any():
-            kept.append(Document(document.ids[start : start + T], targets))
-        else:
-            counts.dropped += 1
-    counts.targets_lost += int(document.targets.sum()) - sum(int(piece.targets.sum()) for piece in kept)
-    return kept
-
-
-def load(
-    files: Iterable[Path],
-    tokens: Tokens,
-    *,
-    train_on: str,
-    T: int,
-    too_long: str = "error",
-    max_samples: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> Corpus:
-    """All rows of the files, in order, as documents.
-
-    Args:
-        max_samples: reading stops after so many rows.
-        progress: called with the number of rows read so far, after each.
-    """
-    assert max_samples is None or max_samples > 0
-    paths = [Path(file) for file in files]
-    counts = Counts()
-    documents: list[Document] = []
-    origin: list[int] = []
-    long: set[int] = set()
-    for path in paths:
-        if counts.rows == max_samples:
-            break
-        for where, found in read(path):
-            before = counts.too_long
-            pieces = fit(tokens.document(parse(where, found), train_on, where), T, too_long, where, counts)
-            if counts.too_long > before:
-                long.add(counts.rows)
-            documents += pieces
-            origin += [counts.rows] * len(pieces)
-            counts.rows += 1
-            if progress is not None:
-                progress(counts.rows)
-            if counts.rows == max_samples:
-                break
-    if not documents:
-        raise DataError(
-            f"training data from {', '.join(map(str, paths)) or 'no file'}",
-            f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens",
-            "raise batch.seq, or choose data.too_long: split",
-        )
-    return replace(_corpus(documents, origin, counts), long=frozenset(long))
-
-
-def split(corpus: Corpus, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
-    """(training part, evaluation part) with `fraction` of the rows in the second; a row's pieces stay together.
-
-    What reading left out or cut is counted in the first part, so that the counts of both add up to the whole.
-    """
-    rows = sorted(set(corpus.origin))
-    if not 0 < fraction < 1:
-        raise DataError(f"data.eval: {fraction}", "not a fraction between 0 and 1", "set a fraction such as 0.1")
-    n = round(fraction * len(rows))
-    if not 0 < n < len(rows):
-        raise DataError(
-            f"{fraction} of the data for evaluation (data.eval)",
-            f"{len(rows)} rows, of which that is {n}",
-            "change the fraction so that both parts get a row, or name a file of its own",
-        )
-    held = {rows[i] for i in permutation(len(rows), seed, 0)[:n]}
-    parts: list[Corpus] = []
-    for wanted in (False, True):
-        at = [i for i, row in enumerate(corpus.origin) if (row in held) == wanted]
-        long = len(held & corpus.long)
-        counts = Counts(rows=n, too_long=long)
-        if not wanted:
-            whole = corpus.counts
-            counts = replace(whole, rows=whole.rows - n, too_long=whole.too_long - long)
-        parts.append(_corpus([corpus.documents[i] for i in at], [corpus.origin[i] for i in at], counts))
-    return parts[0], parts[1]
-
-
-def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-    """An order of n things that depends on (seed, epoch) alone, on any machine and with any version of numpy."""
-    raw = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
-    return np.argsort(raw, kind="stable")
-
-
-def _corpus(documents: Sequence[Document], origin: Sequence[int], counts: Counts) -> Corpus:
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(len(document).to_bytes(8, "little"))
-        digest.update(document.ids.astype("<i4").tobytes())
-        digest.update(np.packbits(document.targets).tobytes())
-    counts = replace(
-        counts,
-        documents=len(documents),
-        tokens=sum(map(len, documents)),
-        targets=sum(int(document.targets.sum()) for document in documents),
-    )
-    return Corpus(documents, origin, counts, digest.hexdigest())

@@ -2,37 +2,75 @@
 
 from __future__ import annotations
 
-import json
+import glob
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from optrush.config import Data
 
 ROWS = 200  # looked at
+FILES = 8  # that they come from, if there are more
 MOST_CHARS = 4 << 20
 CHARS_A_TOKEN = 4.0  # of English; the usual rule of thumb
+CHARS_A_TURN = 8  # of a template around a turn
 
 
 def estimate(data: Data, seed: int) -> list[float]:
-    """Tokens of the first documents; empty where they fill their rows or cannot be told (random, a missing file)."""
+    """Tokens of the first documents; empty where they fill their rows or cannot be told.
+
+    That is with random tokens, a missing file or a library that is missing; a data set of the hub is not fetched.
+    """
     if data.sample == "recipes":
         from optrush.data.recipes import conversations
 
-        return [sum(len(turn["content"]) + 8 for turn in c) / CHARS_A_TOKEN for c in conversations(ROWS, seed)]
-    if data.path is None or not Path(data.path).is_file():
+        chats = conversations(ROWS, seed)
+        return [sum(len(turn["content"]) + CHARS_A_TURN for turn in c) / CHARS_A_TOKEN for c in chats]
+    each = max(1, FILES // max(1, len(data.origins)))
+    files = [file for origin in data.origins for file in _spread(_files(origin.path), each)]
+    found: list[float] = []
+    for file in files[:ROWS]:
+        found += _chars(file, data.text_rows, max(1, ROWS // len(files)))
+    return [chars / CHARS_A_TOKEN for chars in found]
+
+
+def _files(path: str) -> list[Path]:
+    """The local files that a path names."""
+    from optrush.data.files import find
+    from optrush.errors import UserError
+
+    if not (Path(path).exists() or glob.glob(path, recursive=True)):
         return []
-    with open(data.path, "rb") as file:
-        text = file.read(MOST_CHARS).decode("utf-8", "replace")
-    return [_chars(line) / CHARS_A_TOKEN for line in text.split("\n")[:ROWS] if line.strip()]
-
-
-def _chars(line: str) -> int:
     try:
-        row: Any = json.loads(line)
-    except (ValueError, RecursionError):
-        return len(line)
-    if isinstance(row, dict) and isinstance(row.get("text"), str):
-        return len(row["text"])
-    if isinstance(row, dict) and isinstance(row.get("messages"), list):
-        return sum(len(str(m.get("content", ""))) + 8 for m in row["messages"] if isinstance(m, dict))
-    return len(line)
+        return find(path)
+    except UserError:  # said when the run reads them
+        return []
+
+
+def _spread(files: Sequence[Path], most: int) -> list[Path]:
+    return [files[i * len(files) // most] for i in range(most)] if len(files) > most else list(files)
+
+
+def _chars(file: Path, text_rows: str, most: int) -> Iterator[int]:
+    """Characters of the first rows of a file, with those of a template; bad rows are left out."""
+    from optrush.data.read import attempts
+    from optrush.data.rows import Chat, Pair, parse, text
+    from optrush.errors import UserError
+
+    left = MOST_CHARS
+    try:
+        for where, found in islice(attempts(file, text_rows), most):
+            if left < 0:
+                return
+            try:
+                row = parse(where, found) if isinstance(found, dict) else None
+            except UserError:
+                continue
+            if row is not None:
+                parts = (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
+                turns = sum(len(part.messages) for part in parts if isinstance(part, Chat))
+                size = len(text(row)) + turns * CHARS_A_TURN
+                left -= size
+                yield size
+    except UserError:
+        return

@@ -1,59 +1,317 @@
-"""Which documents lie in which row: pure functions on lengths.
+"""Which samples lie in which row: layouts, pure functions on lengths.
 
-A fill takes documents strictly in their order and stops at the first that does not fit, so that where a run stands in
-its data is one number, the index of the next document. Sorting documents first would pack tighter (the field does it),
-but then the state is a set of leftovers, and the order depends on how far ahead one has looked. Best fit in order loses
-little: the waste is what the last document of a step did not fit into.
+A layout is given a window, some ten thousand samples in the epoch's random order, and makes rows of it. Looking at a
+window fills rows to 99.9 % where taking samples one after the other leaves a tenth empty; and what a layout must know
+stays bounded, however long the data is. A sample is a document, or the two of a pair, which always share a row.
+
+Padded   one sample a row, padded to T                             where nothing else is asked for
+Fitted   one sample a row, padded to the longest of the micro-batch
+Sorted   one sample a row, steps of like lengths, in random order
+Wrapped  all tokens in one line, cut into full rows                documents are torn and see each other
+Packed   best fit decreasing, rows in random order                 samples stay whole and isolated
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol
+
+import numpy as np
+
+WINDOW = 65536  # samples that a layout looks at together
+BUCKET = 64  # widths of rows that are not T are multiples of it: few distinct shapes
+
+
+class Rows(NamedTuple):
+    """Rows of one window: row r holds the pieces [starts[r], starts[r+1]).
+
+    A piece is tokens [first, last) of a sample; those before `fresh` are there as context and not learnt (again).
+    """
+
+    starts: np.ndarray  # (R+1,) int64
+    samples: np.ndarray  # (P,) int64: positions in the window
+    first: np.ndarray  # (P,) int64
+    fresh: np.ndarray  # (P,) int64
+    last: np.ndarray  # (P,) int64
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def squares(self) -> np.ndarray:
+        """(R,) int64: what attention costs each row, the sum of its pieces' squared lengths."""
+        return self._sums((self.last - self.first) ** 2)
+
+    def tokens(self) -> np.ndarray:
+        """(R,) int64: real tokens of each row."""
+        return self._sums(self.last - self.first)
+
+    def _sums(self, of: np.ndarray) -> np.ndarray:
+        sums = np.append(0, np.cumsum(of))
+        return np.asarray(sums[self.starts[1:]] - sums[self.starts[:-1]])
+
+
+class Layout(Protocol):
+    """How windows become rows. Its `repr` names it in a checkpoint's fingerprint: equal ones make equal rows."""
+
+    @property
+    def window(self) -> int:
+        """Samples it looks at together."""
+
+    single: ClassVar[bool]  # no row ever holds two samples
+    isolated: ClassVar[bool]  # documents of a row do not see each other
+    whole: ClassVar[bool]  # it cuts no sample, so none may be longer than T
+    snug: ClassVar[bool]  # a micro-batch is only as wide as its longest row (to a multiple of BUCKET), not T
+
+    def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
+        """Rows of one window.
+
+        Args:
+            lengths: (n,) int64, tokens of its samples, in the epoch's order.
+            rows: rows of one step.
+            before: rows of the first step that lie before this window, fewer than `rows`.
+            draw: random bits that depend on (seed, epoch, window) alone.
+        """
 
 
 @dataclass(frozen=True)
-class Fill:
-    """`fill(lengths, start, rows, T)`: one step's rows, each a list of positions in `lengths`, from `start` on.
+class Padded:
+    """One sample a row; what it does not fill of the T slots is padding."""
 
-    The documents taken are exactly start, start+1, ...: as many as the rows hold together (`taken`).
-    `single` says that no row ever holds two.
+    window: int = WINDOW
+    single: ClassVar[bool] = True
+    isolated: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+    snug: ClassVar[bool] = False
+
+    def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
+        return _alone(lengths, np.arange(len(lengths)))
+
+
+@dataclass(frozen=True)
+class Fitted(Padded):
+    """One sample a row, padded to the longest of its micro-batch."""
+
+    snug: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """One sample a row; a window is sorted by length, cut into steps, and the steps are shuffled."""
+
+    window: int = WINDOW
+    single: ClassVar[bool] = True
+    isolated: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+    snug: ClassVar[bool] = True
+
+    def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
+        """Steps are aligned with the run's: the window's first may lie in a step that has begun."""
+        order = np.argsort(lengths, kind="stable")
+        head = (rows - before) % rows  # what the step under way still takes
+        steps = -(-(len(order) - head) // rows)
+        if steps < 1:
+            return _alone(lengths, order)
+        # Which step is cut short, by the window's beginning or its end, is drawn too: no length is always in it.
+        which = shuffled(steps + (head > 0), draw)
+        sizes = np.full(len(which), rows)
+        if head:
+            sizes[which[0]] = head
+        sizes[which[-1]] -= sizes.sum() - len(order)
+        edges = np.concatenate([[0], np.cumsum(sizes)])
+        return _alone(lengths, np.concatenate([order[edges[i] : edges[i + 1]] for i in which]))
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """All tokens of a window in one line, cut into full rows; a row that begins inside a sample repeats `overlap`."""
+
+    overlap: int = 1
+    window: int = WINDOW
+    single: ClassVar[bool] = False
+    isolated: ClassVar[bool] = False
+    whole: ClassVar[bool] = False
+    snug: ClassVar[bool] = False
+
+    def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
+        """Row after row, each from where the one before ended, less the overlap."""
+        assert 0 <= self.overlap < T, "a row of nothing but what was there before"
+        ends: list[int] = np.cumsum(lengths).tolist()
+        sizes: list[int] = lengths.tolist()
+        starts, pieces, at = [0], [], 0
+        while at < ends[-1]:
+            sample = bisect_right(ends, at)
+            fresh = at - ends[sample] + sizes[sample]
+            first = max(0, fresh - self.overlap)
+            room = T - (fresh - first)
+            while room and sample < len(sizes):
+                last = min(sizes[sample], fresh + room)
+                pieces.append((sample, first, fresh, last))
+                room, at = room - (last - fresh), at + last - fresh
+                sample, first, fresh = sample + 1, 0, 0
+            starts.append(len(pieces))
+        columns = np.array(pieces, np.int64).reshape(-1, 4).T
+        return Rows(np.array(starts), *columns)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Best fit decreasing over a window: the longest sample first, each into the fullest row that it fits into.
+
+    Source: Johnson et al. 1974, https://doi.org/10.1137/0203025; for training, https://arxiv.org/abs/2107.02027.
+    Samples of one length are interchangeable, so whole groups of rows are filled at once; which of them goes where is
+    the epoch's random order.
     """
 
-    single: bool
-    place: Callable[[Sequence[int], int, int, int], list[list[int]]]
+    window: int = WINDOW
+    single: ClassVar[bool] = False
+    isolated: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+    snug: ClassVar[bool] = False
 
-    def __call__(self, lengths: Sequence[int], start: int, rows: int, T: int) -> list[list[int]]:
-        return self.place(lengths, start, rows, T)
-
-
-def taken(rows: Sequence[Sequence[int]]) -> int:
-    """How many documents a step's rows hold."""
-    return sum(map(len, rows))
-
-
-def _single(lengths: Sequence[int], start: int, rows: int, T: int) -> list[list[int]]:
-    end = min(start + rows, len(lengths))
-    assert all(0 < lengths[i] <= T for i in range(start, end)), "a document longer than a row, or empty"
-    return [[i] if i < end else [] for i in range(start, start + rows)]
+    def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
+        row, count = _best_fit(lengths, T)
+        row = shuffled(count, draw)[row]
+        samples = np.argsort(row, kind="stable")  # within a row in the epoch's order
+        starts = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=count))])
+        return _pieces(lengths, samples, starts)
 
 
-def _best_fit(lengths: Sequence[int], start: int, rows: int, T: int) -> list[list[int]]:
-    placed: list[list[int]] = [[] for _ in range(rows)]
-    room = [(T, row) for row in range(rows)]  # sorted: the tightest row that still fits is found by bisection
-    for i in range(start, len(lengths)):
-        n = lengths[i]
-        assert 0 < n <= T, "a document longer than a row, or empty"
-        at = bisect_left(room, (n, -1))
-        if at == len(room):
+def _best_fit(lengths: np.ndarray, T: int) -> tuple[np.ndarray, int]:
+    """(the row of each sample, the number of rows)."""
+    order = np.argsort(-lengths, kind="stable")
+    sizes, counts = np.unique(lengths, return_counts=True)
+    room: dict[int, list[int]] = {}  # rows by the tokens they have left
+    some = 0  # bit n: there is a row with n left
+    filled: list[list[int]] = []  # rows, in the order of their samples ...
+    copies: list[int] = []  # ... and how many samples each of them took
+    n = 0
+    for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist()):
+        while count:
+            if at := some >> size:
+                left = size + (at & -at).bit_length() - 1  # the least that is enough
+                held = room[left]
+            else:
+                left, held = T, list(range(n, n + max(1, count // (T // size))))
+                n += len(held)
+            each = min(left // size, count)
+            takes = held[-max(1, count // each) :]
+            if at:
+                del held[-len(takes) :]
+                if not held:
+                    some ^= 1 << left
+            if after := left - each * size:
+                room.setdefault(after, []).extend(takes)
+                some |= 1 << after
+            filled.append(takes)
+            copies.append(each)
+            count -= each * len(takes)
+    flat = np.fromiter((r for rows in filled for r in rows), np.int64)
+    rows = np.empty(len(lengths), np.int64)
+    rows[order] = np.repeat(flat, np.repeat(copies, [len(takes) for takes in filled]))
+    return rows, n
+
+
+def _alone(lengths: np.ndarray, samples: np.ndarray) -> Rows:
+    return _pieces(lengths, samples, np.arange(len(samples) + 1))
+
+
+def _pieces(lengths: np.ndarray, samples: np.ndarray, starts: np.ndarray) -> Rows:
+    zero = np.zeros(len(samples), np.int64)
+    return Rows(starts, samples, zero, zero, lengths[samples])
+
+
+def shuffled(n: int, draw: np.random.PCG64) -> np.ndarray:
+    """An order of n things, the same with any version of numpy: its raw words never change."""
+    return np.argsort(draw.random_raw(n), kind="stable")
+
+
+def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """Rows to ranks: as many to each, and as nearly the same cost as a greedy choice finds.
+
+    The dearest row first, each to the rank that has the least so far and still takes rows; then the dearest and the
+    cheapest rank exchange the two rows that bring them nearest to each other, while there are such.
+    """
+    if ranks == 1:
+        return [list(range(len(costs)))]
+    cost = np.asarray(costs, np.float64)
+    each, hands = len(costs) // ranks, [[] for _ in range(ranks)]  # type: int, list[list[int]]
+    sums = [0.0] * ranks
+    for row in np.argsort(-cost, kind="stable").tolist():
+        rank = min((r for r in range(ranks) if len(hands[r]) < each), key=lambda r: sums[r])
+        hands[rank].append(row)
+        sums[rank] += cost[row]
+    for _ in range(4 * ranks):
+        high, low = int(np.argmax(sums)), int(np.argmin(sums))
+        gap = sums[high] - sums[low]
+        moved = cost[hands[high]][:, None] - cost[hands[low]][None, :]
+        i, j = np.unravel_index(np.abs(moved - gap / 2).argmin(), moved.shape)
+        if not 0 < moved[i, j] < gap:
             break
-        left, row = room.pop(at)
-        placed[row].append(i)
-        if left > n:
-            insort(room, (left - n, row))
-    return placed
+        hands[high][i], hands[low][j] = hands[low][j], hands[high][i]
+        sums[high], sums[low] = sums[high] - moved[i, j], sums[low] + moved[i, j]
+    return [sorted(hand) for hand in hands]
 
 
-single = Fill(True, _single)
-best_fit = Fill(False, _best_fit)
+def snug(longest: int, T: int) -> int:
+    """The width of a snug micro-batch."""
+    return min(T, max(1, -(-longest // BUCKET)) * BUCKET)
+
+
+def snug_slots(used: np.ndarray, micro_rows: int, T: int) -> int:
+    """Slots of rows with so many tokens each, in snug micro-batches in this order."""
+    first = np.arange(0, len(used), micro_rows)
+    longest = np.maximum.reduceat(used, first)
+    count = np.minimum(micro_rows, len(used) - first)
+    return int((count * np.minimum(T, -(-longest // BUCKET) * BUCKET)).sum())
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a layout makes of some lengths."""
+
+    name: str
+    rows: int
+    slots: int  # token slots computed: rows x their width
+    tokens: int  # real ones; a token that is repeated as context counts as padding
+    fill: float  # tokens / slots
+    squares: int  # sum of squared lengths of what attends to itself: what attention costs
+    seconds: float  # that the layout took
+
+
+def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 0) -> list[Survey]:
+    """The four layouts on the same samples, in random order, those longer than T cut where the layout cuts none.
+
+    Args:
+        lengths: (N,) int64 tokens of each sample.
+        rows, micro_rows: of a step, and of a micro-batch, to whose longest a snug layout is padded.
+    """
+    found = []
+    for name, layout in LAYOUTS.items():
+        fitting = np.minimum(lengths, T) if layout.whole else lengths
+        n, parts, seconds = 0, [], 0.0
+        mixed = fitting[shuffled(len(fitting), np.random.PCG64(np.random.SeedSequence([seed])))]
+        for number, window in enumerate(np.array_split(mixed, -(-len(mixed) // layout.window))):
+            begin = time.perf_counter()
+            placed = layout.place(window, T, rows, n % rows, np.random.PCG64(np.random.SeedSequence([seed, number])))
+            seconds += time.perf_counter() - begin
+            n += len(placed)
+            parts.append(placed)
+        used = np.concatenate([p.tokens() for p in parts])
+        slots = n * T
+        if layout.snug:
+            slots = snug_slots(used, micro_rows, T)
+        squares = sum(int(p.squares().sum()) for p in parts) if layout.isolated else int((used**2).sum())
+        tokens = int(fitting.sum())
+        found.append(Survey(name, n, slots, tokens, tokens / slots, squares, seconds))
+    return found
+
+
+LAYOUTS: dict[str, Layout] = {
+    "pad": Fitted(),
+    "sort-by-length": Sorted(),
+    "wrap": Wrapped(),
+    "packing": Packed(),
+}

@@ -1,194 +1,185 @@
-"""Rows from JSON Lines, strictly: what is not exactly understood is an error with its file, line and reason.
+"""Rows from files of every common format, strictly: what is not exactly understood is an error with its place.
 
 Lenient readers guess a schema and change it silently when a row does not fit; a row that was half understood then
 trains the model on something nobody wrote. Here a bad row is never repaired and never skipped: `read` raises at the
-first, `attempts` hands each one over as a value, so that a cleaner can count and keep them.
+first, `attempts` hands each one over as a value, so that a cleaner can count and keep them. Everything streams: memory
+is bounded by the longest row, not by the file.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from optrush.data import formats
+from optrush.data.packed import PACKED, Damaged, opened
+from optrush.data.rows import Where, bad_row
 from optrush.errors import DataError
 
-LONGEST_ROW_bytes = 32 * 2**20
-ROLES = ("system", "developer", "user", "assistant", "tool")
-MAY_BE_EMPTY = ("system", "developer")  # an empty system prompt is common, and says something; an empty turn does not
-# Keys of a message that change what is shown to the model or learnt from it; dropping them would change the row.
-NOT_UNDERSTOOD = (
-    "tool_calls", "function_call", "tool_call_id", "reasoning", "reasoning_content", "thinking", "images", "audio",
-    "weight", "train", "prefix",
-)  # fmt: skip
-SHOWN = 60  # characters of a value that an error message shows
+LINES, ARRAY, PARQUET = (".jsonl", ".ndjson"), ".json", ".parquet"
+CELLS = {".csv": ",", ".tsv": "\t"}
+TEXT = (".txt", ".md")
+KNOWN = (*LINES, ARRAY, PARQUET, *CELLS, *TEXT)  # all but Parquet may be packed: .jsonl.zst
+TEXT_ROWS = ("file", "paragraph", "line")
 
 
-class Where(NamedTuple):
-    """The place of a row; lines count from 1."""
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a file that is read alone.
+
+    `first` is the number of its first row, from 1. Bytes [start, end) of a file of lines, row groups [start, end) of a
+    Parquet file, or all of the file (0, None).
+    """
 
     file: Path
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-@dataclass(frozen=True)
-class Message:
-    role: str
-    content: str
+    first: int
+    start: int
+    end: int | None
 
 
-@dataclass(frozen=True)
-class Text:
-    text: str
+def form(path: Path) -> tuple[str, str] | None:
+    """(format, packing) by the file's suffixes, as in (".jsonl", ".gz"); None where they are not known."""
+    packing = path.suffix.lower()
+    if packing not in PACKED:
+        return (packing, "") if packing in KNOWN else None
+    inner = Path(path.stem).suffix.lower()
+    return (inner, packing) if inner in KNOWN and inner != PARQUET else None
 
 
-@dataclass(frozen=True)
-class Chat:
-    messages: tuple[Message, ...]
-
-
-Row = Text | Chat
-
-
-def bad_row(where: Where, reason: str) -> DataError:
-    """The error of one row: every reader and cleaner words it the same way."""
-    return DataError(f"a row of training data at {where}", reason, "mend that line, or take it out")
-
-
-def read(path: Path) -> Iterator[tuple[Where, dict[str, Any]]]:
-    """Every row of a JSON Lines file with its place; raises DataError at the first that is not one JSON object."""
-    for where, found in attempts(path):
+def read(path: Path, text_rows: str = "file") -> Iterator[tuple[Where, dict[str, Any]]]:
+    """Every row of a file with its place; raises DataError at the first that is none."""
+    for where, found in attempts(path, text_rows):
         if isinstance(found, DataError):
             raise found
         yield where, found
 
 
-def attempts(path: Path) -> Iterator[tuple[Where, dict[str, Any] | DataError]]:
-    """Every line of the file as a row or as the error that says why it is none; goes on after a bad one."""
+def attempts(source: Path | Chunk, text_rows: str = "file") -> Iterator[tuple[Where, dict[str, Any] | DataError]]:
+    """Every row of a file, or of a part of it, or the error that says why it is none; goes on after a bad one.
+
+    A place is a line in files of lines and of text, and the row's number (from 1) in Parquet, CSV and JSON arrays.
+    A Parquet file has every column in every row: null values are left out, at any depth, as keys that are not there.
+    Its columns of values that JSON has not (bytes, times) are read only where a row's meaning needs them.
+
+    Args:
+        text_rows: what is one row of a .txt or .md file: `file`, `paragraph` (between blank lines), `line` (but no
+            blank one).
+
+    Raises:
+        DataError: no such file, an unknown or damaged one (after the rows before the damage), or one without rows.
+        NeedsError: the library that unpacks it is missing.
+    """
+    assert text_rows in TEXT_ROWS, text_rows
+    chunk = source if isinstance(source, Chunk) else Chunk(source, 1, 0, None)
+    path = chunk.file
+    where = None
+    with _said(path):
+        suffix, packing = _checked(path)
+        try:
+            for number, found in _rows(chunk, suffix, packing, text_rows):
+                where = Where(path, number)
+                yield where, bad_row(where, found) if isinstance(found, str) else found
+        except Damaged as damage:
+            raise Damaged(f"{damage}; the last row that could be read: {where or 'none'}") from damage
+    if where is None and chunk.end is None:
+        raise _empty(path)
+
+
+def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> Iterator[Chunk]:
+    """The parts of a file, one after the other, from the file's bytes and `size_bytes` alone.
+
+    Lines are never cut: a part ends with the line that reaches `size_bytes`. Packed files, JSON arrays, CSV and text
+    that is not read by lines are one part.
+
+    Raises:
+        DataError: no such file, an unknown or damaged one, or an empty one.
+    """
+    chunk = None
+    with _said(file):
+        suffix, packing = _checked(file)
+        for chunk in _parts(file, suffix, packing, size_bytes, text_rows):
+            yield chunk
+    if chunk is None:
+        raise _empty(file)
+
+
+def _checked(path: Path) -> tuple[str, str]:
     if path.is_dir():
         raise DataError(f"training data from {path}", "a folder, not a file", "name a .jsonl file inside it")
     if not path.exists():
         raise DataError(f"training data from {path}", "no such file", "check the path")
-    line = 0
+    known = form(path)
+    if known is None:
+        do = f"name it by what it holds: {', '.join(KNOWN)}, or one of the text kinds with {', '.join(PACKED)}"
+        raise DataError(f"training data from {path}", "a suffix that says no known kind of data", do)
+    return known
+
+
+@contextmanager
+def _said(path: Path) -> Iterator[None]:
+    """Damage and the system's errors, in the house's three lines."""
     try:
-        with path.open("rb") as file:
-            while raw := file.readline(LONGEST_ROW_bytes + 1):
-                line += 1
-                where = Where(path, line)
-                if len(raw) > LONGEST_ROW_bytes:
-                    while not raw.endswith(b"\n") and (raw := file.readline(2**20)):
-                        pass
-                    yield where, bad_row(where, f"the row is longer than {LONGEST_ROW_bytes >> 20} MiB")
-                    continue
-                yield where, _decode(where, raw)
+        yield
+    except Damaged as damage:
+        raise DataError(f"training data from {path}", str(damage), "mend the file, or fetch it again") from damage
     except OSError as error:
-        raise DataError(f"training data from {path}", f"{error.strerror}", "check the file and its rights") from error
-    if line == 0:
-        raise DataError(f"training data from {path}", "an empty file", "give a file with at least one row")
+        do = "check the file and its rights"
+        raise DataError(f"training data from {path}", error.strerror or str(error), do) from error
 
 
-def _decode(where: Where, raw: bytes) -> dict[str, Any] | DataError:
-    if raw.startswith(b"\xef\xbb\xbf"):
-        return bad_row(where, "the line begins with a byte order mark (BOM)")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return bad_row(where, f"invalid UTF-8 at byte {error.start} of the line: {raw[error.start]:#04x}")
-    if not text.strip():
-        return bad_row(where, "an empty line")
-    try:
-        found = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except RecursionError:
-        return bad_row(where, "JSON nested too deeply")
-    except json.JSONDecodeError as error:
-        return bad_row(where, f"not valid JSON (cut off?): {error.msg} at character {error.pos}")
-    except ValueError as error:  # raised by the two hooks, and for a number of thousands of digits
-        return bad_row(where, f"not valid JSON: {error}")
-    if not isinstance(found, dict):
-        return bad_row(where, f"{_kind(found)} where an object {{...}} belongs")
-    return found
+def _empty(path: Path) -> DataError:
+    return DataError(f"training data from {path}", "an empty file", "give a file with at least one row")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {_show(key)} stands twice in one object")
-            seen.add(key)
-    return found
+def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> formats.Found:
+    if suffix == PARQUET:
+        from optrush.data import parquet
+
+        yield from parquet.rows(chunk.file, chunk.first, chunk.start, chunk.end)
+        return
+    with opened(chunk.file, packing) as file:
+        if suffix in CELLS:
+            yield from formats.cells(file, CELLS[suffix])
+        elif suffix == ARRAY and chunk.end is None and formats.is_array(file):
+            yield from formats.items(file)
+        elif suffix in TEXT and text_rows == "file":
+            yield from formats.whole(file)
+        elif suffix in TEXT and text_rows == "paragraph":
+            yield from formats.paragraphs(file)
+        else:
+            if chunk.start:
+                file.seek(chunk.start)
+            size = None if chunk.end is None else chunk.end - chunk.start
+            yield from (formats.texts if suffix in TEXT else formats.objects)(file, chunk.first, size)
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
+def _parts(file: Path, suffix: str, packing: str, size_bytes: int, text_rows: str) -> Iterator[Chunk]:
+    if suffix == PARQUET:
+        from optrush.data import parquet
 
-
-def parse(where: Where, found: dict[str, Any]) -> Row:
-    """A row's meaning: exactly one of `text` and `messages`; other keys (identifiers, sources) are not looked at."""
-    if "text" in found and "messages" in found:
-        raise bad_row(where, "both 'text' and 'messages'; which one is meant cannot be known")
-    if "text" in found:
-        text = _string(where, found["text"], "text")
-        if not text.strip():
-            raise bad_row(where, "text is empty")
-        return Text(text)
-    if "messages" in found:
-        return _chat(where, found["messages"])
-    keys = ", ".join(_show(key) for key in list(found)[:8]) or "no keys"
-    raise bad_row(where, f"neither 'text' nor 'messages' is there, but {keys}")
-
-
-def _chat(where: Where, found: Any) -> Chat:
-    if not isinstance(found, list):
-        raise bad_row(where, f"messages is {_kind(found)}, not a list")
-    if not found:
-        raise bad_row(where, "messages is an empty list")
-    messages = tuple(_message(where, message, f"messages[{i}]") for i, message in enumerate(found))
-    if not any(message.role == "assistant" for message in messages):
-        raise bad_row(where, "no assistant turn: there is nothing to learn")
-    return Chat(messages)
-
-
-def _message(where: Where, found: Any, name: str) -> Message:
-    if not isinstance(found, dict):
-        raise bad_row(where, f"{name} is {_kind(found)}, not an object with role and content")
-    for key in ("role", "content"):
-        if key not in found:
-            raise bad_row(where, f"{name} has no {key!r}")
-    for key in NOT_UNDERSTOOD:
-        if found.get(key) not in (None, "", []):
-            raise bad_row(where, f"{name} has {key!r}, which is not understood and must not be dropped silently")
-    role = _string(where, found["role"], f"{name}.role")
-    if role not in ROLES:
-        raise bad_row(where, f"{name}.role is {_show(role)}, not one of {', '.join(ROLES)}")
-    content = _string(where, found["content"], f"{name}.content")
-    if not content.strip() and role not in MAY_BE_EMPTY:
-        raise bad_row(where, f"{name}.content: an empty {role} turn")
-    return Message(role, content)
-
-
-def _string(where: Where, found: Any, name: str) -> str:
-    if not isinstance(found, str):
-        raise bad_row(where, f"{name} is {_kind(found)}, not a string")
-    try:
-        found.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise bad_row(where, f"{name} holds half a surrogate pair at character {error.start}") from error
-    return found
-
-
-def _kind(found: Any) -> str:
-    if found is None:
-        return "null"
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return names[type(found)]
-
-
-def _show(value: str) -> str:
-    return repr(value if len(value) <= SHOWN else value[:SHOWN] + "...")
+        for first, start, end in parquet.parts(file, size_bytes):
+            yield Chunk(file, first, start, end)
+        return
+    with opened(file, packing) as whole:
+        array = suffix == ARRAY and formats.is_array(whole)
+        empty = not whole.peek()
+    if empty:
+        return
+    if packing or array or suffix in CELLS or (suffix in TEXT and text_rows != "line"):
+        yield Chunk(file, 1, 0, None)
+        return
+    with file.open("rb", buffering=0) as raw:
+        start, first = 0, 1
+        while piece := raw.read(size_bytes):
+            end, lines = start + len(piece), piece.count(b"\n")
+            while piece and not piece.endswith(b"\n"):  # on to the end of the line that was cut
+                piece = raw.read(2**16)
+                cut = piece.find(b"\n") + 1
+                piece = piece[:cut] if cut else piece
+                end, lines = end + len(piece), lines + (cut > 0)
+            yield Chunk(file, first, start, end)
+            start, first = end, first + lines
+            raw.seek(start)

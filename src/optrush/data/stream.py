@@ -1,122 +1,265 @@
-"""The order of the documents, and which of them a step, a rank and a micro-batch get.
+"""The order of the samples, and which of them a step, a rank and a micro-batch get.
 
-The global index g counts documents over the whole run: it lies in epoch g // N, at place g % N of that epoch's
-permutation, a pure function of (seed, epoch). A step is the documents [plan[k], plan[k+1]) packed into a fixed number
-of rows. None of this knows of ranks or micro-batches, so a run resumes with one number and any number of ranks; only
-the last question, which rows of a step are mine, does.
+An epoch is a random order of the samples, cut into windows; a layout makes rows of each window (pack.py). All of it is
+a pure function of (seed, epoch, window), so rows have a global number g over the whole run, and where a run stands is
+that one number: step k takes the rows [kR, (k+1)R). None of this knows of ranks, micro-batches or worker processes, so
+any number of them resumes the run; only the last question, which rows of a step are mine, does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optrush.data.batch import Batch, Document, collate
+from optrush.data.batch import Batch, collate
 from optrush.data.corpus import Source, permutation
-from optrush.data.pack import Fill, taken
+from optrush.data.document import Document
+from optrush.data.loader import Loading, ahead
+from optrush.data.pack import Layout, Packed, Padded, Rows, deal, snug, snug_slots
 
-AHEAD = 4096  # documents a plan looks ahead at least, so that it does not refill its buffer for every step
-WINDOW = 64  # rows that evaluation packs at a time; a constant, so that its rows do not depend on the ranks
+if TYPE_CHECKING:
+    from optrush.data.live import Live
 
-Rows = list[list[tuple[int, Document]]]
-_Row = TypeVar("_Row")
+Row = list[tuple[int, Document]]  # (sample, one of its documents or a piece of one)
 
 
-class Plan(list[int]):
-    """The first global index of each step, and the end; step k, from 0, takes the documents [plan[k], plan[k+1])."""
+def plain_cost(tokens: int, squares: int) -> float:
+    """A cost without a model: attention as dear as the rest at 4096 tokens."""
+    return tokens + squares / 4096
 
-    def __init__(self, starts: Sequence[int], widest: int) -> None:
-        super().__init__(starts)
-        self.widest = widest  # most documents in one row of the run, padding counted as one
 
-    @property
-    def steps(self) -> int:
-        return len(self) - 1
+class Plan(NamedTuple):
+    """How long a run is, and what its batches must have room for."""
+
+    steps: int
+    rows: int  # of the run; the last step may be partly empty
+    widest: int  # most documents in one row of the run, padding counted as one
+
+
+class Totals(NamedTuple):
+    epochs: float
+    tokens: int
+    targets: int
+    slots: int  # rows x their width, padding included
 
 
 class Stream:
-    """Documents in a fixed order as steps of `rows` rows of T tokens.
+    """Samples in a fixed order as steps of `rows` rows of at most T tokens.
 
     Args:
+        source: the samples; a layout that cuts none of them needs them to be no longer than T.
+        layout: how they become rows.
         rows: rows of one step over all ranks and micro-batches.
-        fill: which documents lie in which row (pack.single, pack.best_fit).
+        cost: FLOPs of (tokens, sum of squared document lengths): ranks get rows of like cost.
         shuffle: False takes every epoch in the source's own order.
     """
 
-    def __init__(self, documents: Source, *, T: int, rows: int, seed: int, fill: Fill, shuffle: bool = True) -> None:
-        assert len(documents) > 0 and T > 1 and rows > 0
-        self.documents, self.T, self.rows, self.seed, self.fill, self.shuffle = documents, T, rows, seed, fill, shuffle
-        self._lengths = _lengths(documents)
-        assert self._lengths.min() > 0 and self._lengths.max() <= T, "documents are cut to T when they are made"
+    def __init__(
+        self,
+        source: Source,
+        layout: Layout,
+        *,
+        T: int,
+        rows: int,
+        seed: int,
+        cost: Callable[[int, int], float] = plain_cost,
+        shuffle: bool = True,
+    ) -> None:
+        assert len(source) > 0 and T > 1 and rows > 0
+        self.source, self.layout, self.T, self.rows, self.seed = source, layout, T, rows, seed
+        self.cost, self.shuffle = cost, shuffle
+        self.samples: int = sum(drawn(n, weight) for n, weight in source.spans)  # of an epoch
+        self._lengths = source.lengths()
+        assert self._lengths.min() > 0 and (not layout.whole or self._lengths.max() <= T), "samples are cut before"
+        self._windows = -(-self.samples // layout.window)  # of an epoch
+        self._before = [0]  # rows before each window of the run
         self._order: tuple[int, np.ndarray] = (-1, self._lengths)
-
-    def sample(self, index: int) -> int:
-        """The document at a global index."""
-        epoch, place = divmod(index, len(self.documents))
-        return int(self._epoch(epoch)[place])
+        self._laid: dict[int, tuple[np.ndarray, Rows]] = {}
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> Plan:
-        """Cuts the run into steps: `epochs` (the last step may be partly empty) or `steps`, however many epochs."""
+        """The length of a run of so many epochs, or steps, however many epochs those are."""
         assert (epochs is None) != (steps is None)
-        end = None if epochs is None else max(1, round(epochs * len(self.documents)))
-        starts, widest = [0], 0
-        ahead: list[int] = []  # lengths of the documents from `base` on
-        base, at = 0, 0
-        while starts[-1] != end and len(starts) - 1 != steps:
-            placed = self.fill(ahead, at, self.rows, self.T)
-            after = at + taken(placed)
-            if after == len(ahead) and base + after != end:  # the step may hold documents not yet looked at
-                ahead, base, at = self._extend(ahead[at:], base + at, end), base + at, 0
-                continue
-            widest = max(widest, _widest(placed, ahead, self.T))
-            at = after
-            starts.append(base + at)
-        return Plan(starts, widest)
+        if steps is None:
+            assert epochs is not None
+            whole = int(epochs)
+            self._reach(whole * self._windows)
+            end = self._before[whole * self._windows]
+            if epochs > whole:
+                self._reach((whole + 1) * self._windows)
+                end += round((epochs - whole) * (self._before[(whole + 1) * self._windows] - end))
+            end = max(1, end)
+        else:
+            end = steps * self.rows
+        widest, w = 1, 0
+        while self._starts(w) < end:
+            placed = self._window(w)[1]
+            used, held = placed.tokens(), placed.starts[1:] - placed.starts[:-1]
+            held = held if self.layout.isolated else np.ones_like(held)
+            widest, w = max(widest, int((held * self.source.parts + (used < self.T)).max())), w + 1
+        return Plan(-(-end // self.rows), end, widest)
 
-    def step(self, first: int, last: int) -> Rows:
-        """The rows of the step that takes the documents [first, last): exactly `rows` rows, the last may be empty."""
-        samples = [self.sample(index) for index in range(first, last)]
-        placed = self.fill([int(self._lengths[i]) for i in samples], 0, self.rows, self.T)
-        assert taken(placed) == last - first, "more documents than this step holds"
-        return [[(samples[i], self.documents.document(samples[i])) for i in row] for row in placed]
+    def totals(self, plan: Plan, micro_rows: int) -> Totals:
+        """Counts of a whole run, from lengths alone."""
+        learnt = self.source.targets()
+        tokens, targets, slots = 0, 0, 0
+        for w in itertools.count():
+            count = min(plan.rows - self._starts(w), len(self._window(w)[1]))
+            if count <= 0:
+                break
+            ids, placed = self._window(w)
+            used = placed.tokens()[:count]
+            pieces = slice(0, placed.starts[count])
+            fresh = placed.fresh[pieces]
+            tokens += int((placed.last[pieces] - fresh).sum())
+            targets += int(learnt[ids[placed.samples[pieces]]][fresh == 0].sum())  # at a sample's first piece
+            slots += snug_slots(used, micro_rows, self.T) if self.layout.snug else count * self.T
+        if not self.layout.snug:
+            slots = plan.steps * self.rows * self.T
+        self._reach(self._windows)
+        return Totals(plan.rows / self._before[self._windows], tokens, targets, slots)
+
+    def step(self, k: int, plan: Plan) -> list[Row]:
+        """The rows of step k, from 0: exactly `rows` of them; beyond the end of the run they are empty."""
+        first, last = k * self.rows, min((k + 1) * self.rows, plan.rows)
+        return [self._row(g) for g in range(first, last)] + [[] for _ in range(last, first + self.rows)]
 
     def batches(self, k: int, plan: Plan, *, rank: int, ranks: int, micro_rows: int) -> list[Batch]:
-        """This rank's micro-batches of step k: the same number and the same shapes on every rank and in every step."""
-        assert self.rows % (micro_rows * ranks) == 0 and 0 <= rank < ranks
-        return [
-            collate(part, self.T, single=self.fill.single, most=micro_rows * plan.widest)
-            for part in _share(self.step(plan[k], plan[k + 1]), rank, ranks, micro_rows)
-        ]
+        """This rank's micro-batches of step k: the same number on every rank and in every step."""
+        return batches(self, self.step(k, plan), plan.widest, rank=rank, ranks=ranks, micro_rows=micro_rows)
+
+    def run(
+        self, plan: Plan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
+    ) -> Iterator[list[Batch]]:
+        """`batches` of the steps from `done` on."""
+        make = partial(self.batches, plan=plan, rank=rank, ranks=ranks, micro_rows=micro_rows)
+        return ahead(make, range(done, plan.steps), loading)
+
+    def position(self, k: int) -> int:
+        """The global number of the first row of step k: where a run stands that has done k steps."""
+        return k * self.rows
+
+    def seek(self, k: int, position: int) -> int:
+        """Where step k begins, asked to go on with it at `position`: here the one follows from the other."""
+        return self.position(k)
+
+    def _row(self, g: int) -> Row:
+        self._reach_row(g)
+        w = bisect_right(self._before, g) - 1
+        ids, placed = self._window(w)
+        return gather(placed, g - self._before[w], lambda i: (int(ids[i]), self.source.documents(int(ids[i]))))
+
+    def _reach_row(self, g: int) -> None:
+        while self._before[-1] <= g:
+            self._reach(len(self._before))
+
+    def _starts(self, w: int) -> int:
+        self._reach(w)
+        return self._before[w]
+
+    def _reach(self, w: int) -> None:
+        """Lays out windows until it is known where window w begins."""
+        while len(self._before) <= w:
+            self._before.append(self._before[-1] + len(self._window(len(self._before) - 1)[1]))
+
+    def _window(self, w: int) -> tuple[np.ndarray, Rows]:
+        """(the window's samples, its rows); the last two are kept."""
+        if w not in self._laid:
+            epoch, j = divmod(w, self._windows)
+            order = self._epoch(epoch)
+            ids = order[j * self.samples // self._windows : (j + 1) * self.samples // self._windows]
+            before = self._before[w] % self.rows
+            placed = self.layout.place(self._lengths[ids], self.T, self.rows, before, draw(self.seed, epoch, j))
+            self._laid = {**dict(list(self._laid.items())[-1:]), w: (ids, placed)}
+        return self._laid[w]
 
     def _epoch(self, epoch: int) -> np.ndarray:
         if self._order[0] != epoch:
-            n = len(self.documents)
-            self._order = (epoch, permutation(n, self.seed, epoch) if self.shuffle else np.arange(n))
+            self._order = (epoch, epoch_order(self.source.spans, self.seed, epoch, self.shuffle))
         return self._order[1]
 
-    def _extend(self, ahead: list[int], base: int, end: int | None) -> list[int]:
-        """The lengths of the documents from `base` on, more than twice as many as `ahead` has."""
-        n = len(self.documents)
-        wanted = 2 * len(ahead) + AHEAD
-        while len(ahead) < wanted and (end is None or base + len(ahead) < end):
-            epoch, place = divmod(base + len(ahead), n)
-            last = n if end is None else min(n, place + end - base - len(ahead))
-            ahead += self._lengths[self._epoch(epoch)[place:last]].tolist()
-        return ahead
+
+def gather(placed: Rows, r: int, sample: Callable[[int], tuple[int, Sequence[Document]]]) -> Row:
+    """Row r of a window, whose samples (number, documents) `sample` finds by their position in it."""
+    row: Row = []
+    for piece in range(placed.starts[r], placed.starts[r + 1]):
+        number, documents = sample(int(placed.samples[piece]))
+        first, fresh, last = (int(column[piece]) for column in (placed.first, placed.fresh, placed.last))
+        row += [(number, d) for d in cut(documents, first, fresh, last)]
+    return row
+
+
+def batches(
+    stream: Stream | Live, rows: Sequence[Row], widest: int, *, rank: int, ranks: int, micro_rows: int
+) -> list[Batch]:
+    """This rank's part of a step's rows as micro-batches."""
+    assert len(rows) % (micro_rows * ranks) == 0 and 0 <= rank < ranks
+    tokens = [sum(len(d) for _, d in row) for row in rows]
+    isolated = stream.layout.isolated
+    squares = [sum(len(d) ** 2 for _, d in row) if isolated else n * n for row, n in zip(rows, tokens)]
+    mine = deal([stream.cost(n, s) for n, s in zip(tokens, squares)], ranks)[rank]
+    found = []
+    for first in range(0, len(mine), micro_rows):
+        part = mine[first : first + micro_rows]
+        T = stream.T
+        if stream.layout.snug:
+            T = snug(max(tokens[r] for r in part), T)
+        single = (stream.layout.single and stream.source.parts == 1) or not isolated
+        held = [rows[r] for r in part]
+        found.append(collate(held, T, single=single, most=micro_rows * widest, isolated=isolated))
+    return found
+
+
+def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """The samples of an epoch in order, from (seed, epoch) alone.
+
+    spans: (samples, weight) of each origin. Weight 2 reads each of its samples twice an epoch, 0.5 half of them, the
+    other half in the next epoch.
+    """
+    parts, base = [], 0
+    for n, weight in spans:
+        whole, some = int(weight), drawn(n, weight) - int(weight) * n
+        turn = permutation(n, seed, 0)[(epoch * some + np.arange(some)) % n] if some else np.zeros(0, np.int64)
+        parts += [base + np.tile(np.arange(n), whole), base + np.sort(turn)]
+        base += n
+    samples = np.concatenate(parts)
+    return samples[permutation(len(samples), seed, epoch)] if shuffle else samples
+
+
+def draw(seed: int, epoch: int, window: int) -> np.random.PCG64:
+    """Random bits of one window."""
+    return np.random.PCG64(np.random.SeedSequence([seed, epoch, window]))
+
+
+def drawn(n: int, weight: float) -> int:
+    """Samples of an origin that an epoch reads."""
+    return max(1, round(n * weight))
+
+
+def cut(documents: Sequence[Document], first: int, fresh: int, last: int) -> Sequence[Document]:
+    """The tokens [first, last) of a sample; those before `fresh` are context and not learnt."""
+    if fresh == 0 and last == sum(map(len, documents)):
+        return documents
+    (document,) = documents  # a pair is never cut
+    targets = document.targets[first:last].copy()
+    targets[: max(1, fresh - first)] = False  # nothing predicts a row's first token
+    return [Document(document.ids[first:last], targets)]
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Every document once, in its own order; iterate for this rank's batches (the same number on every rank)."""
+    """Every sample once, in rows; iterate for this rank's batches (the same number on every rank)."""
 
     documents: int
     rows: int  # rows that hold at least one document
     batches: int  # of each rank
     _source: Source
-    _fill: Fill
+    _single: bool
     _placed: Sequence[Sequence[int]]
     _T: int
     _share: tuple[int, int, int]  # rank, ranks, micro_rows
@@ -125,39 +268,22 @@ class Evaluation:
     def __iter__(self) -> Iterator[Batch]:
         rank, ranks, micro_rows = self._share
         for first in range(0, len(self._placed), ranks * micro_rows):
-            rows = self._placed[first : first + ranks * micro_rows]
-            mine = _share(rows, rank, ranks, micro_rows)[0]
-            part = [[(i, self._source.document(i)) for i in row] for row in mine]
-            yield collate(part, self._T, single=self._fill.single, most=self._most)
+            mine = self._placed[first : first + ranks * micro_rows][rank::ranks]
+            part = [[(i, d) for i in row for d in self._source.documents(i)] for row in mine]
+            yield collate(part, self._T, single=self._single, most=self._most)
 
 
-def evaluation(source: Source, *, T: int, micro_rows: int, rank: int, ranks: int, fill: Fill) -> Evaluation:
-    """Packs all documents, unshuffled; empty rows fill up so that every rank has as many batches as the others."""
+def evaluation(source: Source, *, T: int, micro_rows: int, rank: int, ranks: int, packed: bool) -> Evaluation:
+    """All samples as rows, packed or one a row; empty rows fill up so that every rank has as many batches."""
     assert len(source) > 0 and 0 <= rank < ranks and micro_rows > 0
-    lengths = _lengths(source).tolist()
-    assert max(lengths) <= T, "documents are cut to T when they are made"
-    placed: list[list[int]] = []
-    at = 0
-    while at < len(lengths):
-        window = fill(lengths, at, WINDOW, T)
-        at += taken(window)
-        placed += [row for row in window if row]
-    rows = len(placed)
+    lengths = source.lengths()
+    assert lengths.max() <= T, "samples are cut before"
+    layout: Layout = Packed() if packed else Padded()
+    laid = layout.place(lengths, T, 1, 0, np.random.PCG64(0))
+    placed = [laid.samples[a:b].tolist() for a, b in zip(laid.starts, laid.starts[1:])]
+    rows, used = len(placed), laid.tokens()
     placed += [[] for _ in range(-rows % (ranks * micro_rows))]
-    most = micro_rows * _widest(placed, lengths, T)
+    most = micro_rows * max(len(row) * source.parts + (n < T) for row, n in zip(placed, used))
+    single = layout.single and source.parts == 1
     batches = len(placed) // (ranks * micro_rows)
-    return Evaluation(len(lengths), rows, batches, source, fill, placed, T, (rank, ranks, micro_rows), most)
-
-
-def _share(rows: Sequence[_Row], rank: int, ranks: int, micro_rows: int) -> list[list[_Row]]:
-    """A rank's rows, cut into micro-batches. Rows go round the ranks, so that a half-empty step is shared by all."""
-    mine = rows[rank::ranks]
-    return [list(mine[i : i + micro_rows]) for i in range(0, len(mine), micro_rows)]
-
-
-def _widest(placed: Sequence[Sequence[int]], lengths: Sequence[int], T: int) -> int:
-    return max(len(row) + (sum(lengths[i] for i in row) < T) for row in placed)
-
-
-def _lengths(source: Source) -> np.ndarray:
-    return np.fromiter((source.length(i) for i in range(len(source))), np.int64, len(source))
+    return Evaluation(len(source), rows, batches, source, single, placed, T, (rank, ranks, micro_rows), most)

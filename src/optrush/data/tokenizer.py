@@ -11,7 +11,9 @@ from optrush.errors import ConfigError, NeedsError
 
 
 def open_tokens(run: Run, folder: Path | None, today: datetime.date | None = None) -> Tokens | None:
-    """The model's tokenizer with its chat template, or the one given; None for a shape."""
+    """The model's tokenizer with its chat template, or the one given; None for a shape without one."""
+    if run.model.tokenizer is not None:
+        folder = Path(run.model.tokenizer)
     if folder is None:
         return None
     if run.data.random is not None and not (folder / "tokenizer.json").exists():

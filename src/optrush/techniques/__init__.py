@@ -11,8 +11,12 @@ from optrush.techniques.ddp import Ddp
 from optrush.techniques.fsdp import Fsdp
 from optrush.techniques.fused_adamw import FusedAdamW
 from optrush.techniques.fused_loss import FusedLoss
+from optrush.techniques.loader import Loader
 from optrush.techniques.packing import Packing
+from optrush.techniques.pad import Pad
 from optrush.techniques.recompute import Recompute
+from optrush.techniques.sort_by_length import SortByLength
+from optrush.techniques.wrap import Wrap
 
 ALL: tuple[type[Technique], ...] = (
     Amp,
@@ -20,7 +24,11 @@ ALL: tuple[type[Technique], ...] = (
     FusedAdamW,
     Attention,
     Compile,
+    Pad,
+    SortByLength,
+    Wrap,
     Packing,
+    Loader,
     FusedLoss,
     Recompute,
     Ddp,

@@ -58,7 +58,7 @@ class Attention(Technique):
         )
         if self.impl == "cudnn":
             yield Need(
-                Part.ROWS not in setup.owned,
+                Part.SHARING not in setup.owned,
                 "`attention:impl=cudnn` needs rows of one document",
                 "a technique puts several documents into a row",
                 "take impl=varlen",
@@ -67,7 +67,7 @@ class Attention(Technique):
     def predict(self, setup: Setup) -> Iterator[Rule]:
         if self.impl == "masked":
             return
-        masked = self.impl == "sdpa" and Part.ROWS in setup.owned
+        masked = self.impl == "sdpa" and Part.SHARING in setup.owned
         yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
         yield live("*.scores*.moved", "scores stay on the chip", gone=True)
         if masked:

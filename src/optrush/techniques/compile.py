@@ -37,6 +37,7 @@ class Compile(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_compile.py"
     verified_on = ("cpu", "gpu")
+    claims = frozenset({Part.WIDTH})  # one: each other width would be compiled anew
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         yield Need(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from optrush.ledger import Rule, live
 from optrush.technique import Numerics, Part, Setup, Technique
@@ -15,15 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Packing(Technique):
-    """Fills each step's rows with whole documents, in order, best fit first; positions restart with each document.
+    """Fills rows with whole documents, best fit over a window of the epoch; positions restart with each document.
 
     Source: Krell et al., https://arxiv.org/abs/2107.02027
     Memory: unchanged for the same rows x T.
     Work: a step of R rows does R*T token slots either way; real tokens in them rise from the mean length / T to
         nearly 1. Attention falls with the sum of squared lengths where the kernel knows the documents.
-    Differs from the source: best fit over one step in the epoch's random order, no sorting over the corpus, so that
-        the order stays random and its state stays one index.
+    Differs from the source: best fit decreasing on counts of lengths, within windows of the epoch's random order; the
+        rows of a window are shuffled, so that no length has its place in the epoch.
     """
+
+    window: Annotated[int, Field(ge=1)] = 65536
 
     name = "packing"
     summary = "several documents a row, isolated, positions restarted"
@@ -31,13 +35,13 @@ class Packing(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.ROWS})
+    claims = frozenset({Part.ROWS, Part.SHARING})
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
-        yield live("padding", "rows hold several documents, and little else", times=0.1)
+        yield live("padding", "rows hold several documents, and little else", times=0.02)
 
     def data(self, job: Job) -> int:
-        from optrush.data import pack
+        from optrush.data.pack import Packed
 
-        job.fill = pack.best_fit
+        job.layout = Packed(self.window)
         return 1

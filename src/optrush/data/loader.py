@@ -1,0 +1,112 @@
+"""Work done ahead by other processes, in order: torch's DataLoader over a pure function of a number.
+
+Which process makes an item, and when, changes nothing about it, so a run may go on with any number of workers. What
+fails in a worker is raised here as it was raised there; a worker that dies is an error at once, not a wait.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from optrush.errors import RunError, UserError
+from optrush.launch import die_with_parent
+
+Number = TypeVar("Number")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How batches are made ready: by the training process itself, unless there are workers."""
+
+    workers: int = 0
+    prefetch: int = 2  # items that each worker is ahead
+    pinned: bool = False  # in page-locked memory, from which a GPU fetches without the CPU
+
+
+@dataclass(frozen=True)
+class _Failed:
+    error: UserError | RunError
+
+
+class _Made(Dataset[Item], Generic[Number, Item]):
+    def __init__(self, make: Callable[[Number], Item]) -> None:
+        self.make = make
+
+    def __getitem__(self, number: Number) -> Item | _Failed:  # type: ignore[override]
+        try:
+            return self.make(number)
+        except (UserError, RunError) as error:
+            return _Failed(error)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}:{last.lineno}"
+            return _Failed(RunError(f"a data worker failed: {type(error).__name__}: {error} ({where})"))
+
+
+def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
+    """make(n) for each number, in their order.
+
+    Raises:
+        UserError, RunError: as `make` raised them; anything else as a RunError that says where.
+    """
+    if not loading.workers:
+        for number in numbers:
+            item = make(number)
+            if loading.pinned:
+                item = pin_memory(item)  # type: ignore[no-untyped-call]
+            yield item
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
+        loader: DataLoader[Item] = DataLoader(
+            _Made(make),
+            batch_size=None,
+            sampler=numbers,
+            num_workers=loading.workers,
+            prefetch_factor=loading.prefetch,
+            pin_memory=loading.pinned,
+            worker_init_fn=_begin,
+            # What the worker reads is in memory already; it never touches a GPU nor a process group.
+            multiprocessing_context="fork",
+        )
+        items = iter(loader)
+    for item in items:
+        if isinstance(item, _Failed):
+            raise item.error
+        yield item
+
+
+def _begin(_: int) -> None:
+    """A worker lives exactly as long as its trainer, which alone decides when a signal ends the run."""
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def reading(batches: Iterator[Item]) -> Iterator[None]:
+    """Around what consumes batches: ends the workers afterwards, and says what one has died of.
+
+    Torch tells of a dead worker wherever the main thread is, as a plain RuntimeError. And workers that are left to the
+    interpreter's exit are asked by a signal that they ignore.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        said = next(line for line in str(error).splitlines() if "DataLoader worker" in line)
+        raise RunError(f"a data worker died ({said}); the last checkpoint is intact: --resume auto") from error
+    finally:
+        if isinstance(batches, Generator):
+            batches.close()

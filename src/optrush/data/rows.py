@@ -1,0 +1,390 @@
+"""What a row means: the shapes of training data that are recognised by themselves, and everything else refused.
+
+A row that was half understood trains the model on something nobody wrote. Here a row is exactly one of the known kinds,
+and what would change its meaning and is not understood is an error with the row's place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from optrush.data.strict import decode, kind, show
+from optrush.errors import DataError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = {
+    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "function_call": "assistant", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+MAY_BE_EMPTY = ("system", "developer", "tool")  # an empty system prompt or result says something; another turn does not
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# Keys that change what is shown to the model or learnt from it; dropping them would change the row.
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+TURN_NOT_UNDERSTOOD = (*MEDIA, "function_call", "refusal", "prefix", "train_detail")
+ROW_NOT_UNDERSTOOD = (*MEDIA, "history", "functions", "function_call", "chat_template_kwargs")
+# By these a row's kind is known; `chosen` and `rejected` are one kind.
+SIGNS = ("text", "messages", "conversations", "instruction", "completion", "chosen", "rejected")
+# All keys of a row that are looked at.
+MEANT = frozenset({*SIGNS, *ROW_NOT_UNDERSTOOD, "input", "output", "prompt", "system", "tools", "label"})
+
+
+class _Bad(Exception):
+    """Why a row is none."""
+
+
+class Where(NamedTuple):
+    """The place of a row; lines count from 1."""
+
+    file: Path
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn. `learnt` is false where the row says that this assistant turn is context only."""
+
+    role: str
+    content: str
+    reasoning: str | None = None
+    calls: tuple[dict[str, Any], ...] = ()
+    name: str | None = None
+    call_id: str | None = None
+    learnt: bool = True
+
+    def shown(self) -> dict[str, Any]:
+        """The turn as a chat template gets it: absent parts are absent keys."""
+        more = {
+            **dict.fromkeys(REASONING, self.reasoning),  # each template has its own name for it
+            "tool_calls": list(self.calls),
+            "name": self.name,
+            "tool_call_id": self.call_id,
+        }
+        return {"role": self.role, "content": self.content} | {key: value for key, value in more.items() if value}
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation; the first `prompt` messages are never learnt."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    prompt: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Two plain strings that follow one another as they stand; the second is learnt."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    chosen: Chat | Completion
+    rejected: Chat | Completion
+
+
+Row = Text | Chat | Completion | Pair
+
+
+def bad_row(where: Where, reason: str) -> DataError:
+    """The error of one row: every reader and cleaner words it the same way."""
+    return DataError(f"a row of training data at {where}", reason, "mend that line, or take it out")
+
+
+def text(row: Row) -> str:
+    """All that a person would read of a row, a newline between turns; of a pair the common prompt once."""
+    if isinstance(row, Text):
+        return row.text
+    if isinstance(row, Completion):
+        return row.prompt + row.completion
+    if isinstance(row, Chat):
+        return _read(row.messages)
+    rejected = row.rejected
+    other = rejected.completion if isinstance(rejected, Completion) else _read(rejected.messages[rejected.prompt :])
+    return f"{text(row.chosen)}\n{other}"
+
+
+def _read(messages: Iterable[Message]) -> str:
+    parts: list[str | None] = []
+    for message in messages:
+        parts += [message.reasoning, message.content]
+        parts += [json.dumps(call["function"], ensure_ascii=False) for call in message.calls]
+    return "\n".join(part for part in parts if part)
+
+
+def parse(where: Where, found: dict[str, Any]) -> Row:
+    """A row's meaning: exactly one kind must be recognised by its keys.
+
+    text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected
+    with or without prompt. A null is as good as no key. Keys that have nothing to do with these (identifiers, sources,
+    scores) are not looked at.
+
+    Raises:
+        DataError: with the place: no kind or several, a wrong type, an empty turn, nothing to learn, or a key that
+            would change the row's meaning and is not understood.
+    """
+    try:
+        return _row(found)
+    except _Bad as bad:
+        raise bad_row(where, str(bad)) from None
+
+
+def _row(found: dict[str, Any]) -> Row:
+    signs = [key for key in SIGNS if found.get(key) is not None] or [key for key in SIGNS if key in found]
+    if not signs:
+        keys = ", ".join(show(key) for key in list(found)[:8]) or "no keys"
+        raise _Bad(f"neither 'text' nor 'messages' nor another known kind is there, but {keys}")
+    sign = "chosen" if signs == ["chosen", "rejected"] else signs[0]
+    if (len(signs) > 1 and sign != "chosen") or len(signs) > 2:
+        raise _Bad(f"both {show(signs[0])} and {show(signs[-1])}; which one is meant cannot be known")
+    _refuse(found, MEDIA if sign == "text" else ROW_NOT_UNDERSTOOD, "the row")
+    if sign == "text":
+        return Text(_full(found["text"], "text"))
+    if sign in ("messages", "conversations"):
+        return _chat(_system(found, sign) + _turns(found[sign], sign), _tools(found))
+    if sign == "instruction":
+        return _alpaca(found)
+    _refuse(found, ("system",), "the row")
+    if sign == "completion":
+        if isinstance(found.get("label"), bool):
+            raise _Bad("the row has 'label': a judged answer, which must not be learnt as if it were a good one")
+        if found.get("prompt") is None:
+            raise _Bad("'completion' without 'prompt'")
+        return _answer(found, "completion")
+    return _pair(found)
+
+
+def _alpaca(found: dict[str, Any]) -> Chat:
+    _refuse(found, ("tools",), "the row")
+    ask = _full(found["instruction"], "instruction")
+    if found.get("output") is None:
+        raise _Bad("'instruction' without 'output'")
+    given = _string(found.get("input") or "", "input")
+    if given.strip():
+        ask = f"{ask}\n\n{given}"
+    return _chat((*_system(found, ""), Message("user", ask), Message("assistant", _full(found["output"], "output"))))
+
+
+def _pair(found: dict[str, Any]) -> Pair:
+    for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        if found.get(key) is None:
+            raise _Bad(f"{show(other)} without {show(key)}")
+    if found["chosen"] == found["rejected"]:
+        raise _Bad("chosen and rejected are the same")
+    chosen, rejected = _answer(found, "chosen"), _answer(found, "rejected")
+    if isinstance(chosen, Completion) != isinstance(rejected, Completion):
+        raise _Bad(f"chosen is {kind(found['chosen'])}, rejected is {kind(found['rejected'])}")
+    if isinstance(chosen, Chat) and isinstance(rejected, Chat):
+        both = list(zip(chosen.messages, rejected.messages))
+        alike = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), len(both))
+        if alike < max(1, chosen.prompt, rejected.prompt):
+            raise _Bad("chosen and rejected do not begin with the same prompt")
+        if found.get("prompt") is None:
+            chosen, rejected = _after(chosen, alike, "chosen"), _after(rejected, alike, "rejected")
+    return Pair(chosen, rejected)
+
+
+def _answer(found: dict[str, Any], key: str) -> Chat | Completion:
+    """The prompt with one of its answers; a conversation that begins with the prompt holds it once."""
+    prompt, answer = found.get("prompt"), found[key]
+    if isinstance(answer, str):
+        _refuse(found, ("tools",), "the row")
+        # Two strings without a prompt: what they have in common weighs the same on both sides.
+        return Completion("" if prompt is None else _full(prompt, "prompt"), _full(answer, key))
+    turns = _turns(answer, key)
+    if prompt is None:
+        return Chat(turns, _tools(found))
+    before = _turns(prompt, "prompt") if isinstance(prompt, list) else (Message("user", _full(prompt, "prompt")),)
+    n = 0
+    if isinstance(prompt, str):  # a system turn stands before it
+        n = next((i for i, turn in enumerate(turns) if turn.role not in ("system", "developer")), len(turns))
+    before, turns = turns[:n] + before, turns[n:]
+    if turns[: len(before) - n] == before[n:]:
+        turns = turns[len(before) - n :]
+    return _after(Chat(before + turns, _tools(found)), len(before), key)
+
+
+def _after(chat: Chat, n: int, key: str) -> Chat:
+    """The conversation with its first n turns as the prompt, if an answer follows them."""
+    if len(chat.messages) == n or chat.messages[n].role != "assistant":
+        raise _Bad(f"{key}: no assistant turn follows the prompt")
+    return _chat(chat.messages, chat.tools, n)
+
+
+def _chat(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] = (), prompt: int = 0) -> Chat:
+    answers = [message for message in messages[prompt:] if message.role == "assistant"]
+    if not any(message.learnt for message in answers):
+        raise _Bad(f"no assistant turn{' is to be learnt' if answers else ''}: there is nothing to learn")
+    return Chat(messages, tools, prompt)
+
+
+def _system(found: dict[str, Any], turns: str) -> tuple[Message, ...]:
+    """The system turn that a row has beside its turns."""
+    system = _string(found.get("system") or "", "system")
+    if not system:
+        return ()
+    first = found[turns][0] if turns and isinstance(found[turns], list) and found[turns] else {}
+    if isinstance(first, dict) and "system" in (first.get("role"), first.get("from")):
+        raise _Bad(f"both 'system' and a system turn in {turns}; which one is meant cannot be known")
+    return (Message("system", system),)
+
+
+def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    tools = found.get("tools") or []
+    if isinstance(tools, str):
+        tools = _decoded(tools, "tools")
+    if not isinstance(tools, list):
+        raise _Bad(f"tools is {kind(tools)}, not a list")
+    for i, tool in enumerate(tools):
+        inner = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            raise _Bad(f"tools[{i}] is no object with the name of a function")
+    return tuple(tools)
+
+
+# --- turns
+
+
+def _turns(found: Any, name: str) -> tuple[Message, ...]:
+    if not isinstance(found, list):
+        raise _Bad(f"{name} is {kind(found)}, not a list")
+    if not found:
+        raise _Bad(f"{name} is an empty list")
+    return tuple([_turn(turn, f"{name}[{i}]", name == "conversations") for i, turn in enumerate(found)])
+
+
+def _turn(found: Any, name: str, sharegpt: bool) -> Message:
+    if not isinstance(found, dict):
+        raise _Bad(f"{name} is {kind(found)}, not an object with role and content")
+    said, content_key = ("from", "value") if sharegpt and "from" in found else ("role", "content")
+    if said == "from" and found.get("role") is not None:
+        raise _Bad(f"{name} has both 'from' and 'role'")
+    if said not in found:
+        raise _Bad(f"{name} has no {said!r}")
+    known = SHAREGPT if said == "from" else ROLES
+    role = _string(found[said], f"{name}.{said}")
+    if role not in known:
+        raise _Bad(f"{name}.{said} is {show(role)}, not one of {', '.join(known)}")
+    content = found.get(content_key)
+    if role == "function_call":
+        value = _decoded(_string(content, f"{name}.value"), f"{name}.value")
+        calls = _calls(
+            [{"function": call} for call in (value if isinstance(value, list) else [value])], f"{name}.value"
+        )
+        return Message("assistant", "", calls=calls, learnt=_learnt(found, "assistant", name))
+    role = SHAREGPT[role] if said == "from" else role
+    more = _more(found, role, name) if len(found) > 2 else {}
+    if content is None and role == "assistant" and more.get("calls"):
+        content = ""
+    if content_key not in found and content is None:
+        raise _Bad(f"{name} has no {content_key!r}")
+    content = _content(content, f"{name}.{content_key}")
+    if not content.strip() and role not in MAY_BE_EMPTY and not more.get("calls"):
+        raise _Bad(f"{name}.{content_key}: an empty {role} turn")
+    return Message(role, content, **more)
+
+
+def _more(found: dict[str, Any], role: str, name: str) -> dict[str, Any]:
+    """What a turn has besides its role and content."""
+    _refuse(found, TURN_NOT_UNDERSTOOD, name)
+    if role != "assistant":
+        _refuse(found, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")
+    if role != "tool":
+        _refuse(found, ("tool_call_id",), f"{name}, of the role {role!r},")
+    thoughts = {_string(found[key], f"{name}.{key}") for key in REASONING if found.get(key)}
+    if len(thoughts) > 1:
+        raise _Bad(f"{name} has several of {', '.join(REASONING)}, which differ")
+    return {
+        "reasoning": thoughts.pop() if thoughts else None,
+        "calls": _calls(found.get("tool_calls") or [], f"{name}.tool_calls"),
+        "name": _string(found.get("name") or "", f"{name}.name") or None,
+        "call_id": _string(found.get("tool_call_id") or "", f"{name}.tool_call_id") or None,
+        "learnt": _learnt(found, role, name),
+    }
+
+
+def _learnt(found: dict[str, Any], role: str, name: str) -> bool:
+    """What `weight` (0 or 1) or `train` (true or false) says of a turn."""
+    given = {key: found[key] for key in ("weight", "train") if found.get(key) is not None}
+    for key, value in given.items():
+        if value not in (0, 1) or isinstance(value, bool) != (key == "train"):
+            raise _Bad(f"{name}.{key} is neither {'false nor true' if key == 'train' else '0 nor 1'}")
+        if value and role != "assistant":
+            raise _Bad(f"{name}.{key}: a {role} turn is not learnt")
+    if len(set(given.values())) > 1:
+        raise _Bad(f"{name}: weight and train contradict each other")
+    return all(given.values())
+
+
+def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
+    """Tool calls in one shape: {"type": "function", "id" if any, "function": {"name", "arguments" as an object}}."""
+    if not isinstance(found, list):
+        raise _Bad(f"{name} is {kind(found)}, not a list")
+    calls: list[dict[str, Any]] = []
+    for i, call in enumerate(found):
+        at = f"{name}[{i}]"
+        inner = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(inner, dict) or call.get("type", "function") != "function":
+            raise _Bad(f"{at} is no call of a function: {{'type': 'function', 'function': {{'name', 'arguments'}}}}")
+        arguments = inner.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = _decoded(arguments, f"{at}.arguments")
+        if not isinstance(arguments, dict):
+            raise _Bad(f"{at}.arguments is {kind(arguments)}, not an object")
+        number = {"id": _string(call["id"], f"{at}.id")} if call.get("id") else {}
+        function = {"name": _full(inner.get("name"), f"{at}.name"), "arguments": arguments}
+        calls.append({"type": "function", **number, "function": function})
+    return tuple(calls)
+
+
+# --- values
+
+
+def _content(found: Any, name: str) -> str:
+    """A turn's text, or the texts of its parts one after the other."""
+    if not isinstance(found, list):
+        return _string(found, name)
+    for i, part in enumerate(found):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            shown = show(str(part.get("type"))) if isinstance(part, dict) else kind(part)
+            raise _Bad(f"{name}[{i}] is {shown}, not a part of the type 'text'")
+    return "".join(_string(part.get("text"), f"{name}[{i}].text") for i, part in enumerate(found))
+
+
+def _refuse(found: dict[str, Any], keys: tuple[str, ...], name: str) -> None:
+    for key in keys:
+        if found.get(key):  # null, empty, false: as good as no key
+            raise _Bad(f"{name} has {key!r}, which is not understood and must not be dropped silently")
+
+
+def _decoded(found: str, name: str) -> Any:
+    try:
+        return decode(found.encode())
+    except ValueError as error:
+        raise _Bad(f"{name}: {error}") from None
+
+
+def _full(found: Any, name: str) -> str:
+    if not _string(found, name).strip():
+        raise _Bad(f"{name} is empty")
+    return cast(str, found)
+
+
+def _string(found: Any, name: str) -> str:
+    if not isinstance(found, str):
+        raise _Bad(f"{name} is {kind(found)}, not a string")
+    return found

@@ -1,0 +1,189 @@
+"""What the data looks like: samples as pieces of text that are learnt or not, how long they are, how full rows get.
+
+Facts only, for JSON, the terminal and the page alike; nothing is printed here. A mask that is shifted by a token or a
+missing end of turn trains a wrong model without a sign: so the text is told token by token, from the ids that training
+gets and not from the row they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from optrush.data.document import Document
+from optrush.data.pack import LAYOUTS, survey
+
+if TYPE_CHECKING:
+    from optrush.config import Run
+    from optrush.data.corpus import Corpus
+
+OPEN, CLOSE = "⟦", "⟧"  # around what is learnt
+OPEN_SPECIAL, CLOSE_SPECIAL = "⟪", "⟫"  # around a special token
+BORDER = "╎"  # between tokens
+MARKS = OPEN + CLOSE + OPEN_SPECIAL + CLOSE_SPECIAL + BORDER
+HEAD_tok, TAIL_tok = 768, 256  # of a document that are shown
+CONTEXT_tok = 4  # decoded before a token: many tokenizers drop the space in front of what they decode
+CHARACTER_tok = 8  # a character is at most so many tokens (4 bytes, and room)
+BINS = 40  # of the histogram, about
+WIDE = 20  # longest / shortest from which the bins grow with the length
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The text of consecutive tokens."""
+
+    text: str
+    learnt: bool
+    special: bool = False
+    ids: tuple[int, ...] = ()
+
+
+def pieces(
+    tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int] = frozenset()
+) -> Iterator[Piece]:
+    """The tokens [first, last), each with the text that it adds; those that make one character together are one."""
+    ids, learnt = document.ids[:last].tolist(), document.targets[:last].tolist()
+
+    def text(a: int, b: int) -> str:
+        return str(tokenizer.decode(ids[a:b], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    begun, done = max(0, first - CONTEXT_tok), first
+    before = text(begun, done)
+    for end in range(first + 1, last + 1):
+        whole = text(begun, end)
+        halved = whole.endswith("\ufffd") and end < last and end - done < CHARACTER_tok
+        if halved and learnt[end] == learnt[done] and not {ids[end], ids[done]} & special:
+            continue
+        added = whole[len(before) :] if whole.startswith(before) else text(done, end)
+        yield Piece(added, learnt[done], ids[done] in special, tuple(ids[done:end]))
+        begun, done = done, end
+        before = text(begun, done)
+
+
+def decoded(tokenizer: Any, document: Document, most: int) -> Iterator[Piece]:
+    """The document's text up to `most` characters, special tokens included, cut where learning begins and ends."""
+    end = min(len(document), most)  # a token is a character at least, nearly always
+    for learnt, run in groupby(pieces(tokenizer, document, 0, end), lambda piece: piece.learnt):
+        if most <= 0:
+            return
+        text = "".join(piece.text for piece in run)
+        yield Piece(text[:most], learnt)
+        most -= len(text)
+
+
+def visible(c: str, marks: str = MARKS) -> str:
+    """A character of the data as it may reach a terminal: no control characters, no marks that are not ours."""
+    if c == "\n":
+        return "↵\n"
+    if c == " " or (c.isprintable() and c not in marks):
+        return c
+    return c.encode("unicode_escape").decode()
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """Tokens that no text is cut into: special ones, and added ones that are more than white space."""
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if str(token).replace("▁", " ").strip()}
+    return frozenset(added | set(tokenizer.all_special_ids))
+
+
+def sample(tokenizer: Any, documents: Sequence[Document], special: frozenset[int]) -> list[dict[str, Any]]:
+    """The documents of a sample (one, or chosen and rejected), of long ones the beginning and the end."""
+    names = ("chosen", "rejected") if len(documents) == 2 else ("document",)
+    found = []
+    for name, document in zip(names, documents, strict=True):
+        n = len(document)
+        head, tail = (n, n) if n <= HEAD_tok + TAIL_tok else (HEAD_tok, n - TAIL_tok)
+        begin, end = pieces(tokenizer, document, 0, head, special), pieces(tokenizer, document, tail, n, special)
+        found.append(
+            {
+                "name": name,
+                "tokens": n,
+                "targets": int(document.targets.sum()),
+                "pieces": [asdict(piece) for piece in begin],
+                "left_out": tail - head,
+                "end": [asdict(piece) for piece in end],
+            }
+        )
+    return found
+
+
+def samples(
+    source: Corpus, tokenizer: Any, found: Iterable[tuple[int, Sequence[Document]]], T: int
+) -> Iterator[dict[str, Any]]:
+    """Each sample (its number, its documents) with its place, and whether it is longer than a row."""
+    special = special_ids(tokenizer)
+    for i, documents in found:
+        where = source.where(i)
+        if not where.file.exists():  # of a built-in sample, which was written for the moment
+            where = where._replace(file=Path(where.file.name))
+        longer = sum(map(len, documents)) > T
+        yield {"sample": i, "where": str(where), "longer": longer, "documents": sample(tokenizer, documents, special)}
+
+
+def rows(
+    source: Corpus, tokenizer: Any, found: Iterable[tuple[int, Sequence[tuple[int, Document]]]], T: int
+) -> Iterator[dict[str, Any]]:
+    """Each row (its number, its documents) with its samples, which may be pieces of one."""
+    for number, row in found:
+        held = [(row[k][0], [d for _, d in row[k : k + source.parts]]) for k in range(0, len(row), source.parts)]
+        told = list(samples(source, tokenizer, held, T))
+        yield {"row": number, "tokens": sum(len(d) for _, d in row), "samples": told}
+
+
+def spread(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:
+    """How long the samples are, before anything is cut to T, and which share of their tokens is learnt.
+
+    lengths, targets: (N,) tokens of each sample, and how many of them are learnt.
+    """
+    low, high = int(lengths.min()), int(lengths.max())
+    growing = high > WIDE * low
+    scale = np.geomspace if growing else np.linspace
+    edges = np.unique(np.rint(scale(low, high + 1, BINS + 1))).astype(np.int64)
+    return {
+        "samples": len(lengths),
+        "tokens": int(lengths.sum()),
+        "learnt": float(targets.sum() / lengths.sum()),
+        "min": low,
+        "median": float(np.median(lengths)),
+        "mean": float(lengths.mean()),
+        "p95": int(np.percentile(lengths, 95, method="inverted_cdf")),
+        "max": high,
+        "longer_than_seq": int((lengths > T).sum()),
+        "histogram": {
+            "edges": edges.tolist(),
+            "counts": np.histogram(lengths, edges)[0].tolist(),
+            "logarithmic": growing,
+        },
+    }
+
+
+def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, run: Run) -> list[dict[str, Any]]:
+    """What each layout makes of the samples, how many it plans a second, and whether the run takes it.
+
+    Args:
+        lengths: (N,) tokens of each sample, before anything is cut to T.
+        rows, micro_rows: of a step, and of a micro-batch.
+    """
+    cut = fitting(lengths, T, run.data.too_long)
+    found = {}
+    for samples in (lengths, cut) if lengths.max() > T and len(cut) else (lengths,):
+        for s in survey(samples, T, rows, micro_rows, run.seed):
+            if s.name not in found or LAYOUTS[s.name].whole:
+                speed = len(samples) / max(s.seconds, 1e-9)
+                found[s.name] = {**asdict(s), "samples_per_s": speed, "chosen": s.name in run.with_}
+    return list(found.values())
+
+
+def fitting(lengths: np.ndarray, T: int, how: str) -> np.ndarray:
+    """The samples as layouts get them that cut none; where `how` is `error` as if they were truncated."""
+    if how == "drop":
+        return np.asarray(lengths[lengths <= T])
+    if how != "split":
+        return np.asarray(np.minimum(lengths, T))
+    rest = lengths % T
+    return np.concatenate([np.full(int((lengths // T).sum()), T), rest[rest > 0]])

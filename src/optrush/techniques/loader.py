@@ -1,0 +1,53 @@
+"""Batches made by other processes while the device computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+
+@dataclass(frozen=True)
+class Loader(Technique):
+    """Worker processes gather, or tokenise, and pack batches ahead; page-locked memory lets a GPU fetch them itself.
+
+    `pinned` left out means: where there is a GPU. The batches and their order do not depend on it.
+
+    Source: torch.utils.data, https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading
+    Memory: workers x prefetch steps of batches on the host, about 24 bytes a slot each.
+    Work: none of the device's; what the host did between two steps happens during them.
+    """
+
+    workers: Annotated[int, Field(ge=1)] = 2
+    prefetch: Annotated[int, Field(ge=1)] = 2
+    pinned: bool | None = None
+
+    name = "loader"
+    summary = "worker processes make batches ahead, in page-locked memory"
+    source = "https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading"
+    numerics = Numerics.EXACT
+    proof = "tests/techniques/test_loader.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.LOADING})
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # the plan does not price the host's work
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        if self.pinned:
+            yield gpu("loader: pinned", setup)
+
+    def data(self, job: Job) -> int:
+        from optrush.data.loader import Loading
+
+        pinned = job.setup.device.kind == "cuda" if self.pinned is None else self.pinned
+        job.loading = Loading(self.workers, self.prefetch, pinned)
+        return 1

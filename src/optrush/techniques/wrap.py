@@ -1,0 +1,58 @@
+"""All documents in one line of tokens, cut into full rows: no padding, and no boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from optrush.ledger import Rule, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+
+@dataclass(frozen=True)
+class Wrap(Technique):
+    """Concatenates the documents of a window and cuts rows of T tokens; a token sees all that is before it in its row.
+
+    Documents end with their own end-of-text or end-of-turn token, which separates them. A row that begins inside a
+    document repeats its last `overlap` tokens as context, not learnt again; with 1, every target is learnt once.
+
+    Source: Brown et al. 2020, section 2.1 and appendix B, https://arxiv.org/abs/2005.14165
+    Memory: unchanged for the same rows x T.
+    Work: every slot is real, but for what `overlap` repeats; attention runs over whole rows: T per token instead of
+        the document's length.
+    Differs from the source: the overlap, which is the usual stride for documents longer than a row.
+    """
+
+    overlap: Annotated[int, Field(ge=0)] = 1
+    window: Annotated[int, Field(ge=1)] = 65536
+
+    name = "wrap"
+    summary = "documents one after the other, cut into full rows; they see each other"
+    source = "https://arxiv.org/abs/2005.14165"
+    numerics = Numerics.DIFFERENT_MATHS
+    proof = "tests/techniques/test_layouts.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.ROWS})
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # packing fills rows as well, and keeps documents whole
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        do = f"take fewer than {setup.seq}, or a longer batch.seq"
+        yield Need(self.overlap < setup.seq, f"`wrap: overlap {self.overlap}`", f"rows of {setup.seq} tokens", do)
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        yield live("padding", "rows are full, but for what overlap repeats", times=0.02)
+
+    def data(self, job: Job) -> int:
+        from optrush.data.pack import Wrapped
+
+        job.layout = Wrapped(self.overlap, self.window)
+        return 1

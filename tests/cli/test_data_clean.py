@@ -1,0 +1,285 @@
+"""`optrush data clean`: what it writes and keeps its hands off, its record, its page, and a kill in the middle."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clirun import Found, write_rows
+
+Call = Callable[..., Found]
+EVIL = "<script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
+
+
+@pytest.fixture
+def recipes(here: Path) -> Path:
+    """Seven rows: of these the third is too short, the fourth has too few of its items, the fifth is the first."""
+    said = "Chop the onions, fry them in butter, stir, add stock and herbs, simmer for an hour, then serve it hot"
+    rows = [
+        {"text": said, "of": ["onion", "butter"]},
+        {"text": "Grate cheese over the pasta, grind pepper on it and eat all of it at once", "of": ["cheese", "egg"]},
+        {"text": EVIL[:4], "of": ["onion", "egg"]},
+        {"text": "Take one egg. That is all, and it is enough for a whole meal " + EVIL, "of": ["egg"]},
+        {"text": said.replace(" ", "  "), "of": ["onion", "butter"]},
+        {"text": said.replace("stir", "rest"), "of": ["onion", "cheese"]},
+        {"text": "Something with no likeness to anything else in this file at all, and long", "of": ["egg", EVIL]},
+    ]
+    return write_rows(here / "recipes.jsonl", rows)
+
+
+FLAGS = (
+    "chars=[10,null]", "items=[{field: of, bounds: [2, 9], rarest: 2}]", "exact_duplicates=true", "near_duplicates=0.5",
+)  # fmt: skip
+
+
+def flags(*more: str) -> list[str]:
+    return [part for flag in (*FLAGS, *more) for part in ("--set", f"data.clean.{flag}")]
+
+
+def test_what_is_written(call: Call, recipes: Path, here: Path) -> None:
+    done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags())
+    assert done.code == 0, done.err
+    assert "2 of 7 rows stay: out/rows.jsonl, out/cleaning.html" in done.out
+    assert sorted(os.listdir("out")) == ["cleaning.html", "cleaning.json", "removed.jsonl", "rows.jsonl"]
+    lines = recipes.read_bytes().splitlines(keepends=True)
+    assert (here / "out/rows.jsonl").read_bytes() == lines[0] + lines[1]
+    removed = [json.loads(line) for line in (here / "out/removed.jsonl").read_text().splitlines()]
+    assert [(row["line"], row["filter"]) for row in removed] == [
+        (3, "chars"), (4, "items[0].bounds"), (5, "exact_duplicates"), (6, "near_duplicates"), (7, "items[0].rarest"),
+    ]  # fmt: skip
+    assert set(removed[0]) == {"file", "line", "filter", "reason"}, "the row itself is not there"
+    record = json.loads((here / "out/cleaning.json").read_text())
+    assert [f["taken"] for f in record["filters"]] == [1, 1, 1, 1, 1]
+    assert [f["left"] for f in record["filters"]] == [6, 5, 4, 3, 2]
+    assert record["output"]["rows.jsonl"]["bytes"] == len(lines[0] + lines[1])
+
+
+def test_json(call: Call, recipes: Path) -> None:
+    done = call("data", "clean", "recipes.jsonl", "--out", "out", "--json", *flags())
+    assert json.loads(done.out) == json.loads(Path("out/cleaning.json").read_text())
+
+
+def test_by_a_runs_yaml(call: Call, recipes: Path, write: Callable[..., str]) -> None:
+    settings = {"chars": [10, None], "exact_duplicates": True}
+    config = write(data={"path": "recipes.jsonl", "clean": settings})
+    done = call("data", "clean", config, "--out", "out", "--set", "data.clean.chars=[60,null]")
+    assert done.code == 0, done.err
+    assert json.loads(Path("out/cleaning.json").read_text())["settings"]["chars"] == [60.0, None]
+
+
+def test_tokens_by_a_model(call: Call, recipes: Path) -> None:
+    done = call("data", "clean", "recipes.jsonl", "--out", "out", "--set", "data.clean.tokens=[12,null]")
+    assert done.code == 2 and "found: no tokenizer" in done.err
+    assert not Path("out").exists() and not Path("out.tmp").exists()
+    tiny = ["--set", "data.clean.tokens=[12,null]", "--set", "model=tiny"]
+    done = call("data", "clean", "recipes.jsonl", "--out", "out", *tiny)
+    assert done.code == 0, done.err
+    assert json.loads(Path("out/cleaning.json").read_text())["filters"][0]["taken"] == 1
+    assert call("data", "clean", "--check", "out").code == 0
+
+
+def test_quarantine(call: Call, recipes: Path) -> None:
+    with recipes.open("a") as file:
+        file.write("not json\n")
+    done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags())
+    assert done.code == 2 and "recipes.jsonl:8" in done.err
+    assert not Path("out").exists()
+    aside = ["--set", "data.bad_rows=quarantine", "--set", "data.most_bad=0.2"]
+    done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags(), *aside)
+    assert done.code == 0, done.err
+    (bad,) = [json.loads(line) for line in Path("out/quarantine.jsonl").read_text().splitlines()]
+    assert (bad["file"], bad["line"]) == ("recipes.jsonl", 8) and "not valid JSON" in bad["reason"]
+    assert "bad rows" in Path("out/cleaning.html").read_text()
+
+
+# --- folders
+
+
+def test_its_own_folder_is_replaced_and_no_other(call: Call, recipes: Path) -> None:
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", "--set", "data.clean.chars=[10,null]").code == 0
+    assert len(json.loads(Path("out/cleaning.json").read_text())["filters"]) == 1
+    assert not [name for name in os.listdir() if name.startswith("out.")]
+    Path("out/mine.txt").write_text("mine")
+    done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags())
+    assert done.code == 2 and "`mine.txt` lies in out, which no cleaning wrote" in done.err
+    assert len(os.listdir("out")) == 5
+    done = call("data", "clean", "recipes.jsonl", "--out", "recipes.jsonl", *flags())
+    assert done.code == 2 and "recipes.jsonl is no folder" in done.err
+
+
+def test_what_is_read_is_not_written_over(call: Call, recipes: Path) -> None:
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
+    done = call("data", "clean", "out/rows.jsonl", "--out", "out", *flags())
+    assert done.code == 2 and "out/rows.jsonl, which is read, lies there" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["recipes.jsonl"], "no folder to write"),
+        (["--out", "out"], "nothing to clean"),
+        (["recipes.jsonl", "--out", "out"], "no `data.clean`"),
+        (["run.yaml", "recipes.jsonl", "--out", "out"], "it stands beside run.yaml"),
+        (["recipes.jsonl", "--check", "out"], "something to clean beside it"),
+        (["--check", "nowhere"], "cleaning.json: No such file or directory"),
+        (["recipes.jsonl", "--out", "out", "--set", "data.clean.chars=[9,1]"], "no row can be meant by that"),
+        (["recipes.jsonl", "--out", "out", "--set", "data.clean.char=1"], "did you mean `chars`?"),
+        (["nowhere.jsonl", "--out", "out", "--set", "data.clean.chars=[1,9]"], "no such file"),
+    ],
+)
+def test_wrong_input(call: Call, recipes: Path, arguments: list[str], said: str) -> None:
+    done = call("data", "clean", *arguments)
+    assert done.code == 2 and said in done.err, done.err
+    assert "Traceback" not in done.err and not Path("out").exists() and not Path("out.tmp").exists()
+
+
+# --- the record
+
+
+def test_cleaned_again_it_is_the_same(call: Call, recipes: Path) -> None:
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
+    before = {name: Path("out", name).read_bytes() for name in os.listdir("out")}
+    done = call("data", "clean", "--check", "out")
+    assert (done.code, done.out) == (0, "out: cleaned again, the same bytes\n")
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
+    assert {name: Path("out", name).read_bytes() for name in os.listdir("out")} == before
+
+
+@pytest.mark.parametrize("changed", ["recipes.jsonl", "out/rows.jsonl", "out/removed.jsonl"])
+def test_a_check_finds_a_changed_file(call: Call, recipes: Path, changed: str) -> None:
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
+    with Path(changed).open("a") as file:
+        file.write(" ")
+    done = call("data", "clean", "--check", "out")
+    assert done.code == 2 and f"{changed} is not there, or not as it was" in done.err
+
+
+def test_a_check_finds_other_bytes(call: Call, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush.data.cleaning import duplicates
+
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
+    monkeypatch.setattr(duplicates, "near", lambda *_: iter(()))
+    monkeypatch.setattr("optrush.data.cleaning.account.version", lambda name: "other")
+    done = call("data", "clean", "--check", "out")
+    assert done.code == 2 and "rows.jsonl, removed.jsonl came out differently" in done.err
+    assert re.search(r"clean with the same versions \(numpy \S+ then, other now", done.err)
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"format": 1}', "\x00"])
+def test_a_damaged_record(call: Call, recipes: Path, damage: str) -> None:
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
+    Path("out/cleaning.json").write_text(damage)
+    done = call("data", "clean", "--check", "out")
+    assert done.code == 2 and "name a folder that `optrush data clean` wrote" in done.err
+
+
+# --- the page
+
+
+def test_the_page(call: Call, recipes: Path) -> None:
+    """Nothing of a row becomes markup, nothing is fetched, and every filter is there."""
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
+    page = Path("out/cleaning.html").read_text()
+    assert "<script" not in page and "<img" not in page and "&lt;script&gt;" in page
+    assert not re.search(r"<[^>]*\s(src|srcset|action|on[a-z]+)\s*=", page)
+    assert re.findall(r'href="([^"]*)"', page) == ["data:,"]
+    for label in ("characters: at least 10", "of in at least 2 rows", "exact duplicates", "near duplicates"):
+        assert label in page
+    assert page.count("<svg role=") == 3, "the waterfall, and two histograms"
+
+
+def test_the_page_of_a_run_which_writes_no_rows(call: Call, recipes: Path, here: Path) -> None:
+    from optrush import clean_page
+
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
+    record = json.loads(Path("out/cleaning.json").read_text())
+    del record["output"], record["model"]
+    assert clean_page.write(record, here).read_text().count("(written)") == 0
+    assert json.loads(Path("cleaning.json").read_text()) == record
+
+
+# --- a kill
+
+
+def test_killed_in_the_middle(call: Call, here: Path) -> None:
+    """No folder of that name is there, no process is left, and the next run begins anew."""
+    with (here / "many.jsonl").open("w") as file:
+        for i in range(34_000):
+            words = " ".join(f"w{(i * 31 + k * k) % 9973}" for k in range(100))
+            file.write(json.dumps({"text": words, "of": ["a", "b"]}) + "\n")
+    assert os.path.getsize("many.jsonl") > 17 << 20, "two parts, and so two workers"
+    command = [sys.executable, "-m", "optrush", "data", "clean", "many.jsonl", "--out", "out", *flags()]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    begun = time.monotonic()
+    while not list(here.glob("out.tmp/optrush-clean-*/shingles.*")):
+        assert process.poll() is None and time.monotonic() - begun < 30
+        time.sleep(0.02)
+    workers = _children(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert workers and not Path("out").exists()
+    while any(_alive(pid) for pid in workers):
+        if time.monotonic() - begun > 60:
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail("a worker lives on")
+        time.sleep(0.05)
+    done = call("data", "clean", "chat.jsonl", "--out", "out", "--set", "data.clean.chars=[1,null]")
+    assert done.code == 0, done.err
+    assert sorted(os.listdir("out")) == ["cleaning.html", "cleaning.json", "removed.jsonl", "rows.jsonl"]
+    assert not Path("out.tmp").exists()
+
+
+def test_two_at_once(call: Call, recipes: Path) -> None:
+    import fcntl
+
+    Path("out.tmp").mkdir()
+    held = os.open("out.tmp", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags())
+    os.close(held)
+    assert done.code == 2 and "another cleaning is at work there" in done.err
+    assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
+
+
+def test_a_full_disk(call: Call, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush.data.cleaning import output
+
+    def full(_: object) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(output, "_line", full)
+    done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags())
+    assert done.code == 2 and "no space left there" in done.err
+    assert not Path("out").exists() and not Path("out.tmp").exists()
+
+
+def _children(parent: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            if int(stat.rpartition(")")[2].split()[1]) == parent:
+                found.append(int(entry.name))
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

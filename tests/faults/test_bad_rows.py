@@ -1,0 +1,162 @@
+"""R14: bad rows of every kind, first, in the middle and last: each is named with file, line and reason, no other is.
+
+Strictly, reading stops at the bad row; as for a quarantine it goes on, and the good rows around it are what they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from optrush.data.read import attempts, read
+from optrush.data.rows import parse
+from optrush.errors import DataError
+
+from harness import run, told
+
+ASK, ANSWER = {"role": "user", "content": "aské\u2028"}, {"role": "assistant", "content": "answer"}
+GOODS = [{"messages": [ASK, ANSWER], "id": 7, "meta": {"a": [None, 1.5]}}, {"text": "plain", "id": None}]
+
+
+def line(**keys: Any) -> bytes:
+    return json.dumps(keys).encode()
+
+
+# The bytes of a line, and what is said of it.
+KINDS = {
+    "truncated JSON": (line(messages=[ASK, ANSWER])[:-20], "not valid JSON (cut off?)"),
+    "no object": (b'["text"]', "a list where an object"),
+    "empty line": (b"", "an empty line"),
+    "invalid UTF-8": (b'{"text": "\xff\xfe"}', "invalid UTF-8 at byte 10"),
+    "byte order mark": (b'\xef\xbb\xbf{"text": "a"}', "byte order mark"),
+    "50 MB": (b'{"text": "' + b"a" * 50_000_000 + b'"}', "longer than 32 MiB"),
+    "duplicate key": (b'{"text": "a", "text": "b"}', "'text' stands twice"),
+    "NaN": (b'{"text": "a", "score": NaN}', "NaN is not a JSON number"),
+    "wrong type": (line(text=["a"]), "text is a list, not a string"),
+    "missing key": (line(messages=[ASK, {"role": "assistant"}]), "messages[1] has no 'content'"),
+    "null": (line(messages=[ASK, {"role": "assistant", "content": None}]), "messages[1].content is null"),
+    "empty turn": (line(messages=[ASK, {"role": "assistant", "content": " "}]), "an empty assistant turn"),
+    "unknown role": (line(messages=[{"role": "wizard", "content": "a"}, ANSWER]), "messages[0].role is 'wizard'"),
+    "no assistant turn": (line(messages=[ASK]), "no assistant turn"),
+    "chosen == rejected": (line(prompt="a", chosen="b", rejected="b"), "chosen and rejected are the same"),
+    "two kinds": (line(text="a", messages=[ASK, ANSWER]), "both 'text' and 'messages'"),
+}
+
+
+def strictly(path: Path) -> DataError | None:
+    try:
+        for where, found in read(path):
+            parse(where, found)
+    except DataError as error:
+        return error
+    return None
+
+
+def named(path: Path, at: int, reason: str, goods: list[dict[str, Any]]) -> bool:
+    """Whether row `at` of the file, and no other, is refused for the reason, and the others arrive as they are."""
+    error = strictly(path)
+    assert error is not None and error.asked.endswith(f"{path}:{at + 1}") and reason in error.found, error
+    bad, rows = [], []
+    for where, found in attempts(path):
+        try:
+            if isinstance(found, DataError):
+                raise found
+            parse(where, found)
+            rows.append(found)
+        except DataError as refused:
+            bad.append((where.line, refused.found))
+    assert bad == [(at + 1, error.found)] and rows == goods, (bad, rows)
+    return True
+
+
+def everywhere(write: Callable[[Path, int, str], None], kinds: dict[str, str], path: Path, goods: list[Any]) -> int:
+    """How many of kinds x (first, middle, last) are named; all, or an assertion fails."""
+    done = 0
+    for kind, reason in kinds.items():
+        for at in range(3):
+            write(path, at, kind)
+            done += named(path, at, reason, goods)
+    return done
+
+
+def test_bad_rows_of_json_lines(tmp_path: Path) -> None:
+    def write(path: Path, at: int, kind: str) -> None:
+        lines = [line(**good) for good in GOODS]
+        lines.insert(at, KINDS[kind][0])
+        path.write_bytes(b"\n".join(lines) + b"\n")
+
+    kinds = {kind: reason for kind, (_, reason) in KINDS.items()}
+    done = everywhere(write, kinds, tmp_path / "däta.jsonl", GOODS)
+    assert done == 48
+    told("R14", done, f"{len(kinds)} kinds x first, middle, last: named, the good rows unchanged")
+
+
+def test_bad_rows_of_csv(tmp_path: Path) -> None:
+    rows = {
+        "truncated": (b"a,b", "2 cells under 3 columns"),
+        "too many cells": (b"a,b,c,d", "4 cells under 3 columns"),
+        "empty line": (b"", "an empty line"),
+        "invalid UTF-8": (b"a,\xff,c", "invalid UTF-8"),
+        "byte order mark": (b"\xef\xbb\xbfa,b,c", "byte order mark"),
+        "quotes": (b'a,"b"b,c', "not valid CSV"),
+        "empty cell": (b"a,,c", "chosen is empty"),
+        "chosen == rejected": (b"a,b,b", "chosen and rejected are the same"),
+    }
+
+    def write(path: Path, at: int, kind: str) -> None:
+        lines = [b'"a\nsk",yes,"n""o"'] * 2
+        lines.insert(at, rows[kind][0])
+        path.write_bytes(b"\n".join([b"prompt,chosen,rejected", *lines, b""]))
+
+    good = {"prompt": "a\nsk", "chosen": "yes", "rejected": 'n"o'}
+    kinds = {kind: reason for kind, (_, reason) in rows.items()}
+    done = everywhere(write, kinds, tmp_path / "data.csv", [good] * 2)
+    told("R14", done, f"CSV: {len(kinds)} kinds x first, middle, last")
+
+
+def parquet(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("n", pa.int8())])
+    turns = pa.schema([("messages", pa.list_(turn)), ("id", pa.int64())])
+    chats: dict[str, tuple[Any, str]] = {
+        "null messages": (None, "but 'id'"),
+        "no messages": ([], "messages is an empty list"),
+        "null turn": ([ASK, None], "messages[1] is null"),
+        "null role": ([{"content": "a"}, ANSWER], "messages[0] has no 'role'"),
+        "null content": ([ASK, {"role": "assistant"}], "messages[1] has no 'content'"),
+        "empty turn": ([ASK, {"role": "assistant", "content": ""}], "an empty assistant turn"),
+        "unknown role": ([{"role": "wizard", "content": "a"}, ANSWER], "messages[0].role is 'wizard'"),
+        "no assistant turn": ([ASK], "no assistant turn"),
+        "50 MB": ([ASK, {"role": "assistant", "content": "a" * 50_000_000}], "longer than 32 MiB"),
+    }
+    good = {"messages": [ASK, ANSWER], "id": 7}
+
+    def write(path: Path, at: int, kind: str) -> None:
+        rows = [good, good]
+        rows.insert(at, {"messages": chats[kind][0], "id": 8})
+        pq.write_table(pa.Table.from_pylist(rows, turns), path)
+
+    kinds = {kind: reason for kind, (_, reason) in chats.items()}
+    done = everywhere(write, kinds, folder / "chat.parquet", [good] * 2)
+    texts = {"invalid UTF-8": (b"b\xffd", "invalid UTF-8"), "empty text": (b"", "text is empty")}
+
+    def write_text(path: Path, at: int, kind: str) -> None:
+        raw = [b"good", b"good"]
+        raw.insert(at, texts[kind][0])
+        column = pa.Array.from_buffers(pa.string(), 3, pa.array(raw, pa.binary()).buffers())
+        pq.write_table(pa.table({"text": column}), path)
+
+    kinds |= {kind: reason for kind, (_, reason) in texts.items()}
+    done += everywhere(
+        write_text, {kind: kinds[kind] for kind in texts}, folder / "text.parquet", [{"text": "good"}] * 2
+    )
+    told("R14", done, f"Parquet: {len(kinds)} kinds x first, middle, last")
+
+
+def test_bad_rows_of_parquet(tmp_path: Path) -> None:
+    """In a child: the library starts threads, and tests after this one fork."""
+    assert run(lambda: parquet(tmp_path)) == 0

@@ -1,0 +1,217 @@
+"""Tokenising that is killed at any moment, or finds the disk full: what is done stays, and nothing is done twice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from optrush.config import parse
+from optrush.data import cache, shard, tokenising
+from optrush.data.cache import Work, jobs, tokenised
+from optrush.data.chat import Tokens
+from optrush.errors import DataError
+from optrush.model import tiny
+
+from harness import run, told
+
+KILLS = 6
+SMALL_bytes = 20_000  # of a job
+
+TEXT = "{model: tiny, objective: sft, data: {path: x, workers: 2}, output: o}"
+# What a rank does, in a process that can be killed with all of its workers; without torch it begins sooner.
+RANK = f"""
+import sys; sys.modules["torch"] = None; sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from transformers import AutoTokenizer
+from optrush.config import parse
+from optrush.data import cache
+from optrush.data.chat import Tokens
+cache.CHUNK_bytes = {SMALL_bytes}
+tokens = Tokens(AutoTokenizer.from_pretrained(sys.argv[2]))
+for path in cache.tokenised(cache.Work(parse({TEXT!r}, "x"), tokens, (Path(sys.argv[3]),))):
+    print(path.name, flush=True)
+"""
+
+
+def given(model: Path, path: Path) -> Work:
+    return Work(parse(TEXT, "x"), Tokens(AutoTokenizer.from_pretrained(model)), (path,))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.write(folder)
+    return folder
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """2 MB of rows, no two of them alike."""
+    monkeypatch.setattr(cache, "CHUNK_bytes", SMALL_bytes)
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
+    chance = random.Random(0)
+    words = ["stir", "soup", "simmer", "salt", "leek", "and", "then", "wait"]
+    rows = [" ".join(chance.choices(words, k=chance.randint(5, 400))) for _ in range(1500)]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return file
+
+
+def rank(model: Path, path: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", RANK, str(Path(cache.__file__).parents[2]), str(model), str(path)]
+    return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
+
+
+def shards(folder: Path) -> dict[str, tuple[int, int]]:
+    """The committed shards, each with what would change if it were made again."""
+    return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in folder.glob("*.safetensors")}
+
+
+def reference(model: Path, path: Path) -> list[str]:
+    """The names, which hold the digests, of what one process makes without being disturbed."""
+    work = given(model, path)
+    made = [s for job in jobs(work.files, "file") for s in tokenising.shards(job, work.tokens, "assistant", "file")]
+    return [shard.digest(s) for s in made]
+
+
+def digests(names: list[str]) -> list[str]:
+    return [name.removesuffix(".safetensors").split("-")[2] for name in names]
+
+
+def test_killed_at_any_moment(model: Path, path: Path) -> None:
+    """All processes at once, as when a machine goes down; each start goes on where the last one was stopped."""
+    chance, folder, kept, survived = random.Random(1), given(model, path).folder, dict[str, tuple[int, int]](), 0
+    for i in range(KILLS):
+        process = rank(model, path)
+        assert process.stdout is not None
+        for _ in range(1 if i % 3 == 1 else len(kept) + 1):  # before anything new is there, or at work
+            process.stdout.readline()
+        time.sleep(chance.random() * 0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        now = shards(folder)
+        assert kept.items() <= now.items(), "a finished shard was made again"
+        assert all(shard.intact(folder / name) for name in now)
+        survived, kept = survived + (len(now) > len(kept)), now
+    assert survived > 1 and len(kept) < len(reference(model, path)), "the kills came too early or too late"
+    process = rank(model, path)
+    names = process.communicate()[0].decode().split()
+    assert process.returncode == 0 and digests(names) == reference(model, path)
+    assert kept.items() <= shards(folder).items() and set(names) == set(shards(folder))
+    assert not list(folder.glob(f"*{shard.TEMPORARY}*"))
+    told("tokenising is killed", KILLS, {"shards": len(names)})
+
+
+@pytest.mark.parametrize("call", ["write", "sync", "rename"])
+@pytest.mark.parametrize("when", ["before", "half", "after"])
+def test_killed_at_every_call_that_changes_the_disk(
+    model: Path, path: Path, call: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process, no workers: a job of three shards, killed at each such call of the second."""
+    work, folder = given(model, path), path.parent / "shards"
+    folder.mkdir()
+    monkeypatch.setattr(tokenising, "SHARD_tok", 2000)
+    monkeypatch.setattr(tokenising, "BATCH_rows", 4)
+    job = next(jobs(work.files, "file"))
+    whole = [shard.digest(s) for s in tokenising.shards(job, work.tokens, "assistant", "file")]
+    assert len(whole) > 2
+    real: Callable[..., Any] = getattr(shard, call)
+
+    def end(*args: Any) -> Any:
+        if not list(folder.glob("*.safetensors")):
+            return real(*args)
+        if when == "half" and call == "write":
+            data = bytes(args[1])
+            real(args[0], data[: len(data) // 2])
+            args[0].flush()
+        elif when == "after":
+            real(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying() -> None:
+        setattr(shard, call, end)
+        tokenising.commit(job, work.tokens, "assistant", "file", None, folder, 0, 0)
+
+    assert run(dying) == -signal.SIGKILL
+    store = cache.Store(folder)
+    done, kept = store.begun[0], shards(folder)
+    assert len(done) == (2 if (call, when) == ("rename", "after") else 1) and 0 not in store.whole
+    skip = sum(shard.mapped(p).rows for p in done)
+    names, _ = tokenising.commit(job, work.tokens, "assistant", "file", None, folder, skip, len(done))
+    assert digests([p.name for p in done] + names) == whole and kept.items() <= shards(folder).items()
+
+
+def test_workers_end_with_the_process_that_started_them(model: Path, path: Path) -> None:
+    """Killed alone, it leaves nobody behind who goes on, and no lock: the next one begins at once."""
+    process = rank(model, path)
+    assert process.stdout is not None
+    process.stdout.readline()
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert workers
+    process.kill()
+    process.communicate()
+    begun = time.monotonic()
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() - begun < 5, "a worker lives on"
+        time.sleep(0.02)
+    kept = shards(given(model, path).folder)
+    list(tokenised(given(model, path)))
+    assert kept.items() <= shards(given(model, path).folder).items()
+    told("the process that tokenises is killed, its workers not", 1, {"gone_s": round(time.monotonic() - begun, 2)})
+
+
+def test_a_worker_is_killed(model: Path, path: Path) -> None:
+    made = tokenised(given(model, path))
+    first = next(made)
+    assert isinstance(first, Path)
+    workers = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for pid in workers:
+        if "optrush.data.worker" in Path(f"/proc/{pid}/cmdline").read_text():
+            os.kill(int(pid), signal.SIGKILL)
+    with pytest.raises(DataError, match="was killed by signal 9") as caught:
+        list(made)
+    assert "what is done is kept" in caught.value.do
+    kept = shards(first.parent)
+    names = [p.name for p in tokenised(given(model, path)) if isinstance(p, Path)]
+    assert digests(names) == reference(model, path) and kept.items() <= shards(first.parent).items()
+
+
+def test_the_disk_is_full(model: Path, path: Path) -> None:
+    """A limit on the size of files stands for the disk: the same call fails, in the worker, with another number."""
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        work = given(model, path)
+        work.folder.mkdir(parents=True)
+        (work.folder / "tokenizer.json").symlink_to(model / "tokenizer.json")  # is not what shall fail
+        Path.write_text = lambda *_: 0  # type: ignore[method-assign, assignment]
+        with pytest.raises(DataError) as caught:
+            list(tokenised(work))
+        assert caught.value.found == os.strerror(errno.EFBIG) and "data.cache" in caught.value.do
+        assert not list(work.folder.glob("*.safetensors")) + list(work.folder.glob(f"*{shard.TEMPORARY}*"))
+
+    assert run(limited) == 0
+    assert list(tokenised(given(model, path)))
+
+
+def test_two_processes_do_the_work_once(model: Path, path: Path) -> None:
+    """As two ranks do, at the same time: both get all shards, and each was made once."""
+    pids = [rank(model, path) for _ in range(2)]
+    names = [process.communicate()[0].decode().split() for process in pids]
+    assert [process.returncode for process in pids] == [0, 0] and names[0] == names[1]
+    assert digests(names[0]) == reference(model, path)
+    assert set(names[0]) == set(shards(given(model, path).folder))

@@ -1,0 +1,118 @@
+"""pad, sort-by-length, wrap: each against transformers on the documents that its own step holds."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from optrush.train import evaluate
+
+from golden import make_golden
+from golden.make_golden import CASES, T
+from trials import assembled, furthest, golden_run, published, steps, wire
+
+MARGIN = 0.1  # nats a token, of the mean over the seeds
+SEEDS = (1, 2, 3)
+
+
+def first_step(job):
+    batches = next(job.batches)
+    wire(job)
+    return batches
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("name", ["untied", "chat"])
+@pytest.mark.parametrize("with_", [{"pad": {}}, {"sort_by_length": {"window": 64}}, {"sort_by_length": {"window": 20}}])
+def test_the_same_documents_the_same_loss_and_gradients(box, name, with_, implementation):
+    case = CASES[name]
+    T = 128 if implementation == "native" else 64  # transformers' model has no more positions
+    sets = [f"model.implementation={implementation}", f"batch.seq={T}", f"batch.tokens={T * 16}"]
+    job = assembled(golden_run(box, case, sets=[*sets, f"batch.micro_tokens={T * 4}"], **with_))
+    batches = first_step(job)
+    assert [b.tokens.shape for b in batches] == [(4, 64)] * 4  # no document has more than 24 tokens, a bucket is 64
+    held = [s for b in batches for s in b.samples]
+    assert len(set(held)) == 16
+    folder, path = make_golden.places(box, case)
+    documents = make_golden.read_documents(folder, path)
+    model = make_golden.open_model(folder)
+    want_loss, _ = make_golden.window(model, [documents[i] for i in held])
+    loss, grads = published(job)
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    assert furthest(grads, {n: p.grad for n, p in model.named_parameters()}) < 1e-5
+    if with_.get("sort_by_length") == {"window": 64}:
+        lengths = [len(documents[i][0]) for i in held]
+        assert max(lengths) - min(lengths) <= 4 < max(len(d[0]) for d in documents) - min(len(d[0]) for d in documents)
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("overlap", [0, 1, 5])
+def test_a_wrapped_row_is_one_line_of_tokens(box, overlap, implementation):
+    sets = [f"model.implementation={implementation}"]
+    job = assembled(golden_run(box, rows=4, sets=sets, wrap={"overlap": overlap}))
+    batches = first_step(job)
+    folder, path = make_golden.places(box, CASES["untied"])
+    documents = make_golden.read_documents(folder, path)
+    line = torch.cat([documents[i][0] for step in make_golden.order() for i in step])
+    learnt = torch.cat([documents[i][1] for step in make_golden.order() for i in step])
+    model = make_golden.open_model(folder)
+    terms = sum(b.n_terms for b in batches)
+    total, at, seen = 0.0, 0, 0
+    ends = np.cumsum([len(documents[i][0]) for step in make_golden.order() for i in step]).tolist()
+    for _ in range(16):
+        begun = at - max([0, *(e for e in ends if e <= at)])  # tokens of the document that lie before this row
+        back = min(overlap, begun)
+        ids, flags = line[at - back : at - back + T], learnt[at - back : at - back + T].clone()
+        flags[: max(1, back)] = False
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        nll = cross_entropy(logits[:-1], ids[1:], reduction="none")[flags[1:]].sum()
+        (nll / terms).backward()
+        total, seen, at = total + nll.item(), seen + int(flags.sum()), at + T - back
+    assert seen == terms
+    loss, grads = published(job)
+    assert loss == pytest.approx(total / terms, rel=1e-6)
+    assert furthest(grads, {n: p.grad for n, p in model.named_parameters()}) < 1e-5
+
+
+def held_out(box, seed, **with_):
+    sets = [
+        f"data.path={box}/run.jsonl", f"data.eval={box}/held-run.jsonl", "data.too_long=split", f"seed={seed}",
+        "train.steps=40", "optim.lr=1e-2", f"batch.tokens={T * 8}", f"batch.micro_tokens={T * 8}",
+    ]  # fmt: skip
+    job = assembled(golden_run(box, sets=sets, **with_))
+    first = evaluate(job)[0]
+    list(steps(job, 40))
+    return first, evaluate(job)[0]
+
+
+def write(box, least, most):
+    draw = np.random.RandomState(2)
+    for name, n in (("run", 400), ("held-run", 60)):
+        lines = []
+        for _ in range(n):
+            at, stride, length = draw.randint(0, 73), draw.randint(1, 4), draw.randint(least, most)
+            lines.append(json.dumps({"text": " ".join(f"w{(at + stride * i) % 73}" for i in range(length))}))
+        (box / f"{name}.jsonl").write_text("\n".join(lines))
+
+
+def worse(box):
+    packed = [held_out(box, seed, packing={}) for seed in SEEDS]
+    wrapped = [held_out(box, seed, wrap={}) for seed in SEEDS]
+    print("packing", packed, "wrap", wrapped)
+    assert all(last < 0.6 * first for first, last in packed), "it learns"
+    return np.mean([w[1] - p[1] for w, p in zip(wrapped, packed)])
+
+
+def test_wrapping_long_documents_learns_no_worse(box):
+    write(box, 2 * T, 6 * T)
+    assert worse(box) < MARGIN
+
+
+def test_wrapping_short_documents_does(box):
+    """Why chats are packed: a document that always had others before it in training is a stranger alone."""
+    write(box, 10, 22)
+    assert worse(box) > 0.3

@@ -1,0 +1,65 @@
+"""Who makes the batches changes no bit of the training, nor where a run goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from optrush.config import dump
+from optrush.errors import NeedsError
+from optrush.prepare import prepare
+
+from trials import assembled, golden_run, steps, weights
+
+
+def trained(box, **with_):
+    job = assembled(golden_run(box, packed=True, **with_))
+    return list(steps(job)), weights(job)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_equal_bits_over_eight_steps(box, workers):
+    base, ahead = trained(box), trained(box, loader={"workers": workers, "prefetch": 3})
+    assert ahead[0] == base[0]
+    for name, want in base[1].items():
+        assert torch.equal(ahead[1][name], want), name
+
+
+def test_a_run_with_workers_ends(box):
+    """Workers ignore the signal by which the interpreter ends its children."""
+    config = box / "loader.yaml"
+    config.write_text(dump(golden_run(box, packed=True, loader={}, sets=["train.steps=2", f"output={box}/ended"])))
+    begin = time.monotonic()
+    assert subprocess.run([sys.executable, "-m", "optrush", "train", str(config)], timeout=100).returncode == 0
+    assert time.monotonic() - begin < 60
+
+
+def test_pinned_memory_needs_a_gpu(box):
+    with pytest.raises(NeedsError, match="pinned"):
+        prepare(golden_run(box, loader={"pinned": True}))
+
+
+def test_the_batches_come_from_other_processes(box):
+    """Equal bits would also come of a loader that does nothing."""
+    import os
+
+    job = assembled(golden_run(box, packed=True, loader={}))
+    made = job.stream.batches
+    pids = []
+
+    def told(k, **options):
+        found = made(k, **options)
+        for batch in found:
+            batch.tokens[0, 0] = os.getpid()
+        return found
+
+    job.stream.batches = told
+    from trials import wire
+
+    wire(job)
+    pids = {next(job.batches)[0].tokens[0, 0].item() for _ in range(4)}
+    assert len(pids) == 2 and os.getpid() not in pids

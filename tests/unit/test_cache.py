@@ -1,0 +1,388 @@
+"""Shards made once and by several processes: what decides about them, what is made again, and who may work."""
+
+import datetime
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from optrush.config import parse
+from optrush.data import cache, shard, tokenising
+from optrush.data.cache import Telling, Work, jobs, tokenised
+from optrush.data.chat import Tokens
+from optrush.data.shard import mapped
+from optrush.errors import DataError
+from optrush.model import tiny
+
+TEXTS = [f"soup number {i}: " + "stir and wait. " * (i % 7) for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(model):
+    return Tokens(AutoTokenizer.from_pretrained(model))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder for files, with small jobs and a cache of its own."""
+    monkeypatch.setattr(cache, "CHUNK_bytes", 600)
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def written(path, texts=TEXTS):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def work(tokens, *paths, say=lambda line: None, kept=None, cleaning="", **data):
+    run = parse("model: tiny\nobjective: sft\ndata: {path: x, workers: 2}\noutput: o\n", "x")
+    run = run.model_copy(update={"data": run.data.model_copy(update=data)})
+    return Work(run, tokens, tuple(paths), kept, cleaning, say)
+
+
+def ids(made):
+    """Documents, of shards in memory or on the disk."""
+    found = [mapped(m) if isinstance(m, Path) else m for m in made]
+    return [s.ids[a:b].tolist() for s in found for a, b in zip(s.starts, s.starts[1:])]
+
+
+def alone(tokens, path):
+    """What this process makes of a file by itself."""
+    (job,) = jobs_of(path, 1 << 30)
+    return ids(tokenising.shards(job, tokens, "assistant", "file"))
+
+
+def jobs_of(path, size):
+    before, cache.CHUNK_bytes = cache.CHUNK_bytes, size
+    try:
+        return list(jobs([path], "file"))
+    finally:
+        cache.CHUNK_bytes = before
+
+
+def no_workers(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("something was tokenised again")
+
+    monkeypatch.setattr(cache.Workers, "__enter__", refuse)
+
+
+# --- jobs
+
+
+def test_jobs_are_parts_of_large_files_and_groups_of_small_ones(here):
+    small = [written(here / f"{i}.jsonl", ["soup"] * 3) for i in range(5)]
+    large = written(here / "large.jsonl")
+    found = list(jobs([*small, large, small[0]], "file"))
+    assert [job.number for job in found] == list(range(len(found)))
+    assert len(found[0].chunks) == 5 and all(len(job.chunks) == 1 for job in found[2:-1])
+    chunks = [chunk for job in found for chunk in job.chunks]
+    assert [file for file, _ in chunks] == [*range(5), *[5] * (len(chunks) - 6), 6]
+    lines = [chunk.first for file, chunk in chunks if file == 5]
+    assert lines[0] == 1 and len(lines) > 4 and lines == sorted(lines)
+    assert all(job.size_bytes <= 600 * 1.5 for job in found)
+
+
+def test_a_job_is_cut_into_shards_of_bounded_size(here, tokens, monkeypatch):
+    """One file that cannot be cut, such as a packed one: memory is bounded by the shard all the same."""
+    path = written(here / "a.jsonl")
+    monkeypatch.setattr(tokenising, "SHARD_tok", 200)
+    monkeypatch.setattr(tokenising, "BATCH_rows", 4)
+    (job,) = jobs_of(path, 1 << 30)
+    made = list(tokenising.shards(job, tokens, "assistant", "file"))
+    assert len(made) > 3 and [s.last for s in made] == [0] * (len(made) - 1) + [1]
+    assert ids(made) == alone(tokens, path) and all(len(s.ids) < 400 for s in made)
+    rest = tokenising.shards(job, tokens, "assistant", "file", skip=made[0].rows)
+    assert [shard.digest(s) for s in rest] == [shard.digest(s) for s in made[1:]]
+    monkeypatch.setattr(tokenising, "SHARD_rows", 8)
+    bad = written(here / "bad.jsonl", [""] * 40)
+    made = list(tokenising.shards(jobs_of(bad, 1 << 30)[0], tokens, "assistant", "file"))
+    assert len(made) == 6 and sum(len(s.refusals([bad])) for s in made) == 40
+
+
+def test_rows_that_cleaning_took_out_are_counted_and_not_tokenised(here, tokens):
+    path = written(here / "a.jsonl")
+    kept = np.arange(60) % 3 > 0
+    (job,) = jobs_of(path, 1 << 30)
+    (made,) = tokenising.shards(job, tokens, "assistant", "file", [kept])
+    assert (made.rows, made.cleaned) == (40, 20) and made.numbers.tolist() == list(range(40))
+    assert made.lines.tolist() == (np.flatnonzero(kept) + 1).tolist()
+    through = list(tokenised(work(tokens, path, kept=[kept], cleaning="some")))
+    assert ids(through) == ids([made])
+
+
+# --- what is made, and what is found
+
+
+def test_workers_have_the_tokenizer_of_this_process(here, model):
+    """Not the one of its folder: tokens may have been added, a template given."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["soup"])
+    template = "{% for m in messages %}<{{ m.content }}{{ eos_token }}{% endfor %}"
+    path = here / "chat.jsonl"
+    turns = [{"role": "user", "content": "a soup?"}, {"role": "assistant", "content": "a soup."}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [{"messages": turns}, {"text": "soup"}] * 20))
+    given = Tokens(tokenizer, template)
+    made = ids(tokenised(work(given, path, workers=1)))
+    assert made == alone(given, path) != alone(Tokens(AutoTokenizer.from_pretrained(model)), path)
+
+
+def test_small_data_stays_in_memory(here, tokens):
+    path = written(here / "a.jsonl", ["soup"])
+    made = list(tokenised(work(tokens, path)))
+    assert len(made) == 1 and isinstance(made[0], shard.Shard) and not (here / "cache").exists()
+
+
+def test_worker_processes_make_what_one_process_makes_and_only_once(here, tokens, monkeypatch):
+    paths = [written(here / "a.jsonl"), written(here / "b.jsonl", TEXTS[::-1])]
+    made = list(tokenised(work(tokens, *paths)))
+    assert len(made) > 6 and all(isinstance(m, Path) for m in made)
+    assert ids(made) == alone(tokens, paths[0]) + alone(tokens, paths[1])
+    folder = made[0].parent
+    assert folder.parent == here / "cache" / "tokens" and not list(folder.glob("*.tmp-*"))
+    no_workers(monkeypatch)
+    assert list(tokenised(work(tokens, *paths))) == made
+    assert list(tokenised(work(tokens, *[p.rename(p.with_stem(p.stem + "2")) for p in paths]))) == made
+
+
+def test_workers_hold_no_torch_and_the_parent_starts_none_beyond_the_work(here, tokens, monkeypatch):
+    """Importing torch would cost each process more memory than all that it does."""
+    begun = []
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: begun.append(real(*a, **k)) or begun[-1])
+    made = tokenised(work(tokens, written(here / "a.jsonl"), workers=64))
+    next(made)
+    assert 1 < len(begun) <= 8
+    maps = Path(f"/proc/{begun[0].pid}/maps").read_text()
+    assert "tokenizers" in maps and "libtorch" not in maps
+    made.close()
+    assert all(process.returncode is not None for process in begun)
+
+
+def test_who_has_seen_enough_stops_the_rest(here, tokens):
+    made = tokenised(work(tokens, written(here / "a.jsonl", TEXTS * 20), workers=1))
+    first = next(made)
+    made.close()
+    there = sorted(first.parent.glob("*.safetensors"))
+    assert there[0] == first and len(there) <= 3 and not list(first.parent.glob("complete-*"))
+    assert not list(first.parent.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("harm", ["one bit", "cut short", "gone", "not marked complete"])
+def test_a_damaged_shard_is_made_again_and_no_other(here, tokens, harm):
+    given = work(tokens, written(here / "a.jsonl"))
+    made = list(tokenised(given))
+    bytes_before = [path.read_bytes() for path in made]
+    victim = made[2]
+    if harm == "one bit":
+        victim.write_bytes(bytes_before[2][:-9] + bytes([bytes_before[2][-9] ^ 1]) + bytes_before[2][-8:])
+    elif harm == "cut short":
+        victim.write_bytes(bytes_before[2][:-100])
+    elif harm == "gone":
+        victim.unlink()
+    else:
+        next(victim.parent.glob("complete-*")).unlink()
+    before = [path.stat().st_mtime_ns for path in made if path.exists()]
+    assert list(tokenised(given)) == made and [path.read_bytes() for path in made] == bytes_before
+    after = [path.stat().st_mtime_ns for path in made]
+    assert len(set(after) - set(before)) == (harm != "not marked complete")
+
+
+def test_temporary_files_of_the_dead_are_removed(here, tokens):
+    given = work(tokens, written(here / "a.jsonl"))
+    folder = next(tokenised(given)).parent
+    ours = folder / f"000009-000{shard.TEMPORARY}{shard.socket.gethostname()}-00ff"
+    theirs, ancient = (folder / f"00000{i}-000{shard.TEMPORARY}elsewhere-00ff" for i in range(2))
+    for path in (ours, theirs, ancient):
+        path.touch()
+    os.utime(ancient, (0, 0))
+    list(tokenised(given))
+    assert not ours.exists() and not ancient.exists() and theirs.exists()
+
+
+# --- the key
+
+
+def test_the_key(here, model, tokens, monkeypatch):
+    path = written(here / "a.jsonl")
+    base = work(tokens, path).folder
+    assert work(tokens, path, workers=1, too_long="split", max_samples=3, eval=0.5).folder == base
+    written(here / "b.jsonl", TEXTS[:-1])
+    template = tokens.template()
+    others = {
+        "files": work(tokens, here / "b.jsonl"),
+        "order": work(tokens, path, here / "b.jsonl"),
+        "other order": work(tokens, here / "b.jsonl", path),
+        "learnt": work(tokens, path, train_on="last"),
+        "text rows": work(tokens, path, text_rows="line"),
+        "cleaning": work(tokens, path, cleaning="x"),
+        "template": work(Tokens(tokens.tokenizer, template + " "), path),
+    }
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["soup"])
+    others["tokenizer"] = work(Tokens(tokenizer), path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = "s"
+    others["end of text"] = work(Tokens(tokenizer), path)
+    monkeypatch.setattr(shard, "FORMAT", 99)
+    others["format"] = work(tokens, path)
+    assert len({base, *(other.folder for other in others.values())}) == 1 + len(others)
+
+
+def test_the_date_is_in_the_key_where_the_template_asks_for_it(here, tokens):
+    path = written(here / "a.jsonl")
+    dated = '{{ strftime_now("%d %m") }}' + tokens.template()
+    day = datetime.date(2024, 2, 29)
+
+    def folder(template, today):
+        return work(Tokens(tokens.tokenizer, template, today), path).folder
+
+    assert folder(dated, day) == folder(dated, day) != folder(dated, datetime.date(2024, 3, 1)) != folder(dated, None)
+    assert folder(None, day) == folder(None, None) == work(tokens, path).folder
+    made = list(tokenised(work(Tokens(tokens.tokenizer, dated, day), path)))  # the workers have that date too
+    assert ids(made) == alone(tokens, path)
+
+
+def test_the_cache_is_where_it_was_asked_for(here, tokens, monkeypatch):
+    path = written(here / "a.jsonl")
+    assert work(tokens, path).folder.is_relative_to(here / "cache" / "tokens")
+    assert work(tokens, path, cache=str(here / "own")).folder.is_relative_to(here / "own" / "tokens")
+    monkeypatch.delenv("OPTRUSH_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(here / "xdg"))
+    assert work(tokens, path).folder.is_relative_to(here / "xdg" / "optrush" / "tokens")
+
+
+# --- what goes wrong
+
+
+def test_a_full_disk(here, tokens, monkeypatch):
+    path = written(here / "a.jsonl")
+    (here / "full").mkdir()
+    real = shard.write
+
+    def write(file, data):
+        real(file, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shard, "write", write)
+    with pytest.raises(DataError) as caught:
+        tokenising.commit(next(jobs([path], "file")), tokens, "assistant", "file", None, here / "full", 0, 0)
+    assert caught.value.args == (
+        f"to keep the tokenised data in {here / 'full'}", "No space left on device",
+        "free some space there, or name another: data.cache",
+    )  # fmt: skip
+    assert not list((here / "full").iterdir())
+
+
+def test_a_cache_that_cannot_be_written(here, tokens):
+    (here / "file").touch()
+    with pytest.raises(DataError, match="File exists") as caught:
+        list(tokenised(work(tokens, written(here / "a.jsonl"), cache=str(here / "file"))))
+    assert "data.cache" in caught.value.do
+    (here / "own").mkdir()
+    (here / "own" / "tokens").touch()
+    with pytest.raises(DataError, match="Not a directory") as caught:
+        list(tokenised(work(tokens, here / "a.jsonl", cache=str(here / "own"))))
+    assert "data.cache" in caught.value.do
+
+
+def test_a_damaged_file_is_named_whichever_worker_meets_it(here, tokens):
+    path = written(here / "a.jsonl")
+    (here / "b.jsonl.gz").write_bytes(b"no gzip at all" * 100)
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz"):
+        list(tokenised(work(tokens, path, here / "b.jsonl.gz")))
+
+
+def test_a_worker_that_dies(here, tokens, monkeypatch, capfd):
+    given = work(tokens, written(here / "a.jsonl"), workers=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        with pytest.raises(DataError, match=r"was killed by signal 9 \(out of memory\?\)") as caught:
+            list(tokenised(given))
+    assert "a.jsonl from row 1 on" in caught.value.asked and "data.workers: 1" in caught.value.do
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "WORKER", "raise SystemExit('these are its words')")
+        with pytest.raises(DataError, match="ended with code 1"):
+            list(tokenised(given))
+    assert "these are its words" in capfd.readouterr().err
+    assert ids(tokenised(given)) == alone(tokens, given.files[0])
+
+
+# --- one at a time
+
+
+HOLD = """
+import fcntl, sys, time
+file = open(sys.argv[1], "a")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def test_others_wait_and_say_so(here, tokens, monkeypatch):
+    monkeypatch.setattr(cache, "QUIET_S", 0.3)
+    said = []
+    given = work(tokens, written(here / "a.jsonl"), say=said.append)
+    given.folder.mkdir(parents=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(given.folder / "lock"), "1"], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout.readline() == b"held\n"
+        begun = time.monotonic()
+        assert ids(tokenised(given)) == alone(tokens, given.files[0])
+        assert time.monotonic() - begun > 0.8 and process.poll() == 0
+    assert said.count("waiting for another process that tokenises the same data") == 1
+
+
+def test_who_waited_uses_what_the_other_made(here, tokens, monkeypatch):
+    given = work(tokens, written(here / "a.jsonl"))
+    made = tokenised(given)
+    first = next(made)  # holds the lock from here on
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(cache.__file__).parents[2])!r})
+from optrush.data import cache
+print("ready", flush=True)
+with cache.alone(cache.Path({str(first.parent)!r}), lambda line: None):
+    store = cache.Store(cache.Path({str(first.parent)!r}))
+print(len(store.whole), store.jobs)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        n = 1 + len(list(made))
+        assert process.stdout.read().split() == [b"%d" % n] * 2
+
+
+# --- what is said
+
+
+def test_progress(monkeypatch):
+    clock = iter([0.0, 1.0, 6.0, 7.0, 12.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    said = []
+    told = Telling(said.append, "tokenising", 1000)
+    for _ in range(4):
+        told.done(300, 100.0)
+    assert said == [
+        "tokenising: 600 rows, 100 a second, 20%, 24 s left", "tokenising: 1,200 rows, 100 a second, 40%, 18 s left",
+    ]  # fmt: skip
+    clock = iter([0.0, 9.0])
+    told = Telling(said.append, "cleaning", 1.0)
+    told.share(0.5, 90)
+    assert said[-1] == "cleaning: 90 rows, 10 a second, 50%, 9 s left" and all(re.search("[0-9]", s) for s in said)

@@ -1,0 +1,176 @@
+"""What texts are compared by, against plain Python on small cases: words, runs, sets, bands, near duplicates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optrush.data.cleaning import duplicates, texts
+from optrush.data.cleaning.duplicates import Groups, Sets, banding, bands, exact, near
+
+SENTENCES = st.lists(st.sampled_from(("a", "b", "c", "d", "e", "f")), max_size=12).map(" ".join)
+
+
+def plain_runs(text: str, n: int) -> list[tuple[str, ...]]:
+    words = list(texts.words(text))
+    return [tuple(words[i : i + n]) for i in range(max(1, len(words) - n + 1))] if words else []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Don't stop, ÉCLAIR-lover!", ["don", "t", "stop", "éclair", "lover"]),
+        ("e\u0301clair STRASSE Straße", ["éclair", "strasse", "strasse"]),
+        ("炒蛋 abc炒", ["炒", "蛋", "abc", "炒"]),
+        ("\u0e02\u0e49\u0e32\u0e27", ["\u0e02", "\u0e49", "\u0e32", "\u0e27"]),
+        ("?! ...", []),
+    ],
+)
+def test_words(text: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(texts.words(text)) == words
+    monkeypatch.setattr(texts, "LONG_chars", 0)
+    assert list(texts.words(text)) == words, "a long text's words are the same"
+
+
+@given(st.lists(SENTENCES, max_size=6), st.integers(1, 5))
+def test_runs(given_texts: list[str], n: int) -> None:
+    """Equal hashes exactly where the words are equal, over all texts, and as many as there are."""
+    hashes, counts = texts.runs(*texts.hashed_words(given_texts), n)
+    wanted = [plain_runs(text, n) for text in given_texts]
+    assert counts.tolist() == [len(w) for w in wanted]
+    whole = [run for w in wanted for run in w]
+    assert len(set(hashes.tolist())) == len(set(whole)) == len(set(zip(hashes.tolist(), whole)))
+
+
+@given(st.lists(SENTENCES, max_size=6), st.integers(1, 5))
+def test_shingles(given_texts: list[str], n: int) -> None:
+    found, sizes = texts.shingles(*texts.hashed_words(given_texts), n)
+    sets = [set(plain_runs(text, n)) for text in given_texts]
+    assert sizes.tolist() == [len(s) for s in sets]
+    pieces = np.split(found, np.cumsum(sizes)[:-1]) if len(sizes) else []
+    for a, b, one, other in zip(pieces, pieces[1:], sets, sets[1:]):
+        assert (np.diff(a.astype(np.int64)) > 0).all()
+        assert len(np.intersect1d(a, b)) == len(one & other)
+
+
+def test_hashes_do_not_change_between_processes_and_versions() -> None:
+    """Records are compared by what these give."""
+    hashes, lengths = texts.hashed_words(["one two three four five six"])
+    assert texts.runs(hashes, lengths, 5)[0].tolist() == [16097572282202166377, 4132983344923093485]
+    assert texts.digest(" a\tcafe\u0301 ") == texts.digest("a caf\u00e9")
+    assert texts.digest("a b").hex() == "acc9227cc02e5f5c13e74125bce89499"
+
+
+@given(st.text(alphabet="ab\n ", max_size=30))
+def test_repeated_share(text: str) -> None:
+    seen: set[str] = set()
+    repeated = every = 0
+    for line in (line.strip() for line in text.split("\n")):
+        every += len(line)
+        repeated += len(line) * (line in seen)
+        seen.add(line)
+    assert texts.repeated_share(text) == (repeated / every if every else 0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=30))
+def test_exact(rows: list[tuple[int, int, bool]]) -> None:
+    digests = np.array([row[:2] for row in rows], np.uint64).reshape(-1, 2)
+    alive = np.array([row[2] for row in rows], bool)
+    again, first = exact(digests, alive)
+    wanted, seen = {}, dict[tuple[int, int], int]()
+    for i, (a, b, lives) in enumerate(rows):
+        if lives and seen.setdefault((a, b), i) != i:
+            wanted[i] = seen[a, b]
+    assert dict(zip(again.tolist(), first.tolist())) == wanted
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99])
+def test_banding(threshold: float) -> None:
+    """A pair at the threshold is met, by the formula and in an experiment."""
+    count, rows = banding(threshold)
+    assert count >= duplicates.TOGETHER and count * rows <= duplicates.PERMUTATIONS
+    p = threshold**rows
+    assert (1 - p) ** count + count * p * (1 - p) ** (count - 1) <= duplicates.MISSED or rows == 1
+    pairs, size = 300, 200
+    shared = round(2 * size * threshold / (1 + threshold))
+    rng = np.random.default_rng(0)
+    sets = []
+    for _ in range(pairs):
+        drawn = rng.choice(2**32, 2 * size - shared, replace=False).astype(np.uint32)
+        sets += [np.sort(drawn[:size]), np.sort(np.append(drawn[:shared], drawn[size:]))]
+    keys = bands(np.concatenate(sets), np.full(2 * pairs, size), (count, rows))
+    met = (keys[0::2] == keys[1::2]).sum(1) >= duplicates.TOGETHER
+    assert met.mean() >= 0.98
+
+
+def brute(sets: list[set[int]], threshold: float) -> dict[int, float]:
+    stays: list[int] = []
+    gone: dict[int, float] = {}
+    for i, one in enumerate(sets):
+        best = max((len(one & sets[j]) / len(one | sets[j]) for j in stays), default=0.0)
+        if best >= threshold:
+            gone[i] = best
+        else:
+            stays.append(i)
+    return gone
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), threshold=st.sampled_from([0.5, 0.7, 0.85]), block=st.sampled_from([1, 40, 1 << 21]))
+def test_near_against_all_pairs(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, threshold: float, block: int
+) -> None:
+    """The rows that go are those that a comparison of all pairs takes, for pairs well apart from the threshold."""
+    rng = np.random.default_rng(seed)
+    sets: list[set[int]] = []
+    for _ in range(60):
+        if sets and rng.random() < 0.6:  # nearly one of the earlier ones, or far from it
+            other = list(sets[rng.integers(0, len(sets))])
+            broken = round(len(other) * rng.choice([0.0, 0.02, 0.6]))
+            sets.append(set(other[broken:]) | set(rng.integers(0, 2**32, broken).tolist()))
+        else:
+            sets.append(set(rng.integers(0, 2**32, rng.integers(80, 200)).tolist()))
+    folder = tmp_path_factory.mktemp("near")
+    sizes = np.array([len(s) for s in sets])
+    flat = np.concatenate([np.sort(np.array(list(s), np.uint32)) for s in sets])
+    flat.tofile(folder / "shingles")
+    shape = banding(threshold)
+    keys = bands(flat, sizes, shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(duplicates, "PAIRS", block)
+        groups = Groups(len(sets), folder)
+        for band in keys.T:
+            groups.add(band)
+        found = list(near(groups, Sets(folder / "shingles", sizes), np.arange(len(sets)), threshold))
+    wanted = brute(sets, threshold)
+    assert [i for i, _, _ in found] == sorted(wanted)
+    gone = set(wanted)
+    for i, j, share in found:
+        assert j < i and j not in gone
+        assert share == len(sets[i] & sets[j]) / len(sets[i] | sets[j]) >= threshold
+
+
+def test_a_crowd_of_rows_that_share_a_band(tmp_path: Path) -> None:
+    """Of 400 rows that all agree in one band, those are found that agree in two, however late they come."""
+    rng = np.random.default_rng(0)
+    keys = rng.integers(0, 2**32, (400, 20), dtype=np.uint32)
+    keys[:, 3] = 7
+    keys[399] = keys[200]
+    keys[398, 4:6] = keys[300, 4:6]
+    np.tile(np.arange(10, dtype=np.uint32), 400).tofile(tmp_path / "shingles")  # all equal, were they compared
+    groups = Groups(400, tmp_path)
+    for band in keys.T:
+        groups.add(band)
+    assert list(groups.pairs()) == [(398, 300), (399, 200)]
+    found = near(groups, Sets(tmp_path / "shingles", np.full(400, 10)), np.arange(400), 0.9)
+    assert list(found) == [(398, 300, 1.0), (399, 200, 1.0)]
+
+
+def test_the_similarity_of_a_part_and_its_whole(tmp_path: Path) -> None:
+    np.array([1, 2, 3, 1, 2, 3, 9], np.uint32).tofile(tmp_path / "shingles")
+    sets = Sets(tmp_path / "shingles", np.array([3, 4]))
+    assert sets.similarity(0, 1, 0.75) == sets.similarity(1, 0, 0.75) == 0.75

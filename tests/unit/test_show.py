@@ -1,0 +1,150 @@
+"""Samples as pieces of text: every token once, exactly the ids' text, characters whole; lengths and fills."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from optrush.data import show
+from optrush.data.document import Document
+from optrush.model import tiny
+
+TALK = "<|im_start|>user\nWhat is 漢字?<|im_end|>\n<|im_start|>assistant\nÉcriture 🍕.<|im_end|>\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tiny.write(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def document(tokenizer: Any, text: str, learnt: slice = slice(1, None)) -> Document:
+    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    targets = np.zeros(len(ids), bool)
+    targets[learnt] = True
+    targets[:1] = False
+    return Document(ids, targets)
+
+
+def whole(tokenizer: Any, d: Document) -> list[show.Piece]:
+    return list(show.pieces(tokenizer, d, 0, len(d), show.special_ids(tokenizer)))
+
+
+def test_every_token_once_and_every_character_whole(tokenizer: Any) -> None:
+    d = document(tokenizer, TALK)
+    found = whole(tokenizer, d)
+    assert [i for p in found for i in p.ids] == d.ids.tolist()
+    assert "".join(p.text for p in found) == TALK
+    assert "\ufffd" not in "".join(p.text for p in found)
+    assert {p.text for p in found if p.special} == {"<|im_start|>", "<|im_end|>"}
+    assert next(p for p in found if p.text == "🍕").ids == tuple(tokenizer("🍕", add_special_tokens=False)["input_ids"])
+    assert len(found) > 20, "tokens are told one by one"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(min_size=1, max_size=40), st.integers(0, 60), st.integers(0, 60))
+def test_any_text_anywhere_learnt(tokenizer: Any, text: str, a: int, b: int) -> None:
+    """Whatever is learnt: ids and targets come back in order, and the text does where no character is cut."""
+    d = document(tokenizer, text, slice(min(a, b), max(a, b)))
+    found = whole(tokenizer, d)
+    assert [i for p in found for i in p.ids] == d.ids.tolist()
+    assert [p.learnt for p in found for _ in p.ids] == d.targets.tolist()
+    joined = "".join(p.text for p in found)
+    assert joined == text or "\ufffd" in joined
+
+
+def test_a_character_that_is_learnt_by_half_is_two_pieces(tokenizer: Any) -> None:
+    d = document(tokenizer, "a🍕", slice(3, None))
+    found = whole(tokenizer, d)
+    assert [p.learnt for p in found] == [False, False, True]
+    assert all("\ufffd" in p.text for p in found[1:])
+
+
+class Words:
+    """A tokenizer like SentencePiece's: a token is a word, and the first loses its space."""
+
+    def decode(self, ids: list[int], **_: bool) -> str:
+        return " ".join(f"w{i}" for i in ids)
+
+
+def test_the_end_of_a_long_document_keeps_its_space() -> None:
+    n = show.HEAD_tok + show.TAIL_tok + 7
+    (found,) = show.sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
+    assert (found["tokens"], found["targets"], found["left_out"]) == (n, n, 7)
+    assert [p["text"] for p in found["pieces"][:2]] == ["w0", " w1"] and len(found["pieces"]) == show.HEAD_tok
+    assert [p["ids"] for p in found["end"]] == [(i,) for i in range(n - show.TAIL_tok, n)]
+    assert found["end"][0]["text"] == f" w{n - show.TAIL_tok}"
+
+
+def test_a_short_document_is_told_once() -> None:
+    n = show.HEAD_tok + show.TAIL_tok
+    (found,) = show.sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
+    assert len(found["pieces"]) == n and found["left_out"] == 0 and found["end"] == []
+
+
+def test_a_pair_has_two_names() -> None:
+    d = Document(np.arange(3, dtype=np.int32), np.array([False, True, True]))
+    assert [x["name"] for x in show.sample(Words(), [d, d], frozenset())] == ["chosen", "rejected"]
+    assert [x["name"] for x in show.sample(Words(), [d], frozenset())] == ["document"]
+
+
+@pytest.mark.parametrize(
+    "c", ["\x00", "\x07", "\x1b", "\x7f", "\x9b", "\u202e", "\u2066", "\u2028", "\udcff", *show.MARKS]
+)
+def test_what_must_not_reach_a_terminal(c: str) -> None:
+    seen = show.visible(c)
+    assert c not in seen and seen.isascii() and seen.startswith("\\")
+
+
+def test_what_may() -> None:
+    assert "".join(map(show.visible, "aé漢 🍕\n")) == "aé漢 🍕↵\n"
+    assert show.visible(show.OPEN, marks="") == show.OPEN
+
+
+# --- lengths
+
+
+def test_spread() -> None:
+    found = show.spread(np.array([10, 20, 30, 40, 100]), np.array([5, 5, 10, 0, 30]), 40)
+    told = [found[k] for k in ("samples", "tokens", "learnt", "min", "median", "mean", "p95", "max", "longer_than_seq")]
+    assert told == [5, 200, 0.25, 10, 30.0, 40.0, 100, 100, 1]
+    assert sum(found["histogram"]["counts"]) == 5 and not found["histogram"]["logarithmic"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 10**7), min_size=1, max_size=50))
+def test_a_histogram_holds_every_sample(lengths: list[int]) -> None:
+    found = show.spread(np.array(lengths), np.array(lengths), 2048)["histogram"]
+    edges = found["edges"]
+    assert sum(found["counts"]) == len(lengths) and len(found["counts"]) == len(edges) - 1 <= show.BINS
+    assert edges == sorted(set(edges)) and edges[0] == min(lengths) and edges[-1] == max(lengths) + 1
+    assert found["logarithmic"] == (max(lengths) > show.WIDE * min(lengths))
+
+
+@pytest.mark.parametrize(
+    ("how", "cut"),
+    [("error", [10, 64, 64]), ("truncate", [10, 64, 64]), ("drop", [10, 64]), ("split", [8, 10, 64, 64, 64, 64])],
+)
+def test_fills(how: str, cut: list[int]) -> None:
+    """Each layout by its name; the samples as the run cuts them, but for wrap, which does that by itself."""
+    run: Any = SimpleNamespace(seed=0, with_={"wrap": {}}, data=SimpleNamespace(too_long=how))
+    lengths = np.array([10, 64, 200])
+    assert sorted(show.fitting(lengths, 64, how).tolist()) == cut
+    found = {f["name"]: f for f in show.fills(lengths, 64, 4, 2, run)}
+    assert list(found) == ["pad", "sort-by-length", "wrap", "packing"]
+    assert [name for name, f in found.items() if f["chosen"]] == ["wrap"]
+    assert found["pad"]["rows"] == found["sort-by-length"]["rows"] == len(cut)
+    assert found["packing"]["tokens"] == sum(cut) and found["wrap"]["tokens"] == 274
+    assert all(f["samples_per_s"] > 0 for f in found.values())
+
+
+def test_fills_where_all_is_dropped() -> None:
+    run: Any = SimpleNamespace(seed=0, with_={}, data=SimpleNamespace(too_long="drop"))
+    assert {f["tokens"] for f in show.fills(np.array([65]), 64, 4, 2, run)} == {64, 65}

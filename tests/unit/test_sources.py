@@ -1,0 +1,426 @@
+"""From `data:` to samples: places, weights, what is held out, what is set aside, cached or read while training."""
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from optrush.config import parse
+from optrush.data import cache, quarantine, recipes, streamed
+from optrush.data.chat import Tokens
+from optrush.data.corpus import held_rows, permutation
+from optrush.data.lengths import estimate
+from optrush.data.sources import read_sources
+from optrush.errors import DataError
+from optrush.model import tiny
+
+VOCAB = 32768
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.write(folder)
+    return Tokens(AutoTokenizer.from_pretrained(folder))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(params=["in memory", "cached"])
+def both(request, here, monkeypatch):
+    """Data as small as a test's is held in memory; the same in shards that worker processes make."""
+    if request.param == "cached":
+        monkeypatch.setattr(cache, "CHUNK_bytes", 400)
+    return here
+
+
+def text(i):
+    return f"soup number {i}. " + "Stir and wait. " * (i % 5)
+
+
+def written(path, rows):
+    """Rows as JSON lines; what is a string stands there as it is."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def texts(first, last):
+    return [{"text": text(i)} for i in range(first, last)]
+
+
+def read(tokens, path, objective="pretrain", seq=256, vocab=VOCAB, eval_file=None, cut=True, progress=None, **data):
+    top = {"model": "tiny", "objective": objective, "output": "o", "batch": {"seq": seq}}
+    run = parse(json.dumps(top | {"data": {"path": path, "workers": 1} | data}), "x")
+    return read_sources(run, tokens, vocab, progress, eval_file, cut=cut)
+
+
+def said(tokens, source):
+    """The text of each sample."""
+    tokenizer = tokens.tokenizer
+    return [
+        tokenizer.decode([t for d in source.documents(i) for t in d.ids], skip_special_tokens=True)
+        for i in range(len(source))
+    ]
+
+
+def refused(tokens, *args, **more):
+    with pytest.raises(DataError) as caught:
+        read(tokens, *args, **more)
+    assert caught.value.asked and caught.value.found and caught.value.do
+    assert "\n" not in "".join(caught.value.args)
+    return str(caught.value)
+
+
+# --- places
+
+
+def test_a_file_a_folder_a_glob_and_a_list(both, tokens):
+    written(both / "data" / "a.jsonl", texts(0, 20))
+    written(both / "data" / "b.jsonl", texts(20, 50))
+    written(both / "more" / "c.jsonl", texts(50, 60))
+    wanted = [text(i).strip() for i in range(60)]
+
+    def got(path):
+        found = read(tokens, path)
+        return [s.strip() for s in said(tokens, found.train)], found.train.spans
+
+    assert got("data/a.jsonl") == (wanted[:20], ((20, 1.0),))
+    assert got("data") == got("data/*.jsonl") == (wanted[:50], ((50, 1.0),))
+    origins = ["data", {"path": "more/c.jsonl", "weight": 2.0}]
+    assert got(origins) == (wanted, ((50, 1.0), (10, 2.0)))
+    assert [str(read(tokens, origins).train.where(i)) for i in (0, 49, 50)] == [
+        "data/a.jsonl:1", "data/b.jsonl:30", "more/c.jsonl:1",
+    ]  # fmt: skip
+
+
+def test_the_sample(here, tokens):
+    found = read(tokens, None, "sft", 2048, sample="recipes", max_samples=30, eval=0.2)
+    assert (len(found.train), len(found.held_out)) == (24, 6)
+    first = next(recipes.conversations(1, 0))
+    assert any(first[-1]["content"] in s for s in said(tokens, found.train) + said(tokens, found.held_out))
+
+
+def test_random_tokens(tokens):
+    found = read(tokens, None, random=8, eval=0.25, seq=16)
+    assert (len(found.train), len(found.held_out)) == (8, 2) and found.train.lengths().tolist() == [16] * 8
+    assert len(read(tokens, None, random=8, max_samples=3).train) == 3
+
+
+# --- what is held out
+
+
+def test_a_fraction_is_held_out_by_rows(both, tokens):
+    written(both / "a.jsonl", texts(0, 40))
+    found = read(tokens, "a.jsonl", eval=0.25, seq=16, too_long="split")
+    held = permutation(40, 0, 0)[:10]
+    assert sorted(set(found.held_out.row)) == sorted(held)
+    assert sorted(set(found.train.row)) == sorted(set(range(40)) - set(held))
+    assert found.too_long == found.held_out.counts.too_long > 0
+    assert "held out: " in found.summary and found.fingerprint == found.train.fingerprint + found.held_out.fingerprint
+    again = read(tokens, "a.jsonl", eval=0.25, seq=16, too_long="split")
+    assert again.fingerprint == found.fingerprint
+
+
+def test_a_file_is_held_out(both, tokens):
+    written(both / "a.jsonl", texts(0, 10))
+    with gzip.open(both / "held.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in texts(50, 60))
+    found = read(tokens, "a.jsonl", eval="held.jsonl.gz", max_samples=3)
+    assert len(found.train) == 3 and said(tokens, found.held_out)[0].strip() == text(50).strip()
+    assert len(found.held_out) == 10
+    only = read(tokens, "a.jsonl", eval_file="held.jsonl.gz")
+    assert only.train is only.held_out and only.fingerprint == found.held_out.fingerprint
+    assert "`data.eval: no.jsonl`" in refused(tokens, "a.jsonl", eval="no.jsonl")
+    assert "check the path" in refused(tokens, "a.jsonl", eval_file="no.jsonl")
+
+
+def test_a_layout_that_cuts_gets_whole_documents_and_evaluation_pieces(both, tokens):
+    written(both / "a.jsonl", texts(0, 40))
+    found = read(tokens, "a.jsonl", eval=0.25, seq=16, cut=False)
+    assert found.train.lengths().max() > 16 >= found.held_out.lengths().max()
+    assert found.train.counts.too_long == 0 and found.held_out.counts.too_long > 0
+
+
+# --- how many
+
+
+def test_max_samples_counts_rows_over_all_sources_and_tokenises_no_more(here, tokens, monkeypatch):
+    monkeypatch.setattr(cache, "CHUNK_bytes", 400)
+    written(here / "a.jsonl", texts(0, 5))
+    written(here / "b.jsonl", texts(5, 400))
+    found = read(tokens, ["a.jsonl", "b.jsonl"], max_samples=8)
+    assert [s.strip() for s in said(tokens, found.train)] == [text(i).strip() for i in range(8)]
+    assert found.train.spans == ((5, 1.0), (3, 1.0)) and found.train.counts.rows == 8
+    folder = next((here / "cache" / "tokens").iterdir())
+    few = len(list(folder.glob("*.safetensors")))
+    assert few < 12 and not list(folder.glob("complete-*"))
+    assert len(read(tokens, ["a.jsonl", "b.jsonl"]).train) == 400
+    assert len(list(folder.glob("*.safetensors"))) > 30
+    assert read(tokens, ["a.jsonl", "b.jsonl"], max_samples=8).fingerprint == found.fingerprint
+
+
+# --- bad rows
+
+
+BAD = ["no json", {"txt": 1}, "", {"text": ""}]
+
+
+def test_the_first_bad_row_in_the_files_order_stops_a_strict_run(both, tokens):
+    """Whichever process meets which first; a row that is too long counts as one."""
+    rows = texts(0, 300)
+    written(both / "a.jsonl", [*rows[:260], "no json", *rows[260:], {"txt": 1}])
+    assert "a.jsonl:261" in refused(tokens, "a.jsonl")
+    long = {"text": "long " * 400}
+    written(both / "b.jsonl", [*rows[:250], long, *rows[250:], "no json"])
+    assert "tokens at b.jsonl:251" in refused(tokens, "b.jsonl")
+    written(both / "c.jsonl", [*rows[:250], "no json", long])
+    assert "c.jsonl:251" in refused(tokens, "c.jsonl")
+    assert len(read(tokens, "c.jsonl", max_samples=250).train) == 250  # what is not read is not looked at
+    written(both / "d.jsonl", [rows[0], long, "no json"])
+    assert "tokens at d.jsonl:2" in refused(tokens, "d.jsonl")
+
+
+def test_bad_rows_are_set_aside_and_all_named(both, tokens):
+    rows = [*texts(0, 250), *BAD, *texts(250, 300)]
+    written(both / "a.jsonl", rows)
+    found = read(tokens, "a.jsonl", bad_rows="quarantine", most_bad=0.1, eval=0.5)
+    assert [(str(where.file), where.line) for where, _ in found.refused] == [("a.jsonl", 251 + i) for i in range(4)]
+    assert all(error.found for _, error in found.refused)
+    counts = [found.train.counts, found.held_out.counts]
+    assert sum(c.refused for c in counts) == 4 and sum(c.rows for c in counts) == 304
+    assert len(found.train) + len(found.held_out) == 300 and "bad and set aside" in found.summary
+    path = both / "quarantine.jsonl"
+    quarantine.append(path, found.refused[:1])
+    quarantine.append(path, found.refused[1:])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["line"] for line in lines] == [251, 252, 253, 254] and {line["file"] for line in lines} == {"a.jsonl"}
+    assert [line["reason"] for line in lines] == [error.found for _, error in found.refused]
+
+
+def test_too_many_bad_rows_stop_the_run(both, tokens):
+    written(both / "a.jsonl", [*texts(0, 96), *BAD])
+    words = refused(tokens, "a.jsonl", bad_rows="quarantine", most_bad=0.039)
+    assert "4 of 100: a.jsonl:97" in words and words.count("a.jsonl:") == 3 and "data.most_bad" in words
+    assert len(read(tokens, "a.jsonl", bad_rows="quarantine", most_bad=0.04).train) == 96
+
+
+def test_a_rate_far_too_high_stops_early(here, tokens, monkeypatch):
+    monkeypatch.setattr(cache, "CHUNK_bytes", 400)
+    monkeypatch.setattr(quarantine, "EARLY_rows", 40)
+    written(here / "a.jsonl", [*texts(0, 20), *BAD * 5, *texts(20, 2000)])
+    assert "of 4" in refused(tokens, "a.jsonl", bad_rows="quarantine", most_bad=0.1)
+    assert len(list(here.rglob("*.safetensors"))) < 30
+
+
+def test_a_foreign_tokenizer(both, tokens):
+    written(both / "a.jsonl", texts(0, 9))
+    words = refused(tokens, "a.jsonl", vocab=100)
+    assert "a model of 100 tokens" in words and "a.jsonl" in words and "belongs to the model" in words
+
+
+def test_pairs_are_for_an_objective_that_compares(both, tokens):
+    written(both / "a.jsonl", [{"prompt": "soup", "chosen": " yes", "rejected": " no"}] * 9)
+    assert "a pair" in refused(tokens, "a.jsonl", "sft")
+
+
+def test_nothing_left(both, tokens):
+    written(both / "a.jsonl", texts(0, 9))
+    assert "nothing is left of 9 rows" in refused(tokens, "a.jsonl", seq=4, too_long="drop")
+
+
+def test_rows_without_their_end_are_counted_over_all(both, tokens):
+    """The first rows alone would say otherwise."""
+    rows = [*[{"text": "long " * 200}] * 30, *texts(0, 270)]
+    written(both / "a.jsonl", rows)
+    assert read(tokens, "a.jsonl", seq=100, too_long="truncate").train.counts.truncated == 30
+    words = refused(tokens, "a.jsonl", seq=100, too_long="truncate", most_truncated=0.09)
+    assert "30 of 300 rows" in words and "data.most_truncated" in words
+
+
+def test_the_summary_counts_everything(both, tokens):
+    written(both / "a.jsonl", [*texts(0, 5), {"text": "long " * 200}, "no json"])
+    more = {"too_long": "truncate", "most_truncated": 1.0, "bad_rows": "quarantine", "most_bad": 0.5}
+    found = read(tokens, "a.jsonl", seq=64, **more)
+    c = found.train.counts
+    assert found.summary == (
+        f"6 documents, {c.tokens} tokens, {c.targets} targets "
+        f"(of 7 rows: 1 bad and set aside, 1 too long, 1 truncated, {c.targets_lost} targets lost)"
+    )
+    assert found.too_long == 1 and c.targets_lost > 100
+
+
+# --- cleaning
+
+
+def test_cleaned_rows_are_not_tokenised(both, tokens, monkeypatch):
+    written(both / "a.jsonl", [*texts(0, 20), *texts(0, 5), {"text": "hm"}])
+    found = read(tokens, "a.jsonl", clean={"chars": [5, None], "exact_duplicates": True}, eval=0.25)
+    assert found.train.counts.cleaned == 6 and found.held_out.counts.cleaned == 0
+    assert len(found.train) + len(found.held_out) == 20 and "6 cleaned away" in found.summary
+    assert found.cleaned["rows"] == 26 and found.cleaned["kept"]["rows"] == 20
+    if cache.CHUNK_bytes < 1000:  # cleaned once, too
+        monkeypatch.setattr("optrush.data.kept.clean", None)
+    again = read(tokens, "a.jsonl", clean={"chars": [5, None], "exact_duplicates": True}, eval=0.25)
+    assert again.fingerprint == found.fingerprint and again.cleaned == found.cleaned
+    assert read(tokens, "a.jsonl").fingerprint != found.train.fingerprint
+
+
+# --- while training
+
+
+KINDS = {
+    "a.jsonl": lambda path: written(path, texts(0, 60)),
+    "a.txt": lambda path: path.write_text("\n".join(f"{text(i).strip()}\n" + "  \n" * (i % 3) for i in range(60))),
+    "a.parquet": lambda path: parquet(path, texts(0, 60)),
+}
+
+
+def parquet(path, rows):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("clean", [None, {"chars": [20, None]}])
+def test_a_stream_gives_what_the_cache_gives(here, tokens, kind, clean):
+    """Row by row, in any order, and the same rows are held out."""
+    KINDS[kind](here / kind)
+    written(here / "b.jsonl", texts(60, 80))
+    for more in ({}, {"eval": 0.2}, {"eval": 0.2, "max_samples": 41}):
+        given = {"seq": 16, "too_long": "split", "clean": clean, "text_rows": "line", **more}
+        origins = [kind, {"path": "b.jsonl", "weight": 0.5}]
+        cached, live = (read(tokens, origins, stream=stream, **given) for stream in (False, True))
+        rows = sorted(set(cached.train.row))
+        assert len(live.train) == len(rows) == sum(n for n, _ in live.train.spans)
+        assert [w for _, w in live.train.spans] == [w for _, w in cached.train.spans]
+        numbers = permutation(len(rows), 3, 0).tolist() + [0, 0]
+        got = dict(zip(numbers, live.train.read(numbers), strict=True))
+        flat = [sample for n in range(len(rows)) for sample in got[n]]
+        assert len(flat) == len(cached.train)
+        for i, sample in enumerate(flat):
+            for a, b in zip(sample, cached.train.documents(i), strict=True):
+                assert (a.ids == b.ids).all() and (a.targets == b.targets).all()
+        if more:
+            assert cached.held_out.row.size and said(tokens, live.held_out) == said(tokens, cached.held_out)
+
+
+def test_a_stream_goes_to_other_processes(here, tokens):
+    written(here / "a.jsonl", texts(0, 30))
+    live = read(tokens, "a.jsonl", stream=True, eval=0.2).train
+    copy = pickle.loads(pickle.dumps(live))
+    a, b = (source.read([3, 20, 4]) for source in (live, copy))
+    assert [s[0][0].ids.tolist() for s in a] == [s[0][0].ids.tolist() for s in b]
+    assert copy.fingerprint == live.fingerprint and (live.parts, len(live)) == (1, 24)
+
+
+def test_bad_rows_of_a_stream(here, tokens, monkeypatch):
+    written(here / "a.jsonl", [*texts(0, 300), *BAD, *texts(300, 320)])
+    live = read(tokens, "a.jsonl", stream=True).train
+    with pytest.raises(DataError, match=r"a\.jsonl:301"):
+        live.read([5, 301, 300][::-1])
+    live = read(tokens, "a.jsonl", stream=True, bad_rows="quarantine").train
+    live.aside = here / "aside.jsonl"
+    assert [len(samples) for samples in live.read([299, 300, 301, 304])] == [1, 0, 0, 1]
+    assert [json.loads(line)["line"] for line in live.aside.read_text().splitlines()] == [301, 302]
+    assert (live.counts.rows, live.counts.refused) == (4, 2)
+    monkeypatch.setattr(quarantine, "EARLY_rows", 6)
+    with pytest.raises(DataError, match=r"3 of 7: a\.jsonl:301"):
+        live.read([1, 2, 302])
+    long = written(here / "long.jsonl", [*texts(0, 250), {"text": "long " * 200}])
+    with pytest.raises(DataError, match=r"tokens at .*long\.jsonl:251"):
+        read(tokens, str(long), stream=True, seq=64).train.read([0, 250])
+    with pytest.raises(DataError, match="a model of 100 tokens"):
+        read(tokens, "a.jsonl", stream=True, vocab=100).train.read([0])
+    assert "a model of 100 tokens" in refused(tokens, "a.jsonl", stream=True, vocab=100, eval=0.01)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json", "a.csv"])
+def test_files_of_which_no_row_can_be_read_alone(here, tokens, name):
+    if name.endswith("gz"):
+        (here / name).write_bytes(gzip.compress(json.dumps(texts(0, 1)[0]).encode()))
+    else:
+        (here / name).write_text(json.dumps(texts(0, 3)) if name == "a.json" else "text\nsoup\n")
+    assert len(read(tokens, name).train) > 0
+    words = refused(tokens, name, stream=True)
+    assert name in words and "leave data.stream out" in words
+
+
+def test_a_stream_whose_file_changed(here, tokens):
+    path = written(here / "a.jsonl", texts(0, 30))
+    live = read(tokens, "a.jsonl", stream=True).train
+    path.write_text("")
+    with pytest.raises(DataError, match="not where it was"):
+        live.read([7])
+
+
+def test_an_index_is_eight_bytes_a_row_and_right_across_blocks(here, monkeypatch):
+    monkeypatch.setattr(streamed, "BLOCK_bytes", 7)
+    path = here / "a.jsonl"
+    for end in ("", "\n"):
+        path.write_text("\n".join(json.dumps(row) for row in texts(0, 9)) + end)
+        found = streamed.index(path, None)
+        assert len(found) == 9 and found.starts.nbytes == 80 and found.chosen is None
+        lines = path.read_bytes().splitlines(keepends=True)
+        assert [path.read_bytes()[a:b] for a, b in zip(found.starts, found.starts[1:])] == lines
+
+
+def test_the_first_rows_are_looked_at_before_the_rest_is_tokenised(here, tokens, monkeypatch):
+    monkeypatch.setattr(cache, "CHUNK_bytes", 400)
+    seen = {}
+
+    def doubt(samples, documents, *args, **more):
+        seen.update(samples=samples, documents=documents, **more)
+        raise DataError("asked", "doubt", "do")
+
+    monkeypatch.setattr("optrush.data.sources.probe", doubt)
+    rows = [*texts(0, 3), {"text": "long " * 200}, *texts(3, 300)]
+    written(here / "a.jsonl", rows)
+    assert "doubt" in refused(tokens, "a.jsonl", seq=64, too_long="split") and not list(here.rglob("*.safetensors"))
+    assert len(seen["samples"]) == len(seen["documents"]) == 200
+    assert [where.line for where, _ in seen["samples"]] == list(range(1, 201))
+    assert [len(found) for found in seen["documents"][:5]] == [1, 1, 1, 4, 1]
+
+
+# --- before anything is tokenised
+
+
+def test_lengths_are_estimated_from_any_form(here):
+    def lengths(path, **data):
+        return estimate(parse(json.dumps({"model": "tiny", "objective": "sft", "output": "o",
+                                          "data": {"path": path} | data}), "x").data, 0)  # fmt: skip
+
+    for i in range(12):
+        written(here / "data" / f"{i:02}.jsonl", [{"text": "x" * (40 + 4 * i)}] * 3)
+    assert set(lengths("data")) == set(lengths("data/*.jsonl")) == {10, 11, 13, 14, 16, 17, 19, 20}  # some of them
+    parquet(here / "a.parquet", [{"text": "x" * 400}] * 999)
+    assert lengths("a.parquet") == [100] * 200
+    turns = [{"role": "user", "content": "y" * 12}, {"role": "assistant", "content": "z" * 12}]
+    (here / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"messages": turns}).encode()))
+    assert lengths([{"path": "b.jsonl.gz", "weight": 2.0}, "a.parquet"]) == [10] + [100] * 100
+    written(here / "bad.jsonl", ["no json", {"text": "x" * 40}, {"txt": 1}])
+    assert lengths("bad.jsonl") == [10]
+    (here / "a.txt").write_text("xxxx\n\nxxxxxxxx\n")
+    assert lengths("a.txt", text_rows="paragraph") == pytest.approx([1, 2], abs=0.3)
+    for nothing in ("no.jsonl", "org/name", "no/*.jsonl"):
+        assert lengths(nothing) == []
+
+
+def test_held_rows_are_those_of_the_permutation():
+    assert np.flatnonzero(held_rows(40, 0.25, 7)).tolist() == sorted(permutation(40, 7, 0)[:10])
+
+
+def test_places_are_paths(here, tokens):
+    written(here / "a.jsonl", texts(0, 3))
+    assert isinstance(read(tokens, "a.jsonl").train.where(0).file, Path)
