@@ -264,6 +264,7 @@ def test_a_header_does_not_pass_for_an_end_of_turn(bytelevel):
         "{{ messages[99]['content'] + 'a' }}",
         "{{ range(10**9) | list }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        CHATML + "{{ '%c' | format(55296) }}",  # half a surrogate pair, which no tokenizer takes
     ],
 )
 def test_a_failing_template_names_the_row(bytelevel, source):
@@ -394,6 +395,18 @@ def test_a_template_that_writes_other_turns_into_a_call_is_refused(bytelevel):
     assert "data.train_on: last" in caught.value.do
     alone = Chat(weighing("ab").messages[:2])
     assert learnt(tokens, tokens.document(alone, "assistant", WHERE)) == ["abeggs<|im_end|>"]
+
+
+def test_calls_nested_without_end_are_an_error(bytelevel):
+    value = "eggs"
+    for _ in range(5000):
+        value = [value]
+    call = {"type": "function", "function": {"name": "weigh", "arguments": {"what": value}}}
+    for source in (CALLS.replace("{END}", "").replace("m.tool", "messages[1].tool"), CALLS.replace(".what", "")):
+        chat = Chat((Message("user", "How much?"), Message("assistant", "", calls=(call,))))
+        with pytest.raises(DataError, match="nested too deeply|RecursionError") as caught:
+            caller(bytelevel, source + "<|im_end|>").document(chat, "assistant", WHERE)
+        assert "chat.jsonl:3" in caught.value.asked
 
 
 def test_very_many_answers_that_must_be_looked_at_one_by_one_are_an_error(bytelevel, monkeypatch):

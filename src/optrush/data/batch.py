@@ -18,7 +18,7 @@ from torch import Tensor
 from optrush.data.document import Document
 
 IGNORE = -100  # a label that is not learnt
-LONGEST_BUCKET = 64  # Documents.longest is rounded up to a multiple of this: few distinct values, few recompilations
+SHORTEST = 64  # Documents.longest is rounded up to a power of two from here on: few values, few compilations
 
 
 class Documents(NamedTuple):
@@ -26,7 +26,7 @@ class Documents(NamedTuple):
 
     starts: Tensor  # (N+1,) int32: cumulative lengths over the B*T slots, padded with B*T to a fixed N
     ids: Tensor  # (B, T) int32: number of the document within its row
-    longest: int  # on the host: the longest document, rounded up to a bucket, at most T
+    longest: int  # on the host: the longest document, rounded up to a power of two, at most T
     single: bool  # on the host: every row begins one document and nothing but padding follows it
 
 
@@ -105,7 +105,7 @@ def collate(
     starts[0] = 0
     starts[1 : len(lengths) + 1] = np.cumsum(lengths)
     learnt = int((labels != IGNORE).sum())
-    bucket = min(T, -(-longest // LONGEST_BUCKET) * LONGEST_BUCKET)
+    bucket = min(T, max(SHORTEST, 1 << (longest - 1).bit_length()))
     return Batch(
         torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
         Documents(torch.from_numpy(starts), torch.from_numpy(ids), bucket, single),

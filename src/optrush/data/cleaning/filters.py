@@ -1,4 +1,4 @@
-"""The filters of a configuration one after another, what each looks at, and why a row was taken, in words."""
+"""The filters of a configuration one after another, what each is called, and what a row holds that they look at."""
 
 from __future__ import annotations
 
