@@ -128,10 +128,10 @@ def _drive(
             unsaved[n] = str(error)
             meter.write({"step": n, "save_failed": str(error)})
 
-    if job.evaluation is not None and plan.done == 0:
-        with meter.aside():
-            meter.evaluated(0, *evaluate(job))
     with reading(job.batches):
+        if job.evaluation is not None and plan.done == 0:
+            with meter.aside():
+                meter.evaluated(0, *evaluate(job))
         train(job, meter, plan, save)
     meter.skips()  # waits for the flags of the last steps, so that every rank sees the same failure
     if meter.failure is not None:

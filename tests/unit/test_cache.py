@@ -2,13 +2,17 @@
 
 import datetime
 import errno
+import gzip
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -149,6 +153,16 @@ def test_small_data_stays_in_memory(here, tokens):
     assert len(made) == 1 and isinstance(made[0], shard.Shard) and not (here / "cache").exists()
 
 
+def test_packed_data_counts_as_what_it_holds(here, tokens):
+    """A small file may hold more than shall be in memory."""
+    path = here / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(written(here / "a.jsonl").read_bytes()))
+    size = path.stat().st_size
+    assert size < 600 < size * cache.PACKED and not cache.small([path])
+    made = list(tokenised(work(tokens, path)))
+    assert all(isinstance(m, Path) for m in made) and ids(made) == alone(tokens, here / "a.jsonl")
+
+
 def test_worker_processes_make_what_one_process_makes_and_only_once(here, tokens, monkeypatch):
     paths = [written(here / "a.jsonl"), written(here / "b.jsonl", TEXTS[::-1])]
     made = list(tokenised(work(tokens, *paths)))
@@ -178,6 +192,8 @@ def test_workers_hold_no_torch_and_the_parent_starts_none_beyond_the_work(here, 
 def test_who_has_seen_enough_stops_the_rest(here, tokens):
     made = tokenised(work(tokens, written(here / "a.jsonl", TEXTS * 20), workers=1))
     first = next(made)
+    begun = first.parent / f"000009-000{shard.TEMPORARY}{shard.socket.gethostname()}-00ff"
+    begun.touch()  # what a worker is about to write when it is stopped
     made.close()
     there = sorted(first.parent.glob("*.safetensors"))
     assert there[0] == first and len(there) <= 3 and not list(first.parent.glob("complete-*"))
@@ -202,6 +218,27 @@ def test_a_damaged_shard_is_made_again_and_no_other(here, tokens, harm):
     assert list(tokenised(given)) == made and [path.read_bytes() for path in made] == bytes_before
     after = [path.stat().st_mtime_ns for path in made]
     assert len(set(after) - set(before)) == (harm != "not marked complete")
+
+
+def test_a_job_that_is_half_done_is_gone_on_with(here, tokens, monkeypatch):
+    """Its first shard lies there, made of the first rows; the rest is made, and only the rest."""
+    path, kept = written(here / "a.jsonl"), np.arange(60) % 3 > 0
+    given = work(tokens, path, kept=[kept], cleaning="some")
+    given.folder.mkdir(parents=True)
+    job = next(jobs([path], "file"))
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenising, "SHARD_tok", 50)
+        patch.setattr(tokenising, "BATCH_rows", 3)
+        tokenising.commit(job, tokens, "assistant", "file", [kept], given.folder, 0, 0)
+    first, *rest = sorted(given.folder.glob("*.safetensors"))
+    assert rest and mapped(first).rows and mapped(first).cleaned
+    for other in rest:
+        other.unlink()
+    before = first.stat()
+    made = list(tokenised(given))
+    assert made[0] == first and first.stat() == before and mapped(made[1]).last
+    (whole,) = tokenising.shards(jobs_of(path, 1 << 30)[0], tokens, "assistant", "file", [kept])
+    assert ids(made) == ids([whole])
 
 
 def test_temporary_files_of_the_dead_are_removed(here, tokens):
@@ -257,6 +294,15 @@ def test_the_date_is_in_the_key_where_the_template_asks_for_it(here, tokens):
     assert folder(None, day) == folder(None, None) == work(tokens, path).folder
     made = list(tokenised(work(Tokens(tokens.tokenizer, dated, day), path)))  # the workers have that date too
     assert ids(made) == alone(tokens, path)
+
+
+def test_without_a_date_given_it_is_the_real_one(here, tokens, monkeypatch):
+    path, dated = written(here / "a.jsonl"), Tokens(tokens.tokenizer, '{{ strftime_now("%d") }}' + tokens.template())
+    today = work(dated, path).folder
+    monkeypatch.setattr(
+        tokenising, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda: datetime.date(1, 1, 1)))
+    )
+    assert work(dated, path).folder != today and work(tokens, path).folder == work(tokens, path).folder
 
 
 def test_the_cache_is_where_it_was_asked_for(here, tokens, monkeypatch):
@@ -355,18 +401,15 @@ def test_who_waited_uses_what_the_other_made(here, tokens, monkeypatch):
     given = work(tokens, written(here / "a.jsonl"))
     made = tokenised(given)
     first = next(made)  # holds the lock from here on
-    code = f"""
-import sys; sys.path.insert(0, {str(Path(cache.__file__).parents[2])!r})
-from optrush.data import cache
-print("ready", flush=True)
-with cache.alone(cache.Path({str(first.parent)!r}), lambda line: None):
-    store = cache.Store(cache.Path({str(first.parent)!r}))
-print(len(store.whole), store.jobs)
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"ready\n"
-        n = 1 + len(list(made))
-        assert process.stdout.read().split() == [b"%d" % n] * 2
+    no_workers(monkeypatch)
+    found, seen = [], threading.Event()
+    monkeypatch.setattr(cache, "QUIET_S", 0.0)
+    other = threading.Thread(target=lambda: found.extend(tokenised(replace(given, say=lambda _: seen.set()))))
+    other.start()  # the lock is of the open file, so a thread waits for it as another process would
+    assert seen.wait(20)
+    mine = [first, *made]
+    other.join(20)
+    assert found == mine
 
 
 # --- what is said

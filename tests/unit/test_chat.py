@@ -4,56 +4,30 @@ import datetime
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from chats import (
+    ANSWERS,
+    CHATML,
+    GLM,
+    LLAMA2,
+    LLAMA3,
+    MISTRAL,
+    SWALLOWING,
+    TEMPLATES,
+    WHERE,
+    bytelevel_bpe,
+    learnt,
+    row,
+    sentencepiece_bpe,
+    talk,
+)  # fmt: skip
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from optrush.data import mask, template
+from optrush.data import template
 from optrush.data.chat import Tokens, _token_bytes
 from optrush.data.rows import Chat, Completion, Message, Pair, Text, Where
 from optrush.errors import DataError
 from optrush.model import tiny
-
-WHERE = Where("chat.jsonl", 3)
-CHATML = tiny.TEMPLATE
-LLAMA3 = (
-    "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + "
-    "m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set text = bos_token + text %}{% endif %}"
-    "{{ text }}{% endfor %}"
-)
-MISTRAL = (
-    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ ' ' + m['content'] + '</s>' }}"
-    "{% else %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% endif %}{% endfor %}"
-)
-LLAMA2 = MISTRAL.replace("m['content'] + '</s>'", "m['content'].strip() + ' </s>'")
-ZEPHYR = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<|assistant|>\n' + message['content'] + "
-    "'</s>' }}{% else %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '</s>' }}{% endif %}\n{% endfor %}"
-)
-GEMMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else 'user') + "
-    "'\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-)
-PHI = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
-SWALLOWING = PHI.replace("<|end|>", "<|fin|>")  # this mark swallows the white space before it
-GLM = "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}{% endfor %}"
-TEMPLATES = {  # source, the end of a turn as decoded, what stands before the text as decoded, does it trim
-    "chatml": (CHATML, "<|im_end|>", "", False),
-    "llama3": (LLAMA3, "<|eot_id|>", "", True),
-    "mistral": (MISTRAL, "</s>", " ", False),
-    "llama2": (LLAMA2, " </s>", " ", True),
-    "zephyr": (ZEPHYR, "</s>", "", False),
-    "gemma": (GEMMA, "<end_of_turn>", "", True),
-    "phi": (PHI, "<|end|>", "", False),
-    "swallowing": (SWALLOWING, "<|fin|>", "", False),
-}
-ANSWERS = (
-    "Soup.",
-    "a\n\nb  c",
-    "crème brûlée 🙂👩‍🍳",
-    "e\u0301\u0323 नमस्ते 中文",
-    "1. x\n- y\n\n```py\nz = 0\n```",
-    "<|im_end|> ok",
-)
 
 
 @pytest.fixture(scope="module")
@@ -65,47 +39,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bytelevel(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    plain = ["<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "</s>", "<start_of_turn>", "<end_of_turn>"]
-    header = [AddedToken(f"<|{role}|>", rstrip=True, normalized=False) for role in ("system", "user", "assistant")]
-    ends = [AddedToken("<|end|>", rstrip=True, normalized=False), AddedToken("<|fin|>", lstrip=True, normalized=False)]
-    tokenizer.add_special_tokens({"additional_special_tokens": [*plain, *header, *ends]})
-    tokenizer.add_tokens(["   "])  # some vocabularies have runs of spaces as added tokens
-    return tokenizer
+    return bytelevel_bpe(folder)
 
 
 @pytest.fixture(scope="module")
 def sentencepiece():
-    """Prefix space, spaces as ▁, unknown characters as bytes: the offsets of the SentencePiece family."""
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{i:02X}>": 3 + i for i in range(256)}
-    for character in "▁abcdefghijklmnopqrstuvwxyz[]/INST.\n":
-        vocab.setdefault(character, len(vocab))
-    merges = [("▁", "a"), ("o", "u"), ("▁", "x")]
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    engine = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
-    engine.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    engine.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    engine.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
-    return PreTrainedTokenizerFast(tokenizer_object=engine, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-
-
-def row(*turns):
-    return Chat(tuple(Message(role, content) for role, content in turns))
-
-
-def talk(answers, system=None):
-    turns = [] if system is None else [("system", system)]
-    for number, answer in enumerate(answers):
-        turns += [("user", f"Question {number}? 🙂"), ("assistant", answer)]
-    return row(*turns)
-
-
-def learnt(tokens, document):
-    """The texts of the runs of targets."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], document.targets, [False]]).astype(int)))
-    pieces = [document.ids[a:b].tolist() for a, b in zip(edges[::2], edges[1::2], strict=True)]
-    return [tokens.tokenizer.decode(piece, clean_up_tokenization_spaces=False) for piece in pieces]
+    return sentencepiece_bpe()
 
 
 def whole(tokens, chat):
@@ -300,122 +239,6 @@ def test_no_template_no_eos_nothing_to_learn(sentencepiece, bytelevel, folder):
 def test_a_template_that_asks_for_the_date_can_be_given_one(bytelevel):
     tokens = Tokens(bytelevel, "{{ strftime_now('%d %b %Y') }}" + CHATML, today=datetime.date(2024, 7, 26))
     assert bytelevel.decode(tokens.document(talk(["a"]), "assistant", WHERE).ids).startswith("26 Jul 2024")
-
-
-# --- what a template leaves out
-
-
-@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
-@pytest.mark.parametrize(
-    ("source", "lost"),
-    [
-        (CHATML.replace("in messages", "in messages[:2]"), r"messages\[2\] \(user\)"),
-        (CHATML.replace("in messages", "in messages[2:]"), r"messages\[0\] \(user\)"),
-        (CHATML.replace("message['content']", "(message['content'] if message['role'] != 'user' else '')"), "mess"),
-    ],
-)
-def test_a_turn_that_a_template_leaves_out_is_an_error(bytelevel, source, lost, train_on):
-    tokens = Tokens(bytelevel, source)
-    if "[:2]" in source:  # what it does to other conversations says nothing
-        tokens.document(talk(["a"]), train_on, WHERE)
-    with pytest.raises(DataError, match=f"leaves out {lost}") as caught:
-        tokens.document(talk(["a", "b"]), train_on, WHERE)
-    assert "chat.jsonl:3" in caught.value.asked and "model.chat_template" in caught.value.do
-
-
-def test_tools_and_calls_that_a_template_leaves_out_are_an_error(bytelevel):
-    call = {"type": "function", "function": {"name": "weigh", "arguments": {"what": "flour"}}}
-    tool = {"type": "function", "function": {"name": "weigh"}}
-    tokens = Tokens(bytelevel, CHATML)
-    turns = (Message("user", "How much?"), Message("assistant", "Wait.", calls=(call,)))
-    with pytest.raises(DataError, match=r"leaves out messages\[1\].tool_calls\[0\]"):
-        tokens.document(Chat(turns), "all", WHERE)
-    with pytest.raises(DataError, match=r"leaves out tools\[0\]"):
-        tokens.document(Chat((turns[0], Message("assistant", "a")), (tool,)), "all", WHERE)
-
-
-def test_a_number_that_a_template_leaves_out_is_an_error(bytelevel):
-    said = "{{ m.tool_calls[0].function.name }}:{{ m.tool_calls[0].function.arguments.what }}"
-    source = "{% for m in messages %}<|im_start|>{% if m.tool_calls %}" + said + "{% else %}{{ m.content }}{% endif %}"
-    tokens = Tokens(bytelevel, source + "<|im_end|>{% endfor %}")
-
-    def calling(**arguments):
-        call = {"type": "function", "function": {"name": "weigh", "arguments": arguments}}
-        return Chat((Message("user", "How much?"), Message("assistant", "", calls=(call,))))
-
-    made = tokens.document(calling(what="flour"), "assistant", WHERE)
-    assert learnt(tokens, made) == ["weigh:flour<|im_end|>"]
-    with pytest.raises(DataError, match=r"12 of messages\[1\].tool_calls is left out"):
-        tokens.document(calling(what="flour", grams=12), "assistant", WHERE)
-    with pytest.raises(DataError, match=r"messages\[1\].tool_calls\[0\].function.arguments.how is left out"):
-        tokens.document(calling(what="flour", how="by hand"), "assistant", WHERE)
-
-
-CALLS = "{% for call in m.tool_calls %}{{ call.function.name }}|{{ call.function.arguments.what }}{END}{% endfor %}"
-
-
-def weighing(*names):
-    calls = tuple({"type": "function", "function": {"name": name, "arguments": {"what": "eggs"}}} for name in names)
-    return Chat((Message("user", "How much?"), Message("assistant", "", calls=calls), Message("user", "Thanks.")))
-
-
-def caller(tokenizer, called):
-    source = (
-        "{% for m in messages %}<|start_header_id|>{% if m.tool_calls %}{CALLED}{% else %}{{ m.content }}<|im_end|>"
-    )
-    return Tokens(tokenizer, source.replace("{CALLED}", called) + "{% endif %}{% endfor %}")
-
-
-@pytest.mark.parametrize(
-    ("called", "said"),
-    [
-        (CALLS.replace("{END}", "") + "<|im_end|>", "ab|eggs<|im_end|>"),  # as every answer ends
-        (CALLS.replace("{END}", "<|eot_id|>") + "<|im_end|>", "ab|eggs<|eot_id|><|im_end|>"),
-        (CALLS.replace("{END}", "") + "<|eot_id|>", "ab|eggs<|eot_id|>"),  # as turns with calls end, and no call
-        (CALLS.replace("{END}", "<|eot_id|>"), None),  # each call ends, and the turn does not
-        (CALLS.replace("{END}", ""), None),
-    ],
-)
-def test_what_ends_a_call_does_not_pass_for_the_end_of_the_turn(bytelevel, called, said):
-    tokens = caller(bytelevel, called)
-    if said is None:
-        with pytest.raises(DataError, match="never learn to stop"):
-            tokens.document(weighing("ab"), "assistant", WHERE)
-    else:
-        assert learnt(tokens, tokens.document(weighing("ab"), "assistant", WHERE)) == [said]
-        twice = learnt(tokens, tokens.document(weighing("ab", "cd"), "assistant", WHERE))
-        assert len(twice) == 1 and twice[0].count("|eggs") == 2 and twice[0].endswith(said[-10:])
-
-
-def test_a_template_that_writes_other_turns_into_a_call_is_refused(bytelevel):
-    other = "{% if not messages[-1].tool_calls %}{{ messages[-1].content }}{% endif %}"
-    tokens = caller(bytelevel, CALLS.replace("|", other).replace("{END}", "") + "<|im_end|>")
-    with pytest.raises(DataError, match=r"writes messages\[1\] otherwise once later turns follow") as caught:
-        tokens.document(weighing("ab"), "assistant", WHERE)
-    assert "data.train_on: last" in caught.value.do
-    alone = Chat(weighing("ab").messages[:2])
-    assert learnt(tokens, tokens.document(alone, "assistant", WHERE)) == ["abeggs<|im_end|>"]
-
-
-def test_calls_nested_without_end_are_an_error(bytelevel):
-    value = "eggs"
-    for _ in range(5000):
-        value = [value]
-    call = {"type": "function", "function": {"name": "weigh", "arguments": {"what": value}}}
-    for source in (CALLS.replace("{END}", "").replace("m.tool", "messages[1].tool"), CALLS.replace(".what", "")):
-        chat = Chat((Message("user", "How much?"), Message("assistant", "", calls=(call,))))
-        with pytest.raises(DataError, match="nested too deeply|RecursionError") as caught:
-            caller(bytelevel, source + "<|im_end|>").document(chat, "assistant", WHERE)
-        assert "chat.jsonl:3" in caught.value.asked
-
-
-def test_very_many_answers_that_must_be_looked_at_one_by_one_are_an_error(bytelevel, monkeypatch):
-    monkeypatch.setattr(mask, "MOST_TURNS", 2)
-    lstripped = CHATML.replace("message['content']", "message['content'].lstrip()")
-    tokens = Tokens(bytelevel, lstripped)
-    assert learnt(tokens, tokens.document(talk([" a ", "b"]), "assistant", WHERE)) == ["a <|im_end|>", "b<|im_end|>"]
-    with pytest.raises(DataError, match="3 answers, calls or trimmed texts among them; at most 2"):
-        tokens.document(talk([" a ", "b", "c"]), "assistant", WHERE)
 
 
 # --- which turns are learnt

@@ -3,6 +3,7 @@
 import gzip
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from optrush.data import cache, quarantine, recipes, streamed
 from optrush.data.chat import Tokens
 from optrush.data.corpus import held_rows, permutation
 from optrush.data.lengths import estimate
+from optrush.data.read import attempts, chunks
 from optrush.data.sources import read_sources
 from optrush.errors import DataError
 from optrush.model import tiny
@@ -169,6 +171,15 @@ def test_max_samples_counts_rows_over_all_sources_and_tokenises_no_more(here, to
     assert read(tokens, ["a.jsonl", "b.jsonl"], max_samples=8).fingerprint == found.fingerprint
 
 
+def test_of_small_data_no_more_rows_are_tokenised_than_needed(here, tokens, monkeypatch):
+    written(here / "a.jsonl", texts(0, 400))
+    seen, real = [], Tokens.batch
+    monkeypatch.setattr(Tokens, "batch", lambda self, rows, how: seen.append(len(rows)) or real(self, rows, how))
+    monkeypatch.setattr("optrush.data.sources.probe", lambda *_, **__: None)
+    found = read(tokens, "a.jsonl", max_samples=8, clean={"chars": [20, None]})
+    assert len(found.train) == 8 and seen == [8, 8]  # looked at, and tokenised
+
+
 # --- bad rows
 
 
@@ -298,7 +309,7 @@ def test_a_stream_gives_what_the_cache_gives(here, tokens, kind, clean):
     """Row by row, in any order, and the same rows are held out."""
     KINDS[kind](here / kind)
     written(here / "b.jsonl", texts(60, 80))
-    for more in ({}, {"eval": 0.2}, {"eval": 0.2, "max_samples": 41}):
+    for more in ({}, {"max_samples": 41}, {"eval": 0.2}, {"eval": 0.2, "max_samples": 41}):
         given = {"seq": 16, "too_long": "split", "clean": clean, "text_rows": "line", **more}
         origins = [kind, {"path": "b.jsonl", "weight": 0.5}]
         cached, live = (read(tokens, origins, stream=stream, **given) for stream in (False, True))
@@ -312,7 +323,7 @@ def test_a_stream_gives_what_the_cache_gives(here, tokens, kind, clean):
         for i, sample in enumerate(flat):
             for a, b in zip(sample, cached.train.documents(i), strict=True):
                 assert (a.ids == b.ids).all() and (a.targets == b.targets).all()
-        if more:
+        if "eval" in more:
             assert cached.held_out.row.size and said(tokens, live.held_out) == said(tokens, cached.held_out)
 
 
@@ -376,6 +387,19 @@ def test_an_index_is_eight_bytes_a_row_and_right_across_blocks(here, monkeypatch
         assert [path.read_bytes()[a:b] for a, b in zip(found.starts, found.starts[1:])] == lines
 
 
+def test_an_index_of_cleaned_text_goes_by_parts(here, monkeypatch):
+    """Cleaning counts the rows of each part from the part's first line on, blank lines or not."""
+    monkeypatch.setattr(streamed, "chunks", partial(chunks, size_bytes=60))
+    path = here / "a.txt"
+    path.write_text("".join(f"{text(i)}\n" + "\n" * (i % 3) for i in range(30)))
+    lines, kept = [], np.zeros(200, bool)
+    for part in chunks(path, 60, "line"):
+        for k, (where, _) in enumerate(attempts(part, "line"), part.first - 1):
+            kept[k] = where.line % 2
+            lines += [where.line - 1] * (where.line % 2)
+    assert streamed.index(path, kept).chosen.tolist() == lines and 5 < len(lines) < 25
+
+
 def test_the_first_rows_are_looked_at_before_the_rest_is_tokenised(here, tokens, monkeypatch):
     monkeypatch.setattr(cache, "CHUNK_bytes", 400)
     seen = {}
@@ -408,11 +432,13 @@ def test_lengths_are_estimated_from_any_form(here):
     assert lengths("a.parquet") == [100] * 200
     turns = [{"role": "user", "content": "y" * 12}, {"role": "assistant", "content": "z" * 12}]
     (here / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"messages": turns}).encode()))
-    assert lengths([{"path": "b.jsonl.gz", "weight": 2.0}, "a.parquet"]) == [10] + [100] * 100
+    assert lengths([{"path": "b.jsonl.gz", "weight": 2.0}, "a.parquet"]) == [10.25] + [100] * 100
     written(here / "bad.jsonl", ["no json", {"text": "x" * 40}, {"txt": 1}])
     assert lengths("bad.jsonl") == [10]
     (here / "a.txt").write_text("xxxx\n\nxxxxxxxx\n")
     assert lengths("a.txt", text_rows="paragraph") == pytest.approx([1, 2], abs=0.3)
+    written(here / "large.jsonl", [{"text": "x" * 2**20}] * 9)
+    assert len(lengths("large.jsonl")) <= 6
     for nothing in ("no.jsonl", "org/name", "no/*.jsonl"):
         assert lengths(nothing) == []
 

@@ -90,18 +90,18 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
     start = Start(job)
     documents = first_documents(job, prepared, baseline, proof_documents)
     proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": obstacle(job, documents)}
-    if proof["note"] is None:
-        laid = lay(job, documents, most=plan.length.widest)
-        proof |= prove(job, laid, proof_steps)
-        start.restore()
-    if job.world.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung
-    meter = Lines(job, None, plan.total, lambda _: None)
-    meter.lines = []
-    job.begin = partial(step.begin, job, steps=plan.total)
     fills: list[float] = []
     job.batches = filled(batches(job, plan), fills)
     with reading(job.batches):
+        if proof["note"] is None:
+            laid = lay(job, documents, most=plan.length.widest)
+            proof |= prove(job, laid, proof_steps)
+            start.restore()
+        if job.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung
+        meter = Lines(job, None, plan.total, lambda _: None)
+        meter.lines = []
+        job.begin = partial(step.begin, job, steps=plan.total)
         train(job, meter, plan, lambda _: None)
     if meter.failure is not None:
         raise meter.failure

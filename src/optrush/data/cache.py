@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from optrush import errors
 from optrush.config import Run
 from optrush.data import files, shard, worker
-from optrush.data.read import PARQUET, Chunk, chunks
+from optrush.data.read import PARQUET, Chunk, chunks, form
 from optrush.data.tokenising import Job, Kept, identity, no_room, shards
 from optrush.errors import DataError
 from optrush.objectives import learnt
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from optrush.data.chat import Tokens
 
 CHUNK_bytes = 16 << 20  # of a job; data smaller than this stays in memory
+PACKED = 4  # times its bytes is the text of a compressed file, about
 AHEAD = 2  # jobs a worker has waiting, so that it never does
 QUIET_S, EVERY_S = 2.0, 5.0  # what is over sooner is not told; how often the rest is
 POLL_S = 0.2
@@ -90,17 +91,20 @@ def root(cache: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
 
 
-def tokenised(work: Work) -> Generator[Made]:
+def tokenised(work: Work, most: int | None = None) -> Generator[Made]:
     """The shards of the data in order, each as soon as it is there; whoever has seen enough closes the iterator.
+
+    Args:
+        most: rows that are needed, so that of small data no more are tokenised.
 
     Raises:
         DataError: a file cannot be read, or its shards not be written.
     """
     told = Telling(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
-    if told.total < CHUNK_bytes:
+    if small(work.files):
         data = work.run.data
         for job in jobs(work.files, data.text_rows):
-            yield from shards(job, work.tokens, learnt(work.run), data.text_rows, work.kept, told=told.done)
+            yield from shards(job, work.tokens, learnt(work.run), data.text_rows, work.kept, most=most, told=told.done)
         return
     folder = work.folder
     try:
@@ -108,16 +112,27 @@ def tokenised(work: Work) -> Generator[Made]:
     except OSError as error:
         raise no_room(folder, error) from None
     store = Store(folder)
-    number = 0
-    while number in store.whole:
-        yield from store.whole[number]
-        number += 1
+    number = yield from store.ready(0)
     if number == store.jobs:
         return
     with alone(folder, work.say):
-        store.refresh(mend=True)
-        for found in made(work, store, told, number):
-            yield from found
+        shard.sweep(folder)
+        store.refresh()  # others may have worked meanwhile
+        number = yield from store.ready(number)
+        if number != store.jobs:
+            for paths in made(work, store, told, number):
+                yield from paths
+
+
+def small(paths: Sequence[Path]) -> bool:
+    """Whether the data fits into one chunk, and so into memory."""
+    return sum(path.stat().st_size * (1 if plain(path) else PACKED) for path in paths) < CHUNK_bytes
+
+
+def plain(path: Path) -> bool:
+    """Whether the file's bytes are its text."""
+    suffix, packing = form(path) or ("", "")
+    return not packing and suffix != PARQUET
 
 
 class Store:
@@ -128,18 +143,13 @@ class Store:
         self._sound: set[Path] = set()  # read and found intact
         self.refresh()
 
-    def refresh(self, mend: bool = False) -> None:
-        """Looks again. `mend`, under the lock: removes what is damaged or half written."""
-        if mend:
-            shard.sweep(self.folder)
+    def refresh(self) -> None:
+        """Looks again. What is damaged counts as missing; made again it gets the same name."""
         paths = sorted(self.folder.glob("*.safetensors"))
         fresh = [path for path in paths if path not in self._sound]
         with ThreadPoolExecutor(cores()) as pool:  # hashing leaves Python's lock alone
             sound = dict(zip(fresh, pool.map(shard.intact, fresh)))
         self._sound |= {path for path, ok in sound.items() if ok}
-        for path in fresh:
-            if mend and not sound[path]:
-                path.unlink(missing_ok=True)
         self.jobs = next((int(path.name.split("-")[1]) for path in self.folder.glob("complete-*")), None)
         self.begun: dict[int, list[Path]] = {}  # the shards of each job from its first on, without a gap
         for path in paths:
@@ -147,6 +157,13 @@ class Store:
             if path in self._sound and piece == len(self.begun.setdefault(job, [])):
                 self.begun[job].append(path)
         self.whole = {job: held for job, held in self.begun.items() if held and shard.mapped(held[-1]).last}
+
+    def ready(self, number: int) -> Generator[Path, None, int]:
+        """The shards of the jobs from `number` on, up to one of which some are missing; its number."""
+        while number in self.whole:
+            yield from self.whole[number]
+            number += 1
+        return number
 
     def close(self, jobs: int) -> None:
         """Notes that there are no more jobs than these."""

@@ -133,7 +133,7 @@ def clean(
 
 def _check_libraries(settings: Cleaning) -> None:
     if settings.near_duplicates is not None and importlib.util.find_spec("rensa") is None:
-        do = "python -m pip install 'optrush[clean]'"
+        do = "python -m pip install 'optrush[dedup]'"
         raise NeedsError("`data.clean.near_duplicates`", "the library rensa is not installed", do)
     if not settings.language:
         return

@@ -252,7 +252,7 @@ def cuts(targets: np.ndarray, T: int, how: str, counts: Counts) -> np.ndarray:
     kept = learnt > 0
     counts.dropped += int((~kept).sum()) if how != "drop" else 1
     counts.truncated += how == "truncate" and bool(kept.any())
-    counts.targets_lost += all_targets - int(learnt[kept].sum())
+    counts.targets_lost += all_targets - int(learnt.sum())
     return np.vstack([begin, np.minimum(T, len(targets) - begin), learnt])[:, kept]
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optrush.config import Run
-from optrush.data import cache, files
-from optrush.data.cache import Say, Telling, alone, root
+from optrush.data import files
+from optrush.data.cache import Say, Telling, alone, root, small
 from optrush.data.chat import Tokens
 from optrush.data.clean import clean
 from optrush.data.tokenising import identity, no_room
@@ -54,7 +54,7 @@ def kept(run: Run, tokens: Tokens, paths: Sequence[Path], say: Say) -> Kept:
         settings.tokens and identity(tokens),
     ]  # fmt: skip
     key = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
-    if sum(path.stat().st_size for path in paths) < cache.CHUNK_bytes:
+    if small(paths):
         rows, record = now()
         return Kept(rows, key, record)
     folder = root(data.cache) / "cleaned" / key

@@ -80,7 +80,21 @@ class Live:
         self, plan: Plan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
     ) -> Iterator[list[Batch]]:
         """This rank's micro-batches of the steps from `done` on; every rank reads all rows, to know their lengths."""
-        made, room = self._made(self._positions[done], loading), 0
+        made = self._made(self._positions[done], loading)
+        return self._run(made, plan, done, rank=rank, ranks=ranks, micro_rows=micro_rows, pinned=loading.pinned)
+
+    def _run(
+        self,
+        made: Iterator[tuple[Row, int]],
+        plan: Plan,
+        done: int,
+        *,
+        rank: int,
+        ranks: int,
+        micro_rows: int,
+        pinned: bool,
+    ) -> Iterator[list[Batch]]:
+        room = 0
         for k in range(done, plan.steps):
             rows: list[Row] = []
             while len(rows) < self.rows:
@@ -90,7 +104,7 @@ class Live:
             held = max(len(row) + 1 for row in rows) if self.layout.isolated else 2
             room = max(room, -(-held // ROOM) * ROOM)
             found = batches(self, rows, room, rank=rank, ranks=ranks, micro_rows=micro_rows)
-            yield [b.pin_memory() for b in found] if loading.pinned else found
+            yield [b.pin_memory() for b in found] if pinned else found
 
     def _made(self, position: int, loading: Loading) -> Iterator[tuple[Row, int]]:
         """(a row, the position after it) without end."""
@@ -98,10 +112,13 @@ class Live:
         chunks = -(-min(self.layout.window, self.samples) // CHUNK)
         # The next window is on its way while this one is trained on.
         deep = replace(loading, prefetch=max(loading.prefetch, -(-chunks // max(1, loading.workers))), pinned=False)
+        return self._laid(ahead(self._read, self._tasks(window), deep), window, skip)
+
+    def _laid(self, parts: Iterator[list[Sample]], window: int, skip: int) -> Iterator[tuple[Row, int]]:
+        """The rows of windows that arrive in parts, from this window on, without the first `skip`."""
         samples: list[Sample] = []
         before, empty = -skip % self.rows, 0  # a step begins at `position`
-        tasks = self._tasks(window)
-        for part, (_, _, last) in zip(ahead(self._read, self._tasks(window), deep), tasks):
+        for part, (_, _, last) in zip(parts, self._tasks(window)):
             samples += part
             if last < self._size(window):
                 continue

@@ -6,6 +6,7 @@ fails in a worker is raised here as it was raised there; a worker that dies is a
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import traceback
 import warnings
@@ -54,18 +55,13 @@ class _Made(Dataset[Item], Generic[Number, Item]):
 
 
 def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
-    """make(n) for each number, in their order.
+    """make(n) for each number, in their order. Workers begin at once: use it inside `reading`, which ends them.
 
     Raises:
         UserError, RunError: as `make` raised them; anything else as a RunError that says where.
     """
     if not loading.workers:
-        for number in numbers:
-            item = make(number)
-            if loading.pinned:
-                item = pin_memory(item)  # type: ignore[no-untyped-call]
-            yield item
-        return
+        return _here(make, numbers, loading.pinned)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
         loader: DataLoader[Item] = DataLoader(
@@ -76,10 +72,20 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
             prefetch_factor=loading.prefetch,
             pin_memory=loading.pinned,
             worker_init_fn=_begin,
-            # What the worker reads is in memory already; it never touches a GPU nor a process group.
+            # What the worker reads is in memory already; it never touches a GPU nor a process group. Forked before the
+            # first backward pass: after one, workers were seen to hang on a GPU.
             multiprocessing_context="fork",
         )
-        items = iter(loader)
+        return _received(iter(loader))
+
+
+def _here(make: Callable[[Number], Item], numbers: Iterable[Number], pinned: bool) -> Iterator[Item]:
+    for number in numbers:
+        item = make(number)
+        yield pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]
+
+
+def _received(items: Iterator[Item]) -> Iterator[Item]:
     for item in items:
         if isinstance(item, _Failed):
             raise item.error
@@ -105,6 +111,8 @@ def reading(batches: Iterator[Item]) -> Iterator[None]:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
+        for worker in multiprocessing.active_children():
+            worker.kill()  # it may wait for a lock that the dead one holds
         said = next(line for line in str(error).splitlines() if "DataLoader worker" in line)
         raise RunError(f"a data worker died ({said}); the last checkpoint is intact: --resume auto") from error
     finally:

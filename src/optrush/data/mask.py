@@ -133,8 +133,10 @@ class Masker:
         tail = self._until(i)[-1]
         alone = self._render(self._shown[: i + 1])
         alone = alone[: len(alone) - len(tail) + len(_ending(tail, "".join(self._marks.first(self._plain(i, 0)[1]))))]
-        same = next((n for n, (a, b) in enumerate(zip(alone, self.rendered)) if a != b), len(alone))
-        return None if same == len(alone) else (alone[same:], self.rendered[same:])
+        if self.rendered.startswith(alone):
+            return None
+        same = next((n for n, (a, b) in enumerate(zip(alone, self.rendered)) if a != b), len(self.rendered))
+        return alone[same:], self.rendered[same:]
 
     def _cut(self, split: bool) -> None:
         self._split = split

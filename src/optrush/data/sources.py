@@ -198,7 +198,7 @@ class Reading:
             most: rows, of which no more than needed are tokenised.
         """
         d, shelf = self.run.data, Shelf(work.files)
-        with closing(tokenised(work)) as shards:
+        with closing(tokenised(work, most)) as shards:
             for made in shards:
                 shard, refused = shelf.add(made, most)
                 self._check(shelf, shard, refused, T)

@@ -21,7 +21,8 @@ LONGEST_RENDER_chars = 32 * 2**20
 # What an expression of a template can raise besides jinja's own errors.
 RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 MEND = "mend the row, or give another template (model.chat_template)"
-MOST_SHAPES = 4096  # of conversations that are remembered
+MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations that are remembered; messages of one
+SHOWN = 4  # things left out that an error message names
 PLACEHOLDER = "97351{:06}"  # digits pass through quoting, escaping and capitals as they are
 
 Shown = dict[str, Any]  # a message as a template sees it
@@ -94,11 +95,13 @@ class Template:
         rendered = self.render(marked, where, tools)
         lost = [name for mark, name in names.items() if mark not in rendered]
         if lost:
-            found = f"the chat template leaves out {', '.join(lost)}"
+            more = f", and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+            found = f"the chat template leaves out {', '.join(lost[:SHOWN])}{more}"
             raise DataError(f"to render the messages at {where}", found, MEND)
         if len(self._whole) == MOST_SHAPES:
             self._whole.clear()
-        self._whole.add(shape)
+        if len(shape) <= LONGEST_SHAPE:
+            self._whole.add(shape)
 
     def _render(self, turns: Sequence[Shown], tools: Sequence[Any] = (), prompt: bool = False) -> str:
         # What apply_chat_template does, less its copies of the data, which come from JSON and are plain already.

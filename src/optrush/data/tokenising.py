@@ -50,15 +50,17 @@ def shards(
     text_rows: str,
     kept: Kept = None,
     skip: int = 0,
+    most: int | None = None,
     told: Callable[[int], None] = lambda n: None,
 ) -> Iterator[shard.Shard]:
     """The job's rows as shards of bounded size, the last one marked.
 
     Args:
         skip: rows at the beginning that lie in shards already.
+        most: rows after which the rest is left out.
         told: called with the number of rows done since it was last called.
     """
-    builder, batch, chars = shard.Builder(), list[Found](), 0
+    builder, batch, chars, seen = shard.Builder(), list[Found](), 0, 0
 
     def flush() -> None:
         good = [(where, found) for _, where, found in batch if found is not None and not isinstance(found, DataError)]
@@ -75,6 +77,9 @@ def shards(
         batch.append(entry)
         row = entry[2]
         chars += 0 if row is None or isinstance(row, DataError) else len(rows.text(row))
+        seen += row is not None
+        if seen == most:
+            break
         if len(batch) >= BATCH_rows or chars >= BATCH_chars:
             flush()
             chars = 0

@@ -1,0 +1,136 @@
+"""What a template leaves out or writes elsewhere is refused, and a call's end is not taken for its turn's."""
+
+import pytest
+from chats import CHATML, WHERE, bytelevel_bpe, learnt, talk
+
+from optrush.data import mask
+from optrush.data.chat import Tokens
+from optrush.data.rows import Chat, Message
+from optrush.errors import DataError
+from optrush.model import tiny
+
+
+@pytest.fixture(scope="module")
+def bytelevel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny.write(folder)
+    return bytelevel_bpe(folder)
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+@pytest.mark.parametrize(
+    ("source", "lost"),
+    [
+        (CHATML.replace("in messages", "in messages[:2]"), r"messages\[2\] \(user\)"),
+        (CHATML.replace("in messages", "in messages[2:]"), r"messages\[0\] \(user\)"),
+        (CHATML.replace("message['content']", "(message['content'] if message['role'] != 'user' else '')"), "mess"),
+    ],
+)
+def test_a_turn_that_a_template_leaves_out_is_an_error(bytelevel, source, lost, train_on):
+    tokens = Tokens(bytelevel, source)
+    if "[:2]" in source:  # what it does to other conversations says nothing
+        tokens.document(talk(["a"]), train_on, WHERE)
+    with pytest.raises(DataError, match=f"leaves out {lost}") as caught:
+        tokens.document(talk(["a", "b"]), train_on, WHERE)
+    assert "chat.jsonl:3" in caught.value.asked and "model.chat_template" in caught.value.do
+
+
+def test_not_all_of_very_many_turns_that_are_left_out_are_named(bytelevel):
+    with pytest.raises(DataError, match=r"messages\[2\] .*messages\[8\] \(user\), and 6 more$|and 6 more\ndo"):
+        Tokens(bytelevel, CHATML.replace("in messages", "in messages[:2]")).document(talk("abcdefghijk"), "all", WHERE)
+
+
+def test_tools_and_calls_that_a_template_leaves_out_are_an_error(bytelevel):
+    call = {"type": "function", "function": {"name": "weigh", "arguments": {"what": "flour"}}}
+    tool = {"type": "function", "function": {"name": "weigh"}}
+    tokens = Tokens(bytelevel, CHATML)
+    turns = (Message("user", "How much?"), Message("assistant", "Wait.", calls=(call,)))
+    with pytest.raises(DataError, match=r"leaves out messages\[1\].tool_calls\[0\]"):
+        tokens.document(Chat(turns), "all", WHERE)
+    with pytest.raises(DataError, match=r"leaves out tools\[0\]"):
+        tokens.document(Chat((turns[0], Message("assistant", "a")), (tool,)), "all", WHERE)
+
+
+def test_a_number_that_a_template_leaves_out_is_an_error(bytelevel):
+    said = "{{ m.tool_calls[0].function.name }}:{{ m.tool_calls[0].function.arguments.what }}"
+    source = "{% for m in messages %}<|im_start|>{% if m.tool_calls %}" + said + "{% else %}{{ m.content }}{% endif %}"
+    tokens = Tokens(bytelevel, source + "<|im_end|>{% endfor %}")
+
+    def calling(**arguments):
+        call = {"type": "function", "function": {"name": "weigh", "arguments": arguments}}
+        return Chat((Message("user", "How much?"), Message("assistant", "", calls=(call,))))
+
+    made = tokens.document(calling(what="flour"), "assistant", WHERE)
+    assert learnt(tokens, made) == ["weigh:flour<|im_end|>"]
+    with pytest.raises(DataError, match=r"12 of messages\[1\].tool_calls is left out"):
+        tokens.document(calling(what="flour", grams=12), "assistant", WHERE)
+    with pytest.raises(DataError, match=r"messages\[1\].tool_calls\[0\].function.arguments.how is left out"):
+        tokens.document(calling(what="flour", how="by hand"), "assistant", WHERE)
+
+
+CALLS = "{% for call in m.tool_calls %}{{ call.function.name }}|{{ call.function.arguments.what }}{END}{% endfor %}"
+
+
+def weighing(*names):
+    calls = tuple({"type": "function", "function": {"name": name, "arguments": {"what": "eggs"}}} for name in names)
+    return Chat((Message("user", "How much?"), Message("assistant", "", calls=calls), Message("user", "Thanks.")))
+
+
+def caller(tokenizer, called):
+    source = (
+        "{% for m in messages %}<|start_header_id|>{% if m.tool_calls %}{CALLED}{% else %}{{ m.content }}<|im_end|>"
+    )
+    return Tokens(tokenizer, source.replace("{CALLED}", called) + "{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    ("called", "said"),
+    [
+        (CALLS.replace("{END}", "") + "<|im_end|>", "ab|eggs<|im_end|>"),  # as every answer ends
+        (CALLS.replace("{END}", "<|eot_id|>") + "<|im_end|>", "ab|eggs<|eot_id|><|im_end|>"),
+        (CALLS.replace("{END}", "") + "<|eot_id|>", "ab|eggs<|eot_id|>"),  # as turns with calls end, and no call
+        (CALLS.replace("{END}", "<|eot_id|>"), None),  # each call ends, and the turn does not
+        (CALLS.replace("{END}", ""), None),
+    ],
+)
+def test_what_ends_a_call_does_not_pass_for_the_end_of_the_turn(bytelevel, called, said):
+    tokens = caller(bytelevel, called)
+    if said is None:
+        with pytest.raises(DataError, match="never learn to stop"):
+            tokens.document(weighing("ab"), "assistant", WHERE)
+    else:
+        assert learnt(tokens, tokens.document(weighing("ab"), "assistant", WHERE)) == [said]
+        twice = learnt(tokens, tokens.document(weighing("ab", "cd"), "assistant", WHERE))
+        assert len(twice) == 1 and twice[0].count("|eggs") == 2 and twice[0].endswith(said[-10:])
+
+
+def test_a_template_that_writes_other_turns_into_a_call_is_refused(bytelevel):
+    other = "{% if not messages[-1].tool_calls %}{{ messages[-1].content }}{% endif %}"
+    tokens = caller(bytelevel, CALLS.replace("|", other).replace("{END}", "") + "<|im_end|>")
+    with pytest.raises(DataError, match=r"writes messages\[1\] otherwise once later turns follow") as caught:
+        tokens.document(weighing("ab"), "assistant", WHERE)
+    assert "data.train_on: last" in caught.value.do
+    alone = Chat(weighing("ab").messages[:2])
+    assert learnt(tokens, tokens.document(alone, "assistant", WHERE)) == ["abeggs<|im_end|>"]
+
+
+def test_calls_nested_without_end_are_an_error(bytelevel):
+    value = "eggs"
+    for _ in range(5000):
+        value = [value]
+    call = {"type": "function", "function": {"name": "weigh", "arguments": {"what": value}}}
+    chat = Chat((Message("user", "How much?"), Message("assistant", "", calls=(call,))))
+    named = "{% for call in m.tool_calls %}{{ call.function.name }}{% endfor %}<|im_end|>"
+    for called, found in ((CALLS, "RecursionError"), (named, "calls nested too deeply")):
+        with pytest.raises(DataError, match=found) as caught:
+            caller(bytelevel, called).document(chat, "assistant", WHERE)
+        assert "chat.jsonl:3" in caught.value.asked
+
+
+def test_very_many_answers_that_must_be_looked_at_one_by_one_are_an_error(bytelevel, monkeypatch):
+    monkeypatch.setattr(mask, "MOST_TURNS", 2)
+    lstripped = CHATML.replace("message['content']", "message['content'].lstrip()")
+    tokens = Tokens(bytelevel, lstripped)
+    assert learnt(tokens, tokens.document(talk([" a ", "b"]), "assistant", WHERE)) == ["a <|im_end|>", "b<|im_end|>"]
+    with pytest.raises(DataError, match="3 answers, calls or trimmed texts among them; at most 2"):
+        tokens.document(talk([" a ", "b", "c"]), "assistant", WHERE)
