@@ -164,7 +164,11 @@ def test_held_out_rows():
     mask = held_rows(8, 0.4, 0)
     train, held = (view(found, T=8, how="split", keep=keep, named=str(keep[0])) for keep in (~mask, mask))
     whole = view(found, T=8, how="split")
-    assert sorted([*train.row, *held.row]) == whole.row.tolist() and set(held.row) == set(PINNED[:3]) - {6}
+    assert (
+        whole.row.base.nbytes == 32 * len(whole)
+        and sorted([*train.row, *held.row]) == whole.row.tolist()
+        and set(held.row) == set(PINNED[:3]) - {6}
+    )
     for name in ("rows", "refused", "too_long", "dropped", "targets_lost", "documents", "tokens", "targets"):
         assert getattr(train.counts, name) + getattr(held.counts, name) == getattr(whole.counts, name), name
     assert len({train.fingerprint, held.fingerprint, whole.fingerprint}) == 3
@@ -187,9 +191,12 @@ def test_the_fingerprint_is_of_what_is_trained_on():
         "less": view(shelf(found, most=1), T=32, how="error"),
         "another order": view(shelf(found[::-1]), T=32, how="error"),
         "other targets": view(shelf([(document(5, [1]),), found[1]]), T=32, how="error"),
-        "other weights": view(shelf(found), T=32, how="error", origins=[(1, 2.0), (1, 1.0)]),
+        "weights": view(shelf(found[:1], found), T=32, how="error", origins=[(1, 2.0), (1, 1.0)]),
+        "other weights": view(shelf(found[:1], found), T=32, how="error", origins=[(1, 2.0), (1, 2.0)]),
+        "no weights": view(shelf(found[:1], found), T=32, how="error", origins=[(1, 1.0), (1, 1.0)]),
     }
     prints = {name: corpus.fingerprint for name, corpus in views.items()}
+    assert view(shelf(found[:1], found), T=32, how="error").fingerprint == prints["no weights"]
     assert prints.pop("the same") == prints[""] and len(set(prints.values())) == len(prints)
     assert len(prints[""]) == hashlib.sha256().digest_size * 2
 

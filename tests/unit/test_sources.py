@@ -241,7 +241,9 @@ def test_a_foreign_tokenizer(both, tokens):
 
 def test_pairs_are_for_an_objective_that_compares(both, tokens):
     written(both / "a.jsonl", [{"prompt": "soup", "chosen": " yes", "rejected": " no"}] * 9)
-    assert "a pair" in refused(tokens, "a.jsonl", "sft")
+    assert "a pair of a chosen and a rejected answer at a.jsonl:1" in refused(tokens, "a.jsonl", "sft")
+    written(both / "b.jsonl", texts(0, 9))
+    assert "a.jsonl:1" in refused(tokens, "b.jsonl", "sft", eval="a.jsonl")
 
 
 def test_nothing_left(both, tokens):

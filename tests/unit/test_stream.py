@@ -4,6 +4,8 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -366,6 +368,32 @@ def test_workers_end_with_the_reading():
         assert next(items) == 0
         assert len(set(multiprocessing.active_children()) - before) == 2
     assert set(multiprocessing.active_children()) == before
+
+
+LEFT = """
+from optrush.data.loader import Loading, ahead
+items = ahead(int, range(50), Loading(2))
+print(next(items))
+"""
+
+
+def test_workers_that_are_left_end_with_the_interpreter():
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", LEFT], timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+    assert time.monotonic() - begin < 40
+
+
+def test_a_worker_obeys_its_trainer():
+    before = set(multiprocessing.active_children())
+    items = ahead(lambda n: n, range(50), Loading(2))
+    next(items)
+    workers = set(multiprocessing.active_children()) - before
+    for worker in workers:
+        worker.terminate()
+        worker.join(10)
+        assert worker.exitcode == 0
+    items.close()
 
 
 def test_workers_leave_signals_to_the_trainer():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,7 +115,7 @@ class Shelf:
 
     def where(self, row: int) -> Where:
         """The place of a row that has a sample."""
-        k = int(np.searchsorted(self.rows_before, row, "right")) - 1
+        k = bisect_right(self.rows_before, row) - 1
         shard = self.shard(k)
         at = int(np.searchsorted(shard.numbers, row - self.rows_before[k]))
         return Where(self.files[shard.files[at]], int(shard.lines[at]))
@@ -152,7 +153,7 @@ class Corpus:
 
     def documents(self, i: int) -> tuple[Document, ...]:
         at = int(self.at[i])
-        k = int(np.searchsorted(self.shelf.tokens_before, at, "right")) - 1
+        k = bisect_right(self.shelf.tokens_before, at) - 1
         shard, start = self.shelf.shard(k), at - self.shelf.tokens_before[k]
         end = start + int(self.length[i])
         if self.first is None:
@@ -191,7 +192,8 @@ def view(
     origin_of = np.repeat(np.arange(len(weights)), [n for n, _ in origins] or [len(shelf.files)])
     counts = Counts(rows=shelf.total if keep is None else int(keep.sum()))
     counts.refused = sum(keep is None or bool(keep[number]) for number, _ in shelf.refused)
-    held, sizes = [np.zeros((5, 0), np.int64)], np.zeros(len(weights), np.int64)
+    columns = 5 if shelf.parts > 1 else 4  # where, tokens, targets, row, tokens of a pair's first document
+    held, sizes = [np.zeros((columns, 0), np.int64)], np.zeros(len(weights), np.int64)
     for k in range(len(shelf.made)):
         shard = shelf.shard(k)
         rows = shard.numbers + shelf.rows_before[k]
@@ -200,9 +202,9 @@ def view(
             chosen = chosen[keep[rows[chosen]]]
         sample, pieces = _pieces(shard, chosen, T, how, shelf.files, counts)
         pieces[0] += shelf.tokens_before[k]
-        held.append(np.vstack([pieces, rows[sample]]))
+        held.append(np.vstack([pieces[:3], rows[sample], pieces[3]])[:columns])
         sizes += np.bincount(origin_of[shard.files[sample]], minlength=len(weights))
-    at, length, learnt, first, row = np.concatenate(held, axis=1)
+    at, length, learnt, row, *first = np.concatenate(held, axis=1)
     counts.documents, counts.tokens, counts.targets = len(at) * shelf.parts, int(length.sum()), int(learnt.sum())
     if not len(at):
         raise DataError(
@@ -210,10 +212,11 @@ def view(
             f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens",
             "raise batch.seq, or choose data.too_long: split",
         )
-    said = [*shelf.names, named, shelf.total < shelf.rows_before[-1] and shelf.total, counts.too_long and (T, how)]
-    fingerprint = hashlib.sha256(json.dumps([*said, weights]).encode()).hexdigest()
     spans = tuple((int(n), weight) for n, weight in zip(sizes, weights, strict=True) if n)
-    return Corpus(shelf, at, length, learnt, row, first if shelf.parts > 1 else None, counts, fingerprint, spans)
+    few, weighed = shelf.total < shelf.rows_before[-1], any(weight != 1 for weight in weights)
+    said = [*shelf.names, named, few and shelf.total, counts.too_long and (T, how), weighed and spans]
+    fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+    return Corpus(shelf, at, length, learnt, row, first[0] if first else None, counts, fingerprint, spans)
 
 
 def _pieces(

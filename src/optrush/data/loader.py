@@ -7,7 +7,9 @@ fails in a worker is raised here as it was raised there; a worker that dies is a
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -72,8 +74,7 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
             prefetch_factor=loading.prefetch,
             pin_memory=loading.pinned,
             worker_init_fn=_begin,
-            # What the worker reads is in memory already; it never touches a GPU nor a process group. Forked before the
-            # first backward pass: after one, workers were seen to hang on a GPU.
+            # What the worker reads is in memory already; it never touches a GPU nor a process group.
             multiprocessing_context="fork",
         )
         return _received(iter(loader))
@@ -93,18 +94,29 @@ def _received(items: Iterator[Item]) -> Iterator[Item]:
 
 
 def _begin(_: int) -> None:
-    """A worker lives exactly as long as its trainer, which alone decides when a signal ends the run."""
+    """A worker lives as long as its trainer, which alone decides when a signal ends the run.
+
+    Schedulers and terminals signal every process. So only a SIGTERM of the trainer itself ends a worker: that is how
+    the interpreter ends the children it has left.
+    """
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey(trainer: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+        pass
+    os._exit(0)
 
 
 @contextmanager
 def reading(batches: Iterator[Item]) -> Iterator[None]:
     """Around what consumes batches: ends the workers afterwards, and says what one has died of.
 
-    Torch tells of a dead worker wherever the main thread is, as a plain RuntimeError. And workers that are left to the
-    interpreter's exit are asked by a signal that they ignore.
+    Torch tells of a dead worker wherever the main thread is, as a plain RuntimeError.
     """
     try:
         yield

@@ -23,7 +23,7 @@ from optrush.data.corpus import Corpus, Counts, Random, Shelf, Source, fit, held
 from optrush.data.document import Document
 from optrush.data.kept import Kept, kept
 from optrush.data.probe import SAMPLES, probe
-from optrush.data.rows import Pair, Row, Where
+from optrush.data.rows import Row, Where
 from optrush.data.shard import Refused, Shard
 from optrush.data.streamed import Streamed, foreign, index
 from optrush.data.tokenising import parsed
@@ -74,6 +74,8 @@ def read_sources(
     if data is not None:
         only = reading.evaluation(data, how)
         return reading.sources(only, only)
+    if isinstance(d.eval, str) and not Path(d.eval).exists():
+        raise DataError(f"`data.eval: {d.eval}`", "no such file", "give a JSONL file, or a fraction such as 0.1")
     limit, held_out = T if cut else None, None
     with _places(run) as (paths, origins):
         work = reading.work(paths, d.clean is not None)
@@ -85,8 +87,9 @@ def read_sources(
         named = f"{held.sum()} of {rows.total} by {run.seed}" if held.any() else "none"
         train: Corpus | Streamed
         if isinstance(rows, Streamed):
-            train = rows.without(held, named)
+            train = rows
             if held.any():
+                train = rows.without(held, named)
                 held_out = view(rows.shelf(held), T=T, how=how)
                 reading.refused += rows.refused
         else:
@@ -97,9 +100,6 @@ def read_sources(
             if held.any():
                 held_out = view(rows, T=T, how=how, keep=held, named=named)
         if isinstance(d.eval, str):
-            if not Path(d.eval).exists():
-                do = "give a JSONL file, or a fraction such as 0.1"
-                raise DataError(f"`data.eval: {d.eval}`", "no such file", do)
             held_out = reading.evaluation(d.eval, how)
     return reading.sources(train, held_out)
 
@@ -163,7 +163,7 @@ class Reading:
                     raise found
                 continue
             assert not isinstance(row, DataError)
-            self._suits(row, where)
+            self._suits(len(found), where)
             cut = [found] if T is None else fit(found, T, d.too_long, where, counts)
             samples.append((where, row))
             documents.append([document for sample in cut for document in sample])
@@ -180,10 +180,10 @@ class Reading:
         """Raises DataError if too many rows of all lost their end."""
         self._probe(counts.rows, counts.truncated)
 
-    def _suits(self, row: Row, where: Where) -> None:
-        """Raises DataError for rows that the objective cannot learn from."""
-        self.parts = 1 + isinstance(row, Pair)
-        if self.parts > 1 and self.run.objective in ("pretrain", "sft"):
+    def _suits(self, parts: int, where: Where) -> None:
+        """Raises DataError for a row of so many documents if the objective cannot learn from it."""
+        self.parts = parts
+        if parts > 1 and self.run.objective in ("pretrain", "sft"):
             raise DataError(
                 f"`objective: {self.run.objective}`",
                 f"a pair of a chosen and a rejected answer at {where}",
@@ -220,6 +220,8 @@ class Reading:
         d = self.run.data
         if shard.highest >= self.vocab:
             raise foreign(", ".join(map(str, shelf.files[:3])), shard.highest, self.vocab)
+        if len(shard):
+            self._suits(shard.parts, Where(shelf.files[shard.files[0]], int(shard.lines[0])))
         first = refused[0][0] if refused and d.bad_rows == "error" else shelf.total
         if T is not None and d.too_long == "error":
             long = np.flatnonzero(shard.lengths() > T)[:1]
