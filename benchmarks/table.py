@@ -1,6 +1,6 @@
-"""Writes the figures and pictures of the README from the committed records; a test re-runs it and compares.
+"""Writes figures and pictures of README.md and docs/data.md from the committed records; a test re-runs and compares.
 
-usage: table.py          rewrites README.md between its two markers, and the pictures beside the records
+usage: table.py          rewrites both between their two markers, and the pictures beside the records
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 LADDER = Path("benchmarks/results/h200-single-gpu")
 PLAIN = Path("benchmarks/results/h200-plain.jsonl")
 CELLS = Path("benchmarks/results/h200-cells.jsonl")
+LAYOUTS = Path("benchmarks/results/h200-data")
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
 # The rung of the plain loop (transformers and torch alone) that does the same.
@@ -66,6 +67,30 @@ def table() -> str:
     return "\n".join(rows)
 
 
+def layouts() -> str:
+    """The ladder `data`: what each layout makes of the same chats."""
+    records = read(ROOT / LAYOUTS)
+    first, by_name = records[0], {r.rung: r for r in records}
+    rows = [
+        f"{first.case.replace('demo/', '')}, T={first.seq}, micro-batches of {first.micro_tokens // first.seq} rows, amp,",
+        f"varlen attention, not compiled, one {first.device}, torch {first.environment['torch']}; {len(first.repeats)} run",
+        "of each layout in a fresh process, median step.",
+        "",
+        "| layout | text in the slots | target tokens/s | x | waits for data | peak GiB | verdict |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in records:
+        before = by_name.get(r.since or "")
+        figures = "failed | | | |"
+        if r.targets_per_s and r.fill and r.data_wait is not None and r.peak_bytes:
+            factor = f"{r.targets_per_s / before.targets_per_s:.2f}" if before and before.targets_per_s else ""
+            peak = f"{r.peak_bytes / GIB:.1f}"
+            figures = f"{r.fill:.1%} | {r.targets_per_s:,.0f} | {factor} | {r.data_wait:.1%} | {peak}"
+        rows.append(f"| {r.rung} | {figures} | {r.verdict} |")
+    tail = f"x: against the rung it begins from. Records: [{LAYOUTS.name}](../{LAYOUTS}/records.jsonl)."
+    return "\n".join([*rows, "", tail, *_red(records)])
+
+
 def plain_loops() -> dict[str, tuple[float, float]]:
     """(tokens/s, peak GiB) of each rung of the plain loop: medians over its runs."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -100,13 +125,16 @@ def _red(records: list[Record]) -> list[str]:
     return [line for reason, names in reasons.items() for line in ("", f"Red, {' and '.join(names)}: {reason}.")]
 
 
-def written(readme: str) -> str:
-    """The README with the figures of the records between its markers."""
-    before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.split(END)[1]}"
+PAGES = {"README.md": table, "docs/data.md": layouts}
+
+
+def written(name: str) -> str:
+    """A page with the figures of the records between its markers."""
+    before, rest = (ROOT / name).read_text().split(BEGIN)
+    return f"{before}{BEGIN}\n{PAGES[name]()}\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(written(path.read_text()))
+    for name in PAGES:
+        (ROOT / name).write_text(written(name))
     report.write_bench(ROOT / LADDER)

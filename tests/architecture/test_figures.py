@@ -1,4 +1,4 @@
-"""The figures of the README are those of the committed records."""
+"""The figures of the README and of docs/data.md are those of the committed records."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readme_is_what_the_records_say() -> None:
+@pytest.mark.parametrize(
+    ("page", "rung"), [("README.md", "| float32, eager |"), ("docs/data.md", "| padded to the longest |")]
+)
+def test_the_page_is_what_the_records_say(page: str, rung: str) -> None:
     table = runpy.run_path(str(ROOT / "benchmarks/table.py"))
-    readme = (ROOT / "README.md").read_text()
-    assert table["written"](readme) == readme, "run benchmarks/table.py"
-    assert "| float32, eager |" in readme and "speed.png" in readme
+    text = (ROOT / page).read_text()
+    assert table["written"](page) == text, "run benchmarks/table.py"
+    assert rung in text
 
 
 @pytest.mark.parametrize("picture", ["speed.png", "memory.png"])

@@ -167,8 +167,8 @@ class Reading:
             cut = [found] if T is None else fit(found, T, d.too_long, where, counts)
             samples.append((where, row))
             documents.append([document for sample in cut for document in sample])
-        if any(documents):
-            self._first = samples, documents
+        self._first = samples, documents
+        if any(documents):  # else all were too long, and what is left is counted later
             self._probe(len(samples) if d.stream else 0, counts.truncated)
 
     def _probe(self, rows: int, truncated: int) -> None:
