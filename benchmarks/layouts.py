@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from optrush.config import parse as config
 from optrush.data import pack, recipes
 from optrush.data.rows import Where, parse
 from optrush.data.tokenizer import open_tokens
-from optrush.config import parse as config
 from optrush.model import tiny
 from optrush.shapes import SHAPES, ModelShape
 

@@ -192,7 +192,7 @@ def shown(rows: stream.Stream | Live, steps: stream.Plan, prepared: Prepared, to
                 }
             )
         used = sum(len(document) for _, document in row)
-        found.append({"row": b, "rank": b % prepared.setup.ranks, "tokens": used, "documents": documents})
+        found.append({"row": b, "tokens": used, "documents": documents})
     return found
 
 
@@ -276,8 +276,7 @@ def _rows(facts: dict[str, Any], colour: bool) -> list[str]:
     lines = [f"what is learnt stands between {OPEN} and {CLOSE}; ↵ is a newline"]
     for row in facts["rows"]:
         d = facts["data"]
-        rank = f", rank {row['rank']}" if d["ranks"] > 1 else ""
-        lines.append(f"row {row['row']} of step 1{rank}: {_many(len(row['documents']), 'document')}, "
+        lines.append(f"row {row['row']} of step 1: {_many(len(row['documents']), 'document')}, "
                      f"{row['tokens']} of {d['seq']} slots")  # fmt: skip
         for document in row["documents"]:
             head = f"── document {document['document']}: {document['tokens']} tokens, {document['targets']} learnt"

@@ -19,6 +19,7 @@ from optrush import checkpoint, clean_page, config, console, curves, distributed
 from optrush.assemble import assemble, start
 from optrush.bench.report import write_run
 from optrush.data import quarantine
+from optrush.data.live import Live
 from optrush.data.loader import reading
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.export import write_model
@@ -81,8 +82,11 @@ def fit(
             runfolder.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
             (output / "metrics.jsonl").touch()
             runfolder.put(output / "run.yaml", config.dump(absolute(run)))
-            (output / QUARANTINE).unlink(missing_ok=True)
-            quarantine.append(output / QUARANTINE, job.sources.refused)
+            if manifest is None or not isinstance(job.stream, Live):  # a stream meets earlier bad rows no more
+                (output / QUARANTINE).unlink(missing_ok=True)
+                quarantine.append(output / QUARANTINE, job.sources.refused)
+            if isinstance(job.stream, Live):
+                job.stream.aside = output / QUARANTINE
             if job.sources.cleaned is not None:
                 clean_page.write(job.sources.cleaned, output)
 

@@ -118,15 +118,15 @@ def test_copies_on_the_disk(save_every: float | None, copies: int, call: Call, w
 
 
 def test_ranks_in_one_process(call: Call, write: Write) -> None:
-    """The rows go round the ranks; weights on the disk stay whole though each rank holds a share."""
+    """Weights on the disk stay whole though each rank holds a share."""
     one = told(call, write(batch={"tokens": 512}))
     two = told(call, write(batch={"tokens": 512}), "--ranks", "2", "--with", "fsdp")
     assert two["data"]["ranks"] == 2 and two["data"]["micro_batches"] == 2 and one["data"]["micro_batches"] == 4
     assert two["data"]["steps"] == one["data"]["steps"]
-    assert [r["rank"] for r in two["rows"]] == [r["row"] % 2 for r in two["rows"]] and len(two["rows"]) > 1
+    assert two["rows"] == one["rows"] and len(two["rows"]) > 1
     assert two["disk"]["weights_bytes"] == one["disk"]["weights_bytes"]
     assert two["launch"] == "optrush train run.yaml --ranks 2 --with fsdp"
-    assert "row 1 of step 1, rank 1: " in shown(call, "run.yaml", "--ranks", "2", "--with", "fsdp")
+    assert "row 1 of step 1: " in shown(call, "run.yaml", "--ranks", "2", "--with", "fsdp")
 
 
 def test_under_a_launcher(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ VALUES: dict[str, Case] = {
     ),
     "no data file": ({"data": {"path": "no.jsonl"}}, [], ("no.jsonl", "no such file", "check the path")),
     "data of no known kind": (
-        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "name them by what it holds"),
+        {"data": {"path": "run.yaml"}}, [], ("no known kind of data", "name them by what they hold"),
     ),
     "no eval file": ({"data": {"eval": "no.jsonl"}}, [], ("`data.eval: no.jsonl`", "no such file", "JSONL file")),
     "eval fraction of few": (

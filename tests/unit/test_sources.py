@@ -15,6 +15,9 @@ from optrush.data import cache, quarantine, recipes, streamed
 from optrush.data.chat import Tokens
 from optrush.data.corpus import held_rows, permutation
 from optrush.data.lengths import estimate
+from optrush.data.live import Live
+from optrush.data.loader import Loading, reading
+from optrush.data.pack import Packed
 from optrush.data.read import attempts, chunks
 from optrush.data.sources import read_sources
 from optrush.errors import DataError
@@ -343,14 +346,22 @@ def test_bad_rows_of_a_stream(here, tokens, monkeypatch):
     live = read(tokens, "a.jsonl", stream=True).train
     with pytest.raises(DataError, match=r"a\.jsonl:301"):
         live.read([5, 301, 300][::-1])
-    live = read(tokens, "a.jsonl", stream=True, bad_rows="quarantine").train
-    live.aside = here / "aside.jsonl"
+    live = read(tokens, "a.jsonl", stream=True, bad_rows="quarantine", most_bad=0.5).train
     assert [len(samples) for samples in live.read([299, 300, 301, 304])] == [1, 0, 0, 1]
-    assert [json.loads(line)["line"] for line in live.aside.read_text().splitlines()] == [301, 302]
+    assert [where.line for where, _ in live.refused] == [301, 302]
     assert (live.counts.rows, live.counts.refused) == (4, 2)
-    monkeypatch.setattr(quarantine, "EARLY_rows", 6)
-    with pytest.raises(DataError, match=r"3 of 7: a\.jsonl:301"):
-        live.read([1, 2, 302])
+    for workers in (0, 2):  # each bad row is written down once, however often and by whomever it is read
+        steps = Live(live, Packed(window=40), T=512, rows=4, seed=0)
+        steps.aside = here / f"aside-{workers}.jsonl"
+        batches = steps.run(steps.plan(steps=40), 0, rank=0, ranks=1, micro_rows=4, loading=Loading(workers))
+        with reading(batches):
+            assert len(list(batches)) == 40 and steps.read > len(live)
+        lines = [json.loads(line)["line"] for line in steps.aside.read_text().splitlines()]
+        assert sorted(lines) == list(range(301, 301 + len(BAD)))
+    few = read(tokens, "a.jsonl", stream=True, bad_rows="quarantine", most_bad=0.001).train
+    steps = Live(few, Packed(), T=512, rows=4, seed=0)
+    with pytest.raises(DataError, match=rf"{len(BAD)} of {len(few)}: a\.jsonl:"):
+        next(steps.run(steps.plan(steps=1), 0, rank=0, ranks=1, micro_rows=4, loading=Loading()))
     long = written(here / "long.jsonl", [*texts(0, 250), {"text": "long " * 200}])
     with pytest.raises(DataError, match=r"tokens at .*long\.jsonl:251"):
         read(tokens, str(long), stream=True, seq=64).train.read([0, 250])

@@ -320,7 +320,7 @@ def _record(whole: Climb, rung: Rung) -> Record:
         measured = {
             "tokens_per_s": after.tokens_per_s, "tokens_per_s_iqr": list(after.quartiles), "repeats": after.repeats,
             "step_s": [r["step_s"] for r in results], "peak_bytes": after.peak_bytes, "memory_kind": after.memory_kind,
-            **{name: _middle([r[name] for r in results]) for name in ("mfu", "targets_per_s", "fill", "data_wait")},
+            **{name: _middle([r.get(name) for r in results]) for name in ("mfu", "targets_per_s", "fill", "data_wait")},
             "losses": losses, "grad_norms": first["proof"]["grad_norms"],
         }  # fmt: skip
     changes = rung.changes if since is None or since.name == rung.since else ladder.differences(since.run, run)

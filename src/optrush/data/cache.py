@@ -24,10 +24,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optrush import errors
+from optrush import __version__, errors
 from optrush.config import Run
 from optrush.data import files, shard, worker
 from optrush.data.read import PARQUET, Chunk, chunks, form
@@ -80,6 +81,7 @@ class Work:
             "format": shard.FORMAT, "files": files.fingerprint(self.files, root(self.run.data.cache)),
             "tokens": identity(self.tokens), "train_on": learnt(self.run), "text_rows": self.run.data.text_rows,
             "cleaning": self.cleaning,
+            "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
         }  # fmt: skip
         return root(self.run.data.cache) / "tokens" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 

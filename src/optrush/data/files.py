@@ -175,14 +175,16 @@ def fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -> str:
 
 def _mark(file: Path) -> list[int]:
     found = file.stat()
-    return [found.st_size, found.st_mtime_ns, found.st_ino]
+    return [found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns]  # the last nobody can set back
 
 
 def _remembered(memory: Path | None) -> dict[str, list[int | str]]:
     """What the cache holds; a damaged file of it is as good as none."""
     try:
         found = json.loads(memory.read_bytes()) if memory else {}
-        return {key: entry for key, entry in found.items() if [type(part) for part in entry] == [int, int, int, str]}
+        return {
+            key: entry for key, entry in found.items() if [type(part) for part in entry] == [int, int, int, int, str]
+        }
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 

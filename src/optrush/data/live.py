@@ -7,16 +7,20 @@ where a run stands is (window, row), kept as one number, and only a number of st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from optrush.data import quarantine
 from optrush.data.batch import Batch
 from optrush.data.document import Document
 from optrush.data.loader import Loading, ahead
 from optrush.data.pack import Layout, Rows
+from optrush.data.rows import Where
+from optrush.data.shard import Refused
 from optrush.data.stream import Plan, Row, Stream, batches, draw, drawn, epoch_order, gather, plain_cost
 from optrush.errors import ConfigError, DataError
 
@@ -30,6 +34,14 @@ ROWS = 2**32  # more than a window ever makes: a position is window * ROWS + row
 
 Task = tuple[int, int, int]  # a window, and which of its rows: [first, last)
 Sample = tuple[int, tuple[Document, ...]]
+
+
+class Part(NamedTuple):
+    """What some rows became."""
+
+    samples: list[Sample]
+    rows: int
+    refused: Sequence[Refused]
 
 
 class Live:
@@ -50,6 +62,9 @@ class Live:
         self._windows = -(-self.samples // layout.window)  # of an epoch
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
         self._positions = {0: 0}  # of the steps that are known
+        self.aside: Path | None = None  # where bad rows are written down
+        self.read = 0  # rows, by this process and its workers
+        self._refused: dict[Where, Refused] = {}
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> Plan:
         """Raises ConfigError without a number of steps: nobody has counted the rows."""
@@ -114,12 +129,13 @@ class Live:
         deep = replace(loading, prefetch=max(loading.prefetch, -(-chunks // max(1, loading.workers))), pinned=False)
         return self._laid(ahead(self._read, self._tasks(window), deep), window, skip)
 
-    def _laid(self, parts: Iterator[list[Sample]], window: int, skip: int) -> Iterator[tuple[Row, int]]:
+    def _laid(self, parts: Iterator[Part], window: int, skip: int) -> Iterator[tuple[Row, int]]:
         """The rows of windows that arrive in parts, from this window on, without the first `skip`."""
         samples: list[Sample] = []
         before, empty = -skip % self.rows, 0  # a step begins at `position`
         for part, (_, _, last) in zip(parts, self._tasks(window)):
-            samples += part
+            samples += part.samples
+            self._note(part)
             if last < self._size(window):
                 continue
             empty = 0 if samples else empty + 1
@@ -132,6 +148,16 @@ class Live:
                 before += len(placed)
             skip, samples, window = 0, [], window + 1
 
+    def _note(self, part: Part) -> None:
+        """Bad rows are written down once, and counted against the share that is allowed, over all workers."""
+        self.read += part.rows
+        new = [r for r in part.refused if r.where not in self._refused]
+        self._refused.update((r.where, r) for r in new)
+        if self.aside is not None:
+            quarantine.append(self.aside, new)
+        if self._refused and self.read >= min(quarantine.EARLY_rows, self.samples):
+            quarantine.check(list(self._refused.values()), min(self.read, self.samples), self.source.most_bad)
+
     def _tasks(self, window: int) -> Iterator[Task]:
         while True:
             size = self._size(window)
@@ -142,7 +168,7 @@ class Live:
         j = window % self._windows
         return (j + 1) * self.samples // self._windows - j * self.samples // self._windows
 
-    def _read(self, task: Task) -> list[Sample]:
+    def _read(self, task: Task) -> Part:
         """The samples of some rows of a window, by the number of the row; a worker does this."""
         window, first, last = task
         epoch, j = divmod(window, self._windows)
@@ -150,7 +176,9 @@ class Live:
             self._order = (epoch, epoch_order(self.source.spans, self.seed, epoch))
         begin = j * self.samples // self._windows
         numbers = self._order[1][begin + first : begin + last].tolist()
-        return [(n, sample) for n, row in zip(numbers, self.source.read(numbers)) for sample in row]
+        met = len(self.source.refused)
+        samples = [(n, sample) for n, row in zip(numbers, self.source.read(numbers)) for sample in row]
+        return Part(samples, len(numbers), self.source.refused[met:])
 
     def _place(self, window: int, before: int, samples: list[Sample]) -> Rows:
         lengths = np.array([sum(map(len, documents)) for _, documents in samples], np.int64)

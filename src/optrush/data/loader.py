@@ -6,6 +6,7 @@ fails in a worker is raised here as it was raised there; a worker that dies is a
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -72,12 +73,11 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
             sampler=numbers,
             num_workers=loading.workers,
             prefetch_factor=loading.prefetch,
-            pin_memory=loading.pinned,
             worker_init_fn=_begin,
             # What the worker reads is in memory already; it never touches a GPU nor a process group.
             multiprocessing_context="fork",
         )
-        return _received(iter(loader))
+        return _received(iter(loader), loading.pinned)
 
 
 def _here(make: Callable[[Number], Item], numbers: Iterable[Number], pinned: bool) -> Iterator[Item]:
@@ -86,11 +86,12 @@ def _here(make: Callable[[Number], Item], numbers: Iterable[Number], pinned: boo
         yield pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]
 
 
-def _received(items: Iterator[Item]) -> Iterator[Item]:
+def _received(items: Iterator[Item], pinned: bool) -> Iterator[Item]:
+    """Pinned here, not by torch's thread: its loader waits for that thread without limit when it ends."""
     for item in items:
         if isinstance(item, _Failed):
             raise item.error
-        yield item
+        yield pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]
 
 
 def _begin(_: int) -> None:
@@ -99,6 +100,7 @@ def _begin(_: int) -> None:
     Schedulers and terminals signal every process. So only a SIGTERM of the trainer itself ends a worker: that is how
     the interpreter ends the children it has left.
     """
+    gc.freeze()  # what the trainer left to collect may be of a device that does not work here
     die_with_parent()
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -123,10 +125,16 @@ def reading(batches: Iterator[Item]) -> Iterator[None]:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        for worker in multiprocessing.active_children():
-            worker.kill()  # it may wait for a lock that the dead one holds
+        _kill()  # they may wait for a lock that the dead one holds
         said = next(line for line in str(error).splitlines() if "DataLoader worker" in line)
         raise RunError(f"a data worker died ({said}); the last checkpoint is intact: --resume auto") from error
     finally:
         if isinstance(batches, Generator):
             batches.close()
+        _kill()
+
+
+def _kill() -> None:
+    """Ends the workers at once, if there are any left; nothing else here is a child of `multiprocessing`."""
+    for worker in multiprocessing.active_children():
+        worker.kill()

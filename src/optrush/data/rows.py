@@ -173,7 +173,7 @@ def _alpaca(found: dict[str, Any]) -> Chat:
     ask = _full(found["instruction"], "instruction")
     if found.get("output") is None:
         raise _Bad("'instruction' without 'output'")
-    given = _string(found.get("input") or "", "input")
+    given = _string(_given(found, "input", ""), "input")
     if given.strip():
         ask = f"{ask}\n\n{given}"
     return _chat((*_system(found, ""), Message("user", ask), Message("assistant", _full(found["output"], "output"))))
@@ -234,7 +234,7 @@ def _chat(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] = (),
 
 def _system(found: dict[str, Any], turns: str) -> tuple[Message, ...]:
     """The system turn that a row has beside its turns."""
-    system = _string(found.get("system") or "", "system")
+    system = _string(_given(found, "system", ""), "system")
     if not system:
         return ()
     first = found[turns][0] if turns and isinstance(found[turns], list) and found[turns] else {}
@@ -244,7 +244,7 @@ def _system(found: dict[str, Any], turns: str) -> tuple[Message, ...]:
 
 
 def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    tools = found.get("tools") or []
+    tools = _given(found, "tools", [])
     if isinstance(tools, str):
         tools = _decoded(tools, "tools")
     if not isinstance(tools, list):
@@ -310,9 +310,9 @@ def _more(found: dict[str, Any], role: str, name: str) -> dict[str, Any]:
         raise _Bad(f"{name} has several of {', '.join(REASONING)}, which differ")
     return {
         "reasoning": thoughts.pop() if thoughts else None,
-        "calls": _calls(found.get("tool_calls") or [], f"{name}.tool_calls"),
-        "name": _string(found.get("name") or "", f"{name}.name") or None,
-        "call_id": _string(found.get("tool_call_id") or "", f"{name}.tool_call_id") or None,
+        "calls": _calls(_given(found, "tool_calls", []), f"{name}.tool_calls"),
+        "name": _string(_given(found, "name", ""), f"{name}.name") or None,
+        "call_id": _string(_given(found, "tool_call_id", ""), f"{name}.tool_call_id") or None,
         "learnt": _learnt(found, role, name),
     }
 
@@ -388,3 +388,9 @@ def _string(found: Any, name: str) -> str:
     if not isinstance(found, str):
         raise _Bad(f"{name} is {kind(found)}, not a string")
     return found
+
+
+def _given(found: dict[str, Any], key: str, absent: Any) -> Any:
+    """An optional value; null is as good as absent, and a 0 or false is neither."""
+    value = found.get(key)
+    return absent if value is None else value

@@ -5,6 +5,7 @@ Every rank calls this; none waits for another in here but for a file lock, and n
 
 from __future__ import annotations
 
+import glob
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -27,7 +28,7 @@ from optrush.data.rows import Row, Where
 from optrush.data.shard import Refused, Shard
 from optrush.data.streamed import Streamed, foreign, index
 from optrush.data.tokenising import parsed
-from optrush.errors import DataError
+from optrush.errors import ConfigError, DataError
 from optrush.objectives import learnt
 
 SAMPLE_ROWS = 1000  # conversations of a sample, unless data.max_samples says otherwise
@@ -74,7 +75,10 @@ def read_sources(
     if data is not None:
         only = reading.evaluation(data, how)
         return reading.sources(only, only)
-    if isinstance(d.eval, str) and not Path(d.eval).exists():
+    if not cut and d.too_long in ("drop", "truncate"):
+        found = "rows that cut documents themselves: none is too long"
+        raise ConfigError(f"`data.too_long: {d.too_long}`", found, "leave it out, or take another technique for rows")
+    if isinstance(d.eval, str) and not (Path(d.eval).exists() or glob.glob(d.eval, recursive=True)):
         raise DataError(f"`data.eval: {d.eval}`", "no such file", "give a JSONL file, or a fraction such as 0.1")
     limit, held_out = T if cut else None, None
     with _places(run) as (paths, origins):
@@ -124,7 +128,11 @@ def _places(run: Run) -> Iterator[tuple[list[Path], list[tuple[int, float]]]]:
             yield [path], [(1, 1.0)]
         return
     found = [(files.find(origin.path, root(d.cache)), origin.weight) for origin in d.origins]
-    yield [path for of, _ in found for path in of], [(len(of), weight) for of, weight in found]
+    paths = [path for of, _ in found for path in of]
+    if double := next((p for i, p in enumerate(paths) if p.resolve() in {q.resolve() for q in paths[:i]}), None):
+        do = "name it once, with a weight if it shall be read more often"
+        raise DataError(f"training data from {double}", "two of the sources hold it", do)
+    yield paths, [(len(of), weight) for of, weight in found]
 
 
 @dataclass
@@ -212,8 +220,9 @@ class Reading:
     def streamed(self, work: Work, origins: Sequence[tuple[int, float]], T: int | None) -> Streamed:
         """The rows, to be tokenised when they are asked for."""
         kept: Sequence[np.ndarray | None] = work.kept or [None] * len(work.files)
-        indexes = [index(path, keep) for path, keep in zip(work.files, kept, strict=True)]
-        return Streamed(work, indexes, origins, T, self.vocab, self.parts, self.run.data.max_samples)
+        d = self.run.data
+        indexes = [index(path, keep, d.text_rows) for path, keep in zip(work.files, kept, strict=True)]
+        return Streamed(work, indexes, origins, T, self.vocab, self.parts, d.max_samples)
 
     def _check(self, shelf: Shelf, shard: Shard, refused: Sequence[tuple[int, Refused]], T: int | None) -> None:
         """Raises the first error of a shard's rows, in their order."""

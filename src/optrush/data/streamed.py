@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from optrush.data import files, quarantine
+from optrush.data import files
 from optrush.data.cache import Work, root, silent
 from optrush.data.corpus import Counts, Shelf, fit
 from optrush.data.document import Document
@@ -68,7 +68,7 @@ class Index:
             yield Chunk(self.path, run[0] + 1, first, end), run[-1]
 
 
-def index(path: Path, kept: np.ndarray | None) -> Index:
+def index(path: Path, kept: np.ndarray | None, text_rows: str = "line") -> Index:
     """One pass over the file. `kept` as cleaning gives it.
 
     Raises:
@@ -76,6 +76,9 @@ def index(path: Path, kept: np.ndarray | None) -> Index:
     """
     parts = list(chunks(path, text_rows="line"))
     suffix, _ = form(path) or ("", "")
+    if suffix in TEXT and text_rows != "line":
+        found = f"{path}, whose rows are `data.text_rows: {text_rows}`"
+        raise DataError("`data.stream`", found, "take data.text_rows: line, or leave data.stream out")
     if parts[0].end is None:
         raise DataError(
             "`data.stream`",
@@ -111,11 +114,7 @@ def index(path: Path, kept: np.ndarray | None) -> Index:
 
 @dataclass
 class Streamed:
-    """The rows of some files; each is one sample or several, or none.
-
-    Attributes:
-        aside: a file that bad rows are noted in each time that one is met; None: they are only counted.
-    """
+    """The rows of some files; each is one sample or several, or none. Bad ones are in `refused`, once a reading."""
 
     work: Work
     indexes: Sequence[Index]
@@ -126,7 +125,6 @@ class Streamed:
     limit: int | None = None  # rows of the data are only the first so many
     rows: np.ndarray | None = None  # the numbers of those that are trained on; None: all
     named: str = "all"
-    aside: Path | None = None
     counts: Counts = field(default_factory=Counts)  # of what was read, each time that it was
     refused: list[Refused] = field(default_factory=list)
 
@@ -137,6 +135,11 @@ class Streamed:
 
     def __len__(self) -> int:
         return self.total if self.rows is None else len(self.rows)
+
+    @property
+    def most_bad(self) -> float:
+        """The share of the rows that may be bad."""
+        return self.work.run.data.most_bad
 
     @property
     def spans(self) -> tuple[tuple[int, float], ...]:
@@ -161,7 +164,7 @@ class Streamed:
         """The samples of the rows of these numbers.
 
         Raises:
-            DataError: a bad row, with its file and line; or too many, where bad rows are set aside.
+            DataError: a bad row, with its file and line, where they are not set aside.
         """
         chosen = numbers if self.rows is None else self.rows[list(numbers)].tolist()
         return [tuple(self._samples(where, made)) for _, where, made in self.made(chosen)]
@@ -219,10 +222,6 @@ class Streamed:
             raise error
         self.counts.refused += 1
         self.refused.append(Refused(where, error))
-        if self.aside is not None:
-            quarantine.append(self.aside, self.refused[-1:])
-        if self.counts.rows >= quarantine.EARLY_rows:
-            quarantine.check(self.refused, self.counts.rows, data.most_bad)
 
 
 def foreign(where: str, highest: int, vocab: int) -> DataError:

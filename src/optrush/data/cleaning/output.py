@@ -113,6 +113,8 @@ def folder_for(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
         ConfigError: `out` is no folder of a cleaning, or holds what is read; it cannot be made; another one writes it.
     """
     asked = f"--out {out}"
+    if out.name in ("", ".."):
+        raise ConfigError(asked, "no name of its own", "name a new folder")
     new, old = out.with_name(out.name + ".tmp"), out.with_name(out.name + ".old.tmp")
     for path in (out, new, old):
         _check_ours(asked, path)
