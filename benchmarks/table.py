@@ -72,9 +72,9 @@ def layouts() -> str:
     records = read(ROOT / LAYOUTS)
     first, by_name = records[0], {r.rung: r for r in records}
     rows = [
-        f"{first.case}, T={first.seq}, micro-batches of {first.micro_tokens // first.seq} rows, amp, varlen attention,",
-        f"not compiled, one {first.device}, torch {first.environment['torch']}; {len(first.repeats)} run of each layout in",
-        "a fresh process, median step.",
+        f"{first.case}, T={first.seq}, micro-batches of {first.micro_tokens // first.seq} rows, amp, varlen",
+        f"attention, not compiled, one {first.device}, torch {first.environment['torch']};",
+        f"{len(first.repeats)} run of each layout in a fresh process, median step.",
         "",
         "| layout | text in the slots | target tokens/s | x | waits for data | peak GiB | verdict |",
         "|---|---|---|---|---|---|---|",
