@@ -46,10 +46,12 @@ def chats(n: int) -> np.ndarray:
 
 
 def surveyed(lengths: np.ndarray, T: int) -> list[dict[str, Any]]:
-    pack.survey(lengths[:1000], T, 16, 8)  # warm
-    found = [dataclasses.asdict(s) for s in pack.survey(lengths, T, 16, 8)]
-    for survey in found:
-        survey["samples_a_second"] = round(len(lengths) / survey.pop("seconds"))
+    """Rates are the best of five: they tell what the code can do, not what else the machine did."""
+    runs = [pack.survey(lengths, T, 16, 8) for _ in range(5)]
+    found = [dataclasses.asdict(s) for s in runs[0]]
+    for i, survey in enumerate(found):
+        survey["samples_a_second"] = round(len(lengths) / min(run[i].seconds for run in runs))
+        del survey["seconds"]
     return found
 
 

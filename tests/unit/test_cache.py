@@ -103,6 +103,21 @@ def test_jobs_are_parts_of_large_files_and_groups_of_small_ones(here):
     assert all(job.size_bytes <= 600 * 1.5 for job in found)
 
 
+def test_jobs_of_parquet_files_go_by_bytes(here):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist([{"text": f"{i * 7919} soup"} for i in range(300)])
+    for i in range(3):
+        pyarrow.parquet.write_table(table, here / f"{i}.parquet", row_group_size=1000)
+    paths = sorted(here.glob("*.parquet"))
+    assert paths[0].stat().st_size > 600 and len(list(jobs(paths, "file"))) == 3
+    pyarrow.parquet.write_table(table, paths[0], row_group_size=50)
+    found = list(jobs(paths, "file"))
+    assert len(found) > 3
+    assert sum(job.size_bytes for job in found) == pytest.approx(sum(path.stat().st_size for path in paths))
+
+
 def test_a_job_is_cut_into_shards_of_bounded_size(here, tokens, monkeypatch):
     """One file that cannot be cut, such as a packed one: memory is bounded by the shard all the same."""
     path = written(here / "a.jsonl")

@@ -177,15 +177,14 @@ class Store:
 def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[Job]:
     """The data in jobs of about CHUNK_bytes, from the files alone: a part of a large file, or several small ones."""
     number, held, size = 0, list[tuple[int, Chunk]](), 0.0
+    whole: float
     for file, path in enumerate(paths):
-        whole = path.stat().st_size
-        parts: Iterator[Chunk] = chunks(path, CHUNK_bytes, text_rows)
-        share = 1.0
+        whole, parts = path.stat().st_size, chunks(path, CHUNK_bytes, text_rows)
         if path.suffix.lower() == PARQUET:  # its parts are row groups: cheap to list, and not counted in bytes
             listed = list(parts)
-            parts, share = iter(listed), 1 / len(listed)
+            whole, parts = whole / len(listed), iter(listed)
         for chunk in parts:
-            part = whole * share if chunk.end is None or share < 1 else float(chunk.end - chunk.start)
+            part = chunk.end - chunk.start if plain(path) and chunk.end is not None else whole
             if held and size + part > CHUNK_bytes:
                 yield Job(number, tuple(held), size)
                 number, held, size = number + 1, [], 0.0

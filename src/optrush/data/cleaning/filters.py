@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -116,9 +117,7 @@ def items(asked: Items, row: Mapping[str, Any], text: str) -> list[str] | None:
 
 
 def _json(value: Any) -> str:
-    import orjson
-
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
 def _at(found: Any, keys: list[str]) -> list[Any] | None:
