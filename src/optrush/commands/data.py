@@ -132,7 +132,7 @@ def _layout(prepared: Prepared) -> Layout:
     """How the run's samples become rows: what its data stage sets."""
     from optrush.data.pack import Padded
 
-    job = cast(Any, SimpleNamespace(layout=Padded()))
+    job = cast(Any, SimpleNamespace(run=prepared.run, layout=Padded()))
     for technique in prepared.techniques:
         technique.data(job)
     layout: Layout = job.layout

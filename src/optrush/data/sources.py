@@ -28,7 +28,7 @@ from optrush.data.rows import Row, Where
 from optrush.data.shard import Refused, Shard
 from optrush.data.streamed import Streamed, foreign, index
 from optrush.data.tokenising import parsed
-from optrush.errors import ConfigError, DataError
+from optrush.errors import DataError
 from optrush.objectives import learnt
 
 SAMPLE_ROWS = 1000  # conversations of a sample, unless data.max_samples says otherwise
@@ -75,9 +75,6 @@ def read_sources(
     if data is not None:
         only = reading.evaluation(data, how)
         return reading.sources(only, only)
-    if not cut and d.too_long in ("drop", "truncate"):
-        found = "rows that cut documents themselves: none is too long"
-        raise ConfigError(f"`data.too_long: {d.too_long}`", found, "leave it out, or take another technique for rows")
     if isinstance(d.eval, str) and not (Path(d.eval).exists() or glob.glob(d.eval, recursive=True)):
         raise DataError(f"`data.eval: {d.eval}`", "no such file", "give a JSONL file, or a fraction such as 0.1")
     limit, held_out = T if cut else None, None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from optrush.errors import ConfigError
 from optrush.ledger import Rule, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
@@ -54,5 +55,9 @@ class Wrap(Technique):
     def data(self, job: Job) -> int:
         from optrush.data.pack import Wrapped
 
+        how = job.run.data.too_long
+        if how in ("drop", "truncate"):
+            found = "rows that cut documents themselves: none is too long"
+            raise ConfigError(f"`wrap` with `data.too_long: {how}`", found, "leave data.too_long out, or take packing")
         job.layout = Wrapped(self.overlap, self.window)
         return 1
