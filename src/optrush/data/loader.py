@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Generic, TypeVar
 
 from torch.utils.data import DataLoader, Dataset
@@ -26,6 +27,9 @@ from optrush.launch import die_with_parent
 
 Number = TypeVar("Number")
 Item = TypeVar("Item")
+
+
+_workers: list[BaseProcess] = []  # of this process, since the last reading ended
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,10 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
             # What the worker reads is in memory already; it never touches a GPU nor a process group.
             multiprocessing_context="fork",
         )
-        return _received(iter(loader), loading.pinned)
+        before = set(multiprocessing.active_children())
+        items = iter(loader)
+        _workers.extend(set(multiprocessing.active_children()) - before)
+        return _received(items, loading.pinned)
 
 
 def _here(make: Callable[[Number], Item], numbers: Iterable[Number], pinned: bool) -> Iterator[Item]:
@@ -135,6 +142,6 @@ def reading(batches: Iterator[Item]) -> Iterator[None]:
 
 
 def _kill() -> None:
-    """Ends the workers at once, if there are any left; nothing else here is a child of `multiprocessing`."""
-    for worker in multiprocessing.active_children():
-        worker.kill()
+    """Ends the workers that are left at once."""
+    while _workers:
+        _workers.pop().kill()
