@@ -389,7 +389,7 @@ def test_workers_that_are_left_end_with_the_interpreter():
 def test_a_worker_obeys_its_trainer():
     before = set(multiprocessing.active_children())
     items = ahead(lambda n: n, range(50), Loading(2))
-    next(items)
+    assert [next(items), next(items)] == [0, 1]  # both have begun
     workers = set(multiprocessing.active_children()) - before
     for worker in workers:
         worker.terminate()

@@ -29,7 +29,7 @@ Number = TypeVar("Number")
 Item = TypeVar("Item")
 
 
-_workers: list[BaseProcess] = []  # of this process, since the last reading ended
+_workers: list[BaseProcess] = []  # of the loader that was made last
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
         )
         before = set(multiprocessing.active_children())
         items = iter(loader)
-        _workers.extend(set(multiprocessing.active_children()) - before)
+        _workers[:] = set(multiprocessing.active_children()) - before
         return _received(items, loading.pinned)
 
 
