@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from optrush.data.packed import PACKED
+from optrush.data.compressed import PACKED
 from optrush.data.read import KNOWN, TEXT, form
 from optrush.errors import DataError, NeedsError
 

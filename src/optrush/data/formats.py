@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from optrush.data.packed import Damaged, PIECE_bytes
+from optrush.data.compressed import Damaged, PIECE_bytes
 from optrush.data.strict import decode, kind, show
 
 LONGEST_ROW_bytes = 32 * 2**20

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from optrush.data.compressed import Damaged, PIECE_bytes
 from optrush.data.formats import Found, LONGEST_ROW_bytes, too_long
-from optrush.data.packed import Damaged, PIECE_bytes
 from optrush.data.rows import MEANT
 from optrush.data.strict import decode, show
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush.data import formats
-from optrush.data.packed import PACKED, Damaged, opened
+from optrush.data.compressed import PACKED, Damaged, opened
 from optrush.data.rows import Where, bad_row
 from optrush.errors import DataError
 

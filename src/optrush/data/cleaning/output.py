@@ -22,8 +22,8 @@ from typing import Any
 from optrush.data.clean import WORK, Cleaned
 from optrush.data.cleaning.account import sha256
 from optrush.data.cleaning.table import BAD, STAYS, Table, changed, stamp
+from optrush.data.compressed import opened
 from optrush.data.formats import lines
-from optrush.data.packed import opened
 from optrush.data.read import LINES, attempts, form
 from optrush.data.strict import decode
 from optrush.errors import ConfigError, DataError
