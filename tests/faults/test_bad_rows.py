@@ -113,6 +113,7 @@ def test_bad_rows_of_csv(tmp_path: Path) -> None:
     good = {"prompt": "a\nsk", "chosen": "yes", "rejected": 'n"o'}
     kinds = {kind: reason for kind, (_, reason) in rows.items()}
     done = everywhere(write, kinds, tmp_path / "data.csv", [good] * 2)
+    assert done == 24
     told("R14", done, f"CSV: {len(kinds)} kinds x first, middle, last")
 
 
