@@ -372,6 +372,25 @@ def test_workers_end_with_the_reading():
     assert set(multiprocessing.active_children()) == before
 
 
+def test_workers_end_with_the_reading_whoever_still_holds_them():
+    """Without torch taking their end for a failure, also where they do not end when asked."""
+
+    def stops(n):
+        if n == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return n
+
+    before = set(multiprocessing.active_children())
+    for make, taken in ((lambda n: n, 1), (stops, 2)):
+        items = ahead(make, range(50), Loading(2))
+        with reading(iter([])):  # nothing here closes `items`
+            assert [next(items) for _ in range(taken)] == list(range(taken))
+            time.sleep(0.3)  # until one of them has stopped
+        assert set(multiprocessing.active_children()) == before
+        time.sleep(0.1)  # what torch's handler raises would be raised here
+        items.close()
+
+
 LEFT = """
 from optrush.data.loader import Loading, ahead
 items = ahead(int, range(50), Loading(2))

@@ -28,7 +28,7 @@ from optrush.launch import die_with_parent
 Number = TypeVar("Number")
 Item = TypeVar("Item")
 
-
+GRACE_S = 2.0  # for a worker to end when it is asked to
 _workers: list[BaseProcess] = []  # of the loader that was made last
 
 
@@ -132,16 +132,25 @@ def reading(batches: Iterator[Item]) -> Iterator[None]:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        _kill()  # they may wait for a lock that the dead one holds
+        _end()  # they may wait for a lock that the dead one holds
         said = next(line for line in str(error).splitlines() if "DataLoader worker" in line)
         raise RunError(f"a data worker died ({said}); the last checkpoint is intact: --resume auto") from error
     finally:
         if isinstance(batches, Generator):
             batches.close()
-        _kill()
+        _end()
 
 
-def _kill() -> None:
-    """Ends the workers that are left at once."""
-    while _workers:
-        _workers.pop().kill()
+def _end() -> None:
+    """Ends the workers that are left: asks first, for torch takes any other end of a worker for a failure."""
+    left = [_workers.pop() for _ in range(len(_workers))]
+    for worker in left:
+        worker.terminate()
+    for worker in left:
+        worker.join(GRACE_S)
+    if any(worker.is_alive() for worker in left):
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # through which torch would tell of it
+        for worker in left:
+            worker.kill()
+            worker.join()
+        signal.signal(signal.SIGCHLD, handler)
