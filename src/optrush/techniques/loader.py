@@ -34,7 +34,7 @@ class Loader(Technique):
     source = "https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading"
     numerics = Numerics.EXACT
     proof = "tests/techniques/test_loader.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.LOADING})
 
     @classmethod
