@@ -52,11 +52,13 @@ def _document(tokens, labels):
     return Document(tokens.numpy().astype(np.int32), learnt)
 
 
-def disturbed(job: Job, host: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[torch.Tensor, ...]]]:
+def disturbed(
+    job: Job, host: Batch, equal: int = 2
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[torch.Tensor, ...]]]:
     """Another token in the first document: what becomes of all others.
 
     Returns:
-        their states before and after, and gradients of their loss alone: before, once more, and after.
+        their states before and after, and gradients of their loss alone: before, `equal` times, and after.
     """
     device = job.world.device
     ids = host.documents.ids
@@ -76,7 +78,7 @@ def disturbed(job: Job, host: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[s
         changed = hidden(job, before)[r, 1] != hidden(job, after)[r, 1]
     assert changed.any(), "the change has no effect on its own document"
     grads = []
-    for batch in (before, before, after):
+    for batch in (*[before] * equal, after):
         job.discard()
         job.loss(batch).backward()
         grads.append({t.name: t.grad.clone() for t in job.trained})

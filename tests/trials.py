@@ -39,17 +39,23 @@ def golden_run(
     if packed and not {"pad", "sort-by-length", "wrap"} & with_.keys():
         with_["packing"] = {"window": PER_STEP}  # a step's documents share its rows, and no other's
     output = box / "output"
+    tokens = T * PER_STEP // (1 + packed)
+    # It wants a step's gradients from one micro-batch, and no clipping (and one rank, which others do not).
+    whole = "update-in-backward" in with_ and not {"ddp", "fsdp"} & with_.keys()
     document = {
         "model": str(box / ("tied" if case.tied else "untied")),
         "objective": "sft" if case.chat else "pretrain",
         "data": {"path": str(box / f"{'chat' if case.chat else 'text'}.jsonl")},
-        "batch": {"seq": T, "tokens": T * PER_STEP // (1 + packed), "micro_tokens": T * rows},
-        "optim": {"lr": LR, "warmup": WARMUP, "weight_decay": DECAY, "betas": list(BETAS), "eps": EPS, "clip": 1.0},
+        "batch": {"seq": T, "tokens": tokens, "micro_tokens": tokens if whole else T * rows},
+        "optim": {
+            "lr": LR, "warmup": WARMUP, "weight_decay": DECAY, "betas": list(BETAS), "eps": EPS,
+            "clip": None if whole else 1.0,
+        },
         "train": {"steps": STEPS, "log_every": 1},
         "seed": SEED,
         "output": str(output),
         "with": with_,
-    }
+    }  # fmt: skip
     return config.parse(yaml.safe_dump(document), "golden.yaml", sets)
 
 

@@ -28,7 +28,7 @@ from optrush.data.sources import Sources, read_sources
 from optrush.data.streamed import Streamed
 from optrush.data.tokenizer import open_tokens
 from optrush.distributed import World
-from optrush.errors import ConfigError, NoEffectError, UserError
+from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.job import Job, Trained
 from optrush.model.weights import load
 from optrush.objectives.loss import next_token
@@ -136,7 +136,8 @@ def _assemble(
     if training:
         stage("optimizer")
         if job.optimizer is None:
-            job.optimizer = AdamW(job.trained, run.optim, fused=False)
+            job.optimizer = AdamW(job.trained, run.optim, fused=False, rounding=job.rounding, seed=run.seed)
+        check_rounding(job)
         if job.optimizer.reads_host:
             job.notes.append("the optimizer reads the device in each step")
         stage("drive")
@@ -201,6 +202,21 @@ def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
     local = p.detach()
     assert isinstance(local, DTensor)
     return local.to_local(), tuple(offset)
+
+
+def check_rounding(job: Job) -> None:
+    """Refuses an optimizer that rounds bfloat16 weights otherwise than the job says, and notes what is lost.
+
+    Raises:
+        NeedsError: in its three lines.
+    """
+    done = getattr(job.optimizer, "rounding", "nearest")
+    if done != job.rounding:
+        found = f"the optimizer {type(job.optimizer).__name__} rounds to the {done}" if done == "nearest" else done
+        do = "take another optimizer, or another rounding (--with bf16:rounding=nearest)"
+        raise NeedsError(f"bfloat16 weights with {job.rounding} rounding", found, do)
+    if done == "nearest" and any(t.local.dtype == torch.bfloat16 for t in job.trained):
+        job.notes.append("bfloat16 weights are rounded to the nearest: at small learning rates most never move")
 
 
 def fingerprints(job: Job, tokens: Tokens | None, sources: Sources, today: datetime.date | None) -> dict[str, str]:

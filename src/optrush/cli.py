@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from optrush import __version__
+from optrush.commands import calibrate as calibrating
 from optrush.commands import clean, climb, look, setup
 from optrush.commands import data as seeing
 from optrush.commands import plan as planning
@@ -47,6 +48,7 @@ app.command()(planning.plan)
 app.command()(training.train)
 app.command("eval")(training.evaluate)
 app.command()(climb.bench)
+app.command()(calibrating.calibrate)
 app.command()(reporting.report)
 app.command()(look.techniques)
 data = typer.Typer(

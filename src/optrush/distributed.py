@@ -108,6 +108,21 @@ def meet() -> None:
         time.sleep(0.05)
 
 
+def words(word: str, patience_s: float) -> list[str] | None:
+    """Every rank's word, in order of rank, without a collective; None: one has not answered, for it waits in one."""
+    if not dist.is_initialized():
+        return [word]
+    store, place = dist.distributed_c10d._get_default_store(), next(_meetings)
+    everyone = [f"optrush/{place}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(everyone[dist.get_rank()], word)
+    until = time.monotonic() + patience_s
+    while not store.check(everyone):
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.05)
+    return [store.get(key).decode() for key in everyone]
+
+
 def gather(text: str) -> list[str]:
     """Every rank's text, in order of rank, through the CPU."""
     if not dist.is_initialized():

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from optrush import hardware
 from optrush.hardware import Device
-from optrush.technique import COMPILERS, Need, Part, Setup, Technique, compilers, installed, library
+from optrush.technique import COMPILERS, Need, Part, Setup, Technique, compilers, installed, library, missing
 from optrush.techniques import ALL
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
@@ -102,11 +102,12 @@ def standing(cls: type[Technique], devices: Sequence[Device]) -> Standing:
     """Whether a technique can run here, with its defaults and with each other choice of its options."""
     device = devices[0] if devices else hardware.cpu()
     most = len(devices) or 2  # processes share a CPU, but not a GPU
-    lacks = lacking(cls(), device, 1)
-    several = bool(lacks) and most > 1 and not lacking(cls(), device, most)
+    plain = cls(**cls.sample)
+    lacks = lacking(plain, device, 1)
+    several = bool(lacks) and most > 1 and not lacking(plain, device, most)
     options = []
     for name, value in choices(cls):
-        other: Any = dataclasses.replace(cls(), **{name: value})  # type: ignore[type-var]
+        other: Any = dataclasses.replace(plain, **{name: value})  # type: ignore[type-var]
         options.append((f"{name}={value}", tuple(lacking(other, device, most if several else 1))))
     return Standing(
         name=cls.name, summary=cls.summary, runs=several or not lacks, several=several, lacks=tuple(lacks),
@@ -124,15 +125,17 @@ def choices(cls: type[Technique]) -> Iterator[tuple[str, Any]]:
 
 def lacking(technique: Technique, device: Device, ranks: int) -> list[Need]:
     """What a technique lacks on a device, whatever else is in the run: the fewest unmet over the owners of parts."""
-    # An ordinary run: what a technique asks of the model (blocks, dtype, positions) is met, what it asks of the machine
-    # is what is left.
+    # An ordinary run, and one of whole steps without clipping: what a technique asks of the model (blocks, dtype,
+    # positions) or of the step is met, what it asks of the machine is what is left.
     plain = Setup(
         device=device, ranks=ranks, seq=2048, rows=8 * ranks, micro_rows=1, clip=1.0, dtype="float32", native=True,
         blocks=16,
     )  # fmt: skip
     owners = [frozenset[Part](), *(frozenset({p}) for p in Part), frozenset(Part)]
-    setups = [dataclasses.replace(plain, owned=owned | technique.claims) for owned in owners]
+    runs = (plain, dataclasses.replace(plain, micro_rows=8, clip=None))
+    setups = [dataclasses.replace(run, owned=owned | technique.claims) for run in runs for owned in owners]
     unmet = min(([n for n in technique.needs(s) if not n.met] for s in setups), key=len)
+    unmet += missing(technique)
     if type(technique).compile is not Technique.compile:
         unmet += [n for n in compilers(device) if not n.met]
     return unmet

@@ -100,6 +100,7 @@ def memory(run: Run, ranks: int) -> dict[str, Any]:
         "fits": found.fits,
         "tokens_per_s": found.tokens_per_s,
         "basis": found.basis,
+        "rates_from": found.rates_from,
         "lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines],
     }
 
@@ -236,6 +237,8 @@ def _memory(m: dict[str, Any]) -> list[str]:
         lines.append(f"{item['name']:<{wide}}  {size(item['bytes']):>10}  {bar:<{BAR}} {share:4.0%}  {item['reason']}")
     if m["tokens_per_s"] is not None:
         lines.append(f"about {console.count(m['tokens_per_s'])} tokens a second ({m['basis']})")
+        if m["rates_from"]:
+            lines.append(f"rates: {m['rates_from']}")
     return lines
 
 

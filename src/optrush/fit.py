@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from optrush import checkpoint, clean_page, config, console, curves, distributed, runfolder, step
-from optrush.assemble import assemble, start
+from optrush import checkpoint, clean_page, config, console, curves, distributed, rehearse, runfolder, step
+from optrush.assemble import Started, assemble, start
 from optrush.bench.report import write_run
 from optrush.data import quarantine
 from optrush.data.live import Live
@@ -25,7 +25,7 @@ from optrush.errors import ConfigError, RunError, UserError
 from optrush.export import write_model
 from optrush.job import Batch, Job
 from optrush.meter import Meter
-from optrush.prepare import Prepared
+from optrush.prepare import Prepared, resized
 from optrush.train import Plan, evaluate, train
 
 RESUMABLE = 143
@@ -64,14 +64,10 @@ def fit(
     manifest, passed = checkpoint.choose(output, resume)
     date = None if manifest is None else manifest.fingerprints.get("date")
     today = None if date is None else datetime.date.fromisoformat(date)
-    job = assemble(prepared, started, progress=console.say, today=today)
-    plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
-    if manifest is not None:
-        checkpoint.restore(job, manifest, job.fingerprints, allow)
-        position = job.stream.seek(manifest.step, manifest.position)
-        checkpoint.check_plan(manifest, plan.total, position, allow)
-        plan = Plan(job, plan.length, manifest.step)
-    main = job.world.rank == 0
+    least = min(int(rows) for rows in distributed.gather(str(prepared.setup.micro_rows)))  # hosts may differ
+    prepared = resized(prepared, least) if least < prepared.setup.micro_rows else prepared
+    job, plan = fitting(prepared, started, manifest, allow, today)
+    run, main = job.run, job.world.rank == 0
     with ExitStack() as stack:
         first(main, output, lambda: output.mkdir(parents=True, exist_ok=True))
         stack.enter_context(runfolder.lock(output))
@@ -98,6 +94,43 @@ def fit(
         return _drive(prepared, job, plan, manifest, passed, bar)
 
 
+def fitting(
+    prepared: Prepared,
+    started: Started,
+    manifest: checkpoint.Manifest | None,
+    allow: frozenset[str],
+    today: datetime.date | None,
+) -> tuple[Job, Plan]:
+    """The job, rehearsed, where the run stands; assembled anew with smaller micro-batches for as long as it must be.
+
+    Raises:
+        UserError: it does not fit, or whatever assembly and restoring raise.
+    """
+    run = prepared.run
+    while True:
+        job = assemble(prepared, started, progress=console.say, today=today)
+        plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
+        if manifest is not None:
+            checkpoint.restore(job, manifest, job.fingerprints, allow)
+            position = job.stream.seek(manifest.step, manifest.position)
+            checkpoint.check_plan(manifest, plan.total, position, allow)
+            plan = Plan(job, plan.length, manifest.step)
+        job.told = lambda what: console.say(", ".join(f"{key} {value}" for key, value in what.items()))
+        refusal = rehearse.rehearse(job, plan)
+        if refusal is None:
+            return job, plan
+        refusal.everywhere = True
+        rows = job.smaller()
+        if rows is None:
+            raise refusal
+        try:
+            prepared = resized(prepared, rows)
+        except UserError:  # some technique cannot have smaller ones: then what does not fit is what must be said
+            raise refusal from None
+        job.told({"micro_tokens": rows * job.setup.seq, "after": refusal.found})
+        rehearse.release(job)
+
+
 def _drive(
     prepared: Prepared,
     job: Job,
@@ -117,6 +150,7 @@ def _drive(
     if manifest is not None and (changed := changes(manifest.config, job.run)):
         meter.write({"step": manifest.step, "changed": changed})
     job.begin = partial(step.begin, job, steps=plan.total)
+    job.told = lambda what: meter.write({"step": meter.last, **what})
     job.batches = batches(job, plan)
 
     unsaved: dict[int, str] = {}
@@ -136,7 +170,12 @@ def _drive(
         if job.evaluation is not None and plan.done == 0:
             with meter.aside():
                 meter.evaluated(0, *evaluate(job))
-        train(job, meter, plan, save)
+        try:
+            train(job, meter, plan, save)
+        except (RuntimeError, MemoryError) as error:
+            if not step.exhausted(error):
+                raise
+            raise RunError(late(job, meter.last + 1, error)) from error
     meter.skips()  # waits for the flags of the last steps, so that every rank sees the same failure
     if meter.failure is not None:
         raise meter.failure
@@ -151,6 +190,16 @@ def _drive(
         curves.plot(output / "metrics.jsonl", output / "loss.png")
         write_run(output, job.world.ranks)
     return Outcome(0, output, tuple(meter.evals) if plan.done == 0 else tuple(meter.evals[-1:]))
+
+
+def late(job: Job, n: int, error: BaseException) -> str:
+    """What to say of a lack of memory that the rehearsal did not meet."""
+    rows, T = job.setup.micro_rows, job.setup.seq
+    found = next(iter(str(error).splitlines()), "") or type(error).__name__
+    fewer = f" --set batch.micro_tokens={rows // 2 * T}" if rows > 1 and rows % 2 == 0 else ""
+    saved = checkpoint.find(Path(job.run.output))
+    do = f"go on from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
+    return f"out of memory in step {n}: {found}; {do}{fewer}"
 
 
 def look(prepared: Prepared, resume: Literal["auto"] | Path | None) -> None:

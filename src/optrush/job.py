@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from optrush.config import Run
 from optrush.data.batch import Batch
@@ -23,6 +24,7 @@ from optrush.data.pack import Layout, Padded
 from optrush.data.sources import Sources
 from optrush.data.stream import Evaluation, Stream
 from optrush.distributed import World
+from optrush.kernels.adamw_update import Rounding
 from optrush.model.weights import Recipe
 from optrush.optim.adamw import Optimizer
 from optrush.technique import Edit, Setup
@@ -56,6 +58,19 @@ class Trained:
         """This rank's piece of the gradient."""
         g = self.parameter.grad
         return g.to_local() if isinstance(g, DTensor) else g
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return tuple(self.parameter.shape)
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Where in the whole this rank's piece begins."""
+        p = self.parameter
+        if not isinstance(p, DTensor):
+            return (0,) * p.dim()
+        return tuple(compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)[1])
 
     @property
     def cut(self) -> bool:
@@ -95,9 +110,10 @@ class Job:
     """The objective: hidden (B, T, D) -> () float32, a sum over the batch's own terms; unscaled, undivided, local."""
     loss: Callable[[Batch], Tensor] = None  # type: ignore[assignment]
     """() float32: default is the score of the model's hidden states. Gradient mode is the caller's."""
-    gradients: Callable[[list[Batch], int], Tensor] = None  # type: ignore[assignment]
+    gradients: Callable[[list[Batch], int | Tensor], Tensor] = None  # type: ignore[assignment]
     """The window: afterwards each trained local gradient is scale * d(sum of all ranks' losses)/dw / terms, summed
-    over the data axes. Clears first, may be called again. Returns () float32: the mean loss over the data axes."""
+    over the data axes. Clears first, may be called again. Returns () float32: the mean loss over the data axes.
+    terms: on the host, or () float32 on the device and at least 1."""
     losses: Callable[[list[Batch]], Tensor] = None  # type: ignore[assignment]
     """() float32: sum of losses over the data axes; no gradient, eval mode; weights are left as between steps."""
     update: Callable[[], tuple[Tensor, Tensor]] = None  # type: ignore[assignment]
@@ -106,6 +122,10 @@ class Job:
     """Before step n (from 1): learning rate and random state are functions of it."""
 
     # slots
+    smaller: Callable[[], int | None] = lambda: None
+    """Rows of the micro-batch to take after one that did not fit; None: there is none, or nobody may choose it."""
+    told: Callable[[dict[str, Any]], None] = lambda what: None
+    """What happens to the run while it trains: a line of metrics.jsonl, and for people."""
     syncing: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
     """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
     discard: Callable[[], None] = None  # type: ignore[assignment]
@@ -118,7 +138,10 @@ class Job:
     """() float32: the norm of all gradients as they are (scaled), over every axis a gradient is cut on."""
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
+    rounding: Rounding = "nearest"  # of updated bfloat16 weights; set in `adapt`, done by the optimizer
     optimizer: Optimizer = None  # type: ignore[assignment]
+    compile_mode: str = "default"  # torch.compile's, of whatever is compiled
+    recorded_bytes: int = 0  # that a recorded window holds on the device, beside what torch counts as allocated
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast
     finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by gradients

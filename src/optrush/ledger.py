@@ -22,13 +22,16 @@ from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from typing import Any, Literal
 
-Role = Literal["weight", "gradient", "state", "cast", "product", "residual", "widening", "narrowing", "wide", "byte"]
+Role = Literal[
+    "weight", "gradient", "state", "cast", "product", "residual", "widening", "narrowing", "wide", "byte", "code"
+]
 # Bytes a value in float32 training. cast: a weight's copy in the products' type; product: what a product saves of its
 # inputs; residual: the stream between blocks; widening: a float32 copy beyond the value itself; narrowing: a copy in
-# the products' type beside a float32 value; wide: float32 whatever the precision.
+# the products' type beside a float32 value; wide: float32 whatever the precision; code: a byte, and its share of a
+# float32 scale for 256 of them.
 FLOAT32: Mapping[Role, float] = {
     "weight": 4, "gradient": 4, "state": 4, "cast": 0, "product": 4, "residual": 4, "widening": 0, "narrowing": 0,
-    "wide": 4, "byte": 1,
+    "wide": 4, "byte": 1, "code": 1 + 4 / 256,
 }  # fmt: skip
 BFLOAT16: Mapping[Role, float] = {
     **FLOAT32, "weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2, "widening": 2, "narrowing": 2,
@@ -37,6 +40,9 @@ BFLOAT16: Mapping[Role, float] = {
 Live = Literal["always", "gradient", "saved", "forward", "backward", "end", "head", "update"]
 """When a line is there: always; from its backward pass to the update; from its forward to its backward pass; in
 one block's forward or backward pass; at the end of the whole backward pass; at the head; in the update."""
+
+Made = Literal["block", "before", "after", "throughout"]
+"""When a gradient is made: in a block's backward pass; before all of those, after them, or from before to after."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,12 @@ class Line:
     blocks: int = 1  # equal parts, one a block; 1: lies outside the blocks
     most_tokens: float = math.inf  # a chunked operator holds no more at once
     fusable: bool = False  # exists because operators run one at a time
+    made: Made = "block"  # of gradients
     # what rules change
     gone: bool = False
+    stepped: bool = False  # a gradient that is there only while it is made
     recomputed: float = 0.0  # share of the blocks that keep it only while they run again
+    stays: float = math.inf  # of so many blocks on the device, of the others on the host
     cut: Mapping[str, int] = field(default_factory=dict)  # axis -> ranks
     gathered: int = 0  # parts that are whole at a time, of a line that is cut
 
@@ -67,7 +76,8 @@ class Work:
     reason: str
     per: Literal["token", "micro", "step"]
     flop: float = 0.0
-    unit: Literal["product", "attention", "link"] = "product"  # what does the flop; link: values go to other ranks
+    # What does the flop; product8: products of 8-bit values; link: values go to other ranks.
+    unit: Literal["product", "product8", "attention", "link"] = "product"
     values: float = 0.0  # read and written in device memory
     role: Role = "byte"
     launches: float = 0.0  # operators that the host starts
@@ -130,9 +140,11 @@ def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0) -> Ru
 
 
 def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> Rule:
-    """What matches is `gone`, `recomputed` in a share of the blocks, held for `most_tokens` at once, done `times` over,
-    or by another `unit`."""
-    assert changes.keys() <= {"gone", "recomputed", "most_tokens", "times", "unit"}, changes
+    """What matches is `gone`, `recomputed` in a share of the blocks, `stays` on the device in so many of them, held for
+    `most_tokens` at once, done `times` over, or by another `unit`, `stepped` when it is made, there at another time
+    (`live`), or of another `role`."""
+    known = {"gone", "recomputed", "stays", "most_tokens", "times", "unit", "stepped", "live", "role"}
+    assert changes.keys() <= known, changes
     return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable)
 
 
@@ -233,13 +245,13 @@ def _edited(rule: Rule, entry: Entry) -> Entry:
         old = getattr(entry, name)
         if name == "times":
             changed[name] = old * value
-        elif name == "most_tokens":
+        elif name in ("most_tokens", "stays"):
             changed[name] = min(old, value)
         elif name == "cut":
             changed[name] = {**old, **value}
-        elif name == "unit":
+        elif name in ("unit", "live", "role"):
             changed[name] = value
-        else:  # gone, recomputed, gathered
+        else:  # gone, recomputed, stepped, gathered
             changed[name] = max(old, value)
     return dataclasses.replace(entry, **changed)
 
@@ -328,11 +340,31 @@ def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float
     return held(ledger, line, tokens) * share, gathered
 
 
+def hosted(ledger: Ledger, tokens: float) -> float:
+    """Bytes that wait on the host for the backward pass: each crosses the link to it twice a micro-batch."""
+    return sum(
+        held(ledger, line, tokens) * (1 - line.recomputed) * (1 - line.stays / line.blocks)
+        for line in ledger.lines
+        if line.live == "saved" and line.stays < line.blocks
+    )
+
+
+def _near(line: Line, phase: str) -> float:
+    """Of how many blocks the device holds what was saved. Beside those that stay one is on its way, but at the head;
+    where none stays, one in use and one on its way."""
+    return line.stays if phase == "head" else max(2.0, line.stays + 1)
+
+
 def _share(line: Line, phase: str, accumulation: int) -> float:
     """Which part of a line is there in a phase."""
     one = 1 / line.blocks
     if line.live == "always":
         return 1.0
+    if line.live == "gradient" and line.stepped:
+        # Before the blocks' it is gone when theirs begin: the head's is made where the head's logits are.
+        last = float(phase == "backward, first block")
+        parts: dict[Made, float] = {"block": one, "before": 0.0, "after": last, "throughout": 1.0}
+        return parts[line.made] if phase.startswith("backward") else 0.0
     if line.live == "gradient":
         if accumulation > 1 or phase in ("backward, first block", "update"):
             return 1.0
@@ -341,7 +373,7 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
         if phase == "update":
             return 0.0
         left = one if line.blocks > 1 else 0.0  # what lies outside the blocks was used first
-        there = left if phase == "backward, first block" else 1.0
+        there = left if phase == "backward, first block" else min(1.0, _near(line, phase) * one)
         again = one if line.recomputed and phase.startswith("backward") else 0.0  # the block that runs again
         return there * (1 - line.recomputed) + again
     if line.live == "end":

@@ -1,10 +1,12 @@
 """The only definition of tokens, target tokens, tokens/s, MFU, peak bytes and step seconds; writes metrics.jsonl.
 
-The device is read only when a step logs. Whether an update was skipped is read sooner, but never waited for: a copy to
-pinned memory is looked at once it has arrived, and all ranks agree on stopping through the host (`job.total`).
+The device is never waited for while it trains: a logged step's figures, and whether an update was skipped, are copied
+to pinned memory and read once they have arrived, so a line may be written a step or two later. Evaluations, checkpoints
+and the last step wait for them. All ranks agree on stopping through the host (`job.total`).
 
 tokens, target_tokens: of the logged step, all ranks, padding excluded.
-step_s, data_wait_s: mean over the steps since the last line. tokens_per_s, mfu: real tokens since the last line, over
+step_s, data_wait_s: mean over the steps since the last line, from the end of one step to the end of another on the
+    device. tokens_per_s, mfu: real tokens since the last line, over
     that time. MFU = ModelShape.flops (6 x matrix parameters + causal attention by document) / datasheet bf16 peak.
 peak_bytes: rank 0's most, so far: allocated by torch on CUDA, resident set of the process on CPU.
 """
@@ -19,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +29,25 @@ from torch import Tensor
 from optrush.data.batch import Batch
 from optrush.errors import RunError
 from optrush.job import Job
+
+Moment = float | torch.cuda.Event
+"""The end of what was asked of a device so far: on a CPU, which has done it by then, the clock."""
+
+
+class _Noted(NamedTuple):
+    """A line whose figures are on their way."""
+
+    step: int
+    steps: int  # since the line before, as are the tokens, the FLOPs of a rank, and the seconds
+    tokens: int
+    flop: float
+    counts: dict[str, int]
+    memory: dict[str, Any]
+    wait_s: float
+    aside_s: float
+    begin: Moment
+    end: Moment
+    values: Tensor  # loss, rate, norm, skipped; on the host once `end` has passed
 
 
 class Meter:
@@ -46,15 +67,16 @@ class Meter:
         self.skipped = torch.tensor(skips[0], device=self.device)
         self.bad: list[tuple[int, tuple[int, ...]]] = [(0, ())] * skips[1]  # in a row: step, this rank's samples
         self.watched: deque[tuple[int, tuple[int, ...], Tensor, torch.cuda.Event | None]] = deque()
+        self.noted: deque[_Noted] = deque()
         self.failure: RunError | None = None
         self.evals: list[float] = []
         self.last = 0  # the last step that was counted
         self.unwritten = ""
-        self._begin()
+        self._begin(_now(self.device))
 
-    def _begin(self) -> None:
+    def _begin(self, now: Moment) -> None:
         self.steps, self.tokens, self.attended = 0, 0, 0
-        self.wait_s, self.since = 0.0, time.perf_counter()
+        self.wait_s, self.aside_s, self.since = 0.0, 0.0, now
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -71,59 +93,80 @@ class Meter:
         self.skipped += skipped
         self._watch(step, batches, skipped)
         if step % self.job.run.train.log_every == 0 or step == self.total_steps:
-            self._line(step, batches, loss, norm)
+            self._note(step, batches, loss, norm)
+        self._drain(wait=step == self.total_steps)
 
-    def _line(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> None:
-        self._look(wait=True)
-        value = loss.item()  # waits for the device: from here the clock is honest
-        seconds = time.perf_counter() - self.since
+    def _note(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> None:
+        """What a line needs: the host's part now, the device's on its way."""
         total = self.job.total
-        tokens = total(self.tokens)
-        flop_s = self.job.model.flops(tokens, total(self.attended)) / seconds / self.job.world.ranks
-        peak = self.job.setup.device.peak_flop_s
-        line: dict[str, Any] = {
-            "step": step,
-            "loss": _finite(value),
-            "lr": self.job.lr.item(),
-            "grad_norm": _finite(norm.item()),
+        tokens, attended = total(self.tokens), total(self.attended)
+        counts = {
             "tokens": total(sum(b.n_tokens for b in batches)),
             "target_tokens": total(sum(b.n_targets for b in batches)),
-            "step_s": seconds / self.steps,
-            "tokens_per_s": tokens / seconds,
-            "mfu": None if peak is None else flop_s / peak,
-            **self.memory(),
-            "data_wait_s": self.wait_s / self.steps,
-            "skipped": int(self.skipped.item()),
         }
-        self.write(line)
-        self._begin()
+        values = torch.stack([t.double() for t in (loss, self.job.lr, norm, self.skipped)])
+        if self.device.type == "cuda":
+            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+        now = _now(self.device)
+        flop = self.job.model.flops(tokens, attended) / self.job.world.ranks
+        self.noted.append(
+            _Noted(
+                step,
+                self.steps,
+                tokens,
+                flop,
+                counts,
+                self.memory(),
+                self.wait_s,
+                self.aside_s,
+                self.since,
+                now,
+                values,
+            )
+        )
+        self._begin(now)
+
+    def _drain(self, *, wait: bool) -> None:
+        """Writes the lines whose figures have arrived."""
+        self._look(wait=wait)
+        peak = self.job.setup.device.peak_flop_s
+        while self.noted and (wait or _passed(self.noted[0].end)):
+            n = self.noted.popleft()
+            seconds = _between(n.begin, n.end) - n.aside_s  # waits for the end, if it must
+            loss, lr, norm, skipped = n.values.tolist()
+            self.write({
+                "step": n.step, "loss": _finite(loss), "lr": lr, "grad_norm": _finite(norm), **n.counts,
+                "step_s": seconds / n.steps, "tokens_per_s": n.tokens / seconds,
+                "mfu": None if peak is None else n.flop / seconds / peak,
+                **n.memory, "data_wait_s": n.wait_s / n.steps, "skipped": int(skipped),
+            })  # fmt: skip
 
     def evaluated(self, step: int, loss: float, targets: int) -> None:
         """A line for an evaluation; its time is no step's."""
+        self._drain(wait=True)  # in their order
         self.evals.append(loss)
         self.write({"step": step, "eval_loss": _finite(loss), "eval_target_tokens": targets})
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Around what is not training (evaluation, saving): its time counts for no step."""
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize()  # the steps before are theirs
         start = time.perf_counter()
         yield
-        if self.device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize()
-        self.since += time.perf_counter() - start
+        self.aside_s += time.perf_counter() - start
 
     def skips(self) -> tuple[int, int]:
         """Updates skipped so far, and in a row up to now; waits for the device."""
-        self._look(wait=True)
+        self._drain(wait=True)
         return int(self.skipped.item()), len(self.bad)
 
     def memory(self) -> dict[str, Any]:
-        if self.device.type == "cuda":
-            return {"peak_bytes": torch.cuda.max_memory_allocated(), "memory_kind": "cuda_allocated"}
-        # Not getrusage: its peak begins at the parent's, which may be a larger process.
-        peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        assert peak is not None, "Linux counts every process's peak"
-        return {"peak_bytes": int(peak[1]) * 1024, "memory_kind": "rss"}
+        found = peak(self.device)
+        return {**found, "peak_bytes": found["peak_bytes"] + self.job.recorded_bytes}
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends a line; while the disk is full, lines wait here for the next one, and training goes on."""
@@ -170,6 +213,42 @@ class Meter:
                     f"the weights are as before them. Samples of rank {self.job.world.rank}: {named}"
                 )
                 self.job.stopping = 2
+
+
+def _now(device: torch.device) -> Moment:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _passed(moment: Moment) -> bool:
+    return isinstance(moment, float) or bool(moment.query())  # type: ignore[no-untyped-call]
+
+
+def _between(begin: Moment, end: Moment) -> float:
+    """Seconds; waits for the end."""
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float) and isinstance(end, float)
+        return end - begin
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def peak(device: torch.device) -> dict[str, Any]:
+    """The most memory of this process so far, and what was counted."""
+    if device.type == "cuda":
+        return {"peak_bytes": torch.cuda.max_memory_allocated(), "memory_kind": "cuda_allocated"}
+    return {"peak_bytes": resident(), "memory_kind": "rss"}
+
+
+def resident() -> int:
+    """The most bytes that this process held on the host so far."""
+    # Not getrusage: its peak begins at the parent's, which may be a larger process.
+    most = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert most is not None, "Linux counts every process's peak"
+    return int(most[1]) * 1024
 
 
 def _few(samples: tuple[int, ...]) -> str:

@@ -18,13 +18,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from optrush import baseline, ledger, rates, technique
+from optrush import baseline, ledger, measured, rates, technique
+from optrush.ascent import Worth, climb
 from optrush.config import Run
 from optrush.data.lengths import estimate
 from optrush.errors import ConfigError, ConflictError, DataError, NeedsError
 from optrush.hardware import Device, named
 from optrush.ledger import Item, Ledger
+from optrush.measured import Calibration
 from optrush.prepare import prepare
+from optrush.rates import Rates
 from optrush.shapes import SHAPES, ModelShape, native_obstacle
 from optrush.technique import Need, Numerics, Part, Setup, Technique, build, in_order
 from optrush.techniques import ALL
@@ -49,10 +52,14 @@ class Prediction:
     fits: bool
     tokens_per_s: float | None  # useful ones, of all ranks; None where the device's rates are unknown
     basis: str  # "datasheet" or "calibrated"
+    rates_from: str = ""  # where the rates come from, for people
     work: tuple[rates.Effort, ...] = ()  # of one step on one rank
     room_bytes: int | None = None  # of the capacity, what a peak may have: less the CUDA context and the gaps
     parameters: int = 0
     a_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)  # bytes of each kind
+    # Seconds of a step by part, were the device at its ceiling: measured rates, or the datasheet's whole ones.
+    ceiling_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    host_bytes: int = 0  # of pinned host memory, beside the device's
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ class _Scene:
     hf: dict[str, Any]
     setup: Setup
     padding: float
+    found: Calibration | None
 
 
 def predict(
@@ -106,8 +114,12 @@ def predict(
     """
     device, count = named(hardware)
     prepared = prepare(run, classes, ranks or count, device)
-    book = _book(prepared.techniques, prepared.setup, prepared.hf, padding(run))
-    return _prediction(book, prepared.setup, ledger.peak(book, prepared.setup.micro_rows * prepared.setup.seq))
+    setup, tokens = prepared.setup, prepared.setup.micro_rows * prepared.setup.seq
+    book = _book(prepared.techniques, setup, prepared.hf, padding(run))
+    expected, most = rates.known(device, measured.find(device), prepared.hf, setup.seq)
+    parts = {} if most is None else rates.parts(book, tokens, most)
+    found = _prediction(book, setup, ledger.peak(book, tokens), expected)
+    return dataclasses.replace(found, ceiling_s=parts, host_bytes=round(ledger.hosted(book, tokens)))
 
 
 def search(
@@ -118,7 +130,9 @@ def search(
     keep_maths: bool = False,
     best: int = 3,
 ) -> Found:
-    """The best settings over every compatible set of techniques and micro-batch; tokens a step stay as they are.
+    """The best settings over sets of techniques that go together, and micro-batch; tokens a step stay as they are.
+
+    From the run's own set, and from none, one technique is changed at a time until no change is faster (ascent.py).
 
     Args:
         keep_maths: leave out techniques that change what is computed (`Numerics.DIFFERENT_MATHS`).
@@ -126,9 +140,13 @@ def search(
     """
     scene = _scene(run, hardware, classes)
     options, unmet = _options(scene.setup, classes, keep_maths, run.with_)
-    tried, settings = _settings(scene, options)
-    settings.sort(key=lambda s: s.prediction.tokens_per_s or 0.0, reverse=True)
-    return Found(tuple(_leading(settings, best)), tried, (*_lost(settings, options, scene.setup), *unmet))
+    looked = _Looked(scene)
+    asked = [build([c], {c.name: run.with_[c.name]})[0] for c in classes if c.name in run.with_]
+    own = tuple(next((t for t in group if t in asked), None) for group in options)
+    none = tuple(None if None in group else group[0] for group in options)
+    climb((own, none), options, lambda a, b: bool(a.claims & b.claims), looked.worth)
+    settings = sorted(looked.settings, key=lambda s: s.prediction.tokens_per_s or 0.0, reverse=True)
+    return Found(tuple(_leading(settings, best)), looked.tried, (*_lost(settings, options, scene.setup), *unmet))
 
 
 def family(
@@ -150,8 +168,10 @@ def family(
         other = dataclasses.replace(
             scene, hf=copy.deepcopy(SHAPES[name]), setup=dataclasses.replace(scene.setup, blocks=shape.layers)
         )
-        _, settings = _settings(other, [*chosen, [None, *saving]])
-        yield name, shape.parameters, max(settings, key=lambda s: s.prediction.tokens_per_s or 0.0, default=None)
+        looked = _Looked(other)
+        for one in itertools.product(*chosen, [None, *saving]):
+            looked.worth(one)
+        yield name, shape.parameters, max(looked.settings, key=lambda s: s.prediction.tokens_per_s or 0.0, default=None)
 
 
 def padding(run: Run) -> float:
@@ -180,7 +200,8 @@ def _scene(run: Run, hardware: str, classes: Sequence[type[Technique]]) -> _Scen
         rows = prepared.setup.rows
         do = f"take {max(1, rows // ranks) * ranks * run.batch.seq}"
         raise ConfigError(f"`batch.tokens: {run.batch.tokens}`", f"{rows} rows, which {ranks} ranks cannot share", do)
-    return _Scene(prepared.hf, dataclasses.replace(prepared.setup, ranks=ranks), padding(run))
+    setup = dataclasses.replace(prepared.setup, ranks=ranks)
+    return _Scene(prepared.hf, setup, padding(run), measured.find(device))
 
 
 def _book(members: Sequence[Technique], setup: Setup, hf: Mapping[str, Any], empty: float) -> Ledger:
@@ -198,16 +219,18 @@ def _baseline(shape: ModelShape, T: int, native: bool, cuda: bool, empty: float)
     return baseline.entries(shape, T, native=native, cuda=cuda, padding=empty)
 
 
-def _prediction(book: Ledger, setup: Setup, peak: ledger.Peak) -> Prediction:
+def _prediction(book: Ledger, setup: Setup, peak: ledger.Peak, speeds: Rates | None) -> Prediction:
     tokens = setup.micro_rows * setup.seq
-    seconds = rates.seconds(book, setup.device, tokens)
+    seconds = None if speeds is None else rates.seconds(book, setup.device, tokens, speeds)
     useful = setup.rows * setup.seq * rates.filled(book)
     most = room(setup.device)
     kind = "cuda_allocated" if setup.device.kind == "cuda" else "rss"
     return Prediction(
         peak.bytes, kind, peak.phase, peak.items, setup.device.name, setup.device.memory_bytes,
-        most is None or peak.bytes <= most, None if seconds is None else useful / seconds, rates.BASIS,
-        tuple(rates.efforts(book, setup.device, tokens)), None if most is None else int(most), *_a_parameter(book),
+        most is None or peak.bytes <= most, None if seconds is None else useful / seconds,
+        "datasheet" if speeds is None else speeds.basis, "" if speeds is None else speeds.said,
+        () if speeds is None else tuple(rates.efforts(book, setup.device, tokens, speeds)),
+        None if most is None else int(most), *_a_parameter(book),
     )  # fmt: skip
 
 
@@ -233,7 +256,9 @@ def _options(
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
         own = build([cls], {cls.name: given[cls.name]}) if cls.name in given else []
-        options.append([None, *dict.fromkeys([*_variants(cls, setup), *own])])  # what the run asks for, too
+        tried = _variants(cls, setup)
+        # What the run asks for, too; and what no search tries is not left out by one either.
+        options.append([*([None] if tried or not own else []), *dict.fromkeys([*tried, *own])])
     return options, unmet
 
 
@@ -241,31 +266,53 @@ def _variants(cls: type[Technique], setup: Setup) -> list[Technique]:
     return [build([cls], {cls.name: given})[0] for given in cls.variants(setup)]
 
 
-def _settings(scene: _Scene, options: Sequence[Options]) -> tuple[int, list[Setting]]:
-    """(sets that are compatible, those of them that fit, each with its fastest micro-batch)."""
-    settings: list[Setting] = []
-    tried = 0
-    for chosen in itertools.product(*options):
-        members = [t for t in chosen if t is not None]
+class _Looked:
+    """Sets that were looked at, each once."""
+
+    def __init__(self, scene: _Scene) -> None:
+        self.scene, self.found = scene, dict[tuple[Technique | None, ...], Setting | int | None]()
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Those that fit, each with its fastest micro-batch."""
+        return [s for s in self.found.values() if isinstance(s, Setting)]
+
+    @property
+    def tried(self) -> int:
+        """How many go together."""
+        return sum(s is not None for s in self.found.values())
+
+    def worth(self, chosen: tuple[Technique | None, ...]) -> Worth | None:
+        """What fits before what does not; by speed, then by memory; what does not fit by memory alone."""
+        if chosen not in self.found:
+            self.found[chosen] = self._look([t for t in chosen if t is not None])
+        found = self.found[chosen]
+        if isinstance(found, Setting):
+            return True, found.prediction.tokens_per_s or 0.0, -found.prediction.peak_bytes
+        return None if found is None else (False, -found)
+
+    def _look(self, members: list[Technique]) -> Setting | int | None:
         claimed = [part for t in members for part in t.claims]
         if len(claimed) != len(set(claimed)):
-            continue
+            return None
         try:
-            setup = technique.settle(in_order(members), scene.setup)
+            setup = technique.settle(in_order(members), self.scene.setup)
         except (ConflictError, NeedsError):
-            continue
-        tried += 1
-        if (setting := _fastest(members, setup, scene)) is not None:
-            settings.append(setting)
-    return tried, settings
+            return None
+        return _fastest(members, setup, self.scene)
 
 
-def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setting | None:
-    """With the micro-batch to take: solved for the largest that fits, then the smallest that is as fast."""
+def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setting | int:
+    """With the micro-batch to take: solved for the largest that fits, then the smallest that is as fast.
+
+    Returns:
+        bytes of the peak with the smallest micro-batch, where nothing fits.
+    """
     hf = copy.deepcopy(scene.hf)
     for t in members:
         t.config(hf)
     most, rows = room(setup.device), setup.rows // setup.ranks
+    speeds: Rates | None = None
     best: tuple[float, Setup, Ledger] | None = None
     book: Ledger | None = None
     rules: list[ledger.Rule] = []
@@ -276,18 +323,21 @@ def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setti
         asked = [r for t in members for r in t.predict(dataclasses.replace(setup, micro_rows=sizes[0]))]
         if book is None or asked != rules:
             book, rules = _book(members, dataclasses.replace(setup, micro_rows=sizes[0]), hf, scene.padding), asked
+            speeds, _ = rates.known(setup.device, scene.found, hf, setup.seq)
         largest = rows if most is None else ledger.largest(book, most, setup.seq) // setup.seq
         for n in (n for n in sizes if n <= largest):
             made = dataclasses.replace(setup, micro_rows=n)
             book = dataclasses.replace(book, accumulation=made.accumulation)
-            speed = 1 / (rates.seconds(book, setup.device, n * setup.seq) or 1.0)
+            taken = None if speeds is None else rates.seconds(book, setup.device, n * setup.seq, speeds)
+            speed = 1 / (taken or 1.0)
             if best is None or speed > best[0] * (1 + CLOSE):
                 best = (speed, made, book)
     if best is None:
-        return None
+        assert book is not None
+        return ledger.peak(book, setup.seq * (1 if rows % 2 == 0 else rows)).bytes
     _, setup, book = best
     peak = ledger.peak(book, setup.micro_rows * setup.seq)
-    return Setting({t.name: _chosen(t) for t in members}, setup.micro_rows, _prediction(book, setup, peak))
+    return Setting({t.name: _chosen(t) for t in members}, setup.micro_rows, _prediction(book, setup, peak, speeds))
 
 
 def _chosen(t: Technique) -> dict[str, Any]:

@@ -5,6 +5,7 @@ rules between fields -> the model's config.json -> the config stage -> needs and
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from optrush.hardware import Device
 from optrush.launch import launched
 from optrush.model.locate import check_positions, locate
 from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
-from optrush.technique import Edit, Setup, Technique, build, in_order, settle, sizes
+from optrush.technique import Edit, Part, Setup, Technique, build, in_order, settle, sizes, unmet
 from optrush.techniques import ALL
 
 
@@ -26,7 +27,7 @@ from optrush.techniques import ALL
 class Prepared:
     """A run whose every condition that can be checked without building anything holds."""
 
-    run: Run
+    run: Run  # its micro-batch is a number, also where `auto` was asked for
     techniques: list[Technique]
     setup: Setup
     folder: Path | None
@@ -48,6 +49,8 @@ def prepare(
     Raises:
         UserError: in its three lines; nothing has been written.
     """
+    automatic = run.batch.micro_tokens == "auto"
+    run = _chooser(run, classes) if automatic else run
     techniques = in_order(build(classes, run.with_))
     check(run)
     ranks = launched()[1] if ranks is None else ranks
@@ -78,7 +81,43 @@ def prepare(
         native=native,
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
     )
-    return Prepared(run, techniques, settle(techniques, setup), folder, hf, tuple(edits))
+    if automatic:
+        from optrush.sizing import choose  # which asks the plan's modules, and the plan asks us
+
+        setup = dataclasses.replace(setup, micro_rows=choose(techniques, setup, hf))
+    setup = settle(techniques, setup)
+    return Prepared(_sized(run, setup), techniques, setup, folder, hf, tuple(edits))
+
+
+def resized(prepared: Prepared, rows: int) -> Prepared:
+    """The same with another micro-batch.
+
+    Raises:
+        NeedsError: a technique cannot have it.
+    """
+    setup = dataclasses.replace(prepared.setup, micro_rows=rows)
+    for need in unmet(prepared.techniques, setup):
+        raise NeedsError(need.asked, need.found, need.do)
+    return dataclasses.replace(prepared, run=_sized(prepared.run, setup), setup=setup)
+
+
+def _sized(run: Run, setup: Setup) -> Run:
+    """The run with the micro-batch of the setup."""
+    tokens = setup.micro_rows * setup.seq
+    if run.batch.micro_tokens == tokens or (run.batch.micro_tokens is None and tokens == setup.seq):
+        return run
+    return run.model_copy(update={"batch": run.batch.model_copy(update={"micro_tokens": tokens})})
+
+
+def _chooser(run: Run, classes: Sequence[type[Technique]]) -> Run:
+    """The run with a technique that owns the micro-batch: `auto` asks for one, which the file need not name."""
+    owners = [c.name for c in classes if Part.MICRO_BATCH in c.claims]
+    if not owners:
+        do = f"give a multiple of {run.batch.seq}"
+        raise ConfigError("`batch.micro_tokens: auto`", "no technique here finds it", do)
+    if run.with_.keys() & set(owners):
+        return run
+    return run.model_copy(update={"with_": {**run.with_, owners[0]: {}}})
 
 
 def _device(ranks: int) -> Device:

@@ -331,6 +331,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": _llama3(32.0),
         "tie_word_embeddings": True,
     },
+    # For a fair comparison with systems whose head is never tied.
+    "llama-3.2-1b-untied": {
+        **_LLAMA,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "rope_scaling": _llama3(32.0),
+        "tie_word_embeddings": False,
+    },
     "llama-3.2-3b": {
         **_LLAMA,
         "head_dim": 128,

@@ -12,6 +12,15 @@ from optrush.data.batch import Batch
 from optrush.job import Job
 from optrush.optim.schedule import learning_rate
 
+NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def exhausted(error: BaseException) -> bool:
+    """Whether an error is a lack of memory, as the allocators of a GPU and a CPU, and CUDA's libraries, say it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
+    )
+
 
 def begin(job: Job, step: int, steps: int) -> None:
     """Learning rate and random state of step `step` of `steps`: functions of it, so that a resumed run repeats them."""
@@ -23,17 +32,19 @@ def loss(job: Job, batch: Batch) -> Tensor:
     return job.score(job.model(batch.tokens, batch.positions, batch.documents), batch)
 
 
-def gradients(job: Job, batches: list[Batch], terms: int) -> Tensor:
+def gradients(job: Job, batches: list[Batch], terms: int | Tensor) -> Tensor:
     job.discard()
+    if not isinstance(terms, Tensor):  # filled in on the device: copying a number there would wait for it
+        terms = torch.full((), max(terms, 1), dtype=torch.float32, device=job.world.device)
     job.model.train()
     total = torch.zeros((), device=job.world.device)
     for i, host in enumerate(batches):
         batch = host.to(job.world.device)
         with job.syncing(i == len(batches) - 1):
             micro = job.loss(batch)
-            (micro * (job.scale / max(terms, 1))).backward()  # type: ignore[no-untyped-call]
+            (micro * (job.scale / terms)).backward()  # type: ignore[no-untyped-call]
         total += micro.detach()
-    mean = job.share(total) / max(terms, 1)
+    mean = job.share(total) / terms
     job.finite = torch.isfinite(mean)
     return mean
 

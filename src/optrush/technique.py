@@ -34,10 +34,19 @@ class Part(enum.Enum):
     LOADING = "who makes batches ready"
     ATTENTION = "the attention kernel"
     HEAD = "the head's loss kernel"
+    LINEARS = "the products of the blocks' linears"
     SAVED = "what the forward pass keeps for the backward pass"
-    PRECISION = "the dtype of weights and products"
+    KEEPING = "where that is kept"
+    PRECISION = "the dtype of products"
+    WEIGHTS = "the dtype of weights"
+    ROUNDING = "how updated weights are rounded"
     DATA = "the data-parallel axis"
+    MICRO_BATCH = "the size of micro-batches"
     OPTIMIZER = "the optimizer"
+    UPDATE = "when parameters are updated"
+    COMPILED = "what is compiled"
+    CAPTURE = "the recording of a whole window"
+    MEMORY = "how much of the device a process may take"
 
 
 class Numerics(enum.Enum):
@@ -111,6 +120,7 @@ class Technique:
     verified_on: ClassVar[tuple[str, ...]]
     claims: ClassVar[frozenset[Part]] = frozenset()
     wants: ClassVar[frozenset[Part]] = frozenset()
+    sample: ClassVar[Mapping[str, Any]] = {}  # options to be asked with, where the defaults alone are refused
 
     def axes(self, setup: Setup) -> dict[str, int]:
         """Mesh axes this technique adds; what is left of the ranks is the data axis."""
@@ -120,13 +130,22 @@ class Technique:
         """Conditions, each with the fact found and the mend. May not import torch."""
         yield from ()
 
+    def card(self, device: Device) -> Device:
+        """The device as the run may use it: what the plan counts on."""
+        return device
+
     def predict(self, setup: Setup) -> Iterator[Rule]:
         """Rules on the ledger's lines and work, each with its reason. May not import torch."""
         yield from ()
 
+    def packages(self) -> tuple[tuple[str, str], ...]:
+        """(distribution, extra of optrush that installs it) of each package that these options call."""
+        return ()
+
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
-        """Options that a search should try on this device; the defaults, unless others may win."""
+        """Options that a search should try on this device; the defaults, unless others may win. None at all: it is
+        the user's to say, and then no search leaves it out."""
         yield {}
 
     def process(self, setup: Setup) -> int:
@@ -235,14 +254,20 @@ def settle(techniques: Sequence[Technique], setup: Setup) -> Setup:
     for t in techniques:
         for part in t.wants - setup.owned:
             raise NeedsError(f"`{t.name}`", f"nobody owns {part.value}", "add a technique that does")
-        for need in t.needs(setup):
-            if not need.met:
-                raise NeedsError(need.asked, need.found, need.do)
+        for need in unmet([t], setup):
+            raise NeedsError(need.asked, need.found, need.do)
+    for t in techniques:
+        setup = dataclasses.replace(setup, device=t.card(setup.device))
     if setup.ranks > 1 and Part.DATA not in setup.owned:
         raise NeedsError(
             f"{setup.ranks} ranks", "no technique shares the work between them", "add --with ddp or --with fsdp"
         )
     return setup
+
+
+def unmet(techniques: Sequence[Technique], setup: Setup) -> Iterator[Need]:
+    """What techniques lack, in their order."""
+    return (need for t in techniques for need in t.needs(setup) if not need.met)
 
 
 def in_order(techniques: Sequence[Technique]) -> list[Technique]:
@@ -251,15 +276,13 @@ def in_order(techniques: Sequence[Technique]) -> list[Technique]:
 
 
 def sizes(run: Run, ranks: int) -> tuple[int, int]:
-    """(rows of a step over all ranks, rows of one micro-batch), or what does not divide.
+    """(rows of a step over all ranks, rows of one micro-batch; of `auto` the least, 1), or what does not divide.
 
     Raises:
-        ConfigError: micro_tokens is no multiple of T, tokens none of micro_tokens x ranks, or `auto` is asked for.
+        ConfigError: micro_tokens is no multiple of T, or tokens none of micro_tokens x ranks.
     """
     b = run.batch
-    micro = b.seq if b.micro_tokens is None else b.micro_tokens
-    if micro == "auto":
-        raise ConfigError("`batch.micro_tokens: auto`", "no technique here finds it", f"give a multiple of {b.seq}")
+    micro = b.micro_tokens if isinstance(b.micro_tokens, int) else b.seq
     if micro % b.seq:
         below = max(b.seq, micro // b.seq * b.seq)
         raise ConfigError(
@@ -281,6 +304,38 @@ def library(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def missing(technique: Technique) -> Iterator[Need]:
+    """Packages that a technique as given calls and that are not here. Not among `needs`, for a plan may suppose another
+    machine."""
+    for distribution, extra in technique.packages():
+        if library(distribution) is None:
+            found, do = f"the package {distribution} is not installed", f"python -m pip install 'optrush[{extra}]'"
+            yield Need(False, f"`{technique.name}` as asked", found, do)
+
+
+def demand(technique: Technique) -> None:
+    """For a stage.
+
+    Raises:
+        NeedsError: the first package that is missing, with the pip line.
+    """
+    for need in missing(technique):
+        raise NeedsError(need.asked, need.found, need.do)
+
+
+def demand_triton(technique: str, device: Device) -> None:
+    """For a stage: refuses a CUDA device for which this machine cannot build our Triton kernels; a CPU needs none.
+
+    Raises:
+        NeedsError: what is missing.
+    """
+    asked = f"`{technique}` updates bfloat16 weights by a Triton kernel"
+    if device.kind == "cuda" and library("triton") is None:
+        raise NeedsError(asked, "triton is not installed", "python -m pip install triton")
+    if device.kind == "cuda" and installed(os.environ.get("CC"), *CC) is None:
+        raise NeedsError(asked, f"no C compiler: none of {', '.join(CC)}", "install gcc")
 
 
 def gpu(technique: str, setup: Setup, capability: tuple[int, int] = (0, 0)) -> Need:

@@ -44,7 +44,10 @@ def test_import() -> None:
         ["--help"],
         ["--version"],
         [],
-        *([verb, "--help"] for verb in ("train", "eval", "bench", "techniques", "report", "init", "doctor", "plan")),
+        *(
+            [verb, "--help"]
+            for verb in ("train", "eval", "bench", "techniques", "report", "init", "doctor", "plan", "calibrate")
+        ),
     ],
 )
 def test_help(arguments: list[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -13,7 +15,12 @@ from optrush.errors import ConfigError
 from toy import document
 
 ADAMW, SDPA = {"fused-adamw": {}}, {"attention": {"impl": "sdpa"}}
+FA4, QUACK = {"attention": {"impl": "fa4"}}, {"fused-loss": {"impl": "quack", "chunk": 8192}}
+TUNED, GRAPHS = {"max-autotune": {}}, {"cuda-graphs": {}}
 MODEL, BLOCKS = {"compile": {"scope": "model"}}, {"compile": {"scope": "blocks"}}
+FAST = ADAMW | FA4 | BLOCKS | QUACK | {"bf16": {}}
+FASTER = FAST | {"fused-block": {"impl": "quack"}}
+ROOT = Path(__file__).parents[2]
 SINGLE_GPU = [  # name, T, rows, implementation, techniques
     ("float32, eager", 2048, 1, "transformers", {}),
     ("mixed precision", 2048, 1, "transformers", {"amp": {}}),
@@ -28,6 +35,12 @@ SINGLE_GPU = [  # name, T, rows, implementation, techniques
     ("fused loss", 2048, 8, "native", {"amp": {}} | ADAMW | SDPA | BLOCKS | {"fused-loss": {}}),
     ("pure bf16", 2048, 8, "native", ADAMW | SDPA | BLOCKS | {"fused-loss": {}, "bf16": {}}),
     ("larger micro-batch", 2048, 16, "native", ADAMW | SDPA | BLOCKS | {"fused-loss": {}, "bf16": {}}),
+    ("FlashAttention 4", 2048, 16, "native", ADAMW | FA4 | BLOCKS | {"fused-loss": {}, "bf16": {}}),
+    ("QuACK loss", 2048, 16, "native", FAST),
+    ("fused block", 2048, 16, "native", FAST | {"fused-block": {}}),
+    ("fused block, in the products", 2048, 16, "native", FASTER),
+    ("max-autotune", 2048, 16, "native", FASTER | TUNED),
+    ("CUDA graphs", 2048, 16, "native", FASTER | TUNED | GRAPHS),
 ]
 
 
@@ -57,6 +70,7 @@ def test_single_gpu_to_the_letter() -> None:
         assert (rung.run.model.implementation, rung.run.model.dtype) == (implementation, "float32"), name
         assert rung.run.with_ == techniques, name
         assert (rung.run.train.steps, rung.run.train.log_every) == (13, 1)
+    assert [r.case for r in found[11:14]] == ["toy, random tokens", "toy-full-2048", "toy-full-2048"]
     assert found[9].since == "batch 8" and [r.since for r in found[:3]] == [None, "float32, eager", "mixed precision"]
 
 
@@ -68,9 +82,12 @@ def test_cpu_demo_has_six_rungs_and_no_compiler() -> None:
 
 @pytest.mark.parametrize("name", [n for n in ladder.named() if n != ladder.OWN])
 def test_what_is_shipped_resolves(name: str) -> None:
-    held_out = run(data={"random": 256, "eval": 0.1})
-    found = ladder.rungs(ladder.find(name, held_out), held_out, False)
-    last = [r for r in found if r.mode == "cumulative"][-1]
+    held_out = run(
+        data={"random": 256, "eval": 0.1}, **{"with": {"bf16": {}}}
+    )  # which the ladder `peers` has of CONFIG
+    written = ladder.find(name, held_out)
+    found = ladder.rungs(written, held_out, False)
+    last = [r for r in found if r.mode == "cumulative" and r.peer is None][-1]
     for rung in found:
         assert rung.run.data.eval is None and rung.run.output == "never-written"
         if rung.mode == "without":
@@ -78,7 +95,69 @@ def test_what_is_shipped_resolves(name: str) -> None:
                 rung.since == last.name and rung.name == f"without {(set(last.run.with_) - set(rung.run.with_)).pop()}"
             )
             assert len(rung.run.with_) == len(last.run.with_) - 1
-    assert len(found) - len([r for r in found if r.mode == "cumulative"]) == len(last.run.with_)
+    without = len(found) - len([r for r in found if r.mode == "cumulative"])
+    assert without == (len(last.run.with_) if written.all_but_one else 0)
+
+
+CASES = {  # what the records are asked for by
+    "single-gpu": {"1b-full-2048"},
+    "memory": {"1b-least-memory", "8b-least-memory"},
+    "long-context": {"1b-longest", "8b-longest"},
+    "peers": {"1b-full-2048", "1b-amp-2048"},
+    "benchmarks/rows.yaml": {"1b-full-2048", "1b-full-4096", "1b-full-8192"},
+    "benchmarks/eight.yaml": {"8b-full-4096", "8b-fp8-4096"},
+    "benchmarks/chats.yaml": {"1b-chat-lengths"},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cases_of_the_benchmarks(name: str) -> None:
+    configs = {"1b": ["llama1b-peers", "llama1b"], "8b": ["llama8b"]}
+    configs["1b"] += ["chat-lengths"] if "chats" in name else []
+    found: set[str] = set()
+    for size in {case[:2] for case in CASES[name]}:
+        for stem in configs[size]:
+            own = config.parse((ROOT / f"benchmarks/{stem}.yaml").read_text(), stem)
+            path = str(ROOT / name) if name.endswith(".yaml") else name
+            found |= {r.case for r in ladder.rungs(ladder.find(path, own), own, True)}
+    assert CASES[name] <= found
+
+
+def test_a_ladder_names_its_cases() -> None:
+    text = 'title: x\ncase: "{size}-at-{seq}"\nrungs:\n  - name: a\n  - {name: b, case: mine, set: {batch.seq: 32}}\n'
+    found = resolved(text + "  - {name: c, with: {packing: {}}}\n", only=False, model={"shape": "llama-3.2-1b"})
+    assert [r.case for r in found.values()] == ["1b-at-64", "mine", "1b-at-32", "1b-at-32"]
+    for name, said in (
+        ("Llama-3.1-8B-Instruct", "8b"),
+        ("qwen2.5-0.5b", "0.5b"),
+        ("smol-135M", "135m"),
+        ("toy", "toy"),
+    ):
+        assert ladder.size(run(model=f"models/{name}")) == said
+
+
+def test_another_system_trains_the_run_of_the_rung_before() -> None:
+    found = resolved(
+        BASE
+        + "  - {name: a, with: {amp: {}}}\n"
+        + "  - {name: b, peer: {trainer: {checkpointing: true}}}\n"
+        + "  - {name: c, peer: {unsloth: }, set: {batch.tokens: 32}}\n"
+        + "  - {name: d, with: {packing: {}}}\n",
+        only=False,
+    )
+    assert [(r.since, r.mode) for r in list(found.values())[:4]] == [
+        (None, "cumulative"), ("a", "cumulative"), ("a", "cumulative"), ("a", "cumulative"),
+    ]  # fmt: skip
+    assert [r.peer and r.peer.name for r in found.values()] == [None, "trainer", "unsloth", None, None, None]
+    assert found["b"].run.with_ == {} and found["b"].run.batch == found["a"].run.batch
+    assert found["b"].changes == "Hugging Face Trainer + Liger + checkpointing, float32 weights"
+    assert found["c"].changes == "Unsloth + its checkpointing, bfloat16 weights, batch.tokens 128 -> 32"
+    assert list(found["d"].run.with_) == ["amp", "packing"] and "without amp" in found
+
+
+def test_a_ladder_of_longest_rows_begins_at_the_shortest() -> None:
+    found = resolved("title: x\nwarmup: 0\nlongest: {from: 48, to: 4096}\nrungs: [{name: a}]")["a"].run.batch
+    assert (found.seq, found.tokens, found.micro_tokens) == (48, 48, 48)
 
 
 def test_the_ladder_of_the_configuration_itself() -> None:
@@ -97,7 +176,11 @@ def test_the_ladder_of_the_configuration_itself() -> None:
 # --- what one writes
 
 
+LONG = "title: x\nlongest: {from: 8, to: 64}\n"
 BASE = "title: mine\nbase:\n  set: {batch.seq: 32}\nrungs:\n"
+
+
+TWO = BASE + "  - {name: a}\n  - {name: b, "
 
 
 def test_differences_are_laid_one_over_the_other() -> None:
@@ -156,6 +239,19 @@ def test_a_change_of_the_load_alone() -> None:
         (BASE + "  - {name: a, set: {optim.lr: 4}}", "own.yaml:5: `optim.lr`\nfound: no key that a rung may change"),
         (BASE + "  - {name: a, set: {batch.seq: x}}", "own.yaml:5: `batch.seq`\nfound: 'x'"),
         ("title: x\nbase: {set: {optim.rate: 1}}\nrungs: [{name: a}]", "own.yaml:2: `optim.rate`\nfound: no such key"),
+        (BASE + "  - {name: a, peer: {trainer: {}}}", "own.yaml:5: `name: a`\nfound: another system's as the first"),
+        (TWO + "peer: {trainr: {}}}", "own.yaml:6: the system `trainr`\nfound: no such system"),
+        (TWO + "peer: {trainer: {ligr: true}}}", "own.yaml:6: `trainer: ligr`\nfound: no such option"),
+        (TWO + "peer: {}}", "own.yaml:6: `rungs.1.peer`"),
+        (TWO + "peer: {trainer: {}}, with: {amp: {}}}", "own.yaml:6: `name: b`\nfound: techniques for another system"),
+        (TWO + "peer: {trainer: }}\n  - {name: c, from: b}", "own.yaml:7: `name: c`\nfound: `from: b`, another"),
+        (TWO + "case: '{rows}'}", "own.yaml:6: `rungs.1.case`\nfound: '{rows}'"),
+        (TWO + "case: '{size'}", "own.yaml:6: `rungs.1.case`\nfound: '{size'"),
+        (LONG + "rungs: [{name: a}, {name: b, peer: {trainer: {}}}]", "found: another system in a ladder of longest"),
+        (LONG + "rungs: [{name: a, set: {batch.seq: 4}}]", "own.yaml:2: `longest`\nfound: `batch.seq` is set too"),
+        ("title: x\nlongest: {from: 9, to: 8}\nrungs: [{name: a}]", "own.yaml:2: `longest`\nfound: `to: 8` before"),
+        ("title: x\nlongest: {from: 9, too: 8}\nrungs: [{name: a}]", "own.yaml:2: `longest.too`\nfound: no such key"),
+        ("title: x\nwarmup: 0\nrungs: [{name: a}]", "own.yaml:2: `warmup: 0`\nfound: the first step compiles"),
         ("title: x\nbase: {set: {train.steps: 1}}\nrungs: [{name: a}]", "own.yaml:2: `train.steps`\nfound: the ladder"),
     ],
 )  # fmt: skip
@@ -168,5 +264,5 @@ def test_an_unknown_ladder() -> None:
         ladder.find("single-gpo", run())
     assert "did you mean `single-gpu`" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
-        ladder.find("everest", run())
+        ladder.find("annapurna", run())
     assert "config" in str(caught.value) and "cpu-demo" in str(caught.value)

@@ -13,11 +13,11 @@ from toy import BODIES, Copy, each, put_ladder, records, technique
 def test_sabotage_is_shown_red(copied: Copy) -> None:
     for name in BODIES:
         copied.add(name, technique(name))
-    slept = "job.model.head.nll = Chunked(chunk=self.chunk)"  # slower: its kernel sleeps
+    slept = "head.nll = Chunked(chunk=self.chunk)"  # slower: its kernel sleeps
     copied.edit(
         "techniques/fused_loss.py", slept,
-        "import time\n        quick = Chunked(chunk=self.chunk)\n"
-        "        job.model.head.nll = lambda *a, **k: (time.sleep(0.8), quick(*a, **k))[1]",
+        "import time\n            quick = Chunked(chunk=self.chunk)\n"
+        "            head.nll = lambda *a, **k: (time.sleep(0.8), quick(*a, **k))[1]",
     )  # fmt: skip
     copied.edit("techniques/recompute.py", "job.model.through = recomputed", "pass")  # it says it changed the blocks
     climbed = put_ladder(*each("sound", "scaled", "divisor", "late", "killed", "starved", "fused-loss", "recompute"))

@@ -37,7 +37,7 @@ def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
         "from optrush.technique", "from optrush.ledger import Line, Rule, add\nfrom optrush.technique", 1
     )
     copied.add("sound", text)
-    assert "sound        a test" in copied.run("techniques").stdout
+    assert "sound               a test" in copied.run("techniques").stdout
 
     def planned(*flags: str) -> dict[str, Any]:
         done = copied.run("plan", "run.yaml", "--json", *flags)

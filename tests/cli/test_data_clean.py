@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from clirun import Found, write_rows
@@ -76,6 +78,19 @@ def test_by_a_runs_yaml(call: Call, recipes: Path, write: Callable[..., str]) ->
     done = call("data", "clean", config, "--out", "out", "--set", "data.clean.chars=[60,null]")
     assert done.code == 0, done.err
     assert json.loads(Path("out/cleaning.json").read_text())["settings"]["chars"] == [60.0, None]
+
+
+def test_what_lies_in_the_cache_of_the_hub(call: Call, recipes: Path, here: Path) -> None:
+    """Rows of one data set of the hub, and another to decontaminate against; neither is fetched again."""
+    hub = here / "store" / "hub"
+    hub.mkdir(parents=True)
+    lines = [json.loads(line)["text"] for line in recipes.read_text().splitlines()]
+    pq.write_table(pa.table({"text": lines}), hub / "org--rows--train.parquet")
+    pq.write_table(pa.table({"text": lines[1:2]}), hub / "org--judge--train.parquet")
+    more = ["--set", "data.clean.decontaminate=org/judge", "--set", "data.cache=store"]
+    done = call("data", "clean", "org/rows", "--out", "out", *more)
+    assert done.code == 0, done.err
+    assert json.loads(Path("out/cleaning.json").read_text())["filters"][0]["taken"] == 1
 
 
 def test_tokens_by_a_model(call: Call, recipes: Path) -> None:

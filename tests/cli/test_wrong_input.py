@@ -93,9 +93,9 @@ VALUES: dict[str, Case] = {
         {"batch": {"micro_tokens": 200}}, [],
         ("`batch.micro_tokens: 200`", "no multiple of `batch.seq: 128`", "take 128"),
     ),
-    "micro auto": (
-        {"batch": {"micro_tokens": "auto"}}, [],
-        ("`batch.micro_tokens: auto`", "no technique here finds it", "a multiple of 128"),
+    "a cap without a GPU": (
+        {}, ["--with", "memory-cap:mib=8000"],
+        ("`memory-cap` needs a CUDA device", "a CPU only", "leave the technique out"),
     ),
     "no data": ({"data": {"path": None}}, [], ("one of `data.path`", "none of them", "give exactly one")),
     "two data": ({"data": {"sample": "recipes"}}, [], ("`data.path` and `data.sample`", "give exactly one")),
@@ -154,11 +154,13 @@ VALUES: dict[str, Case] = {
     "unknown technique": (
         {"with": {"pakcing": {}}}, [], ("the technique `pakcing`", "no such technique", "did you mean `packing`?"),
     ),
-    "unknown technique by flag": ({}, ["--with", "zzz"], ("the technique `zzz`", "known: amp, attention")),
+    "unknown technique by flag": ({}, ["--with", "zzz"], ("the technique `zzz`", "known: adam8bit, amp, attention")),
     "unknown option": (
         {"with": {"attention": {"imp": "sdpa"}}}, [], ("`attention: imp`", "no such option", "did you mean `impl`?"),
     ),
-    "option of none": ({"with": {"bf16": {"x": 1}}}, [], ("`bf16: x`", "no such option", "takes no options")),
+    "option of none": (
+        {"with": {"fused-adamw": {"x": 1}}}, [], ("`fused-adamw: x`", "no such option", "takes no options"),
+    ),
     "option's type": ({"with": {"recompute": {"every": "two"}}}, [], ("`recompute: every`", "'two'", "integer")),
     "option's choice": ({"with": {"attention": {"impl": "flash"}}}, [], ("`attention: impl`", "'flash'", "'sdpa'")),
     "option's bound": ({"with": {"fused-loss": {"chunk": 0}}}, [], ("`fused-loss: chunk`", "0", "greater than")),
@@ -166,7 +168,7 @@ VALUES: dict[str, Case] = {
     "with no mapping": ({"with": ["packing"]}, [], ("`with`", "['packing']", "dictionary")),
     "amp with bf16": (
         {"with": {"amp": {}, "bf16": {}}}, [],
-        ("`amp` with `bf16`", "both own the dtype of weights and products", "take one: --without bf16"),
+        ("`amp` with `bf16`", "both own the dtype of products", "take one: --without bf16"),
     ),
     "ddp with fsdp": (
         {"with": {"ddp": {}, "fsdp": {}}}, ["--ranks", "2"],

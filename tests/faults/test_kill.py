@@ -67,8 +67,9 @@ def recording(path: Path, pause_s: float = 0.0) -> Before:
 
         def taking(job: Any, batches: Any, terms: int) -> Any:
             line = [at["step"], [s for b in batches for s in b.samples]]
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            if at["step"]:  # else it is the rehearsal
+                with path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
             return gradients(job, batches, terms)
 
         step.begin, step.gradients = noted, taking

@@ -41,11 +41,21 @@ class Products(TorchDispatchMode):
         return out
 
 
+def between_blocks(job) -> torch.dtype:
+    """The type of what enters the second block."""
+    seen = []
+    handle = job.model.blocks["1"].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    first_gradients(job)
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("stream", ["float32", "half"])
 @pytest.mark.parametrize("others", [{}, {"attention": {}, "fused_loss": {"chunk": 32}, "recompute": {}}])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_close_to_float32(box, dtype, others):
+def test_close_to_float32(box, dtype, others, stream):
     want_loss, want = first_gradients(assembled(golden_run(box, CASES["chat"], packed=True)))
-    job = assembled(golden_run(box, CASES["chat"], packed=True, amp={"dtype": dtype}, **others))
+    job = assembled(golden_run(box, CASES["chat"], packed=True, amp={"dtype": dtype, "stream": stream}, **others))
     with Products() as products:
         loss, grads = unscaled(job)
     lower = torch.bfloat16 if dtype == "bf16" else torch.float16
@@ -54,6 +64,7 @@ def test_close_to_float32(box, dtype, others):
         assert products.seen == {lower}
     assert {t.local.dtype for t in job.trained} == {t.grad.dtype for t in job.trained} == {torch.float32}
     assert {s.dtype for states in job.optimizer.state().values() for s in states.values()} == {torch.float32}
+    assert between_blocks(job) == (torch.float32 if stream == "float32" else lower)
     close = CLOSE[dtype]
     assert 0 < abs(loss - want_loss) / want_loss < close[0]
     assert 0 < distance(grads, want) < close[1]

@@ -16,13 +16,15 @@ SHAPES = {"a": (7, 5), "bias": (5,), "b": (33, 4), "one": ()}
 OPTIM = Optim(lr=1e-2, weight_decay=0.1)
 
 
-def problem(fused: bool):
+def problem(fused: bool, rounding="nearest", dtype=torch.float32, wide=()):
+    """Parameters and their optimizer; `wide` ones are float32 whatever the dtype."""
     g = torch.Generator().manual_seed(3)
-    trained = [
-        SimpleNamespace(name=n, local=torch.randn(s, generator=g), grad=None, decays=len(s) > 1)
-        for n, s in SHAPES.items()
-    ]
-    return trained, AdamW(trained, OPTIM, fused=fused)
+    trained = []
+    for n, s in SHAPES.items():
+        local = torch.randn(s, generator=g).to(torch.float32 if n in wide else dtype)
+        place = {"whole": s, "offset": (0,) * len(s)}
+        trained.append(SimpleNamespace(name=n, local=local, grad=None, decays=len(s) > 1, **place))
+    return trained, AdamW(trained, OPTIM, fused=fused, rounding=rounding)
 
 
 def gradients(step: int):
@@ -77,6 +79,46 @@ def test_a_skipped_update_changes_nothing(fused):
     assert all(torch.isfinite(t.local).all() for t in trained)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
+def test_a_step_of_some_parameters(fused, rounding):
+    """One after the other in any order, or all at once: the same; and what has no gradient stays as it is."""
+    kind = torch.float32 if rounding == "nearest" else torch.bfloat16
+    (whole, one), (parts, other) = (problem(fused, rounding, kind) for _ in range(2))
+    args = torch.tensor(1e-2), torch.tensor(2.0), torch.tensor(False)
+    for step in (1, 2):
+        for t, p, g in zip(whole, parts, gradients(step)):
+            t.grad, p.grad = (None, None) if t.name == "one" else (g.to(kind), g.to(kind, copy=True))
+        one.step(*args)
+        for i in (2, 0):
+            other.step(*args, only=[i])
+        other.step(*args, only=[1, 3])
+    for t, p in zip(whole, parts):
+        assert torch.equal(t.local, p.local), t.name
+        assert all(torch.equal(s, other.state()[t.name][k]) for k, s in one.state()[t.name].items())
+    assert [s["count"].item() for s in one.state().values()] == [2, 2, 2, 0]
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_narrow_and_wide_weights_together(rounding):
+    """float32 weights beside bf16 ones go through torch's kernel, and have no remainder."""
+    trained, ours = problem(True, rounding, torch.bfloat16, wide=("a", "one"))
+    alone, torchs = problem(True)
+    for t, p, g in zip(trained, alone, gradients(1)):
+        t.grad, p.grad = g.to(t.local.dtype), g
+    for optimizer in (ours, torchs):
+        optimizer.step(torch.tensor(1e-2), torch.tensor(1.0), torch.tensor(False))
+    state = ours.state()
+    assert [("compensation" in s) for s in state.values()] == [
+        rounding == "kahan" and n in ("bias", "b") for n in SHAPES
+    ]
+    for t, p in zip(trained, alone):
+        if t.local.dtype == torch.float32:
+            assert torch.equal(t.local, p.local)
+        else:
+            torch.testing.assert_close(t.local.float(), p.local, rtol=2**-6, atol=1e-3)
+
+
 def test_equals_the_baseline_over_eight_steps(box):
     def trained(**with_):
         job = assembled(golden_run(box, packed=True, **with_))
@@ -91,6 +133,7 @@ def test_equals_the_baseline_over_eight_steps(box):
 def test_these_tests_would_see_gradients_that_are_not_unscaled(box):
     job = assembled(golden_run(box, packed=True, sets=["optim.eps=1e-3"], fused_adamw={}))
     want = assembled(golden_run(box, packed=True, sets=["optim.eps=1e-3"]))
-    job.optimizer._groups = lambda lr, scale, found, inner=job.optimizer._groups: inner(lr, torch.ones(()), found)
+    inner = job.optimizer._groups
+    job.optimizer._groups = lambda grads, lr, scale, found: inner(grads, lr, torch.ones(()), found)
     list(steps(job)), list(steps(want))
     assert furthest(weights(job), weights(want)) > 1e-3, "clipping goes through the same divisor"

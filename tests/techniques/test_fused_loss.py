@@ -7,7 +7,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from optrush.errors import NeedsError
+from optrush.hardware import named
 from optrush.kernels import cross_entropy
+from optrush.kernels.libraries import even
+from optrush.kernels.nll import Package
+from optrush.prepare import prepare
+from optrush.techniques.fused_loss import FusedLoss
 
 from golden.make_golden import CASES, SIZES, T
 from trials import assembled, first_gradients, furthest, golden_run
@@ -69,3 +75,72 @@ def test_these_tests_would_see_a_lost_chunk(box, monkeypatch):
     loss, grads = first_gradients(assembled(golden_run(box, fused_loss={"chunk": 40})))
     assert abs(loss - want[0]) > 1e-2
     assert furthest(grads, want[1]) > 1e-2
+
+
+# The packages, as far as a CPU can tell.
+
+
+@pytest.mark.parametrize("impl", ["quack", "liger"])
+def test_refused_where_it_cannot_run(box, impl, monkeypatch):
+    with pytest.raises(NeedsError, match="CUDA"):
+        prepare(golden_run(box, fused_loss={"impl": impl}, bf16={}))
+    h200 = named("h200")[0]
+    run = golden_run(box, fused_loss={"impl": impl}, bf16={})
+    prepare(run, device=h200)
+    for options, what in (({"chunk": 100}, "chunk"), ({"impl": "quack", "chunk": 100}, "multiple of 128")):
+        with pytest.raises(NeedsError, match=what):
+            prepare(golden_run(box, fused_loss={"impl": impl, **options}, bf16={}), device=h200)
+    with pytest.raises(NeedsError, match="Hopper"):
+        prepare(golden_run(box, fused_loss={"impl": "quack"}, bf16={}), device=named("b200")[0])
+    with pytest.raises(NeedsError, match="float32"):
+        prepare(golden_run(box, fused_loss={"impl": "quack"}), device=h200)
+    job = assembled(golden_run(box))
+    monkeypatch.setattr("optrush.technique.library", lambda name: None)
+    with pytest.raises(NeedsError, match=r"not installed(.|\n)*optrush\[kernels\]"):
+        FusedLoss(impl=impl).loss(job)
+    monkeypatch.setattr("optrush.technique.library", lambda name: "1")
+    job.model.head.softcap = 30.0
+    with pytest.raises(NeedsError, match="softcap"):
+        FusedLoss(impl=impl).loss(job)
+    job.model.head.softcap = None
+    if impl == "quack":
+        with pytest.raises(NeedsError, match="vocabulary"):
+            FusedLoss(impl=impl).loss(job)  # V is no multiple of 128
+    else:
+        assert FusedLoss(impl=impl).loss(job) == 1
+
+
+def test_a_package_serves_training_alone():
+    torch.manual_seed(0)
+    asked = []
+
+    def library(hidden, weight, labels, chunk):
+        asked.append(chunk)
+        return cross_entropy.chunked_nll(hidden, weight, labels, chunk=chunk)
+
+    kernel = Package(function=library, chunk=8)
+    hidden, weight, labels = torch.randn(20, 4, requires_grad=True), torch.randn(V, 4), torch.randint(0, V, (20,))
+    rest = {"bias": None, "scale": 1.0, "softcap": None, "part": None, "weights": None, "reduce": "sum"}
+    want = cross_entropy.nll(hidden, weight, labels)
+    assert kernel(hidden, weight, labels, **rest).item() == pytest.approx(want.item(), rel=1e-6)
+    assert asked == [8]
+    with torch.no_grad():
+        assert kernel(hidden, weight, labels, **rest).item() == pytest.approx(want.item(), rel=1e-6)
+    assert asked == [8], "evaluation goes through the chunked kernel"
+    for other in ({"weights": torch.ones(20)}, {"reduce": "token"}):
+        with pytest.raises(NeedsError, match="impl=chunked"):
+            kernel(hidden, weight, labels, **{**rest, **other})
+
+
+@pytest.mark.parametrize("D", [128, 256, 512, 2048, 4096])
+@pytest.mark.parametrize("chunk", [128, 512, 4096, 8192])
+def test_no_chunk_has_as_many_rows_as_the_width(D, chunk):
+    for N in (1, 127, 128, 129, 500, 512, 1000, 2048, 4096, 8192, 12288, 32768):
+        try:
+            size = even(N, D, chunk)
+        except NeedsError:
+            assert D == 128  # the smallest there is
+            continue
+        assert size % 128 == 0 and 0 < size <= chunk
+        last = -(-(N % size or size) // 128) * 128
+        assert last != D and (size >= N or size != D)

@@ -122,7 +122,7 @@ def test_one_graph(attend):
 
 
 def test_names_and_refusals():
-    assert list(ATTENTIONS) == ["masked", "sdpa", "varlen", "cudnn"]
+    assert list(ATTENTIONS) == ["masked", "sdpa", "varlen", "cudnn", "fa4"]
     q, k, v = drawn(torch.bfloat16)
     with pytest.raises(NeedsError, match=r"torch\.bfloat16 on cpu"):
         varlen(q, k, v, documents())

@@ -59,3 +59,50 @@ def test_overflow_is_our_own_mistake():
         collate([[(0, A), (1, C)]], 6, single=False, most=9)
     with pytest.raises(AssertionError, match="more documents"):
         collate([[(0, A), (1, B)]], 6, single=False, most=2)
+
+
+# --- parts
+
+
+def equal(a, b):
+    """Everything of two batches, `starts` up to how far it is filled up."""
+    for name in ("tokens", "labels", "positions"):
+        assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert torch.equal(a.documents.ids, b.documents.ids) and a.documents.single == b.documents.single
+    n = min(len(a.documents.starts), len(b.documents.starts))
+    assert torch.equal(a.documents.starts[:n], b.documents.starts[:n])
+    assert a.documents.starts.dtype == torch.int32
+    for name in ("n_terms", "n_targets", "n_tokens", "attended", "samples", "rows"):
+        assert getattr(a, name) == getattr(b, name), name
+
+
+ROWS = [[(10, A), (11, B)], [(12, C)], [], [(13, A), (14, A)], [(15, B)]]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
+@pytest.mark.parametrize("isolated", [True, False])
+def test_parts_are_the_batches_of_their_rows(most, isolated):
+    whole = collate(ROWS, 6, single=False, most=3 * len(ROWS), isolated=isolated)
+    parts = whole.parts(most)
+    assert [len(p.tokens) for p in parts] == [len(ROWS[i : i + most]) for i in range(0, 5, most)]
+    for i, part in zip(range(0, 5, most), parts):
+        rows = ROWS[i : i + most]
+        equal(part, collate(rows, 6, single=False, most=3 * len(rows), isolated=isolated))
+        assert len(part.documents.starts) == 3 * len(rows) + 1, "room for as many documents a row"
+        assert part.documents.longest == whole.documents.longest, "a bound"
+
+
+def test_parts_of_parts_and_of_what_is_small_enough():
+    whole = collate(ROWS, 6, single=False, most=12)
+    assert whole.parts(5) == [whole] and whole.parts(99) == [whole]
+    for a, b in zip([p for half in whole.parts(3) for p in half.parts(1)], whole.parts(1), strict=True):
+        equal(a, b)
+    for name in ("n_terms", "n_tokens", "attended"):
+        assert sum(getattr(p, name) for p in whole.parts(2)) == getattr(whole, name)
+
+
+def test_a_part_with_more_documents_than_its_share_of_the_room():
+    """`most` of the whole may be less than the rows times the most of one row."""
+    whole = collate([[(0, A), (1, B), (2, B)], [(3, C)]], 8, single=False, most=6)
+    first, second = whole.parts(1)
+    assert first.documents.starts.tolist() == [0, 3, 5, 7, 8] and second.documents.starts.tolist() == [0, 4, 8, 8]

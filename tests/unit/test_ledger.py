@@ -93,6 +93,25 @@ def test_a_role_that_nothing_has():
         settle([Line("a", "a", 1.0, "byte", "always")], FLOAT32, [retype({"wide": 2}, "why")])
 
 
+def test_gradients_that_end_where_they_are_made():
+    """Of the blocks one at a time; what is made before them or after them is not there beside both ends' blocks."""
+    places: tuple[ledger.Made, ...] = ("block", "before", "after", "throughout")
+    lines = [Line(f"g.{m}", m, 12.0, "byte", "gradient", blocks=4 if m == "block" else 1, made=m) for m in places]
+
+    def held_in(phase: str, *rules: Rule) -> list[float]:
+        book = settle(lines, FLOAT32, rules)
+        return [ledger._there(book, line, 0.0, phase)[0] for line in book.lines]
+
+    stepped = live("g.*", "updated at once", stepped=True)
+    assert held_in("backward, last block", stepped) == [3, 0, 0, 12]
+    assert held_in("backward, first block", stepped) == [3, 0, 12, 12]
+    assert all(held_in(phase, stepped) == [0] * 4 for phase in ("forward", "head", "update"))
+    assert held_in("update") == [12] * 4
+    assert held_in("update", live("g.*", "elsewhere", live="end")) == [0] * 4
+    coded = held_in("update", live("g.block", "a code", role="code"))
+    assert coded == pytest.approx([12 * (1 + 4 / 256), 12, 12, 12])
+
+
 def test_freezing_leaves_no_gradient_and_no_state():
     entries = baseline.entries(LLAMA, 2048, native=True, cuda=True)
     book = settle(entries, FLOAT32, [freeze("blocks", "an adapter learns instead")])

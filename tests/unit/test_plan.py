@@ -127,7 +127,7 @@ def test_the_best_is_a_run_that_can_be_prepared_and_fits():
 
 def test_it_searches_what_the_techniques_allow():
     found = plan.search(llama(), "h200")
-    assert found.tried > 300
+    assert 20 < found.tried < 1000, "each technique at least once, and not every set"
     best = found.settings[0]
     assert {"bf16", "attention", "compile", "fused-loss"} <= best.with_.keys()
     assert best.micro_rows == 16

@@ -86,18 +86,29 @@ def _share(part: float) -> str:
     return f"{100 * part:.2f}%"
 
 
-def _picture(title: str, description: str, height: float, *inside: object, kind: str = "rows") -> Markup:
+def picture(title: str, description: str, height: float, *inside: object, kind: str = "rows") -> Markup:
     heads = node("title", title), node("desc", description)
     return node("svg", *heads, *inside, role="img", class_=f"chart {kind}", width="100%", height=height)
 
 
-def _name(name: str, y: float) -> Markup:
+def named(name: str, y: float) -> Markup:
     shown = cut(name, NAME)
     return node("text", *([node("title", name)] if shown != name else []), shown, class_="name halo", x=0, y=y + 13)
 
 
 def _words(text: str, y: float, x: str = "100%") -> Markup:
     return node("text", text, class_="figure", x=x, dx=7, y=y + 19 + BAR - 3)
+
+
+def figure(text: str, y: float, share: float) -> Markup:
+    """Words to the right of a bar."""
+    return _words(text, y, _share(share))
+
+
+def segment(begin: float, end: float, y: float, kind: str) -> Markup:
+    """A piece of a bar that is made of several, between two shares of the plot's width."""
+    size = {"y": y + 19, "height": BAR, "x": _share(begin), "width": _share(end - begin)}
+    return node("rect", class_=kind, **size)
 
 
 def _block(begin: float, end: float, y: float, kind: str) -> Markup:
@@ -128,8 +139,8 @@ def bars(title: str, description: str, rows: Sequence[Bar]) -> Markup:
                 drawn.append(node("line", class_="predicted", x1=at, x2=at, y1=y + 16, y2=y + 22 + BAR))
             ends = [x for x in (row.value, row.high, row.predicted) if x is not None]
             drawn.append(_words(row.text, y, _share(max(ends) / most)))
-        inside += [_name(row.name, y), *drawn]
-    return _picture(title, description, len(rows) * ROW, *inside)
+        inside += [named(row.name, y), *drawn]
+    return picture(title, description, len(rows) * ROW, *inside)
 
 
 def _whisker(low: float, high: float, y: float) -> Markup:
@@ -154,13 +165,13 @@ def waterfall(title: str, description: str, rows: Sequence[Span]) -> Markup:
     inside = list(_grid([(at(t), short(t)) for t in _steps(low, high)], height))
     for i, row in enumerate(rows):
         y = top + i * ROW
-        inside.append(_name(row.name, y))
+        inside.append(named(row.name, y))
         if row.end is None:
             inside += [_block(0, 0.12, y, "failed"), _words(cut(row.text, 38), y, "12%")]
             continue
         begin = row.end if row.begin is None else row.begin
         inside += [_block(at(begin), at(row.end), y, row.kind), _words(row.text, y)]
-    return _picture(title, description, height, *inside)
+    return picture(title, description, height, *inside)
 
 
 def offsets(title: str, description: str, rows: Sequence[Offset], band: float | None = None) -> Markup:
@@ -187,8 +198,8 @@ def offsets(title: str, description: str, rows: Sequence[Offset], band: float | 
         drawn.append(node("line", class_="zero", x1=zero, x2=zero, y1=y + 16, y2=y + 22 + BAR))
         if row.value is not None:
             drawn.append(_block(at(0), at(row.value), y, row.kind))
-        inside += [*drawn, _words(row.text, y), _name(row.name, y)]
-    return _picture(title, description, height, *inside)
+        inside += [*drawn, _words(row.text, y), named(row.name, y)]
+    return picture(title, description, height, *inside)
 
 
 def _grid(ticks: Sequence[tuple[float, str]], height: float) -> Iterator[Markup]:
@@ -214,7 +225,7 @@ def groups(title: str, description: str, rows: Sequence[tuple[str, Sequence[Bar]
     y, inside = 0.0, []
     height = sum(26 + 17 * len(row) for _, row in rows)
     for name, row in rows:
-        inside.append(_name(name, y))
+        inside.append(named(name, y))
         for i, bar in enumerate(row):
             top = y + 19 + 17 * i
             share = 0.0 if bar.value is None else bar.value / most
@@ -224,7 +235,7 @@ def groups(title: str, description: str, rows: Sequence[tuple[str, Sequence[Bar]
             letter = node("text", bar.name, class_="figure", x=0, y=top + 11)
             inside += [letter, node("g", *drawn, text, transform="translate(18 0)")]
         y += 26 + 17 * len(row)
-    return _picture(title, description, height, *inside)
+    return picture(title, description, height, *inside)
 
 
 def curves(
@@ -240,7 +251,7 @@ def curves(
     drawn = [[(x, y) for x, y in s.points if y is not None] for s in series]
     held = [p for points in drawn for p in points]
     if not held:
-        return _picture(title, description, 40, node("text", "no figure", class_="tick", x=0, y=24), kind="curves")
+        return picture(title, description, 40, node("text", "no figure", class_="tick", x=0, y=24), kind="curves")
     left, right = min(x for x, _ in held), max(x for x, _ in held)
     low, high = min(y for _, y in held), max(y for _, y in held)
     low = min(low, 0.0) if zero else low
@@ -264,7 +275,7 @@ def curves(
         share = place(tick, low)[0] / 1000
         under = {"x": _share(share), "y": height - 8, "text_anchor": _anchor(share)}
         inside.append(node("text", short(tick), class_="tick", **under))
-    return _picture(title, description, height, *inside, kind="curves")
+    return picture(title, description, height, *inside, kind="curves")
 
 
 def _strokes(series: Series, index: int, place: Callable[[float, float], tuple[float, float]]) -> Iterator[Markup]:

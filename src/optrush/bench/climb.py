@@ -11,27 +11,26 @@ from __future__ import annotations
 import datetime
 import fcntl
 import json
-import math
 import re
 import shutil
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from optrush import config
-from optrush.bench import environment, ladder, record, stats
-from optrush.bench.ladder import Ladder, Rung
+from optrush import config, hardware, measured
+from optrush.bench import environment, ladder, longest, peer_worker, record
+from optrush.bench.ladder import Rung
+from optrush.bench.made import Climb, baseline, make
 from optrush.bench.process import run_worker, stopping
-from optrush.bench.record import RUNGS, Record, Verdict, put
-from optrush.bench.stats import Figures
+from optrush.bench.record import RUNGS, Record, put
+from optrush.bench.written import Ladder
 from optrush.config import Run
 from optrush.errors import ConfigError, UserError
 from optrush.prepare import prepare
-from optrush.techniques import ALL
+
+TRIES = "tries"  # what a search for the longest row has asked, a file a length
 
 
 class Show(Protocol):
@@ -42,42 +41,6 @@ class Show(Protocol):
     def begins(self, rung: int, of: int, name: str, repeat: int, repeats: int) -> None: ...
 
     def ends(self, result: Mapping[str, Any], left_s: float) -> None: ...
-
-
-@dataclass
-class Climb:
-    """What is known: the rungs, and what their processes have said so far."""
-
-    ladder: Ladder
-    rungs: list[Rung]
-    out: Path
-    repeats: int
-    limit_s: float
-    command: str
-    source: dict[str, Any]
-    machine: dict[str, str]
-    refused: dict[str, str] = field(default_factory=dict)  # by rung: why it cannot even begin
-    predicted: dict[str, dict[str, Any]] = field(default_factory=dict)
-    results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by rung, a result a repeat
-
-    def error(self, rung: Rung) -> str | None:
-        """Why the rung has no figures: refused, or one of its processes failed."""
-        failed = (r["error"] for r in self.results.get(rung.name, []) if "error" in r)
-        return self.refused.get(rung.name) or next(failed, None)
-
-    def figures(self, rung: Rung) -> Figures | None:
-        """What all repeats measured together, if the rung has figures."""
-        results = self.results.get(rung.name)
-        if self.error(rung) or not results:
-            return None
-        predicted = self.predicted[rung.name]
-        return Figures(
-            [r["tokens_per_s"] for r in results],
-            max(r["peak_bytes"] for r in results),
-            results[0]["memory_kind"],
-            predicted["predicted_peak_bytes"],
-            predicted["predicted_tokens_per_s"],
-        )
 
 
 def climb(
@@ -109,7 +72,8 @@ def climb(
     )
     _look(out, resume)
     _prepare(whole, show)
-    whole.predicted = {rung.name: _predict(rung.run) for rung in whole.rungs}
+    measured.find(hardware.named("auto")[0])  # damaged, it is refused now, not a lack of predictions later
+    whole.predict = _predict
     if resume:
         _read_back(whole)
     fresh = not out.exists()
@@ -183,7 +147,9 @@ def _prepare(whole: Climb, show: Show) -> None:
     kept = []
     for rung in whole.rungs:
         try:
-            prepare(rung.run, ranks=1)
+            prepared = prepare(rung.run, ranks=1)
+            if rung.peer is not None:
+                peer_worker.check(rung.peer, rung.run, prepared.setup.device)
         except UserError as error:
             if rung is whole.rungs[0]:
                 raise
@@ -195,19 +161,31 @@ def _prepare(whole: Climb, show: Show) -> None:
     whole.rungs = kept
 
 
-def _predict(run: Run) -> dict[str, Any]:
-    """What the plan says of a run; nulls where it cannot say anything."""
+def _predict(rung: Rung, run: Run) -> dict[str, Any]:
+    """What the plan says of a run; nulls where it cannot say anything, and of another system."""
     from optrush.plan import predict
 
+    nothing = {"predicted_peak_bytes": None, "predicted_tokens_per_s": None, "basis": None}
+    if rung.peer is not None:
+        return nothing
     try:
         said = predict(run, ranks=1)
     except UserError:
-        return {"predicted_peak_bytes": None, "predicted_tokens_per_s": None, "basis": None}
+        return nothing
     return {
         "predicted_peak_bytes": said.peak_bytes,
         "predicted_tokens_per_s": said.tokens_per_s,
         "basis": said.basis,
+        "ceiling_s": dict(said.ceiling_s),
     }
+
+
+def _fits(run: Run) -> bool | None:
+    """Whether the plan says that a run fits; None where it knows no capacity."""
+    from optrush.plan import predict
+
+    said = predict(run, ranks=1)
+    return None if said.capacity_bytes is None else said.fits
 
 
 def _read_back(whole: Climb) -> None:
@@ -259,7 +237,7 @@ def _measure(whole: Climb, show: Show) -> None:
         show.begins(number, len(whole.rungs), rung.name, repeat + 1, whole.repeats)
         request = _request(whole, rung)
         result = {
-            **run_worker(request, whole.limit_s),
+            **_result(whole, rung, request, show),
             "date": datetime.datetime.now().astimezone().isoformat("T", "seconds"),
         }
         if "refused" in result and rung is whole.rungs[0] and not whole.results:
@@ -273,114 +251,49 @@ def _measure(whole: Climb, show: Show) -> None:
         show.ends(result, (time.monotonic() - begun) / ran * left)
 
 
+def _result(whole: Climb, rung: Rung, request: dict[str, Any], show: Show) -> dict[str, Any]:
+    """What one process says, or of a ladder of longest rows what the best of many does."""
+    span = whole.ladder.longest
+    if span is None:
+        return run_worker(request, whole.limit_s)
+    first = _tried(whole, rung, request, span.from_)
+
+    def attempt(seq: int) -> dict[str, Any]:
+        unproved = {"steps": 0, "documents": 0}
+        asked = {**request, "run": config.dump(longest.at(rung.run, seq)), "proof": unproved}
+        result = _tried(whole, rung, asked, seq)
+        show.says(f"  rows of {seq:,} tokens: {'failed: ' + result['error'] if 'error' in result else 'trained'}")
+        return result
+
+    begin = longest.guess(span, lambda seq: _fits(longest.at(rung.run, seq)))
+    return longest.search(span, begin, first, attempt)
+
+
+def _tried(whole: Climb, rung: Rung, request: dict[str, Any], seq: int) -> dict[str, Any]:
+    """One length of a search; kept in tries/, for a search takes long and may be stopped."""
+    repeat = len(whole.results.get(rung.name, []))
+    path = whole.out / TRIES / _file(whole, rung, repeat).replace(".json", f"-{seq}.json")
+    asked = {"digest": whole.source["digest"], "request": request}
+    with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged: it is tried again
+        said = json.loads(path.read_text("utf-8"))
+        if {"digest": said["digest"], "request": said["request"]} == asked:
+            return dict(said["result"])
+    result = run_worker(request, whole.limit_s)
+    path.parent.mkdir(exist_ok=True)
+    put(path, json.dumps({**asked, "result": result}, indent=1))
+    return result
+
+
 def _request(whole: Climb, rung: Rung) -> dict[str, Any]:
-    """What a process is asked: the rung's run, and the proof on the baseline's documents."""
-    return {
-        "run": config.dump(rung.run),
-        "baseline": config.dump(whole.rungs[0].run),
-        "warmup": whole.ladder.warmup,
-        "proof": whole.ladder.proof.model_dump(),
-    }
+    """What a process is asked: the rung's run, and the proof on the baseline's documents; or who else trains it."""
+    asked: dict[str, Any] = {"run": config.dump(rung.run), "warmup": whole.ladder.warmup}
+    if whole.ladder.longest is not None:
+        asked["longest"] = whole.ladder.longest.model_dump(by_alias=True)
+    if rung.peer is not None:
+        return {**asked, "peer": {rung.peer.name: rung.peer.model_dump()}}
+    return {**asked, "baseline": config.dump(baseline(whole, rung).run), "proof": whole.ladder.proof.model_dump()}
 
 
 def _file(whole: Climb, rung: Rung, repeat: int) -> str:
     plain = re.sub(r"[^a-z0-9]+", "-", rung.name.lower()).strip("-")
     return f"{whole.rungs.index(rung) + 1:02}-{plain}-{repeat + 1}.json"
-
-
-# --- the records
-
-
-def make(whole: Climb) -> list[Record]:
-    """Records of all rungs that have been tried or refused, in the ladder's order."""
-    return [_record(whole, r) for r in whole.rungs if r.name in whole.results or r.name in whole.refused]
-
-
-def _record(whole: Climb, rung: Rung) -> Record:
-    """One rung against the one it comes from; where that has no figures, against what that one comes from."""
-    error, after = whole.error(rung), whole.figures(rung)
-    since = _since(whole, rung)
-    before = None if since is None else whole.figures(since)
-    results = whole.results.get(rung.name) or [{}]
-    first = results[0]
-    proof = None if error else _proof(whole, rung)
-    bad = [] if error else _unsound(whole, rung)
-    losses = first.get("proof", {}).get("losses", [])
-    verdict: Verdict
-    if after is None:
-        verdict, red = "red", [f"failed: {error}"]
-    else:
-        verdict, red = stats.judge(
-            after, before, next((b for b in (*bad, stats.wrong(proof, losses)) if b), None),
-            only_load=since is not None and ladder.only_load(since.run, rung.run), alone=rung.mode == "without",
-        )  # fmt: skip
-    run = rung.run
-    measured: dict[str, Any] = {}
-    if after is not None:
-        measured = {
-            "tokens_per_s": after.tokens_per_s, "tokens_per_s_iqr": list(after.quartiles), "repeats": after.repeats,
-            "step_s": [r["step_s"] for r in results], "peak_bytes": after.peak_bytes, "memory_kind": after.memory_kind,
-            **{name: _middle([r.get(name) for r in results]) for name in ("mfu", "targets_per_s", "fill", "data_wait")},
-            "losses": losses, "grad_norms": first["proof"]["grad_norms"],
-        }  # fmt: skip
-    changes = rung.changes if since is None or since.name == rung.since else ladder.differences(since.run, run)
-    if note := first.get("proof", {}).get("note"):
-        changes += f"; {note}"
-    return Record(
-        ladder=whole.ladder.name, rung=rung.name, case=ladder.case(run), mode=rung.mode,
-        since=since.name if since else None, changes=changes, device=_device(whole, rung), ranks=1,
-        seq=run.batch.seq, micro_tokens=int(run.batch.micro_tokens or run.batch.seq), verdict=verdict, red=red,
-        config=run.model_dump(mode="json", by_alias=True, exclude_none=True),
-        environment={**whole.machine, **first.get("environment", {})}, source=whole.source, command=whole.command,
-        date=first.get("date", datetime.datetime.now().astimezone().isoformat("T", "seconds")),
-        proof=proof, error=error, **measured, **whole.predicted[rung.name],
-    )  # fmt: skip
-
-
-def _since(whole: Climb, rung: Rung) -> Rung | None:
-    """The nearest rung below that has figures."""
-    by_name = {r.name: r for r in whole.rungs}
-    below = rung.since
-    while below is not None and whole.figures(by_name[below]) is None:
-        below = by_name[below].since
-    return None if below is None else by_name[below]
-
-
-def _proof(whole: Climb, rung: Rung) -> dict[str, Any] | None:
-    """Held against the first rung that has losses, which is the baseline unless that failed."""
-    told = [r for r in whole.rungs if whole.figures(r) and whole.results[r.name][0]["proof"]["losses"]]
-    if not told or told[0] is rung or rung not in told:
-        return None
-    allowed = stats.tolerances(told[0].run, rung.run, ALL)
-    numerics = stats.weakest(told[0].run, rung.run, ALL).name
-    wanted = _series(whole.results[told[0].name][0]["proof"])
-    proofs = [stats.prove(_series(r["proof"]), wanted, allowed) for r in whole.results[rung.name]]
-    worst = max(proofs, key=lambda p: math.inf if p["worst"] is None else p["worst"] / p["tolerance"])
-    return {"against": told[0].name, "numerics": numerics, **worst}
-
-
-def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    return {"losses": proof["losses"], "gradient norms": proof["grad_norms"]}
-
-
-def _unsound(whole: Climb, rung: Rung) -> Iterator[str | None]:
-    """What is wrong with a rung by itself, in any repeat."""
-    allowed = stats.tolerances(rung.run, rung.run, ALL)
-    for result in whole.results[rung.name]:
-        yield stats.dead(result.get("losses", []), result.get("grad_norms", []))
-        if result["proof"]["losses"]:
-            yield stats.drifted(result["proof"], allowed)
-
-
-def _device(whole: Climb, rung: Rung) -> str:
-    """The device as the process named it; of a rung that never ran, what the others ran on."""
-    for name in (rung.name, *whole.results):
-        for result in whole.results.get(name, []):
-            if "device" in result:
-                return str(result["device"])
-    return "unknown"
-
-
-def _middle(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return statistics.median(known) if known else None

@@ -137,6 +137,8 @@ class Rung:
     factor: float | None = None  # tokens/s, times the rung it is compared with
     peak_factor: float | None = None
     since_speed: float | None = None
+    case: str = ""
+    longest: float | None = None  # tokens of the longest row that trained
 
     @property
     def failed(self) -> bool:
@@ -181,9 +183,11 @@ def rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[Rung], int]:
     for record in records:  # measured again: the later record counts, in the place of the first
         latest[tuple(clean(record.get(k)) for k in ("case", "device", "mode", "rung", "peer"))] = record
     made = {place: _rung(record) for place, record in latest.items()}
+    # A rung may name a case of its own, and still be compared with one of another.
+    elsewhere = {(p[1], r.name): r for p, r in made.items() if r.mode == "cumulative" and not r.peer}
     shown = []
     for place, rung in made.items():
-        base = made.get((*place[:2], "cumulative", rung.since, ""))
+        base = made.get((*place[:2], "cumulative", rung.since, "")) or elsewhere.get((place[1], rung.since))
         if base is not None and base is not rung:
             rung = dataclasses.replace(
                 rung,
@@ -226,6 +230,8 @@ def _rung(record: Mapping[str, Any]) -> Rung:
         proof=_proof(get("proof")),
         verdict=clean(get("verdict")),
         red=tuple(clean(r) for r in reasons) if isinstance(reasons, list | tuple) else (),
+        case=clean(get("case")),
+        longest=positive(get("longest_seq")),
         error=error or ("" if found is not None else "no figure, and no reason given"),
     )
 

@@ -7,6 +7,9 @@ YAML or a shipped name -> `find` -> Ladder (entries as written) -> `rungs` -> Ru
     steps: 10                        # timed, after `warmup` more
     warmup: 3
     limit_s: 600                     # seconds one process may take
+    all_but_one: true                # then the last rung without each of its techniques
+    case: "{size}-full-{seq}"        # what the load is called; a rung may name its own
+    longest: {from: 8192, to: 1048576, factor: 1.1}  # each rung looks for the longest row that trains
     proof: {steps: 5, documents: 4}  # the same documents in every rung
     base:
       keep: false                    # true: begin with the techniques of CONFIG
@@ -21,19 +24,24 @@ YAML or a shipped name -> `find` -> Ladder (entries as written) -> `rungs` -> Ru
         from: eager                  # else the rung before
         without: [amp]
         set: {model.implementation: native}
+      - name: the other system         # on the load of the rung it is compared with
+        from: native decoder
+        peer: {trainer: {checkpointing: true}}
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, Literal
 
 from optrush import config
+from optrush.bench import peers
+from optrush.bench.peer import Peer
+from optrush.bench.written import LOAD_KEYS, WITHOUT, Base, Entry, Ladder, parse
 from optrush.config import Keys, Run, nearest
 from optrush.errors import ConfigError
 from optrush.technique import Technique, build
@@ -41,69 +49,6 @@ from optrush.techniques import ALL
 
 OWN = "config"  # the ladder made of CONFIG's own techniques
 FOLDER = Path(__file__).parent / "ladders"
-LOAD_KEYS = ("batch.seq", "batch.tokens", "batch.micro_tokens")
-# What a rung may change: else two rungs would not learn the same, and nothing could be proved of them.
-RUNG_KEYS = (*LOAD_KEYS, "model.implementation", "model.dtype")
-LADDER_KEYS = ("train", "with", "output", "data.eval")  # what the ladder itself decides
-WITHOUT = "without "
-Options = dict[str, Any]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-def _printable(name: str) -> str:
-    if not name.strip() or not name.isprintable():
-        raise ValueError("a name that can be read and printed in one line")
-    return name
-
-
-class Entry(_Part):
-    """A rung as written: what it changes of the rung it comes from."""
-
-    name: Annotated[str, Field(min_length=1, max_length=60), AfterValidator(_printable)]
-    from_: str | None = Field(default=None, alias="from")
-    with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
-    without: list[str] = []
-    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
-
-
-class Base(_Part):
-    """What is laid over CONFIG before the first rung."""
-
-    keep: bool = False
-    without: list[str] = []  # of the techniques that `keep` keeps, if they are there
-    with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
-    set_: dict[str, Any] = Field(default_factory=dict, alias="set")
-
-
-class Proof(_Part):
-    """How the rungs are shown to learn the same: training steps on the first documents of the baseline."""
-
-    steps: Annotated[int, Field(ge=2)] = 5  # after one step alone, no update would have shown
-    documents: Annotated[int, Field(ge=1)] = 4
-
-
-class Ladder(_Part):
-    """A ladder as written. `name`, `where` and `lines` say where it stands."""
-
-    title: str
-    repeats: Annotated[int, Field(ge=1)] = 3
-    steps: Annotated[int, Field(ge=1)] = 10
-    warmup: Annotated[int, Field(ge=1)] = 3
-    limit_s: Annotated[float, Field(gt=0)] = 600
-    proof: Proof = Proof()
-    base: Base = Base()
-    rungs: Annotated[list[Entry], Field(min_length=1)]
-    name: Annotated[str, Field(exclude=True)] = ""
-    where: Annotated[str, Field(exclude=True)] = ""
-    lines: Annotated[dict[Keys, int], Field(exclude=True)] = {}
-
-    def at(self, *keys: str | int) -> str:
-        """Where a value stands, for messages: file:line, or the file where nobody wrote it."""
-        line = self.lines.get(keys)
-        return self.where if line is None else f"{self.where}:{line}"
 
 
 @dataclass(frozen=True)
@@ -115,6 +60,8 @@ class Rung:
     since: str | None
     run: Run
     changes: str
+    case: str
+    peer: Peer | None = None  # who trains the run instead of us
 
 
 def named() -> list[str]:
@@ -142,29 +89,6 @@ def find(name: str, run: Run) -> Ladder:
     return parse(text, f"ladder {name}" if path == shipped else str(path), path.stem)
 
 
-def parse(text: str, where: str, name: str) -> Ladder:
-    """YAML text as a ladder.
-
-    Raises:
-        ConfigError: naming `where`:line, what was found and the nearest name.
-    """
-    try:
-        data, lines = config.document(text, where)
-    except ConfigError as error:
-        if error.asked == where:  # no mapping: what a training file begins with is no help here
-            raise ConfigError(where, error.found, "begin with `title:`, `rungs:`") from None
-        raise
-    for key in ("name", "where", "lines"):
-        if key in data:
-            raise ConfigError(f"{where}:{lines[key,]}: `{key}`", "no such key", nearest(key, _fields(Ladder)))
-    try:
-        ladder = Ladder(**data, name=name, where=where, lines=lines)
-    except ValidationError as error:
-        raise _explain(error, where, lines) from None
-    _check(ladder)
-    return ladder
-
-
 def rungs(ladder: Ladder, run: Run, cumulative_only: bool, classes: Sequence[type[Technique]] = ALL) -> list[Rung]:
     """The resolved runs: first the entries in their order, then the last one without each of its techniques.
 
@@ -180,18 +104,33 @@ def rungs(ladder: Ladder, run: Run, cumulative_only: bool, classes: Sequence[typ
         }
     )
     start = _laid(ladder, start, ladder.base, ("base",), classes)
+    if ladder.longest is not None:
+        sizes = dict.fromkeys(LOAD_KEYS, ladder.longest.from_)
+        start = _laid(ladder, start, Base(set=sizes), ("longest",), classes)
     found: dict[str, Rung] = {}
+    last: Rung | None = None  # of our own
     for i, entry in enumerate(ladder.rungs):
-        since = (entry.from_ or list(found)[-1]) if found else None
+        since = entry.from_ or (last.name if last else None)
         before = found[since].run if since else start
         resolved = _laid(ladder, before, entry, ("rungs", i), classes)
+        peer = _peer(ladder, entry, i)
         changes = differences(before, resolved) if since else "the baseline"
-        found[entry.name] = Rung(entry.name, "cumulative", since, resolved, changes)
-    last = list(found.values())[-1]
-    if not cumulative_only:
+        if peer is not None:
+            resolved = resolved.model_copy(update={"with_": {}})
+            changes = peer.title + ("" if changes == "nothing" else f", {changes}")
+        called = entry.case or ladder.case
+        found[entry.name] = Rung(
+            entry.name, "cumulative", since, resolved, changes,
+            case(resolved) if called is None else called.format(size=size(resolved), seq=resolved.batch.seq), peer,
+        )  # fmt: skip
+        last = last if peer is not None else found[entry.name]
+    assert last is not None, "the first rung is our own"
+    if ladder.all_but_one and not cumulative_only:
         for name in (c.name for c in classes if c.name in last.run.with_):
             left = last.run.model_copy(update={"with_": {k: v for k, v in last.run.with_.items() if k != name}})
-            found[WITHOUT + name] = Rung(WITHOUT + name, "without", last.name, left, differences(last.run, left))
+            found[WITHOUT + name] = Rung(
+                WITHOUT + name, "without", last.name, left, differences(last.run, left), last.case
+            )
     return list(found.values())
 
 
@@ -242,6 +181,13 @@ def case(run: Run) -> str:
     return f"{m.shape or Path(m.path or '').name}, {data}"
 
 
+def size(run: Run) -> str:
+    """The model in a case's name: 1b of llama-3.2-1b, else the whole name."""
+    name = run.model.shape or Path(run.model.path or "").name
+    found = re.search(r"(?<![a-z\d.])\d+(\.\d+)?[bm](?![a-z\d])", name.lower())
+    return found[0] if found else name
+
+
 def _own(run: Run) -> Ladder:
     """CONFIG without any technique, then its own one by one, in the order of `techniques.ALL`."""
     names = [c.name for c in ALL if c.name in run.with_]
@@ -279,55 +225,11 @@ def _laid(ladder: Ladder, run: Run, part: Base | Entry, keys: Keys, classes: Seq
     return run.model_copy(update={"with_": techniques})
 
 
-def _check(ladder: Ladder) -> None:
-    """The rules between the entries of a ladder."""
-    for key in ladder.base.set_:
-        if any(key == own or key.startswith(f"{own}.") for own in LADDER_KEYS):
-            place = f"{ladder.at('base', 'set', key)}: `{key}`"
-            raise ConfigError(place, "the ladder decides it", "leave it out; techniques stand under `with:`")
-    seen: list[str] = []
-    for i, entry in enumerate(ladder.rungs):
-        place = f"{ladder.at('rungs', i, 'name')}: `name: {entry.name}`"
-        if entry.name in seen or entry.name.startswith(WITHOUT):
-            found = (
-                "a second rung of this name" if entry.name in seen else f"names with `{WITHOUT}` are the ladder's own"
-            )
-            raise ConfigError(place, found, "give it another name")
-        if entry.from_ is not None and entry.from_ not in seen:
-            place = f"{ladder.at('rungs', i, 'from')}: `from: {entry.from_}`"
-            todo = nearest(entry.from_, seen) if seen else "leave it out of the first rung"
-            raise ConfigError(place, "no earlier rung of this name", todo)
-        for key in entry.set_:
-            if key not in RUNG_KEYS:
-                place = f"{ladder.at('rungs', i, 'set', key)}: `{key}`"
-                raise ConfigError(place, "no key that a rung may change", nearest(key, RUNG_KEYS))
-        seen.append(entry.name)
-
-
-def _explain(error: ValidationError, where: str, lines: Mapping[Keys, int]) -> ConfigError:
-    """The first mistake of many, in the house's three lines."""
-    problems = error.errors()
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    path: Keys = tuple(first["loc"])
-    name = ".".join(map(str, path))
-    if first["type"] == "missing":
-        line = lines.get(path[:-1])
-        place = f"{where}:{line}" if line and len(path) > 1 else where
-        return ConfigError(f"{place}: `{name}`", "it is missing", f"add `{path[-1]}:`")
-    known = path
-    while known and known not in lines:  # a value inside, as pydantic counts it
-        known = known[:-1]
-    place = f"{where}:{lines[known]}: `{name}`"
-    if first["type"] == "extra_forbidden":
-        part = Ladder if len(path) == 1 else Entry if path[0] == "rungs" else Proof if path[0] == "proof" else Base
-        return ConfigError(place, "no such key", nearest(str(path[-1]), _fields(part)))
-    return ConfigError(place, f"{first['input']!r}", first["msg"][0].lower() + first["msg"][1:])
-
-
-def _fields(part: type[BaseModel]) -> list[str]:
-    """The keys one may write."""
-    return [
-        f.alias or name
-        for name, f in part.model_fields.items()
-        if name not in ("name", "where", "lines") or part is Entry
-    ]
+def _peer(ladder: Ladder, entry: Entry, i: int) -> Peer | None:
+    """The other system of an entry."""
+    for name, options in (entry.peer or {}).items():
+        try:
+            return peers.build(name, options or {})
+        except ConfigError as error:
+            raise ConfigError(f"{ladder.at('rungs', i, 'peer', name)}: {error.asked}", error.found, error.do) from None
+    return None

@@ -16,6 +16,7 @@ from typing import Any
 
 STOPPED = 143  # the exit code of a climb that a signal stopped
 COMMAND = [sys.executable, "-m", "optrush.bench.worker"]
+PEER = [sys.executable, "-m", "optrush.bench.peer_worker"]  # for a request with a `peer`
 TAIL = 5  # lines of standard error that an unexplained death is given
 
 
@@ -25,7 +26,7 @@ def run_worker(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="optrush-bench-") as name:
         asked, answered, said = (Path(name) / part for part in ("request.json", "result.json", "stderr"))
         asked.write_text(json.dumps(request))
-        command = [*COMMAND, str(asked), str(answered)]
+        command = [*(PEER if "peer" in request else COMMAND), str(asked), str(answered)]
         with said.open("wb") as stderr:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
             try:

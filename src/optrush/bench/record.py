@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from optrush.errors import DataError
 
 RECORDS, RUNGS = "records.jsonl", "rungs"
-Verdict = Literal["baseline", "faster", "slower", "smaller", "noise", "red"]
+Verdict = Literal["baseline", "faster", "slower", "smaller", "longer", "shorter", "noise", "red"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Record:
 
     ladder: str
     rung: str
-    case: str  # the load: "llama-3.2-1b, random tokens"
+    case: str  # what the load is called: "1b-full-2048"; where nobody named it, "llama-3.2-1b, random tokens"
     mode: Literal["cumulative", "without"]  # "without": all of the last rung's techniques but one
     since: str | None  # the rung this one is compared with; None for the first
     changes: str  # what differs from `since`, for people
@@ -50,6 +50,7 @@ class Record:
     predicted_peak_bytes: int | None = None
     predicted_tokens_per_s: float | None = None
     basis: str | None = None  # datasheet, calibrated
+    ceiling_s: dict[str, float] = field(default_factory=dict)  # a step's seconds by part at the ceiling; computed
     mfu: float | None = None
     targets_per_s: float | None = None  # tokens that are learnt, median over the repeats
     fill: float | None = None  # real tokens / slots computed, over the timed steps
@@ -57,6 +58,10 @@ class Record:
     losses: list[float | None] = field(default_factory=list)  # of the proof's steps; None: not finite
     grad_norms: list[float | None] = field(default_factory=list)
     proof: dict[str, Any] | None = None  # against, numerics, of, tolerance, worst, ok
+    seen: dict[str, str] = field(default_factory=dict)  # what was trained: parameters, dtypes of weights and states
+    host_peak_bytes: int | None = None  # resident set of the process, the most over the repeats
+    longest_seq: int | None = None  # the longest row that trained; the figures are of it
+    tries: list[dict[str, Any]] = field(default_factory=list)  # seq, error, peak_bytes, host_peak_bytes, seconds
     peer: str | None = None  # the name of another system
     error: str | None = None  # why the rung has no figure
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from optrush.bench import charts, pictures, record, runs
+from optrush.bench import charts, pictures, record, roofline, runs, versus
 from optrush.bench.figures import (
     Rung,
     amount,
@@ -123,6 +123,7 @@ def _page(template: str, **content: Any) -> str:
     )
     house.filters |= {
         "speed": speed, "gib": gib, "times": times, "percent": percent, "plain": plain, "cut": cut,
+        "milliseconds": roofline.milliseconds,
         "signed": lambda value: percent(value, signed=True),
     }  # fmt: skip
     return house.get_template(template).render(hatching=charts.hatching(), **content)
@@ -147,7 +148,7 @@ def _put(path: Path, content: bytes) -> None:
 def _bench(records: Sequence[Mapping[str, Any]], shown: list[Rung], title: str, replaced: int) -> dict[str, Any]:
     climbed = [r for r in shown if r.mode == "cumulative"]
     without = [r for r in shown if r.mode != "cumulative"]
-    drawn = [r for r in shown if any(x is not None for x in r.losses)]
+    drawn = [r for r in shown if not r.peer and any(x is not None for x in r.losses)]
     kinds = sorted({r.memory_kind for r in shown if r.memory_kind})
     dates = sorted({clean(r["date"])[:10] for r in records if r["date"]})
     return {
@@ -158,12 +159,16 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[Rung], title: str, 
         "verdict": verdict(shown),
         "replaced": f"{amount(replaced, 'older record')} of the same rungs not shown." if replaced else "",
         "troubled": troubled(shown),
+        "versus": versus.versus(shown),
+        "versus_said": versus.said(versus.versus(shown)),
+        "longest": [r for r in shown if r.longest is not None],
         "memory_said": "; ".join(KINDS.get(k, k) for k in kinds),
         "speed_chart": _speed_chart(climbed),
         "memory_chart": _memory_chart(climbed),
         "gains_chart": _gains_chart([r for r in climbed if not r.peer]),
         "predicted_said": errors_said([r for r in shown if not r.peer]),
         "predicted_charts": _predicted_charts([r for r in shown if not r.peer]),
+        "roof": roofline.section(records),
         "without": without,
         "without_chart": _without_chart(without),
         "losses_said": losses_said(drawn),

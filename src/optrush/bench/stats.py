@@ -262,6 +262,16 @@ def judge(
     return ("slower" if faster(before, after) else "noise"), []
 
 
+def judge_longest(reached: int, before: int | None, factor: float, red: str | None) -> tuple[Verdict, list[str]]:
+    """The verdict of a rung that looked for the longest row, which is known to a factor."""
+    if red:
+        return "red", [red]
+    if before is None:
+        return "baseline", []
+    longer, shorter = reached > before * factor, before > reached * factor
+    return ("longer" if longer else "shorter" if shorter else "noise"), []
+
+
 def _once(a: Figures, b: Figures) -> bool:
     return min(len(a.speeds), len(b.speeds)) == 1
 

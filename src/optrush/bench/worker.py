@@ -25,6 +25,7 @@ from torch import Tensor
 
 from optrush import config, step
 from optrush.assemble import assemble
+from optrush.bench.peer import facts
 from optrush.bench.record import put
 from optrush.config import Run
 from optrush.data import stream
@@ -38,11 +39,12 @@ from optrush.errors import RunError, UserError
 from optrush.fit import batches
 from optrush.job import Job
 from optrush.launch import die_with_parent
-from optrush.meter import Meter
+from optrush.meter import Meter, resident
 from optrush.model.adapter import Adapter
 from optrush.prepare import Prepared, prepare
 from optrush.train import Plan, train
 
+UNASKED = "no proof: none was asked for at this length"
 NO_MEMORY = ("out of memory", "can't allocate memory")  # as CUDA's allocator and the CPU's say it
 
 
@@ -83,17 +85,21 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
     Args:
         run: the rung; its `train.steps` are the warm-up and the timed steps.
         baseline: the rung whose documents the proof takes.
+        proof_steps: 0: no proof is asked for.
     """
     prepared = prepare(run)
     job = assemble(prepared)
     plan = Plan(job, job.stream.plan(None, run.train.steps))
-    start = Start(job)
-    documents = first_documents(job, prepared, baseline, proof_documents)
-    proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": obstacle(job, documents)}
+    documents: list[tuple[int, Document]] = []
+    proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": UNASKED}
+    if proof_steps:
+        documents = first_documents(job, prepared, baseline, proof_documents)
+        proof["note"] = obstacle(job, documents)
+    start = Start(job) if proof["note"] is None else None
     fills: list[float] = []
     job.batches = filled(batches(job, plan), fills)
     with reading(job.batches):
-        if proof["note"] is None:
+        if start is not None:
             laid = lay(job, documents, most=plan.length.widest)
             proof |= prove(job, laid, proof_steps)
             start.restore()
@@ -107,7 +113,7 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
         raise meter.failure
     timed = [line for line in meter.lines if line["step"] > warmup]
     memory = meter.memory()
-    if proof["note"] is None:  # who behaves while he is watched is watched once more
+    if start is not None:  # who behaves while he is watched is watched once more
         start.restore()
         proof["again"] = prove(job, laid, 1)
     shares = [line["mfu"] for line in timed if line["mfu"] is not None]
@@ -124,6 +130,9 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
         "fill": statistics.mean(fills[warmup:]),
         "data_wait": statistics.median(line["data_wait_s"] / line["step_s"] for line in timed),
         **memory,
+        "host_peak_bytes": resident(),
+        "micro_tokens": job.setup.micro_rows * job.setup.seq,
+        "seen": seen(job),
         "device": job.setup.device.name,
         "changed": job.describe(),
         "environment": {
@@ -132,6 +141,12 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
             **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         },
     }
+
+
+def seen(job: Job) -> dict[str, str]:
+    """What is trained and in which precision, in the words that another system's rung has."""
+    states = (s for by_name in job.optimizer.state().values() for s in by_name.values())
+    return facts(sum(t.parameter.numel() for t in job.trained), [t.local for t in job.trained], states)
 
 
 def filled(steps: Iterator[list[Batch]], fills: list[float]) -> Iterator[list[Batch]]:

@@ -85,6 +85,7 @@ def _clean(run: Run, folder: Path) -> dict[str, Any]:
     """Cleans what the run names and writes the folder; returns the record."""
     from optrush import clean_page
     from optrush.data import files
+    from optrush.data.cache import root
     from optrush.data.clean import clean
     from optrush.data.cleaning.output import folder_for, write_rows
     from optrush.data.tokenizer import open_tokens
@@ -95,16 +96,17 @@ def _clean(run: Run, folder: Path) -> dict[str, Any]:
         found = "no `data.path`" if d.path is None else "no `data.clean`"
         do = "say what and how: --set data.clean.exact_duplicates=true, or `clean:` under `data:`"
         raise ConfigError(f"to clean into {folder}", found, do)
+    cache = root(d.cache)
     named = [p if isinstance(p, str) else p.path for p in ([d.path] if isinstance(d.path, str) else d.path)]
-    reads = list(dict.fromkeys(file for path in named for file in files.find(path)))
+    reads = list(dict.fromkeys(file for path in named for file in files.find(path, cache)))
     tokens = None
     if d.clean.tokens is not None and (run.model.path or run.model.tokenizer):
         tokens = open_tokens(run, None if run.model.path is None else locate(run, weights=False)[0])
-    evaluation = [] if d.clean.decontaminate is None else files.find(d.clean.decontaminate)
+    evaluation = [] if d.clean.decontaminate is None else files.find(d.clean.decontaminate, cache)
     with folder_for(folder, [*reads, *evaluation]) as new, _bar() as progress:
         cleaned = clean(
             reads, d.clean, tokens=tokens, text_rows=d.text_rows, bad_rows=d.bad_rows, most_bad=d.most_bad,
-            workers=d.workers, progress=progress, folder=new,
+            workers=d.workers, progress=progress, folder=new, cache=cache,
         )  # fmt: skip
         model = run.model.model_dump(include={"path", "tokenizer"}, exclude_none=True) if tokens else {}
         record = {**write_rows(cleaned, new), "model": model}

@@ -19,7 +19,12 @@ def bench(
     config: Config,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where records and report go", show_default=False)],
     ladder: Annotated[
-        str, typer.Option("--ladder", metavar="NAME|FILE", help="config, single-gpu, cpu-demo, or a YAML file")
+        str,
+        typer.Option(
+            "--ladder",
+            metavar="NAME|FILE",
+            help="config, single-gpu, memory, long-context, peers, data, cpu-demo, or a YAML file",
+        ),
     ] = "config",
     cumulative_only: Annotated[
         bool, typer.Option("--cumulative-only", help="leave out the rungs that take one technique away")

@@ -36,7 +36,7 @@ def techniques(as_json: Json = False) -> None:
         return
     for row in rows:
         options = " ".join(f"{k}={v['default']}" for k, v in row["options"].items())
-        print(f"{row['name']:<12} {row['summary']}")
+        print(f"{row['name']:<19} {row['summary']}")
         owns = ", ".join(row["claims"]).lower() or "nothing alone"
         promise = row["numerics"].lower().replace("_", " ")
-        print(f"{'':<12} {promise}; owns {owns}" + (f"; options: {options}" if options else ""))
+        print(f"{'':<19} {promise}; owns {owns}" + (f"; options: {options}" if options else ""))

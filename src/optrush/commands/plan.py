@@ -41,8 +41,9 @@ def plan(
 ) -> None:
     """Predict memory and speed, and find better settings.
 
-    Nothing is built and nothing is written, but --out FILE. Memory is shown by line at the moment of its peak; speed
-    rests on the device's datasheet and on the share of it that such work reached on one H200, and says so.
+    Nothing is built and nothing is written, but --out FILE. Memory is shown by line at the moment of its peak. Speed
+    rests on the rates that `optrush calibrate` measured on the device; without them on its datasheet and on the share
+    of it that such work reached on one H200, and says so.
     """
     run = read_run(config, set_, with_, without)
     from optrush import plan as planner
@@ -129,9 +130,11 @@ def _text(
     width = max((len(what) for what, _ in found.lost), default=0)
     lines += [f"  {what:<{width}}  {why}" for what, why in found.lost]
     lines += ["", "the same on models of the family"]
-    for name, parameters, other in planner.family(run, hardware, found.settings[0]):
+    rows = list(planner.family(run, hardware, found.settings[0]))
+    width = max((len(name) for name, _, _ in rows), default=0)
+    for name, parameters, other in rows:
         cost = "does not fit" if other is None else f"{_short(other)}{_hours(other)}"
-        lines.append(f"  {name:<14} {parameters / 1e9:6.2f} G parameters  {cost}")
+        lines.append(f"  {name:<{width}} {parameters / 1e9:6.2f} G parameters  {cost}")
     return lines
 
 
@@ -147,6 +150,8 @@ def memory(p: Prediction) -> list[str]:
         f"  {p.device}: {p.peak_bytes / GIB:.2f} GiB{room}, {fits}; the peak lies in: {p.phase}",
         f"  {p.parameters / 1e9:.3f} G parameters x {total:.3g} bytes ({kinds})",
     ]
+    if p.host_bytes:
+        lines.append(f"  and {p.host_bytes / GIB:.2f} GiB of pinned host memory")
     shown = sorted((i for i in p.lines if i.bytes >= SMALL * p.peak_bytes), key=lambda i: -i.bytes)
     rest = p.peak_bytes - sum(i.bytes for i in shown)
     width = max((len(i.name) for i in shown), default=0)
@@ -158,7 +163,7 @@ def memory(p: Prediction) -> list[str]:
 
 def work(p: Prediction) -> list[str]:
     """Where the time of a step goes, longest first; what host and link do lies beside what the device does."""
-    lines = [f"  speed: {_speed(p)}"]
+    lines = [f"  speed: {_speed(p)}", *([f"  rates: {p.rates_from}"] if p.rates_from else [])]
     total = sum(e.seconds for e in p.work if e.where == "device")
     shown = sorted((e for e in p.work if e.seconds >= 2 * SMALL * total), key=lambda e: -e.seconds)
     for e in shown:
@@ -178,7 +183,7 @@ def work(p: Prediction) -> list[str]:
 
 def _speed(p: Prediction) -> str:
     if p.tokens_per_s is None:
-        return "not known for this device"
+        return "not known for this device: optrush calibrate measures its rates"
     return f"about {p.tokens_per_s:,.0f} tokens/s (basis: {p.basis})"
 
 

@@ -169,20 +169,23 @@ def _techniques(machine: Machine) -> list[str]:
     return [line for standing in machine.techniques for line in _standing(standing)]
 
 
+NAME = 19  # letters of a technique's name
+
+
 def _standing(standing: Standing) -> list[str]:
     word = _coloured("ok   ", "green") if standing.runs else _coloured("lacks", "red")
-    lines = [f"{standing.name:<13} {word}  {standing.summary}"]
+    lines = [f"{standing.name:<{NAME}} {word}  {standing.summary}"]
     if standing.several:
         need = standing.lacks[0]
-        lines.append(f"{'':<13} {'':<5}  with several ranks: {need.do}")
+        lines.append(f"{'':<{NAME}} {'':<5}  with several ranks: {need.do}")
     elif not standing.runs:
-        lines += [line for need in standing.lacks for line in _lacks(need, " " * 14)]
+        lines += [line for need in standing.lacks for line in _lacks(need, " " * (NAME + 1))]
     fits = [name for name, lacks in standing.options if not lacks]
     if fits:
-        lines.append(f"{'':<13} {'':<5}  also {', '.join(fits)}")
+        lines.append(f"{'':<{NAME}} {'':<5}  also {', '.join(fits)}")
     for name, lacks in standing.options:
         if lacks and standing.runs:
-            lines += _lacks(lacks[0], " " * 14, name)
+            lines += _lacks(lacks[0], " " * (NAME + 1), name)
     return lines
 
 

@@ -30,6 +30,14 @@ class Documents(NamedTuple):
     single: bool  # on the host: every row begins one document and nothing but padding follows it
 
 
+class Counts(NamedTuple):
+    """Of one row, on the host: what the batch's tensors do not tell of it."""
+
+    tokens: int  # real tokens
+    attended: int  # sum of squared document lengths
+    samples: tuple[int, ...]  # global sample indices
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch of one rank."""
@@ -43,10 +51,34 @@ class Batch:
     n_tokens: int  # real tokens, padding excluded
     attended: int  # sum of squared document lengths: what causal attention costs
     samples: tuple[int, ...]  # global sample indices
+    rows: tuple[Counts, ...]  # the last three, row by row
+
+    def parts(self, most: int) -> list[Batch]:
+        """The batch in parts of at most `most` rows, together the same rows in the same order; from the host's."""
+        B = len(self.rows)
+        return [self] if most >= B else [self._part(first, min(B, first + most)) for first in range(0, B, most)]
+
+    def _part(self, first: int, last: int) -> Batch:
+        """The rows [first, last), views of this batch's but for `starts`. `longest` stays: it is a bound, and for
+        another one compiled code would be compiled anew."""
+        B, T = self.tokens.shape
+        starts, room = self.documents.starts, len(self.documents.starts) - 1
+        inside = starts[(starts >= first * T) & (starts < last * T)] - first * T  # rows begin documents
+        fixed = starts.new_full((max(len(inside), -(-room * (last - first) // B)) + 1,), (last - first) * T)
+        fixed[: len(inside)] = inside
+        labels = self.labels[first:last]
+        learnt = int((labels != IGNORE).sum())
+        held = self.rows[first:last]
+        return Batch(
+            self.tokens[first:last], labels, self.positions[first:last],
+            self.documents._replace(starts=fixed, ids=self.documents.ids[first:last]),
+            learnt, learnt, sum(r.tokens for r in held), sum(r.attended for r in held),
+            tuple(s for r in held for s in r.samples), held,
+        )  # fmt: skip
 
     def to(self, device: torch.device) -> Batch:
         """The batch on a device; from pinned memory, without waiting where the device allows it."""
-        if device.type == "cpu":
+        if device.type == "cpu" or self.tokens.device == device:
             return self
         return self._each(lambda t: t.pin_memory().to(device, non_blocking=True))
 
@@ -78,21 +110,20 @@ def collate(
     positions = np.zeros((B, T), np.int32)
     ids = np.zeros((B, T), np.int32)
     lengths: list[int] = []
-    samples: list[int] = []
-    real, attended, longest = 0, 0, 1
+    counts: list[Counts] = []
+    longest = 1
     for b, row in enumerate(rows):
         at, spans = 0, []
-        for sample, document in row:
+        for _, document in row:
             n = len(document)
             assert 0 < n <= T - at, "a row was filled past its end"
             tokens[b, at : at + n] = document.ids
             labels[b, at : at + n - 1] = np.where(document.targets[1:], document.ids[1:], IGNORE)
-            samples.append(sample)
             spans.append(n)
             at += n
         if not isolated and row:
             spans = [at]
-        real, attended = real + at, attended + sum(n * n for n in spans)
+        counts.append(Counts(at, sum(n * n for n in spans), tuple(sample for sample, _ in row)))
         if at < T:
             spans.append(T - at)
         ends = np.cumsum(spans)
@@ -109,5 +140,6 @@ def collate(
     return Batch(
         torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
         Documents(torch.from_numpy(starts), torch.from_numpy(ids), bucket, single),
-        learnt, learnt, real, attended, tuple(samples),
+        learnt, learnt, sum(c.tokens for c in counts), sum(c.attended for c in counts),
+        tuple(s for c in counts for s in c.samples), tuple(counts),
     )  # fmt: skip

@@ -8,6 +8,7 @@ with scores scaled by E^-0.5, and query head h reading key/value head h // (H / 
     sdpa     torch's fused attention; one document a row: causal without a mask, else a boolean mask
     varlen   torch's variable-length flash attention over documents.starts; CUDA, bfloat16 or float16
     cudnn    torch's fused attention held to cuDNN's kernel; CUDA, one document a row
+    fa4      flash-attn-4 (kernels/flash4.py); Hopper and later, bfloat16 or float16
 
 Isolation. No value of one document reaches another's outputs: what a mask hides has probability exactly 0, so changed
 values of document A leave every bit of B. But 0 * NaN is NaN: in p @ v, and in the backward in ds @ k and ds^T @ q. So
@@ -29,6 +30,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
+from optrush.kernels.flash4 import flash4
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents], Tensor]
 
@@ -104,7 +106,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     return out.transpose(1, 2)
 
 
-ATTENTIONS: dict[str, Attend] = {"masked": masked, "sdpa": sdpa, "varlen": varlen, "cudnn": cudnn}
+ATTENTIONS: dict[str, Attend] = {"masked": masked, "sdpa": sdpa, "varlen": varlen, "cudnn": cudnn, "fa4": flash4}
 
 
 def _isolated(

@@ -10,7 +10,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
-from optrush.kernels import cross_entropy
+from optrush.errors import NeedsError
+from optrush.kernels import cross_entropy, libraries
 from optrush.kernels.cross_entropy import Reduce
 
 
@@ -74,3 +75,23 @@ class Chunked(_Kernel):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return cross_entropy.chunked_nll(*args, chunk=self.chunk, inner=self._inner, **kwargs)
+
+
+@dataclass(frozen=True)
+class Package(_Kernel):
+    """A kernel library's sum in training; evaluation, which makes no gradients, as `Chunked`."""
+
+    function: Callable[[Tensor, Tensor, Tensor, int], Tensor] = libraries.quack  # hidden, weight, labels, chunk
+    chunk: int = 4096
+
+    @cached_property
+    def _evaluation(self) -> Chunked:
+        return Chunked(self.mode, self.chunk)
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
+            return self._evaluation(hidden, weight, labels, **kwargs)
+        if kwargs["reduce"] != "sum" or kwargs["weights"] is not None:
+            found = "an objective that weighs tokens or wants their losses one by one"
+            raise NeedsError(f"{self.function.__name__}'s loss kernel", found, "take fused-loss:impl=chunked")
+        return self.function(hidden, weight, labels, self.chunk)

@@ -12,7 +12,7 @@ The padding id is an ordinary token: transformers gives its embedding row no gra
 learns like any other, since padding is never a target and never read.
 
 Built on the meta device and without buffers: nothing is lost when real memory is given to it. Techniques change it
-through its slots (`through`, `block.attend`, `head.nll`, `head.part`) and by swapping instances.
+through its slots (`through`, `block.attend`, `linear.product`, `head.nll`, `head.part`) and by swapping instances.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from torch import Tensor, nn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.kernels import attention
+from optrush.kernels import attention, swiglu
 from optrush.kernels.cross_entropy import Reduce
 from optrush.kernels.nll import Nll, Whole
 from optrush.shapes import HF, ModelShape, RopeShape
 
 Pieces = tuple[tuple[str, int], ...]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x (..., width), weight (rows, width), bias (rows,) or None) -> (..., rows)"""
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -48,6 +50,11 @@ class Linear(nn.Linear):
     ) -> None:
         super().__init__(width, groups * sum(rows for _, rows in pieces), bias=bias, device=device, dtype=dtype)
         self.groups, self.pieces = groups, pieces
+        self.product: Product = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., width) -> (..., rows)."""
+        return self.product(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -110,6 +117,7 @@ class Block(nn.Module):
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
         self.attend: attention.Attend = attention.masked
+        self.feed: Callable[[Tensor, nn.Module, nn.Module], Tensor] = swiglu.gated
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
         """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D)."""
@@ -122,9 +130,7 @@ class Block(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
         x = x + self.o(self.attend(q, k, v, documents).reshape(B, T, -1))
-        gate, up = self.gate_up(self.norm2(x)).view(B, T, -1, 2).unbind(-1)  # (B, T, F)
-        out: Tensor = x + self.down(F.silu(gate) * up)
-        return out
+        return x + self.feed(self.norm2(x), self.gate_up, self.down)
 
 
 class Head(nn.Module):

@@ -1,7 +1,8 @@
 """AdamW over plain local tensors: the same maths on one rank and on a shard, states under canonical names.
 
-Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101; the kernels are torch's own functional AdamW, which
-takes tensors (no DTensor) and so serves every sharding.
+Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. float32 weights go through torch's own functional
+AdamW, which takes tensors (no DTensor) and so serves every sharding; bfloat16 weights through kernels/adamw_update.py,
+where they are rounded other than to the nearest, or updated in one launch on a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from optrush.config import Optim
+from optrush.kernels import adamw_update as kernel
+from optrush.kernels.adamw_update import Rounding
 
 
 class Learnt(Protocol):
@@ -27,15 +30,24 @@ class Learnt(Protocol):
     def local(self) -> Tensor: ...
     @property
     def grad(self) -> Tensor | None: ...
+    @property
+    def whole(self) -> tuple[int, ...]: ...
+    @property
+    def offset(self) -> tuple[int, ...]: ...
 
 
 class Optimizer(Protocol):
     """What `update` calls and checkpoints read. State tensors are shaped like the parameter, or one value."""
 
     reads_host: bool  # it reads the device in each step (and says so in describe())
+    rounding: Rounding  # how it rounds bfloat16 weights: what the job asks for, or the run is refused
 
-    def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        """One update with gradients divided by `grad_scale`; nothing at all changes where `found_inf` is 1."""
+    def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
+        """One update with gradients divided by `grad_scale`; nothing at all changes where `found_inf` is 1.
+
+        Args:
+            only: these of the trained parameters, by ascending index; None: all that have a gradient.
+        """
         ...
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
@@ -46,36 +58,82 @@ class Optimizer(Protocol):
 class AdamW:
     """Decoupled weight decay; norms and biases never decay (`Trained.decays`).
 
-    Memory: 8 bytes a parameter (two moments in the weight's dtype: 4 bytes in pure bf16), one count a parameter.
-    fused: one kernel for all parameters, which unscales, skips and steps without a host read. Otherwise torch's loop
-        over parameters, the baseline: it reads rate, scale and flag on the host.
+    Memory: 8 bytes a parameter (two moments in the weight's dtype: 4 bytes in pure bf16, 6 with `kahan`), one count a
+        parameter.
+    fused: one kernel for all parameters, which unscales, skips and steps without a host read. Otherwise a loop over
+        parameters: torch's, the baseline, which reads rate, scale and flag on the host; or, of bfloat16 weights that
+        are not rounded to the nearest, one launch of our kernel for each, which reads nothing there.
     """
 
-    def __init__(self, trained: Sequence[Learnt], optim: Optim, *, fused: bool) -> None:
-        self.trained, self.optim, self.fused = list(trained), optim, fused
-        self.reads_host = not fused
-        self.mean = [torch.zeros_like(t.local) for t in self.trained]
-        self.square = [torch.zeros_like(t.local) for t in self.trained]
-        self.count = [torch.zeros((), dtype=torch.float32, device=t.local.device) for t in self.trained]
+    def __init__(
+        self, trained: Sequence[Learnt], optim: Optim, *, fused: bool, rounding: Rounding = "nearest", seed: int = 0
+    ) -> None:
+        self.trained, self.optim, self.fused, self.rounding = list(trained), optim, fused, rounding
+        local = [t.local for t in self.trained]
+        self.mean, self.square = ([torch.zeros_like(w) for w in local] for _ in range(2))
+        # Of which parameters the group has which: those that torch's AdamW does not serve.
+        self.place: dict[int, int] = {}
+        for i, w in enumerate(local):
+            if w.dtype == torch.bfloat16 and (rounding != "nearest" or (fused and w.is_cuda)):
+                self.place[i] = len(self.place)
+        self.reads_host = not fused and len(self.place) < len(local)
+        self.count = [torch.zeros((), dtype=torch.float32, device=w.device) for w in local]
+        if self.place:
+            self._group(local, seed)
 
-    def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
+    def _group(self, local: list[Tensor], seed: int) -> None:
+        """What the kernel updates, and by which call."""
+        at, device = list(self.place), local[next(iter(self.place))].device
+        mine = [self.trained[i] for i in at]
+        decays = [self.optim.weight_decay if t.decays else 0.0 for t in mine]
+        words = [kernel.key_words(seed, t.name) for t in mine]
+        self.group = kernel.Group(
+            weights=[local[i] for i in at],
+            means=[self.mean[i] for i in at],
+            squares=[self.square[i] for i in at],
+            counts=torch.zeros(len(at), dtype=torch.float32, device=device),
+            remainders=[torch.zeros_like(local[i]) for i in at] if self.rounding == "kahan" else None,
+            decays=torch.tensor(decays, dtype=torch.float64, device=device),
+            words=torch.tensor(words, dtype=torch.int64, device=device),
+            spans=[kernel.span(t.whole, t.local.shape, t.offset) for t in mine],
+            betas=self.optim.betas,
+            eps=torch.tensor(self.optim.eps).item(),
+            rounding=self.rounding,
+        )
+        for i, count in zip(at, self.group.counts):
+            self.count[i] = count  # a view: the group counts
+        self.update: kernel.Update = kernel.Loop(self.group)
+        if device.type == "cuda":
+            from optrush.kernels.adamw_triton import Launcher
+
+            self.update = Launcher(self.group)
+
+    def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
+        chosen = range(len(self.trained)) if only is None else only
+        grads = {i: g for i in chosen if (g := self.trained[i].grad) is not None}
+        mine = [i for i in grads if i in self.place]
+        together = list(kernel.runs(mine)) if self.fused else [(i, i + 1) for i in mine]
+        for first, last in together:
+            here = [grads.pop(i).contiguous() for i in range(first, last)]
+            self.update(here, lr, grad_scale.float(), found_inf.bool(), self.place[first])
         if self.fused:
-            self._groups(lr, grad_scale.float(), found_inf.float())
-        elif not found_inf.item():
-            grads = [t.grad for t in self.trained if t.grad is not None]
-            torch._foreach_div_(grads, grad_scale.item())
-            self._groups(lr.item(), None, None)
+            self._groups(grads, lr, grad_scale.float(), found_inf.float())
+        elif grads and not found_inf.item():
+            torch._foreach_div_(list(grads.values()), grad_scale.item())
+            self._groups(grads, lr.item(), None, None)
 
-    def _groups(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    def _groups(
+        self, grads: Mapping[int, Tensor], lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
         o = self.optim
         for decays in (True, False):
-            at = [i for i, t in enumerate(self.trained) if t.decays == decays and t.grad is not None]
+            at = [i for i in grads if self.trained[i].decays == decays]
             if not at:
                 continue
             with torch.no_grad():
                 torch_adamw(
                     [self.trained[i].local for i in at],
-                    [g for i in at if (g := self.trained[i].grad) is not None],
+                    [grads[i] for i in at],
                     [self.mean[i] for i in at],
                     [self.square[i] for i in at],
                     [],
@@ -87,4 +145,8 @@ class AdamW:
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         rows = zip(self.trained, self.mean, self.square, self.count)
-        return {t.name: {"mean": m, "square": s, "count": c} for t, m, s, c in rows}
+        found = {t.name: {"mean": m, "square": s, "count": c} for t, m, s, c in rows}
+        if self.place and self.group.remainders is not None:
+            for i, k in self.place.items():
+                found[self.trained[i].name]["compensation"] = self.group.remainders[k]
+        return found

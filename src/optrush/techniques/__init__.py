@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from optrush.technique import Technique
+from optrush.techniques.adam8bit import Adam8bit
 from optrush.techniques.amp import Amp
 from optrush.techniques.attention import Attention
 from optrush.techniques.bf16 import Bf16
 from optrush.techniques.compile import Compile
+from optrush.techniques.cuda_graphs import CudaGraphs
 from optrush.techniques.ddp import Ddp
+from optrush.techniques.fp8 import Fp8
 from optrush.techniques.fsdp import Fsdp
 from optrush.techniques.fused_adamw import FusedAdamW
+from optrush.techniques.fused_block import FusedBlock
 from optrush.techniques.fused_loss import FusedLoss
+from optrush.techniques.kahan import Kahan
 from optrush.techniques.loader import Loader
+from optrush.techniques.max_autotune import MaxAutotune
+from optrush.techniques.memory_cap import MemoryCap
+from optrush.techniques.micro_batch import MicroBatch
+from optrush.techniques.offload_activations import OffloadActivations
 from optrush.techniques.packing import Packing
 from optrush.techniques.pad import Pad
 from optrush.techniques.recompute import Recompute
+from optrush.techniques.selective_recompute import SelectiveRecompute
 from optrush.techniques.sort_by_length import SortByLength
+from optrush.techniques.stochastic_rounding import StochasticRounding
+from optrush.techniques.update_in_backward import UpdateInBackward
 from optrush.techniques.wrap import Wrap
 
 ALL: tuple[type[Technique], ...] = (
     Amp,
     Bf16,
+    StochasticRounding,
+    Kahan,
     FusedAdamW,
+    Adam8bit,
     Attention,
+    FusedBlock,
     Compile,
+    MaxAutotune,
+    Fp8,
     Pad,
     SortByLength,
     Wrap,
@@ -31,6 +49,12 @@ ALL: tuple[type[Technique], ...] = (
     Loader,
     FusedLoss,
     Recompute,
+    SelectiveRecompute,
+    OffloadActivations,
+    UpdateInBackward,
+    CudaGraphs,
     Ddp,
     Fsdp,
+    MicroBatch,
+    MemoryCap,
 )

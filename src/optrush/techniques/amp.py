@@ -25,6 +25,9 @@ class Amp(Technique):
     fp16's gradients underflow, so the loss is multiplied by a scale that halves when an update overflows and doubles
     after 2000 good ones; the update unscales. bf16 has float32's range and needs none.
 
+    stream: what flows between blocks, and is added to, stays float32 as autocast leaves it, or takes the products' type
+        from the embedding on, as in a model whose weights are cast as a whole.
+
     Source: Micikevicius et al., https://arxiv.org/abs/1710.03740
     Memory: activations at 2 bytes instead of 4; a cast copy of each weight while it is used (autocast keeps them for
         the backward pass: 2 bytes a parameter); 16 bytes a parameter stay.
@@ -32,6 +35,7 @@ class Amp(Technique):
     """
 
     dtype: Literal["bf16", "fp16"] = "bf16"
+    stream: Literal["float32", "half"] = "float32"
 
     name = "amp"
     summary = "mixed precision: float32 weights, products in bf16, or in fp16 with loss scaling"
@@ -59,6 +63,9 @@ class Amp(Technique):
     def predict(self, setup: Setup) -> Iterator[Rule]:
         yield retype({"product": 2, "cast": 2, "narrowing": 2}, "products and what they save take 2 bytes a value")
         yield live("tied.sum", "the cast gradient is added in place", gone=True)
+        if self.stream == "half":
+            yield retype({"residual": 2, "widening": 2}, "what flows between blocks, too; norms widen it")
+            yield live("saved.middle.wide", "the stream is as narrow as the products", gone=True)
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
@@ -70,6 +77,9 @@ class Amp(Technique):
 
         job.precision = torch.bfloat16 if self.dtype == "bf16" else torch.float16
         job.autocast = True  # the owner of the data axis may realise it instead
+        if self.stream == "half":
+            half = job.precision
+            job.model.embedding.register_forward_hook(lambda module, inputs, out: out.to(half))
         return 1
 
     def drive(self, job: Job) -> int:

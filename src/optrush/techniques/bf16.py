@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from optrush.baseline import rounded_update
 from optrush.ledger import Role, Rule, retype
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -17,28 +18,36 @@ if TYPE_CHECKING:
 class Bf16(Technique):
     """Everything in bfloat16, with no float32 copy of the weights.
 
-    Freezes small updates: a weight moves only when its update exceeds about 1/256 of it, so at small learning rates
-    most weights never move (Differs from stochastic rounding, which the ladder does not have yet). Check held-out
-    loss before you trust it.
+    Updated weights are rounded stochastically, unless another technique owns the rounding. To the `nearest`, a weight
+    moves only when its update exceeds about 1/256 of it: at small learning rates most weights then never move.
 
     Source: Kalamkar et al., https://arxiv.org/abs/1905.12322
     Memory: 8 bytes a parameter (2 weight, 2 gradient, 4 states) instead of 16.
     Work: products at the bf16 rate; half the bytes in every elementwise operator and in the optimizer.
+    Differs from the source: it keeps a float32 copy of the weights.
     """
 
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+
     name = "bf16"
-    summary = "pure bf16 weights, gradients and states; freezes small updates (no stochastic rounding yet)"
+    summary = "pure bf16 weights, gradients and states, stochastic rounding of the weights"
     source = "https://arxiv.org/abs/1905.12322"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_bf16.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.PRECISION})
+    claims = frozenset({Part.PRECISION, Part.WEIGHTS})
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         yield Need(
             setup.dtype == "float32",
             "`bf16` makes bf16 weights of float32 ones",
             f"`model.dtype: {setup.dtype}`",
+            "leave one of the two out",
+        )
+        yield Need(
+            self.rounding == "stochastic" or Part.ROUNDING not in setup.owned,
+            f"`bf16:rounding={self.rounding}`",
+            "another technique says how weights are rounded",
             "leave one of the two out",
         )
         if setup.device.kind == "cuda":
@@ -53,10 +62,19 @@ class Bf16(Technique):
         everything: dict[Role, float] = {"weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2}
         yield retype(everything, "8 bytes a parameter, and 2 bytes a saved value")
         yield retype({"narrowing": 2, "widening": 2}, "norms and softmax still run in float32")
+        if self.rounding == "stochastic":  # or another that is not the nearest
+            yield from rounded_update(setup)
 
     def model(self, job: Job) -> int:
         import torch
 
         job.model.to(torch.bfloat16)  # still on meta; buffers are restored in their own dtype
-        job.notes.append("bf16: small updates are rounded away; there is no float32 copy of the weights")
         return sum(1 for _ in job.model.parameters())
+
+    def adapt(self, job: Job) -> int:
+        if Part.ROUNDING in job.setup.owned:
+            return 0
+        job.rounding = self.rounding
+        if self.rounding == "stochastic":
+            demand_triton(self.name, job.setup.device)
+        return 1

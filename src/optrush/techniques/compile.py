@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Compile(Technique):
     """Compiles in place, and the head's kernel as far as it allows.
 
-    blocks: each block by itself. Equal blocks share one compilation, so it costs one block's time, not the model's.
+    blocks: each block by itself, and the last norm. Equal blocks share one compilation, so it costs one block's time,
+        not the model's.
     model: all from the tokens to the last norm as one graph, one rank only. Compiles longer by the number of blocks.
 
     Source: Ansel et al., https://doi.org/10.1145/3620665.3640366
@@ -29,7 +30,6 @@ class Compile(Technique):
     """
 
     scope: Literal["blocks", "model"] = "blocks"
-    mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
 
     name = "compile"
     summary = "torch.compile, a block at a time or the whole model, and the loss, fixed shapes"
@@ -37,7 +37,7 @@ class Compile(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_compile.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.WIDTH})  # one: each other width would be compiled anew
+    claims = frozenset({Part.COMPILED, Part.WIDTH})  # one width: each other would be compiled anew
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         yield Need(
@@ -54,11 +54,12 @@ class Compile(Technique):
         if self.scope == "blocks":
             yield live("saved.middle.wide", "the product that was added is kept instead", gone=True)
         yield live("*.eager", why, gone=True)
-        yield live("*.launches", why, gone=True)
-        yield add(Work("compiled", "about 20 kernels a block", "micro", launches=20 * setup.blocks))
+        yield live("*.launches", why, fusable=True, gone=True)
+        yield add(Work("compiled.launches", "about 20 kernels a block", "micro", launches=20 * setup.blocks))
 
     def compile(self, job: Job) -> int:
         import torch
+        from torch import nn
 
         from optrush.model.decoder import Decoder
 
@@ -70,8 +71,10 @@ class Compile(Technique):
         if whole and isinstance(model, Decoder):
             # The decoder makes its frequencies when it is first asked: inside the graph that would compile it twice.
             model.angles(torch.zeros(1, 1, device=job.world.device), torch.float32)
-        modules = [model] if whole else list(model.blocks.values())
+        modules: list[nn.Module] = [model] if whole else [*model.blocks.values()]
+        if not whole and isinstance(model, Decoder):
+            modules.append(model.norm)
         for module in modules:
-            module.compile(fullgraph=job.setup.native, dynamic=False, mode=self.mode)
-        head.nll = head.nll.compiled(self.mode)
+            module.compile(fullgraph=job.setup.native, dynamic=False, mode=job.compile_mode)
+        head.nll = head.nll.compiled(job.compile_mode)
         return len(modules) + 1

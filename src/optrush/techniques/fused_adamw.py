@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optrush.ledger import Rule, live
-from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.technique import Numerics, Part, Setup, Technique, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class FusedAdamW(Technique):
     """One kernel over all parameters that unscales, clips, skips and steps; the baseline loops over them.
+
+    float32 weights: torch's. bfloat16 weights on a GPU: our own Triton kernel, which rounds as the run asks for.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.AdamW.html (fused=True)
     Memory: unchanged, 8 bytes a parameter in float32; the loop's temporaries go.
@@ -34,7 +36,11 @@ class FusedAdamW(Technique):
         yield live("update.loop", "one kernel makes no temporaries", gone=True)
 
     def optimizer(self, job: Job) -> int:
+        import torch
+
         from optrush.optim.adamw import AdamW
 
-        job.optimizer = AdamW(job.trained, job.run.optim, fused=True)
+        if any(t.local.dtype == torch.bfloat16 for t in job.trained):
+            demand_triton(self.name, job.setup.device)
+        job.optimizer = AdamW(job.trained, job.run.optim, fused=True, rounding=job.rounding, seed=job.run.seed)
         return 1

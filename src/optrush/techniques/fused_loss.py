@@ -4,51 +4,106 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from optrush.errors import NeedsError
 from optrush.ledger import Line, Rule, like, live
-from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
 
 if TYPE_CHECKING:
     from optrush.job import Job
+
+
+CHUNK = 4096
+LIGER_CHUNK = 1024  # tokens, about what Liger takes at 16 to 32 thousand of them and the Llama vocabulary
 
 
 @dataclass(frozen=True)
 class FusedLoss(Technique):
     """Computes a chunk's logits, its loss and its gradients at once, and forgets the logits.
 
+    chunked: plain torch products around a compilable softmax; any device and type, biases, softcaps, losses by token.
+    quack: the package quack-kernels, whose products exponentiate in their epilogue; bf16 on Hopper.
+    liger: the package liger-kernel (Triton); CUDA. It chooses its chunk itself.
+
     Source: Wijmans et al., https://arxiv.org/abs/2411.09009; the chunking as in Liger, https://arxiv.org/abs/2410.10989
-    Memory: chunk*V*(2+4) bytes instead of B*T*V*(2+4+4), and V*D*4 for the weight's gradient in float32.
+    Memory: chunk*V*(2+4) bytes instead of B*T*V*(2+4+4), quack chunk*V*2; and V*D*4 for the weight's gradient.
     Work: unchanged FLOPs.
-    Differs from the source: plain torch products around a compilable softmax; the weight's gradient is summed over
-        chunks in float32.
+    Differs from the source: the weight's gradient is summed over chunks in float32.
     """
 
-    chunk: Annotated[int, Field(ge=1)] = 4096
+    impl: Literal["chunked", "quack", "liger"] = "chunked"
+    chunk: Annotated[int, Field(ge=1)] = CHUNK
 
     name = "fused-loss"
-    summary = "linear + cross-entropy in chunks, logits never held whole"
+    summary = "linear + cross-entropy in chunks, logits never held whole: chunked, quack, liger"
     source = "https://arxiv.org/abs/2410.10989"
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_fused_loss.py"
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.HEAD})
 
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        if self.impl == "chunked":
+            return
+        asked = f"fused-loss:impl={self.impl}"
+        yield gpu(asked, setup, (9, 0) if self.impl == "quack" else (8, 0))
+        if self.impl == "liger":
+            found, do = f"chunk={self.chunk}, where Liger cuts the rows itself", "leave chunk out"
+            yield Need(self.chunk == CHUNK, f"`{asked}`", found, do)
+            return
+        yield Need(setup.device.capability == (9, 0), f"`{asked}` needs Hopper", setup.device.name, "take impl=chunked")
+        half = setup.dtype == "bfloat16" or Part.PRECISION in setup.owned
+        do = "add --with amp or --with bf16, or take impl=chunked"
+        yield Need(half, f"`{asked}` needs products in bf16", "weights and products in float32", do)
+        do = "take a multiple of 128"
+        yield Need(self.chunk % 128 == 0, f"`{asked},chunk={self.chunk}`", "a chunk that is no multiple of 128", do)
+
     def predict(self, setup: Setup) -> Iterator[Rule]:
-        yield live("head.logits*", "of one chunk at a time", most_tokens=self.chunk)
+        most = LIGER_CHUNK if self.impl == "liger" else self.chunk
+        yield live("head.logits*", "of one chunk at a time", most_tokens=most)
         yield live("tied.sum", "the head's gradient is added to in place", gone=True)
-        why = "the gradients of a chunk's logits and of the one before, 2 V"
-        yield like("head.logits", Line("head.chunk", why, 2.0, "product", "head", True, most_tokens=self.chunk))
-        why = "operators of a chunk, one at a time"
-        chunk = Line("head.chunk.eager", why, 1.25, "wide", "head", True, most_tokens=self.chunk, fusable=True)
-        yield like("head.logits", chunk)
+        if self.impl == "quack":
+            yield live("head.logits*.eager", "the products' epilogue does it", gone=True)
+            yield live("head.moved", "exponents in bf16, written once and read twice", times=0.4)
+        else:
+            why = "the gradients of a chunk's logits and of the one before, 2 V"
+            yield like("head.logits", Line("head.chunk", why, 2.0, "product", "head", True, most_tokens=most))
+            why = "operators of a chunk, one at a time"
+            chunk = Line("head.chunk.eager", why, 1.25, "wide", "head", True, most_tokens=most, fusable=True)
+            yield like("head.logits", chunk)
         why = "the head's gradient, summed over chunks in float32, D V"
         yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
 
-    def loss(self, job: Job) -> int:
-        from optrush.kernels.nll import Chunked
+    def packages(self) -> tuple[tuple[str, str], ...]:
+        return {"quack": (("quack-kernels", "kernels"),), "liger": (("liger-kernel", "kernels"),)}.get(self.impl, ())
 
-        job.model.head.nll = Chunked(chunk=self.chunk)
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield {"impl": "quack"} if setup.device.capability == (9, 0) else {}
+
+    def loss(self, job: Job) -> int:
+        import torch
+
+        from optrush.kernels import libraries
+        from optrush.kernels.nll import Chunked, Package
+
+        head = job.model.head
+        if self.impl == "chunked":
+            head.nll = Chunked(chunk=self.chunk)
+            return 1
+        asked = f"fused-loss:impl={self.impl}"
+        demand(self)
+        if head.bias is not None or head.scale != 1.0 or head.softcap is not None:
+            raise NeedsError(f"`{asked}`", "a head with a bias, a scale or a softcap", "take impl=chunked")
+        if self.impl == "quack":
+            V = head.weight.shape[0]
+            if V % 128:
+                raise NeedsError(f"`{asked}`", f"a vocabulary of {V}, no multiple of 128", "take impl=chunked")
+            if job.precision == torch.float16:
+                raise NeedsError(f"`{asked}`", "products in fp16", "take bf16, or impl=chunked")
+        head.nll = Package(function=getattr(libraries, self.impl), chunk=self.chunk)
+        job.notes.append("fused-loss: evaluation, which needs no gradients, goes through the chunked kernel")
         return 1

@@ -70,12 +70,15 @@ class Recompute(Technique):
             if not block.runs_again:
                 return through(call, *args, **kwargs)
 
-            def run(*first: Any) -> Any:
-                return through(call, *first, *args[1:], **kwargs)
-
             # All but the hidden states is enclosed: what is given as an argument, a compiler looks at field by field,
-            # and it would compile again for every value of `Documents.longest`.
-            return checkpoint(run, *args[:1], use_reentrant=False)
+            # and it would compile again for every value of `Documents.longest`. The hidden states are not: what is
+            # enclosed stays on the device, wherever saved tensors are moved meanwhile.
+            states, *rest = args
+
+            def run(states: Any) -> Any:
+                return through(call, states, *rest, **kwargs)
+
+            return checkpoint(run, states, use_reentrant=False)
 
         job.model.through = recomputed
         return chosen

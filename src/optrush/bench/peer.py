@@ -1,0 +1,149 @@
+"""What another system is to a ladder: its options, what it needs, and the work it is given. Pure.
+
+A rung with `peer:` is trained by somebody else: the same shape from the same initial weights, the same documents in the
+same order, T and rows as they are, in a process of its own (peer_worker.py). One file a system under peers/: it builds
+its own model and loop as its makers recommend, and tells `Work` of every step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from optrush.config import Run
+from optrush.hardware import Device
+from optrush.technique import Need, library
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Weights = Literal["float32", "bfloat16"]
+
+
+class Peer(BaseModel):
+    """Base of every system; the fields of a subclass are its options."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: ClassVar[str]
+    libraries: ClassVar[tuple[str, ...]]  # distributions, beside torch
+    first: ClassVar[str | None] = None  # a module that must be imported before torch and transformers
+    begins_alike: ClassVar[bool] = True  # from the same weights as we; else its losses cannot be held against ours
+
+    weights: Weights = "float32"  # of parameters, gradients and optimizer states
+
+    @property
+    def title(self) -> str:
+        """Its name and its options, for people."""
+        raise AssertionError("each system says it")
+
+    def needs(self, run: Run, device: Device) -> Iterator[Need]:
+        """What must hold for its run; may import nothing."""
+        for name in self.required:
+            found = f"{name} is not installed"
+            yield Need(library(name) is not None, f"the system `{self.name}`", found, f"python -m pip install {name}")
+        b = run.batch
+        found = f"`batch.tokens: {b.tokens}`, `batch.micro_tokens: {b.micro_tokens}`"
+        asked, do = f"the system `{self.name}`, one micro-batch a step", "set both to the same number"
+        yield Need((b.micro_tokens or b.seq) == b.tokens, asked, found, do)
+        asked = f"the system `{self.name}` on `data.stream`"
+        yield Need(not run.data.stream, asked, "nobody has counted its rows", "set data.stream: false")
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The distributions that these options need."""
+        return self.libraries
+
+    def train(self, work: Work) -> None:
+        """Trains `work.batches`, one a step, and tells `work` of each."""
+        raise AssertionError("each system does it")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One step's rows on the host, padded to the longest of them. W: its width."""
+
+    ids: Tensor  # (B, W) int64
+    labels: Tensor  # (B, W) int64, the ids where they are learnt, else -100; not shifted, as transformers takes them
+    mask: Tensor | None  # (B, W) int64, 1 at real tokens; None: every slot is one
+    n_tokens: int
+    n_targets: int
+    attended: int  # sum of squared lengths
+
+
+@dataclass
+class Work:
+    """What a system is given, and what it tells: `begin` once, `step` after each update, `sees` at the end."""
+
+    run: Run
+    hf: dict[str, Any]  # config.json
+    folder: Path  # config.json, safetensors and a tokenizer
+    scratch: Path  # an empty folder, gone afterwards
+    batches: list[Rows]
+    device: str  # "cuda" or "cpu"
+    marks: list[Any] = field(default_factory=list)  # before the first step and after each: seconds, or CUDA events
+    losses: list[Tensor] = field(default_factory=list)  # () each, on the device
+    seen: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each step, from the end of one to the end of the next on the device, as our own meter counts."""
+        if self.device != "cuda":
+            return [b - a for a, b in itertools.pairwise(self.marks)]
+        self.marks[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.marks)]
+
+    def begin(self) -> None:
+        """Before the first step; from here memory and time count."""
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        self._mark()
+
+    def step(self, loss: Tensor) -> None:
+        """After an update; waits for nothing.
+
+        Args:
+            loss: mean over the step's targets, ().
+        """
+        self.losses.append(loss.detach().clone())
+        self._mark()
+
+    def _mark(self) -> None:
+        import torch
+
+        if self.device != "cuda":
+            self.marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self.marks.append(event)
+
+    def sees(self, parameters: Iterable[Tensor], states: Iterable[object]) -> None:
+        """What was trained, and in which precision."""
+        trained = list(parameters)
+        self.seen = facts(sum(p.numel() for p in trained), trained, states)
+
+
+def facts(count: int, weights: Iterable[Tensor], states: Iterable[object]) -> dict[str, str]:
+    """What two systems must have in common, in words.
+
+    Args:
+        count: trained values.
+        states: of the optimizer; single values (counts of steps) say nothing and are left out.
+    """
+
+    def kinds(tensors: Iterable[object]) -> str:
+        found = {str(getattr(t, "dtype", "")).removeprefix("torch.") for t in tensors}
+        return ", ".join(sorted(found))
+
+    shaped = [s for s in states if getattr(s, "ndim", 0) > 0]
+    return {"trained parameters": f"{count:,}", "weights": kinds(weights), "optimizer states": kinds(shaped)}

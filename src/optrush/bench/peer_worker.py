@@ -1,0 +1,158 @@
+"""Another system's rung, once, in a process of its own: `python -m optrush.bench.peer_worker REQUEST.json RESULT.json`.
+
+its weights and rows -> the system's own loop, a clock around each step -> RESULT.json, as worker.py writes it. There is
+no proof: what it learns is its own affair; but its first loss, what it trains and in which precision are held against
+ours. Imports torch late: some systems must come before it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from optrush import config, hardware
+from optrush.bench import peers
+from optrush.bench.peer import Peer, Rows, Work
+from optrush.bench.peer_weights import ensure
+from optrush.config import Run
+from optrush.errors import NeedsError, RunError, UserError
+from optrush.launch import die_with_parent
+from optrush.shapes import ModelShape
+from optrush.technique import library
+
+# Nobody calls home from a measurement.
+QUIET = {
+    "HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1", "WANDB_MODE": "disabled", "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
+
+
+def check(peer: Peer, run: Run, device: hardware.Device) -> None:
+    """Raises NeedsError where the system cannot train the run here."""
+    for need in peer.needs(run, device):
+        if not need.met:
+            raise NeedsError(need.asked, need.found, need.do)
+
+
+def measure(peer: Peer, run: Run, warmup: int) -> dict[str, Any]:
+    """Everything one process finds out about another system's rung."""
+    device = next(iter(hardware.probe()), hardware.CPU)
+    check(peer, run, device)
+    os.environ.update(QUIET)
+    folder, hf = ensure(run, peer.weights, device.kind)
+    if peer.first is not None:
+        importlib.import_module(peer.first)
+    steps = run.train.steps
+    assert steps is not None, "a ladder says how many"
+    with tempfile.TemporaryDirectory(prefix="optrush-peer-") as scratch:
+        batches = list(rows(run, hf, folder, steps))
+        work = Work(run, hf, folder, Path(scratch), batches, device.kind)
+        peer.train(work)
+    return told(peer, work, device, warmup)
+
+
+def rows(run: Run, hf: dict[str, Any], folder: Path, steps: int) -> Iterator[Rows]:
+    """The first documents of the run in its order, one a row, padded to the longest of a step."""
+    import torch
+
+    from optrush.data.pack import Padded
+    from optrush.data.sources import read_sources
+    from optrush.data.stream import Stream
+    from optrush.data.streamed import Streamed
+    from optrush.data.tokenizer import open_tokens
+
+    source = read_sources(run, open_tokens(run, folder if run.model.path else None), int(hf["vocab_size"])).train
+    assert not isinstance(source, Streamed), "the system's needs refuse it"
+    T, count = run.batch.seq, run.batch.tokens // run.batch.seq
+    stream = Stream(source, Padded(), T=T, rows=count, seed=run.seed)
+    plan = stream.plan(steps=steps)
+    for k in range(steps):
+        held = [document for row in stream.step(k, plan) for _, document in row]
+        lengths = [len(document) for document in held]
+        ids = torch.zeros(len(held), max(lengths), dtype=torch.int64)
+        labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+        for r, (document, n) in enumerate(zip(held, lengths)):
+            ids[r, :n] = torch.from_numpy(document.ids)
+            learnt = torch.from_numpy(document.targets)
+            labels[r, :n][learnt] = ids[r, :n][learnt]
+            mask[r, :n] = 1
+        yield Rows(
+            ids, labels, None if mask.all() else mask, sum(lengths), int((labels != -100).sum()),
+            sum(n * n for n in lengths),
+        )  # fmt: skip
+
+
+def told(peer: Peer, work: Work, device: hardware.Device, warmup: int) -> dict[str, Any]:
+    """The result, in the words of worker.py."""
+    import torch
+
+    from optrush.meter import peak as peak_memory
+    from optrush.meter import resident
+
+    if len(work.seconds) != len(work.batches):
+        raise RunError(f"{peer.title} took {len(work.seconds)} steps of {len(work.batches)}")
+    timed = list(zip(work.batches, work.seconds))[warmup:]
+    losses = [float(loss) for loss in work.losses]
+    slots = [batch.n_tokens / batch.ids.numel() for batch, _ in timed]
+    flop = [ModelShape.read(work.hf).flops(batch.n_tokens, batch.attended) for batch, _ in timed]
+    peak = device.peak_flop_s
+    shares = [] if peak is None else [f / s / peak for f, (_, s) in zip(flop, timed)]
+    return {
+        "proof": {"losses": [], "grad_norms": [], "note": None},
+        "step_s": [s for _, s in timed],
+        "tokens_per_s": [batch.n_tokens / s for batch, s in timed],
+        "losses": [loss if math.isfinite(loss) else None for loss in losses],
+        "grad_norms": [],
+        "mfu": statistics.median(shares) if shares else None,
+        "targets_per_s": statistics.median(batch.n_targets / s for batch, s in timed),
+        "fill": statistics.mean(slots),
+        **peak_memory(torch.device(work.device)),
+        "host_peak_bytes": resident(),
+        "device": device.name,
+        "seen": work.seen,
+        "environment": {
+            "torch": torch.__version__,
+            "threads": str(torch.get_num_threads()),
+            **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
+            **{name: version for name in peer.required if (version := library(name))},
+        },
+    }
+
+
+def main() -> None:
+    """Answers one request; the exit code is 0 where the answer has figures."""
+    die_with_parent()
+    from optrush.bench.record import put
+
+    request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    begun = time.monotonic()
+    found: dict[str, Any]
+    try:
+        ((name, options),) = request["peer"].items()
+        run = config.parse(request["run"], "run")
+        found = measure(peers.build(name, options), run, request["warmup"])
+    except UserError as error:
+        found = {"error": str(error), "refused": [error.asked, error.found, error.do]}
+    except RunError as error:
+        found = {"error": str(error)}
+    except Exception as error:  # a rung may fail in any way, and the ladder goes on
+        from optrush.bench.worker import explain
+
+        found = {"error": explain(error), "traceback": traceback.format_exc()}
+    found["seconds"] = time.monotonic() - begun
+    put(Path(sys.argv[2]), json.dumps(found, allow_nan=False))
+    sys.exit("error" in found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Hugging Face Trainer, with or without Liger's kernels: what most fine-tuning scripts are."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from optrush.bench.peer import Peer, Work
+
+
+class Trainer(Peer):
+    """transformers.Trainer in autocast of bf16, torch's fused AdamW, attention through SDPA.
+
+    liger: Liger's kernels, as `use_liger_kernel` puts them in.
+    checkpointing: gradient checkpointing, which TRL's trainers turn on by default and Trainer does not.
+    compile: `torch_compile`.
+    """
+
+    liger: bool = True
+    checkpointing: bool = False
+    compile: bool = False
+
+    name: ClassVar[str] = "trainer"
+    libraries: ClassVar[tuple[str, ...]] = ("transformers", "accelerate")
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return (*self.libraries, "liger-kernel") if self.liger else self.libraries
+
+    @property
+    def title(self) -> str:
+        parts = ["Hugging Face Trainer", "Liger" * self.liger, "checkpointing" * self.checkpointing]
+        parts += ["torch_compile" * self.compile]
+        return " + ".join(filter(None, parts)) + f", {self.weights} weights"
+
+    def train(self, work: Work) -> None:
+        """Its own loop on our rows, told of by a callback after each step."""
+        import torch
+        import transformers
+        from torch.utils.data import Dataset, SequentialSampler
+
+        optim, losses = work.run.optim, []
+
+        class Prepared(Dataset[dict[str, Any]]):
+            """A row an item, those of one step as wide as its longest."""
+
+            def __init__(self) -> None:
+                self.items = [(batch, r) for batch in work.batches for r in range(len(batch.ids))]
+
+            def __len__(self) -> int:
+                return len(self.items)
+
+            def __getitem__(self, i: int) -> dict[str, Any]:
+                batch, r = self.items[i]
+                row = {"input_ids": batch.ids[r], "labels": batch.labels[r]}
+                return row if batch.mask is None else row | {"attention_mask": batch.mask[r]}
+
+        rows = Prepared()
+
+        class Ordered(transformers.Trainer):
+            """The rows in our order; keeps each step's loss on the device."""
+
+            def _get_train_sampler(self, *_: object) -> Any:
+                return SequentialSampler(rows)
+
+            def training_step(self, *args: Any, **kwargs: Any) -> Any:
+                loss = super().training_step(*args, **kwargs)
+                losses.append(loss)
+                return loss
+
+        class Clock(transformers.TrainerCallback):
+            def on_train_begin(self, *_: object, **__: object) -> None:
+                work.begin()
+
+            def on_step_end(self, *_: object, **__: object) -> None:
+                work.step(losses[-1])
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            work.folder, dtype=getattr(torch, self.weights), attn_implementation="sdpa"
+        )
+        arguments = transformers.TrainingArguments(
+            output_dir=str(work.scratch),
+            max_steps=len(work.batches),
+            per_device_train_batch_size=len(work.batches[0].ids),
+            learning_rate=optim.lr,
+            lr_scheduler_type="constant",
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_epsilon=optim.eps,
+            max_grad_norm=optim.clip or 0.0,
+            optim="adamw_torch_fused",
+            bf16=True,
+            use_cpu=work.device == "cpu",
+            use_liger_kernel=self.liger,
+            gradient_checkpointing=self.checkpointing,
+            torch_compile=self.compile,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            seed=work.run.seed,
+            disable_tqdm=True,
+        )
+        trainer = Ordered(model, arguments, train_dataset=rows, callbacks=[Clock()])
+        trainer.train()
+        assert trainer.optimizer is not None
+        states = (s for by_name in trainer.optimizer.state.values() for s in by_name.values())
+        work.sees([p for p in model.parameters() if p.requires_grad], states)

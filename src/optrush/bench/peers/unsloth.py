@@ -1,0 +1,72 @@
+"""Unsloth, full fine-tuning of bf16 weights, in a plain loop around its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from optrush.bench.peer import Peer, Weights, Work
+from optrush.config import Run
+from optrush.hardware import Device
+from optrush.technique import Need
+
+
+class Unsloth(Peer):
+    """FastLanguageModel with `full_finetuning`, autocast of bf16, torch's fused AdamW.
+
+    checkpointing: its own gradient checkpointing ("unsloth"), which is its default.
+    """
+
+    checkpointing: bool = True
+    weights: Weights = "bfloat16"
+
+    name: ClassVar[str] = "unsloth"
+    libraries: ClassVar[tuple[str, ...]] = ("unsloth", "unsloth_zoo")
+    first: ClassVar[str | None] = "unsloth"  # it changes torch and transformers while they are imported
+
+    @property
+    def title(self) -> str:
+        return "Unsloth" + " + its checkpointing" * self.checkpointing + f", {self.weights} weights"
+
+    def needs(self, run: Run, device: Device) -> Iterator[Need]:
+        yield from super().needs(run, device)
+        met = device.kind == "cuda"
+        found = "a CPU only" if not met else device.name
+        yield Need(met, "the system `unsloth` needs a CUDA device", found, "run it on one, or leave the rung out")
+        asked, do = "the system `unsloth`, full fine-tuning", "take weights: bfloat16"
+        yield Need(self.weights == "bfloat16", asked, f"`weights: {self.weights}`", do)
+
+    def train(self, work: Work) -> None:
+        """The loop that its makers' notebooks write out, without their trainer."""
+        import torch
+        from unsloth import FastLanguageModel
+
+        optim = work.run.optim
+        model, _ = FastLanguageModel.from_pretrained(
+            str(work.folder),
+            max_seq_length=work.run.batch.seq,
+            dtype=torch.bfloat16,
+            load_in_4bit=False,
+            full_finetuning=True,
+            use_gradient_checkpointing="unsloth" if self.checkpointing else False,
+        )
+        if not self.checkpointing:  # its loader turns it on for full fine-tuning, whatever it was told
+            model.gradient_checkpointing_disable()
+        model.train()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+        )
+        work.begin()
+        for batch in work.batches:
+            held = {"input_ids": batch.ids, "labels": batch.labels, "attention_mask": batch.mask}
+            inputs = {k: v.to("cuda", non_blocking=True) for k, v in held.items() if v is not None}
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(**inputs).loss
+            loss.backward()
+            if optim.clip is not None:
+                torch.nn.utils.clip_grad_norm_(trained, optim.clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            work.step(loss)
+        work.sees(trained, (s for by_name in optimizer.state.values() for s in by_name.values()))

@@ -1,0 +1,351 @@
+"""What this machine's first device really does in a second, at the shapes of a model, under load.
+
+Products of the linears (forward, and both of the backward pass), causal attention, copies, the link to the host, and
+the host's time to start an operator. Every shape is measured in several rounds, one shape after the other, so that all
+share one history of heat and clocks; its rate is the median over the rounds. Values are random: a product of constants
+draws less power and so runs faster than any training does.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optrush import hardware
+from optrush.config import Run, parse
+from optrush.errors import ConfigError, NeedsError
+from optrush.hardware import GIB, Device
+from optrush.measured import Attention, Calibration, Product, called, driver, torch_version
+from optrush.model.locate import locate
+from optrush.rates import linears
+from optrush.shapes import ModelShape
+
+ROUNDS = 3
+WARM_S = 0.1  # of the time, before the rounds: clocks and temperature settle
+HEAD_TOKENS = 8192  # at most, as the head's loss goes over the logits in chunks
+ROOM = 0.4  # of the free memory, for the operands
+PERIOD = 4_194_301  # values drawn, a prime: repeated to fill the operands, they never line up with a row
+FIRST = 16  # tokens with which a shape begins to look for the size that fits its time
+COPY_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
+# What is measured without a CONFIG. A processor gets the model that it can train.
+DEFAULT = """
+model: {}
+objective: pretrain
+data: {{random: 8}}
+batch: {{seq: {}, tokens: {tokens}, micro_tokens: {tokens}}}
+output: unused
+"""
+MODELS = {
+    "cuda": (("{shape: llama-3.2-1b}", 2048, 16384), ("{shape: llama-3.1-8b}", 4096, 16384)),
+    "cpu": (("tiny", 256, 1024),),
+}
+
+Tell = Callable[[int, int, str], None]
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Load:
+    """A model's shape with the rows that it is trained on."""
+
+    name: str
+    shape: ModelShape
+    seq: int
+    tokens: int  # of a micro-batch
+
+
+@dataclass
+class Trial:
+    """One thing to measure: work that grows with a size, and how to do it once."""
+
+    name: str
+    what: dict[str, Any]  # the fields of its Product or Attention, without its rate
+    kind: type[Product] | type[Attention]
+    grows: str  # which of the fields is the size
+    size: int  # at most; less where memory or time holds no more
+    flop: float  # a unit of the size
+    make: Callable[[int], Call]
+    rates: list[float] = field(default_factory=list)  # one a round
+
+    @property
+    def values(self) -> int:
+        """Of all operands."""
+        w = self.what
+        if self.kind is Product:
+            return int(self.size * (w["inputs"] + w["outputs"]) + w["inputs"] * w["outputs"])
+        return int(2 * self.size * w["seq"] * w["head_width"] * (w["heads"] + w["kv_heads"]))
+
+    def made(self) -> Product | Attention:
+        """Its line of the file."""
+        middle = statistics.median(self.rates)
+        spread = (max(self.rates) - min(self.rates)) / middle
+        fields: dict[str, Any] = {**self.what, self.grows: self.size}
+        return self.kind(**fields, flop_s=middle, spread=spread)
+
+
+class Bench:
+    """The device, and random values that operands are cut from."""
+
+    def __init__(self, device: Device) -> None:
+        self.cuda = device.kind == "cuda"
+        if self.cuda and not torch.cuda.is_available():
+            found = f"torch {torch.__version__}, which finds no CUDA device"
+            raise NeedsError(f"rates of {device.name}", found, "install the build of torch for CUDA")
+        self.place = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
+        self.half = torch.bfloat16 if not self.cuda or device.capability >= (8, 0) else torch.float16
+        free = torch.cuda.mem_get_info()[0] if self.cuda else device.memory_bytes or GIB
+        self.room = ROOM * free / (1 if self.cuda else 4)
+        self.pools: dict[torch.dtype, Tensor] = {}
+
+    def fill(self, dtype: torch.dtype, values: int) -> None:
+        """Draws the values that `cut` gives out."""
+        drawn = torch.randn(min(PERIOD, values), device=self.place, generator=self._seeded()).to(dtype)
+        self.pools = {dtype: drawn.repeat(-(-values // len(drawn)))[:values]}
+
+    def _seeded(self) -> torch.Generator:
+        return torch.Generator(self.place).manual_seed(0)
+
+    def cut(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
+        """Operands of these shapes, side by side in the pool."""
+        begin = 0
+        for shape in shapes:
+            size = torch.Size(shape).numel()
+            yield self.pools[dtype][begin : begin + size].view(shape)
+            begin += size
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def seconds(self, call: Call, enough: float) -> float:
+        """Of one call, over as many as `enough` seconds hold, at least one."""
+        begun, calls, more = time.perf_counter(), 0, 1
+        while True:
+            for _ in range(more):
+                call()
+            self.sync()
+            calls += more
+            spent = time.perf_counter() - begun
+            if spent >= enough:
+                return spent / calls
+            more = min(2 * more, max(1, int((enough - spent) / spent * calls)))
+
+
+def calibrate(loads: Sequence[Load], device: Device, seconds: float, tell: Tell = lambda *_: None) -> Calibration:
+    """Measures a device; about `seconds` long, longer where one pass over everything takes longer.
+
+    Args:
+        device: this process' first, as `hardware.probe` found it, or the CPU.
+        tell: called with steps done, steps in all and what is measured now.
+
+    Raises:
+        NeedsError: torch does not see the device, or a shape does not fit into its memory.
+    """
+    bench = Bench(device)
+    found: list[Product | Attention] = []
+    parts = [(dtype, list(_trials(bench, loads, dtype))) for dtype in (bench.half, torch.float32)]
+    count = sum(len(trials) for _, trials in parts)
+    slice_s = seconds * (1 - WARM_S) / (count * ROUNDS + 4)
+    steps, done = count * (ROUNDS + 1) + 4, 0
+    begun = time.perf_counter()
+    for part, (dtype, trials) in enumerate(parts, 1):
+        bench.fill(dtype, _held(bench, trials))
+        for trial in trials:
+            tell(done, steps, trial.name)
+            _fit(bench, trial, slice_s)
+            done += 1
+        warm = max(trials, key=lambda t: t.flop * t.size)
+        bench.seconds(warm.make(warm.size), seconds * WARM_S / len(parts))
+        for number in range(ROUNDS):
+            if number > 1 and time.perf_counter() - begun > seconds * part / len(parts):
+                done += len(trials)  # slower than it was given time for: two rounds must do
+                continue
+            for trial in trials:
+                tell(done, steps, trial.name)
+                took = bench.seconds(trial.make(trial.size), slice_s)
+                trial.rates.append(trial.flop * trial.size / took)
+                done += 1
+        found += [t.made() for t in trials]
+    bench.pools.clear()
+    tell(done, steps, "copies")
+    copied = _copied(bench, slice_s)
+    up, down = _linked(bench, slice_s)
+    tell(steps - 1, steps, "launches")
+    return Calibration(
+        device=called(device),
+        torch=torch_version(),
+        driver=driver() if bench.cuda else None,
+        date=datetime.datetime.now().astimezone().isoformat("T", "seconds"),
+        seconds=seconds,
+        threads=torch.get_num_threads(),
+        float32=torch.get_float32_matmul_precision(),
+        products=tuple(f for f in found if isinstance(f, Product)),
+        attention=tuple(f for f in found if isinstance(f, Attention)),
+        copy_bytes_s=copied,
+        to_device_bytes_s=up,
+        from_device_bytes_s=down,
+        launch_s=_launched(bench, slice_s),
+    )
+
+
+def loads(run: Run | None, device: Device) -> list[Load]:
+    """The shapes to measure: a run's, or those that suit the device.
+
+    Raises:
+        UserError: a model that the plan does not know, or a micro-batch that is not a number yet.
+    """
+    if run is not None:
+        return [_load(run)]
+    here = MODELS[device.kind]
+    return [_load(parse(DEFAULT.format(model, seq, tokens=tokens), "defaults")) for model, seq, tokens in here]
+
+
+def _load(run: Run) -> Load:
+    tokens = run.batch.micro_tokens or run.batch.seq
+    if not isinstance(tokens, int):
+        do = "give a number: --set batch.micro_tokens=16384"
+        raise ConfigError(f"`batch.micro_tokens: {tokens}`", "it is found with these rates", do)
+    shape = ModelShape.read(locate(run, weights=False)[1])
+    return Load(str(run.model.shape or run.model.path), shape, run.batch.seq, tokens)
+
+
+# --- products and attention
+
+
+def _trials(bench: Bench, loads: Sequence[Load], dtype: torch.dtype) -> Iterator[Trial]:
+    """Every shape once, though several models have it."""
+    seen: set[tuple[object, ...]] = set()
+    name = str(dtype).removeprefix("torch.")
+    for load in loads:
+        for part, (outputs, inputs) in linears(load.shape).items():
+            most = min(load.tokens, HEAD_TOKENS) if part == "head" else load.tokens
+            what = {"part": part, "dtype": name, "inputs": inputs, "outputs": outputs}
+            for direction in ("forward", "input", "weight"):
+                if (inputs, outputs, direction) in seen:
+                    continue
+                seen.add((inputs, outputs, direction))
+                made = _product(bench, dtype, direction, inputs, outputs)
+                flop = 2.0 * inputs * outputs
+                title = f"{load.name} {part}, {direction}, {name}"
+                yield Trial(title, {**what, "direction": direction}, Product, "tokens", most, flop, made)
+        s = load.shape
+        what = {"dtype": name, "seq": load.seq, "heads": s.heads, "kv_heads": s.kv_heads, "head_width": s.head_width}
+        for times, direction in enumerate(("forward", "backward"), 1):
+            if (*what.values(), direction) in seen:
+                continue
+            seen.add((*what.values(), direction))
+            flop = 2.0 * times * load.seq**2 * s.heads * s.head_width
+            most = max(1, load.tokens // load.seq)
+            title = f"{load.name} attention, {direction}, {name}"
+            made = _attended(bench, dtype, direction, load)
+            yield Trial(title, {**what, "direction": direction}, Attention, "rows", most, flop, made)
+
+
+def _product(bench: Bench, dtype: torch.dtype, direction: str, inputs: int, outputs: int) -> Callable[[int], Call]:
+    """The product as autograd asks for it, so that operands lie in memory as in training."""
+
+    def make(tokens: int) -> Call:
+        x, w, y = bench.cut(dtype, (tokens, inputs), (outputs, inputs), (tokens, outputs))
+        if direction == "forward":
+            return lambda: F.linear(x, w)
+        if direction == "input":
+            return lambda: y @ w
+        return lambda: y.t() @ x
+
+    return make
+
+
+def _attended(bench: Bench, dtype: torch.dtype, direction: str, load: Load) -> Callable[[int], Call]:
+    """Torch's own choice of kernel for whole causal rows. The output's gradient is random too."""
+    s, T = load.shape, load.seq
+
+    def make(rows: int) -> Call:
+        q_shape, k_shape = (rows, s.heads, T, s.head_width), (rows, s.kv_heads, T, s.head_width)
+        q, k, v, g = bench.cut(dtype, q_shape, k_shape, k_shape, q_shape)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+
+        def forward() -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+        if direction == "forward":
+            return forward
+        out = forward()
+        return lambda: torch.autograd.grad(out, (q, k, v), g, retain_graph=True)
+
+    return make
+
+
+def _held(bench: Bench, trials: Sequence[Trial]) -> int:
+    """Values of a pool that every trial fits into; sizes are cut where the device's memory does not hold them."""
+    most = bench.room / (4 if trials[0].what["dtype"] == "float32" else 2)
+    for trial in trials:
+        while trial.size > 1 and trial.values > most:
+            trial.size //= 2
+        if trial.values > most:
+            found = f"{bench.room / GIB:.1f} GiB may be used on this device"
+            raise NeedsError(f"the rate of {trial.name}", found, "free memory, or calibrate with a smaller CONFIG")
+    return max(t.values for t in trials)
+
+
+def _fit(bench: Bench, trial: Trial, slice_s: float) -> None:
+    """Cuts the size to the largest of which a call takes at most a slice. The first calls load the kernels."""
+    size = min(FIRST if trial.kind is Product else 1, trial.size)
+    while True:
+        call = trial.make(size)
+        call()
+        bench.sync()
+        took = min(bench.seconds(call, 0.0), bench.seconds(call, 0.0))
+        larger = min(4 * size, trial.size)
+        if larger == size or took * larger / size > slice_s:
+            break
+        size = larger
+    trial.size = size
+
+
+# --- bytes and the host
+
+
+def _copied(bench: Bench, enough: float) -> float:
+    """Bytes a second, read and written, of a copy within the device's memory."""
+    source = torch.randn(COPY_BYTES[bench.place.type] // 4, device=bench.place)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / _middle(bench, lambda: target.copy_(source), enough)
+
+
+def _linked(bench: Bench, enough: float) -> tuple[float | None, float | None]:
+    """Bytes a second from and to pinned memory of the host, one direction at a time; None on a CPU."""
+    if not bench.cuda:
+        return None, None
+    host = torch.randn(COPY_BYTES["cuda"] // 4).pin_memory()
+    here = torch.empty_like(host, device=bench.place)
+    size = host.numel() * 4
+    up = _middle(bench, lambda: here.copy_(host, non_blocking=True), enough)
+    down = _middle(bench, lambda: host.copy_(here, non_blocking=True), enough)
+    return size / up, size / down
+
+
+def _launched(bench: Bench, enough: float) -> float:
+    """Seconds that the host takes to start a small operator that autograd notes down, as in a forward pass."""
+    x = torch.randn(256, device=bench.place, requires_grad=True)
+    y = torch.randn(256, device=bench.place)
+    return _middle(bench, lambda: x * y, enough)
+
+
+def _middle(bench: Bench, call: Call, enough: float) -> float:
+    """The median over the rounds, after a first call that counts for nothing."""
+    call()
+    bench.sync()
+    return statistics.median(bench.seconds(call, enough / ROUNDS) for _ in range(ROUNDS))
+
+
+def here() -> Device:
+    """The device that a calibration is of: the first GPU, else the processor."""
+    return next(iter(hardware.probe()), hardware.cpu())

@@ -1,0 +1,187 @@
+"""One AdamW update of parameters whose two moments are bytes: the codes, and the reference in plain torch.
+
+A row's values lie in blocks of 256, the last one shorter; a block never crosses a row, so that a cut along the first
+dimension cuts codes and scales alike. A moment is its code's value, in [-1, 1], times its block's scale, the largest
+magnitude in the block.
+
+Codes: the dynamic map of Dettmers et al., https://arxiv.org/abs/2110.02861. Magnitudes from 1e-7 to 1 lie in seven
+decades, each divided into equal parts, twice as many as the decade below it: decade i, from 0, has 2^i of them where
+there is a sign and 2^(i+1) where there is none. A code's value is the middle of its part; two more codes are 0 and 1.
+
+    signed byte    0: zero; n = 1 ... 127: the nth magnitude; 128: one; 256 - n: minus the nth magnitude
+    unsigned byte  0: zero; n = 1 ... 254: the nth magnitude; 255: one
+
+Byte 0 is zero, so states begin as zeros. The update runs in float32 and rounds moments to the nearest code; the Triton
+kernel in adam8bit_triton.py does the same.
+Differs from the source: the second moment's code is of its root, for squares span twice as many decades as gradients,
+and the map has seven; and a positive root never takes the code of zero, so that nothing is divided by eps alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from optrush.kernels.adamw_update import Span, factors, random_bits, round_stochastic, sqrt, step_key
+
+Rounding = Literal["nearest", "stochastic"]
+
+BLOCK = 256
+DECADES = 7
+LEAST_SCALE = 1e-35  # of a block: below it all values are zero, for its reciprocal is no float32
+CHUNK = 1 << 20  # elements that the reference holds in float32 at a time
+# Of the encoding, as float32 numbers on both sides: where decades 1 to 6 begin; what moves decade i to [0.1, 1); codes
+# in a unit there; half the least magnitude, which is zero; by sign, the middle between the last magnitude and 1.
+STARTS = tuple(10.0 ** (i - DECADES) for i in range(1, DECADES))
+UP = tuple(10.0 ** (DECADES - 1 - i) for i in range(DECADES))
+PER_PART = 1 / 0.9
+FIRST = 0.55e-6 / 2
+LAST = {True: 1 - 0.225 / 64, False: 1 - 0.225 / 128}
+
+
+def blocks(columns: int) -> int:
+    """Blocks of a row."""
+    return -(-columns // BLOCK)
+
+
+@cache
+def values(signed: bool, device: torch.device) -> Tensor:
+    """(256,) float32: the value of each byte."""
+    parts = [2 ** (i + (not signed)) for i in range(DECADES)]
+    magnitudes = [
+        10.0 ** (i - DECADES + 1) * (0.1 + 0.9 * (k + 0.5) / n) for i, n in enumerate(parts) for k in range(n)
+    ]
+    below = [-v for v in reversed(magnitudes)] if signed else []
+    return torch.tensor([0.0, *magnitudes, 1.0, *below], dtype=torch.float32, device=device)
+
+
+def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """The nearest codes, and the scales of the blocks. Of equally near ones either; operations as in the kernel.
+
+    Args:
+        x: (R, C) float32, none below zero where `signed` is False.
+
+    Returns:
+        (R, C) uint8 and (R, ceil(C / 256)) float32.
+    """
+    R, C = x.shape
+    n = blocks(C)
+    cut = torch.nn.functional.pad(x, (0, n * BLOCK - C)).view(R, n, BLOCK)
+    scales = cut.abs().amax(-1)  # (R, n)
+    inverse = torch.where(scales > LEAST_SCALE, 1.0 / scales, 0.0)
+    part = (cut * inverse[..., None]).view(R, n * BLOCK)[:, :C]  # in [-1, 1]
+    size = part.abs()
+    decade = torch.zeros_like(size, dtype=torch.int32)
+    for start in STARTS:
+        decade += size >= start
+    up = torch.tensor(UP, device=x.device)[decade]
+    parts = 1 << (decade + (not signed))
+    at = (size * up - 0.1) * PER_PART * parts  # parts of the decade below it
+    code = parts + at.floor().int().clamp(min=0).minimum(parts - 1)
+    # Between the last part of a decade and the first of the next, five times as wide, the middle is not their border.
+    code -= ((at < 0.2) & (decade > 0)).int()
+    code = torch.where(size > LAST[signed], 2 * parts, code)
+    if not signed:
+        code = torch.where(size > 0, code - 1, 0)
+    else:
+        code = torch.where(size < FIRST, 0, code)
+        code = torch.where(part < 0, -code.clamp(max=127), code) & 0xFF
+    return code.to(torch.uint8), scales
+
+
+def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """(R, C) float32 of codes (R, C) uint8 and scales (R, ceil(C / 256)) float32."""
+    found = values(signed, codes.device)[codes.int()]
+    return found * scales.repeat_interleave(BLOCK, -1)[:, : codes.shape[-1]]
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The states of one parameter, as rows: bytes with their scales; or float32 without, for a small parameter."""
+
+    mean: Tensor  # (R, C) uint8 or float32
+    square: Tensor  # (R, C): uint8 of the root, or float32 of the square itself
+    scales: tuple[Tensor, Tensor] | None  # of the mean and of the root, (R, ceil(C / 256)) float32 each
+
+    def rows(self, first: int, last: int) -> Moments:
+        """Those of the rows [first, last), the very storage."""
+        scales = None if self.scales is None else (self.scales[0][first:last], self.scales[1][first:last])
+        return Moments(self.mean[first:last], self.square[first:last], scales)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.mean, self.square, *(self.scales or ()))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are updated by the same rule, on one device: n weights with their moments, all contiguous."""
+
+    weights: list[Tensor]  # (R, C) float32 or bfloat16
+    moments: list[Moments]
+    counts: Tensor  # (n,) float32, updates so far
+    decays: Tensor  # (n,) float64
+    words: Tensor  # (n, 2) int64, `key_words` of each
+    spans: list[Span]
+    betas: tuple[float, float]
+    eps: float
+    rounding: Rounding  # of bfloat16 weights
+
+
+@torch.no_grad()
+def adam8bit_update(
+    group: Group, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
+) -> None:
+    """One update of the parameters `first` ... `first + len(grads)`, some rows at a time; reads nothing on the host.
+
+    Args:
+        grads: (R, C) each, contiguous, bfloat16 or float32, `grad_scale` times too large.
+        lr: () float32, like `grad_scale`.
+        found_inf: () bool; where True nothing changes, no count either.
+    """
+    last = first + len(grads)
+    counts = group.counts[first:last]
+    counts.add_((~found_inf).float())
+    keys = step_key(group.words[first:last], counts)
+    numbers = factors(counts, group.decays[first:last], group.betas, lr, grad_scale)
+    for k, grad in enumerate(grads):
+        (R, C), weight, where = grad.shape, group.weights[first + k], group.spans[first + k]
+        rows = max(1, CHUNK // max(C, 1))
+        for at in range(0, R, rows):
+            held = group.moments[first + k].rows(at, at + rows)
+            part = grad[at : at + rows]
+            index = torch.arange(at * C, at * C + part.numel(), device=part.device).view(part.shape)
+            index = where.first + index // where.width * where.pitch + index % where.width
+            old = weight[at : at + rows]
+            new = _moved(group, old, held, part, numbers[k], keys[k], index)
+            for t, value in zip((old, *held.tensors()), new, strict=True):
+                t.copy_(torch.where(found_inf, t, value))
+
+
+def _moved(
+    group: Group, old: Tensor, held: Moments, grad: Tensor, numbers: Tensor, key: Tensor, index: Tensor
+) -> Iterator[Tensor]:
+    """New weight, mean and square of some rows, and their scales."""
+    keep, size, root, inverse = numbers
+    mean, square = held.mean, held.square
+    if held.scales is not None:
+        mean = decode(mean, held.scales[0], signed=True)
+        square = decode(square, held.scales[1], signed=False).square()
+    grad = grad.float() * inverse
+    mean = mean + (grad - mean) * (1.0 - group.betas[0])
+    square = square * group.betas[1] + (grad * grad) * (1.0 - group.betas[1])
+    deviation = sqrt(square)
+    weight = old.float() * keep - (size * mean) / (deviation * root + group.eps)
+    if old.dtype == torch.bfloat16 and group.rounding == "stochastic":
+        yield round_stochastic(weight, random_bits(key, index))
+    else:
+        yield weight.to(old.dtype)
+    if held.scales is None:
+        yield from (mean, square)
+        return
+    (means, of_mean), (roots, of_root) = encode(mean, signed=True), encode(deviation, signed=False)
+    yield from (means, roots, of_mean, of_root)

@@ -1,0 +1,257 @@
+"""AdamW on bfloat16 weights, all parameters in one launch of a Triton kernel; the reference is adamw_update.py.
+
+Only who launches it imports this module: torch brings Triton where there is a CUDA device. Triton's interpreter runs it
+on a CPU too, in the tests.
+
+Before it, a small launch advances the counts and computes each parameter's factors and keys, so that all blocks of a
+parameter read the same. Neither asks the host for anything: rate, divisor and the flag that skips are read from the
+device, and the gradients' addresses, which differ from step to step, are sent ahead through pinned memory.
+
+The bits are the reference's: fused multiply-add is turned off, root and quotient are correctly rounded, and bfloat16 is
+read and written by shifts.
+"""
+# Kernels are no Python functions: their arguments are typed by what is launched.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from optrush.kernels.adamw_update import ANOTHER, COUNT_BITS, FACTORS, Group
+
+PART = 16384  # elements of one program, of one parameter: what is looked up once a program is little beside them
+BLOCK = 2048  # of them at a time: 8 a thread, 16 bytes of bfloat16, the widest access there is
+WARPS = 8
+LANES = 128  # parameters of one program of the small launch
+ALIGNMENT = 16  # bytes, for the widest access
+
+# Globals of a kernel must be its constants.
+_FACTOR_A, _FACTOR_B = tl.constexpr(FACTORS[0]), tl.constexpr(FACTORS[1])
+_ANOTHER, _COUNT_BITS = tl.constexpr(ANOTHER), tl.constexpr(COUNT_BITS)
+
+
+@triton.jit
+def _mix(x):
+    """lowbias32 of uint32."""
+    x = x ^ (x >> 16)
+    x = x * _FACTOR_A
+    x = x ^ (x >> 15)
+    x = x * _FACTOR_B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _power(base: tl.constexpr, exponents, LANES: tl.constexpr):
+    """float64 powers by squaring, as the reference's."""
+    result = tl.full([LANES], 1.0, tl.float64)
+    square = tl.full([LANES], base, tl.float64)
+    for _ in tl.static_range(_COUNT_BITS):
+        result = tl.where((exponents & 1) != 0, result * square, result)
+        square = square * square
+        exponents = exponents >> 1
+    return result
+
+
+@triton.jit
+def _prepare(
+    counts, decays, words, lr, grad_scale, found_inf, numbers, keys, first, last,
+    BETA1: tl.constexpr, BETA2: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Counts advanced, `factors` and `step_key` of the parameters first ... last."""
+    i = first + tl.program_id(0) * LANES + tl.arange(0, LANES)
+    there = i < last
+    good = tl.load(found_inf) == 0
+    count = tl.load(counts + i, mask=there, other=1.0) + good.to(tl.float32)
+    tl.store(counts + i, count, mask=there)
+    whole = count.to(tl.int32)
+    rate = tl.load(lr).to(tl.float64)
+    decay = tl.load(decays + i, mask=there, other=0.0)
+    one = tl.full([LANES], 1.0, tl.float64)
+    tl.store(numbers + i * 4, (one - rate * decay).to(tl.float32), mask=there)
+    tl.store(numbers + i * 4 + 1, (rate / (one - _power(BETA1, whole, LANES))).to(tl.float32), mask=there)
+    bias = (one - _power(BETA2, whole, LANES)).to(tl.float32)
+    tl.store(numbers + i * 4 + 2, tl.div_rn(one.to(tl.float32), tl.sqrt_rn(bias)), mask=there)
+    tl.store(numbers + i * 4 + 3, (one / tl.load(grad_scale).to(tl.float64)).to(tl.float32), mask=there)
+    key = _mix(tl.load(words + i * 2, mask=there, other=0).to(tl.uint32) ^ whole.to(tl.uint32))
+    tl.store(keys + i * 2, key.to(tl.int32, bitcast=True), mask=there)
+    key = _mix(key ^ tl.load(words + i * 2 + 1, mask=there, other=0).to(tl.uint32))
+    tl.store(keys + i * 2 + 1, key.to(tl.int32, bitcast=True), mask=there)
+
+
+@triton.jit
+def _pointer(address, element: tl.constexpr, ALIGNED: tl.constexpr):
+    at = address.to(tl.pointer_type(element))
+    if ALIGNED:
+        at = tl.multiple_of(at, 16)
+    return at
+
+
+@triton.jit
+def _read(address, start, j, there, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
+    """float32 of the float32 or bfloat16 elements start + j."""
+    if WIDE:
+        x = tl.load(_pointer(address, tl.float32, ALIGNED) + start + j, mask=there, other=0.0)
+    else:
+        raw = tl.load(_pointer(address, tl.uint16, ALIGNED) + start + j, mask=there, other=0)
+        x = (raw.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _nearest(x):
+    """float32 to the bits of the nearest bfloat16, ties to even."""
+    raw = x.to(tl.uint32, bitcast=True)
+    raw = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
+    return tl.where(x != x, 0x7FC0, raw.to(tl.int32)).to(tl.uint16)
+
+
+@triton.jit
+def _stochastic(x, bits):
+    """float32 to the bits of bfloat16, as the reference's `round_stochastic`."""
+    raw = x.to(tl.uint32, bitcast=True)
+    moved = raw + (bits & 0xFFFF)
+    raw = tl.where((moved & 0x7F800000) == 0x7F800000, raw, moved) >> 16
+    return tl.where(x != x, 0x7FC0, raw.to(tl.int32)).to(tl.uint16)
+
+
+@triton.jit
+def _write(address, start, j, there, x, bits, RANDOM: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
+    if WIDE:
+        tl.store(_pointer(address, tl.float32, ALIGNED) + start + j, x, mask=there)
+    elif RANDOM:
+        tl.store(_pointer(address, tl.uint16, ALIGNED) + start + j, _stochastic(x, bits), mask=there)
+    else:
+        tl.store(_pointer(address, tl.uint16, ALIGNED) + start + j, _nearest(x), mask=there)
+
+
+@triton.jit(do_not_specialize=["begin"])
+def _update(
+    owners, starts, table, grads, numbers, keys, found_inf, begin,
+    KEPT2: tl.constexpr, NEW1: tl.constexpr, NEW2: tl.constexpr, EPS: tl.constexpr,
+    RANDOM: tl.constexpr, KAHAN: tl.constexpr, WIDE_GRADS: tl.constexpr, WIDE_STATES: tl.constexpr,
+    CUT: tl.constexpr, ALIGNED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One part of one parameter. table: (n, 8) int64 of addresses, sizes and spans."""
+    if tl.load(found_inf) == 0:
+        part = begin + tl.program_id(0)
+        k = tl.load(owners + part).to(tl.int64)
+        start = (part - tl.load(starts + k)).to(tl.int64) * PART
+        row = table + k * 8
+        weights, means, squares, remainders = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+        gradients = tl.load(grads + k)
+        left = tl.minimum(tl.load(row + 4) - start, PART).to(tl.int32)
+        if ALIGNED:
+            left = tl.multiple_of(left, 16)
+        keep, size = tl.load(numbers + k * 4), tl.load(numbers + k * 4 + 1)
+        root, inverse = tl.load(numbers + k * 4 + 2), tl.load(numbers + k * 4 + 3)
+        key = tl.load(keys + k * 2).to(tl.uint32, bitcast=True)
+        second = tl.load(keys + k * 2 + 1).to(tl.uint32, bitcast=True)
+        for at in range(0, PART, BLOCK):
+            j = at + tl.arange(0, BLOCK)
+            there = j < left
+            bits = tl.zeros([BLOCK], tl.uint32)
+            more = bits
+            if RANDOM:
+                index = start + j
+                if CUT:
+                    width = tl.load(row + 6)
+                    index = index // width * tl.load(row + 7) + index % width
+                mixed = _mix((tl.load(row + 5) + index).to(tl.uint32) ^ key)
+                bits = _mix(mixed ^ second)
+                more = _mix(mixed ^ (second ^ _ANOTHER))
+            weight = _read(weights, start, j, there, False, ALIGNED)
+            grad = _read(gradients, start, j, there, WIDE_GRADS, ALIGNED) * inverse
+            mean = _read(means, start, j, there, WIDE_STATES, ALIGNED)
+            square = _read(squares, start, j, there, WIDE_STATES, ALIGNED)
+            mean = mean + (grad - mean) * NEW1
+            square = square * KEPT2 + (grad * grad) * NEW2
+            step = tl.div_rn(size * mean, tl.sqrt_rn(square) * root + EPS)
+            if KAHAN:
+                weight = weight + _read(remainders, start, j, there, False, ALIGNED)
+            weight = weight * keep - step
+            _write(weights, start, j, there, weight, bits, RANDOM and not KAHAN, False, ALIGNED)
+            _write(means, start, j, there, mean, bits >> 16, RANDOM, WIDE_STATES, ALIGNED)
+            _write(squares, start, j, there, square, more, RANDOM, WIDE_STATES, ALIGNED)
+            if KAHAN:
+                nearest = (_nearest(weight).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+                _write(remainders, start, j, there, weight - nearest, bits, True, False, ALIGNED)
+
+
+class Launcher:
+    """Updates a group in one launch. Tables are made once, so the tensors of the group must stay where they are.
+
+    Memory: 4 bytes a PART of a parameter, under 200 bytes a parameter tensor.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group, device = group, group.counts.device
+        sizes = [w.numel() for w in group.weights]
+        parts = [-(-n // PART) for n in sizes]
+        self.starts = [sum(parts[:k]) for k in range(len(parts) + 1)]
+        owners = [k for k, n in enumerate(parts) for _ in range(n)]
+        remainders = group.remainders or group.weights  # not read unless there are some
+        rows = [
+            [w.data_ptr(), m.data_ptr(), s.data_ptr(), r.data_ptr(), w.numel(), *where]
+            for w, m, s, r, where in zip(
+                group.weights, group.means, group.squares, remainders, group.spans, strict=True
+            )
+        ]
+        self.aligned = all(n % ALIGNMENT == 0 for n in sizes) and all(p % ALIGNMENT == 0 for r in rows for p in r[:4])
+        self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
+        self.firsts = torch.tensor(self.starts, dtype=torch.int32, device=device)
+        self.table = torch.tensor(rows, dtype=torch.int64, device=device)
+        self.grads = torch.zeros(len(sizes), dtype=torch.int64, device=device)
+        self.numbers = torch.zeros(len(sizes), 4, device=device)
+        self.keys = torch.zeros(len(sizes), 2, dtype=torch.int32, device=device)
+        self.cut = any(where.width != n for where, n in zip(group.spans, sizes))
+        self.sent = [0] * len(sizes)  # the addresses that the device has
+        # A recorded copy is played again from the very memory it was recorded with: that is never given back.
+        self.recorded = torch.zeros(len(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
+
+    @torch.no_grad()
+    def __call__(
+        self, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
+    ) -> None:
+        """As `Update` says."""
+        group, last = self.group, first + len(grads)
+        wide = grads[0].dtype == torch.float32
+        assert all(g.dtype == grads[0].dtype and g.is_contiguous() for g in grads)
+        addresses = [g.data_ptr() for g in grads]
+        self._send(addresses, first)
+        flag = found_inf.view(torch.uint8)
+        small = (-(-len(grads) // LANES),)
+        exact: dict[str, Any] = {"enable_fp_fusion": False}
+        _prepare[small](
+            group.counts, group.decays, group.words, lr, grad_scale, flag, self.numbers, self.keys, first, last,
+            group.betas[0], group.betas[1], LANES, num_warps=4, **exact,
+        )  # fmt: skip
+        begin = self.starts[first]
+        if programs := self.starts[last] - begin:
+            _update[(programs,)](
+                self.owners, self.firsts, self.table, self.grads, self.numbers, self.keys, flag, begin,
+                group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.eps,
+                RANDOM=group.rounding != "nearest", KAHAN=group.rounding == "kahan",
+                WIDE_GRADS=wide, WIDE_STATES=group.means[0].dtype == torch.float32,
+                CUT=self.cut, ALIGNED=self.aligned and all(a % ALIGNMENT == 0 for a in addresses),
+                PART=PART, BLOCK=BLOCK, num_warps=WARPS, **exact,
+            )  # fmt: skip
+
+    def _send(self, addresses: list[int], first: int) -> None:
+        """The gradients' addresses to the device, without waiting for it."""
+        here = slice(first, first + len(addresses))
+        if self.grads.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.recorded[here] = torch.tensor(addresses)
+            self.grads[here].copy_(self.recorded[here], non_blocking=True)
+            self.sent[here] = [0] * len(addresses)  # what is played later sends these again
+        elif self.sent[here] != addresses:
+            # Pinned memory anew each time: torch gives it out again only when the copy under way has read it.
+            box = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.grads.is_cuda)
+            self.grads[here].copy_(box, non_blocking=True)
+            self.sent[here] = addresses

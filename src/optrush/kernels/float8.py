@@ -1,0 +1,96 @@
+"""A linear's three products in 8-bit floats: inputs and weight as e4m3 (4 bits of exponent), gradients as e5m2.
+
+    y  = x @ w.T      dx = g @ w      dw = g.T @ x        x (M, K), w (N, K), g and y (M, N)
+
+Each operand is scaled by one factor, the largest value of its type over the operand's own largest (dynamic, per
+tensor), rounded to 8 bits, multiplied with float32 sums, and the result scaled back before it is rounded to the type
+of the products. A value that is not finite makes the factor NaN or 0, and with it every result NaN: the guard of the
+update sees it.
+
+On CUDA the products are torch._scaled_mm, which takes its second operand column by column: what lies the other way is
+copied while it is rounded. On a CPU the rounded operands are multiplied in float32: the same figures, no faster.
+The backward pass keeps x in 8 bits; the weight, which is there anyway, is rounded again.
+
+Source: Micikevicius et al., https://arxiv.org/abs/2209.05433
+Differs from the source: factors of this very tensor, not of its history.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+TINY = 1e-30  # an operand of zeros has a factor too, and a finite one
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """As torch.nn.functional.linear, the products in 8 bits.
+
+    Args:
+        x: (..., K) of a floating type; under autocast both are cast first, like any linear's.
+        weight: (N, K).
+        bias: (N,) or None; added in the type of the products.
+
+    Returns:
+        (..., N) in that type.
+    """
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    flat = x.reshape(-1, x.shape[-1]).to(dtype)
+    y: Tensor = _Linear.apply(flat, weight.to(dtype))  # type: ignore[no-untyped-call]
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def rounded(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(t scaled and rounded to 8 bits, () float32 factor that gives t back)."""
+    most = torch.finfo(dtype).max
+    factor = most / t.abs().amax().float().clamp_min(TINY)
+    # Clamped, because the product may round above the largest value, which e4m3 makes NaN; a NaN stays one.
+    return (t.float() * factor).clamp(-most, most).to(dtype), factor.reciprocal()
+
+
+def multiply(a: Tensor, b: Tensor, factors: Tensor, into: torch.dtype, *, quick: bool) -> Tensor:
+    """(M, K) @ (K, N) -> (M, N): a row by row, b column by column, both in 8 bits.
+
+    Args:
+        factors: (2,) float32 of a and b, which multiply the sums.
+        quick: Hopper's faster sums of fewer bits, as good as the others for a forward pass.
+    """
+    if a.is_cuda:
+        y: Tensor = torch._scaled_mm(a, b, factors[0], factors[1], out_dtype=into, use_fast_accum=quick)
+        return y
+    y = (a.float() @ b.float()) * (factors[0] * factors[1])
+    # Not cast to the type it has: compiled by torch 2.11, a Function that returns such a cast has gradients of zero.
+    return y if into == y.dtype else y.to(into)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x8, of_x = rounded(x, FORWARD)
+        w8, of_w = rounded(weight, FORWARD)
+        ctx.save_for_backward(x8, of_x, weight)
+        return multiply(x8, w8.t(), torch.stack((of_x, of_w)), x.dtype, quick=True)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x8, of_x, weight = ctx.saved_tensors
+        g8, of_g = rounded(incoming[0], BACKWARD)
+        into = incoming[0].dtype
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            w8, of_w = rounded(weight, FORWARD)
+            dx = multiply(g8, _columns(w8), torch.stack((of_g, of_w)), into, quick=False)
+        if ctx.needs_input_grad[1]:
+            dw = multiply(g8.t().contiguous(), _columns(x8), torch.stack((of_g, of_x)), into, quick=False)
+        return dx, dw
+
+
+def _columns(t: Tensor) -> Tensor:
+    """The same values, laid column by column."""
+    return t.t().contiguous().t()

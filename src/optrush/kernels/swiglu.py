@@ -1,0 +1,116 @@
+"""The gated activation silu(gate) * up and the product behind it, keeping gate and up only for the backward pass.
+
+Gate and up alternate along the last dimension (F, 2), as the decoder's rows do, so a pair lies in one load.
+
+    gated      plain torch: the reference
+    activated  one kernel forward, one backward
+    fused      the same, and the down product: the backward kernel makes the activation again for the weight's gradient,
+               so that it is not kept
+
+Source: the kernel's idea is of Liger Kernel (arXiv:2410.10989), that the activation be made again instead of kept of
+Chen et al. (arXiv:1604.06174) applied to one operator. float32 inside, one rounding at the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def gated(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+    """x (..., D) -> down(silu(gate) * up) (..., D), where gate_up(x) is (..., F, 2)."""
+    pairs: Tensor = gate_up(x)
+    gate, up = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)  # (..., F)
+    out: Tensor = down(F.silu(gate) * up)
+    return out
+
+
+def activated(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+    """As `gated`, with one kernel each way; `down` may be any module, and keeps its input."""
+    out: Tensor = down(_Gated.apply(gate_up(x)))  # type: ignore[no-untyped-call]
+    return out
+
+
+def fused(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+    """As `gated`, for a `down` that is a matrix and nothing else: its input is not kept."""
+    out: Tensor = _Down.apply(gate_up(x), down.weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        product: Tensor = swiglu(gate_up)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gradient: Tensor = swiglu_backward(gate_up, incoming[0])[0]
+        return gradient
+
+
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+        w = weight.to(gate_up.dtype)  # (D, F); the type of the products under autocast, too
+        ctx.save_for_backward(gate_up, w)
+        ctx.dtype = weight.dtype
+        with torch.autocast(gate_up.device.type, enabled=False):
+            return F.linear(swiglu(gate_up), w)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        gate_up, w = ctx.saved_tensors
+        grad = incoming[0].to(w.dtype)  # (..., D)
+        with torch.autocast(grad.device.type, enabled=False):
+            d_gate_up, product = swiglu_backward(gate_up, grad @ w)
+            d_weight = None
+            if ctx.needs_input_grad[1]:
+                d_weight = (grad.flatten(0, -2).t() @ product.flatten(0, -2)).to(ctx.dtype)
+        return d_gate_up, d_weight
+
+
+@torch.library.custom_op("optrush::swiglu", mutates_args=())
+def swiglu(gate_up: Tensor) -> Tensor:
+    """gate_up (..., 2 F) contiguous -> (..., F), in its type."""
+    if gate_up.is_cuda:
+        from optrush.kernels.swiglu_triton import forward
+
+        return forward(gate_up)
+    gate, up = _wide(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+@swiglu.register_fake
+def _(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
+
+
+@torch.library.custom_op("optrush::swiglu_backward", mutates_args=())
+def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """gate_up (..., 2 F), gradient of the activation (..., F) -> gradient of gate_up, and the activation again."""
+    if gate_up.is_cuda:
+        from optrush.kernels.swiglu_triton import backward
+
+        return backward(gate_up, grad)
+    gate, up = _wide(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
+    wide = _wide(grad)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    d_gate = wide * up * (sigmoid + silu * (1 - sigmoid))
+    both = torch.stack((d_gate, wide * silu), -1).flatten(-2)
+    return both.to(gate_up.dtype), (silu * up).to(gate_up.dtype)
+
+
+@swiglu_backward.register_fake
+def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(grad.shape)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

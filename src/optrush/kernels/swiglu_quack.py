@@ -1,0 +1,89 @@
+"""The feed-forward part with its activation inside the products, by QuACK; kernels/swiglu.py has the mathematics.
+
+The product that makes gate and up also writes silu(gate) * up from its epilogue. In the backward pass the product that
+makes the activation's gradient reads gate and up in its epilogue, and writes their gradients and the activation again:
+the activation's gradient is never written. QuACK wants gate and up as alternating columns, which is how the rows of our
+weight lie.
+
+bfloat16 or float16 on capability 9.0. Keeps the input, gate and up (N, 2 F).
+Source: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm_gated and gemm_dgated).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def feed(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+    """As `swiglu.gated`, for a `gate_up` and a `down` that are matrices and nothing else."""
+    out: Tensor = _Feed.apply(x, gate_up.weight, down.weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Feed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """x (..., D), gate_up (2 F, D), down (D, F) -> (..., D)."""
+        on = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if on else x.dtype
+        wide, first, second = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+        pairs, product = _gated(wide.flatten(0, -2), first)
+        ctx.save_for_backward(wide, first, second, pairs)
+        ctx.dtypes = (x.dtype, gate_up.dtype, down.dtype)
+        with torch.autocast("cuda", enabled=False):
+            return F.linear(product, second).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, first, second, pairs = ctx.saved_tensors
+        grad = incoming[0].to(second.dtype).flatten(0, -2)  # (N, D)
+        with torch.autocast("cuda", enabled=False):
+            d_pairs, product = _gated_backward(grad, second, pairs)
+            d_x = (d_pairs @ first).view(x.shape)
+            d_first = d_pairs.t() @ x.flatten(0, -2)
+            d_second = grad.t() @ product
+        wide, one, other = ctx.dtypes
+        return d_x.to(wide), d_first.to(one), d_second.to(other)
+
+
+def _config() -> Any:
+    """The tile that was fastest for the 1B and the 8B shape on an H200, of eight tried; each way."""
+    from quack.gemm_config import GemmConfig
+
+    return GemmConfig(
+        tile_m=128, tile_n=256, pingpong=False, cluster_m=2, cluster_n=1, is_dynamic_persistent=False, device_capacity=9
+    )
+
+
+@torch.library.custom_op("optrush::gated", mutates_args=(), device_types="cuda")
+def _gated(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x (N, D), weight (2 F, D) -> gate and up (N, 2 F), silu(gate) * up (N, F)."""
+    from quack.gemm_interface import gemm_gated
+
+    pairs, product = gemm_gated(x, weight.t(), activation="swiglu", config=_config())
+    return pairs, product
+
+
+@_gated.register_fake
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight) // 2)
+
+
+@torch.library.custom_op("optrush::gated_backward", mutates_args=(), device_types="cuda")
+def _gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """grad (N, D), weight (D, F), gate and up (N, 2 F) -> their gradients (N, 2 F), the activation (N, F)."""
+    from quack.gemm_interface import gemm_dgated
+
+    d_pairs, product = gemm_dgated(
+        grad.contiguous(), weight, pairs, activation="swiglu", config=_config(), dynamic_scheduler=False
+    )
+    return d_pairs, product
+
+
+@_gated_backward.register_fake
+def _(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(pairs), pairs.new_empty(len(pairs), pairs.shape[1] // 2)

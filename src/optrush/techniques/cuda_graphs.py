@@ -1,0 +1,224 @@
+"""CUDA graphs: the forward and backward passes of a window recorded once, and started by one call a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from optrush.errors import NeedsError
+from optrush.ledger import Line, Rule, Work, add, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optrush.job import Batch, Job
+
+Recorder = Callable[[Callable[[], None], Callable[[], None]], tuple[Callable[[], None], int]]
+WARM_UP = 3  # windows before the recording: compilers, kernel choices and workspaces settle in them
+# Whose owner cannot be recorded, what it does, and what to leave out.
+APART = (
+    (Part.DATA, "a technique that sums gradients over several ranks", "take one rank, or leave cuda-graphs out"),
+    (Part.SAVED, "a technique that runs blocks again, and asks for the random state of their first run",
+     "leave one of the two out"),
+    (Part.KEEPING, "a technique that moves what is kept to another memory", "leave one of the two out"),
+    (Part.UPDATE, "a technique that updates inside the window", "leave one of the two out"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CudaGraphs(Technique):
+    """Records all micro-batches of the first full window; every later one is copied into place and replayed.
+
+    The update runs outside, so that every optimizer goes with it. A window of other shapes, and every evaluation, runs
+    as if nothing were recorded.
+
+    Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
+    Memory: what a window holds at its peak stays reserved between windows, gradients among it; evaluation and the
+        update's temporaries come on top. 28 bytes a slot of the window for its batches.
+    Work: unchanged FLOPs; the host starts one graph and 10 copies a micro-batch instead of every kernel.
+    Differs from the source: one graph of the whole window, not one of each forward and backward pass.
+    """
+
+    name = "cuda-graphs"
+    summary = "the kernels of a whole window recorded once and started by one call"
+    source = "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/"
+    numerics = Numerics.EXACT
+    proof = "tests/techniques/test_cuda_graphs.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.CAPTURE})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        yield gpu(self.name, setup)
+        do = "take model.implementation: native, or leave cuda-graphs out"
+        found = "the model runs through transformers, whose code may read the device"
+        yield Need(setup.native, "`cuda-graphs` records our own decoder", found, do)
+        fixed = Part.WIDTH not in setup.owned or Part.COMPILED in setup.owned
+        do = "take packing, or leave cuda-graphs out"
+        yield Need(fixed, "`cuda-graphs` records one shape", "a technique that gives each micro-batch its own", do)
+        for part, found, do in APART:
+            yield Need(part not in setup.owned, "`cuda-graphs` records a window on one device", found, do)
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        n = setup.accumulation
+        yield live("*.launches", "started as one graph", gone=True)
+        yield add(
+            Work("window", "one graph, and copies of its batches", "step", launches=1 + 10 * n),
+            Line("window.batches", "copies of the window's batches, at fixed places", 28 * n, "byte", "always", True),
+        )
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # not measured yet; whoever asks for it has it planned
+
+    def finish(self, job: Job) -> int:
+        job.gradients = Window(job, recorded)
+        return 1
+
+
+class Window:
+    """`job.gradients`, recorded when the first window of the run's full shape comes.
+
+    A recording holds addresses: of the batches and the divisor (here), of weights, loss scale and gradients. All that
+    is a number on the host is in it for good: so `longest` is T, the bound of every batch.
+    """
+
+    inputs: list[Batch]
+    terms: Tensor  # () float32
+    mean: Tensor  # () float32
+    finite: Tensor  # () bool
+    grads: list[Tensor | None]
+
+    def __init__(self, job: Job, record: Recorder) -> None:
+        """`record` calls a function as often as it likes (after each time but the last, the second one, which lets go
+        of what it left), and returns what does the same to the same memory, and the bytes that it holds for that."""
+        self.job, self.record, self.plain = job, record, job.gradients
+        self.replay: Callable[[], None] | None = None
+
+    def __call__(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
+        if not self._fits(batches):
+            return self.plain(batches, terms)
+        if self.replay is None:
+            self._begin(batches, terms)
+            self.replay, self.job.recorded_bytes = self.record(self._run, self._forget)
+            self.weights = self._places()
+        assert self.weights == self._places(), "weights have moved since the window was recorded"
+        self._fill(batches, terms)
+        self.replay()
+        for t, grad in zip(self.job.trained, self.grads, strict=True):  # the update has let go of them
+            t.parameter.grad = grad
+        self.job.finite = self.finite
+        return self.mean.clone()
+
+    def _fits(self, batches: list[Batch]) -> bool:
+        setup = self.job.setup
+        shapes = {tuple(b.tokens.shape) for b in batches}
+        if len(batches) != setup.accumulation or shapes != {(setup.micro_rows, setup.seq)}:
+            return False
+        return self.replay is None or all(map(_alike, self.inputs, batches))
+
+    def _begin(self, batches: list[Batch], terms: int | Tensor) -> None:
+        import torch
+
+        device, T = self.job.world.device, self.job.setup.seq
+        self.inputs = []
+        for host in batches:
+            batch = host.to(device)
+            own = batch._each(torch.Tensor.clone)  # what this loader or the next one holds is not ours to write to
+            self.inputs.append(replace(own, documents=own.documents._replace(longest=T)))
+        self.terms = torch.ones((), device=device)
+        self._fill(batches, terms)
+
+    def _fill(self, batches: list[Batch], terms: int | Tensor) -> None:
+        """Copies a window to where the recording reads it; waits for nothing."""
+        device = self.job.world.device
+        for ours, host in zip(self.inputs, batches, strict=True):
+            for to, new in zip(tensors(ours), tensors(host.to(device)), strict=True):
+                to.copy_(new)
+        if isinstance(terms, int):
+            self.terms.fill_(max(terms, 1))
+        else:
+            self.terms.copy_(terms)
+
+    def _run(self) -> None:
+        """The window on the inputs; what it leaves is held here, or its memory would be given to others."""
+        self.mean = self.plain(self.inputs, self.terms)
+        self.finite = self.job.finite
+        self.grads = [t.parameter.grad for t in self.job.trained]
+
+    def _forget(self) -> None:
+        self.job.discard()
+        self.grads = []
+
+    def _places(self) -> list[int]:
+        return [t.parameter.data_ptr() for t in self.job.trained]
+
+
+def tensors(batch: Batch) -> list[Tensor]:
+    """Everything of a batch that moves to the device with it."""
+    found: list[Tensor] = []
+
+    def take(t: Tensor) -> Tensor:
+        found.append(t)
+        return t
+
+    batch._each(take)
+    return found
+
+
+def _alike(ours: Batch, other: Batch) -> bool:
+    """Whether a batch can be copied over another: host values that the recording holds, and shapes."""
+    same = [t.shape for t in tensors(ours)] == [t.shape for t in tensors(other)]
+    return same and ours.documents.single == other.documents.single
+
+
+def recorded(function: Callable[[], None], forget: Callable[[], None]) -> tuple[Callable[[], None], int]:
+    """Records a function of the device, after warming up on a stream of its own as torch wants it.
+
+    Nothing of the run changes: a window updates no weight, and the random state is given back. But the peak of torch's
+    count begins anew: what a replay holds for a while it counts as free.
+
+    Returns:
+        what replays it, and the most bytes that it holds beyond what it leaves.
+
+    Raises:
+        NeedsError: the function does what cannot be recorded.
+    """
+    import torch
+
+    random = torch.cuda.get_rng_state()
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP):
+            function()
+            forget()
+    here.wait_stream(side)
+    torch.cuda.set_rng_state(random)
+    graph = torch.cuda.CUDAGraph()
+    # What other threads do meanwhile (a loader pins memory) is none of the recording's business.
+    torch.cuda.reset_peak_memory_stats()
+    capture(function, torch.cuda.graph(graph, capture_error_mode="thread_local"))
+    held = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return graph.replay, held
+
+
+def capture(function: Callable[[], None], recording: AbstractContextManager[Any]) -> None:
+    """Calls a function while its kernels are recorded.
+
+    Raises:
+        NeedsError: the device refused; lack of memory stays what it is.
+    """
+    import torch
+
+    try:
+        with recording:
+            function()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        found = str(error).partition("\n")[0]
+        raise NeedsError("`cuda-graphs` records a window", found, "leave it out: --without cuda-graphs") from error

@@ -1,0 +1,104 @@
+"""8-bit floats: the products of the blocks' linears at twice the rate of bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from optrush.ledger import Rule, Work, like, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+ALL, MLP = ("qkv", "o", "gate_up", "down"), ("gate_up", "down")
+MULTIPLE = 16  # what the products ask of every length along which they sum
+# Of each linear, the ledger's lines that count what enters it and what leaves it, and the share of the line.
+ENTERS = {"qkv": ("normed", 0.5), "o": ("attended", 1.0), "gate_up": ("normed", 0.5), "down": ("product", 1.0)}
+LEAVES = {"qkv": ("heads", 1.0), "o": ("middle", 1.0), "gate_up": ("gate_up", 1.0), "down": ("middle", 1.0)}
+
+
+@dataclass(frozen=True)
+class Fp8(Technique):
+    """Inputs and weights of the chosen linears in e4m3, gradients in e5m2, each scaled by its largest value.
+
+    The head, norms, attention and all sums stay as they are; so do weights, gradients and states. On a CPU the rounding
+    is done and the products are float32: the same figures, slower.
+
+    Source: Micikevicius et al., https://arxiv.org/abs/2209.05433
+    Memory: a chosen linear's input is kept in 1 byte a value instead of 2 where nothing else keeps it.
+    Work: products at the 8-bit rate; every operand is read twice and written once or twice to be rounded.
+    Differs from the source: the scale is that of the very tensor, not of its history.
+    """
+
+    targets: Literal["all", "mlp"] = "all"
+
+    name = "fp8"
+    summary = "8-bit products of the blocks' linears, scaled by each tensor's largest value"
+    source = "https://arxiv.org/abs/2209.05433"
+    numerics = Numerics.DIFFERENT_MATHS
+    proof = "tests/techniques/test_fp8.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.LINEARS})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        found = "the model runs through transformers"
+        yield Need(setup.native, "`fp8` changes our own linears", found, "take model.implementation: native")
+        if setup.device.kind != "cuda":
+            return
+        found = f"{setup.device.name}, capability {setup.device.capability}"
+        met = setup.device.capability >= (8, 9)
+        yield Need(
+            met, "`fp8` needs a device that multiplies 8-bit floats, from capability 8.9 on", found, "leave it out"
+        )
+        half = setup.dtype == "bfloat16" or Part.PRECISION in setup.owned
+        found = "weights and products in float32"
+        yield Need(half, "`fp8` stands on products in bf16", found, "add --with amp or --with bf16")
+        found = "nobody compiles: each operand would be read and written several times more to be rounded"
+        yield Need(
+            Part.COMPILED in setup.owned, "`fp8` is fast where its rounding is fused", found, "add --with compile"
+        )
+        slots = setup.micro_rows * setup.seq
+        do = f"take a batch.seq that is a multiple of {MULTIPLE}"
+        yield Need(slots % MULTIPLE == 0, f"`fp8` sums over multiples of {MULTIPLE} slots", f"{slots} slots", do)
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        """Products at the other rate, and bytes of rounding, assumed: an operand is read twice and written once; an
+        input is laid by columns later (read and written), a gradient at once; a weight is rounded once a pass."""
+        if setup.device.kind == "cuda":  # elsewhere the products are float32
+            for name in self._chosen:
+                yield live(f"*ward.{name}", "multiplied in 8 bits", unit="product8")
+        for name in self._chosen:
+            for kind, (line, share), moved in (("inputs", ENTERS[name], 7.0), ("gradients", LEAVES[name], 6.0)):
+                why = f"{kind} of {name} rounded to 8 bits"
+                yield like(f"saved.{line}", Work(f"fp8.{kind}.{name}", why, "token", values=moved * share))
+        why = "weights rounded to 8 bits, in the forward and in the backward pass"
+        share = 1.0 if self.targets == "all" else 0.83  # of the weights, for F = 4 D and K = H / 4
+        yield like("casts.blocks", Work("fp8.weights", why, "micro", values=11.0 * share))
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # changes the maths for a gain that was not measured: whoever asks for it has it planned
+
+    @property
+    def _chosen(self) -> tuple[str, ...]:
+        return ALL if self.targets == "all" else MLP
+
+    def model(self, job: Job) -> int:
+        from optrush.kernels import float8
+        from optrush.model.decoder import Decoder
+
+        assert isinstance(job.model, Decoder)
+        changed, left = 0, []
+        for name, linear in job.model.linears():
+            if name.rpartition(".")[2] not in self._chosen:
+                continue
+            if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
+                left.append(f"{name} ({linear.out_features} x {linear.in_features})")
+                continue
+            linear.product = float8.linear
+            changed += 1
+        if left:
+            job.notes.append(f"fp8: {len(left)} linears are no multiples of {MULTIPLE} and stay, the first {left[0]}")
+        return changed

@@ -1,0 +1,39 @@
+"""Max-autotune: the compiler times several kernels for each operator, and takes the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optrush.technique import Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+
+@dataclass(frozen=True)
+class MaxAutotune(Technique):
+    """Compiles whatever is compiled in the mode that tries generated products beside the library's.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html (mode "max-autotune-no-cudagraphs")
+    Memory: unchanged while training; while compiling, inputs and outputs of the operator that is timed.
+    Work: unchanged FLOPs; the first step compiles and times every candidate.
+    Differs from the source: never records CUDA graphs, which is a technique of its own.
+    """
+
+    name = "max-autotune"
+    summary = "the compiler times several kernels for each product and takes the fastest"
+    source = "https://docs.pytorch.org/docs/stable/generated/torch.compile.html"
+    numerics = Numerics.SAME_MATHS
+    proof = "tests/techniques/test_max_autotune.py"
+    verified_on = ("cpu",)
+    wants = frozenset({Part.COMPILED})
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # which kernels win is known on the machine only: the plan predicts nothing of it
+
+    def model(self, job: Job) -> int:
+        job.compile_mode = "max-autotune-no-cudagraphs"  # the compile stage reads it
+        return 1

@@ -1,0 +1,92 @@
+"""A smaller card: the process may take no more of the device than one of that size has."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+
+if TYPE_CHECKING:
+    from optrush.hardware import Device
+
+
+@dataclass(frozen=True)
+class MemoryCap(Technique):
+    """Caps torch's allocator, so that a run fails here where it would fail on a smaller card; the plan counts on it.
+
+    What a CUDA process takes beside torch's allocations is taken off the cap, as the plan does. Exactly one of the
+    options is given. It is the user's to say: no search leaves it out, or tries it.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
+    Memory: at most `mib`, or `fraction` of the card, less 800 MiB for the CUDA context.
+    Work: unchanged; near the cap the allocator gives back and asks again, which waits for the device.
+    """
+
+    fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    mib: Annotated[int, Field(ge=1)] | None = None
+
+    name = "memory-cap"
+    sample = {"fraction": 0.5}  # noqa: RUF012
+    summary = "no more of the device than a smaller one has, to rehearse a run for it"
+    source = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html"
+    numerics = Numerics.EXACT
+    proof = "tests/techniques/test_memory_cap.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.MEMORY})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        yield gpu(self.name, setup)
+        given = [text for text in (_shown("fraction", self.fraction), _shown("mib", self.mib)) if text]
+        found = " and ".join(given) or "neither `fraction` nor `mib`"
+        do = "give exactly one: --with memory-cap:mib=24000"
+        yield Need(len(given) == 1, "`memory-cap` needs a size", found, do)
+        size_bytes, memory_bytes = self._bytes(setup.device), setup.device.memory_bytes
+        if size_bytes is None or memory_bytes is None:
+            return
+        asked = f"`memory-cap` of {size_bytes >> 20} MiB"
+        found = f"{setup.device.name} has {memory_bytes >> 20} MiB"
+        yield Need(size_bytes <= memory_bytes, asked, found, "take less, or leave memory-cap out")
+        found = f"{_context() >> 20} MiB of it go to the CUDA context"
+        yield Need(size_bytes > _context(), asked, found, "take more")
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()
+
+    def card(self, device: Device) -> Device:
+        size_bytes = self._bytes(device)
+        return device if size_bytes is None else dataclasses.replace(device, memory_bytes=size_bytes)
+
+    def process(self, setup: Setup) -> int:
+        import torch
+
+        size_bytes = setup.device.memory_bytes  # the card as the run may use it
+        assert size_bytes is not None
+        at = int(os.environ.get("LOCAL_RANK", "0"))
+        total_bytes = torch.cuda.get_device_properties(at).total_memory
+        torch.cuda.set_per_process_memory_fraction((size_bytes - _context()) / total_bytes, at)
+        return 1
+
+    def _bytes(self, device: Device) -> int | None:
+        """Of the card that is played; None where none was given, or the device's memory is not known."""
+        if self.mib is not None:
+            return self.mib << 20
+        if self.fraction is None or device.memory_bytes is None:
+            return None
+        return int(self.fraction * device.memory_bytes)
+
+
+def _context() -> int:
+    from optrush.plan import CONTEXT_BYTES  # the plan knows the techniques, so not before it does
+
+    return CONTEXT_BYTES
+
+
+def _shown(name: str, value: float | None) -> str:
+    return "" if value is None else f"`{name}: {value}`"

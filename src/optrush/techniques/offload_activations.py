@@ -1,0 +1,117 @@
+"""Activations in host memory between the forward and the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from optrush.errors import NeedsError
+from optrush.ledger import Rule, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+    from optrush.model.offload import Lane
+
+
+@dataclass(frozen=True)
+class OffloadActivations(Technique):
+    """What blocks save goes to pinned host memory on a stream of its own, and comes back a block ahead of its use.
+
+    Beside recompute only the inputs of blocks move. The last `keep` blocks, needed first, keep theirs on the device.
+
+    Source: https://github.com/pytorch/torchtune/blob/main/torchtune/training/_activation_offloading.py
+    Memory: on the device keep + 1 blocks' activations, two at least; the other blocks' in pinned host memory.
+    Work: each moved byte crosses the link to the host twice, beside the computation.
+    Differs from the source: whole storages instead of tensors, a block at a time, in pages of pinned memory that
+        stay for the whole run; nothing is recorded on streams, the caller's stream waits before memory is freed.
+    """
+
+    keep: Annotated[int, Field(ge=0)] = 1
+
+    name = "offload-activations"
+    summary = "saved activations of all but the last blocks wait in pinned host memory"
+    source = "https://github.com/pytorch/torchtune/blob/main/torchtune/training/_activation_offloading.py"
+    numerics = Numerics.EXACT
+    proof = "tests/techniques/test_offload_activations.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.KEEPING})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        yield gpu(self.name, setup)
+        yield Need(
+            self.keep < setup.blocks,
+            f"`offload-activations:keep={self.keep}`",
+            f"the model has {setup.blocks} blocks, so none would be moved",
+            f"take keep from 0 to {setup.blocks - 1}",
+        )
+        yield Need(
+            setup.native or Part.COMPILED not in setup.owned,
+            "`offload-activations` sees what blocks save from outside",
+            "compiled blocks of a transformers model, which are entered inside their graph",
+            "take model.implementation: native, or leave compile out",
+        )
+        yield Need(
+            Part.CAPTURE not in setup.owned,
+            "`offload-activations` copies while a step runs",
+            "a technique that records the step: nobody has proved the two together",
+            "take one of the two",
+        )
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        why = f"of {self.keep} blocks, and of one on its way; the others' lies on the host"
+        yield live("saved.*", why, stays=self.keep)
+        yield live("input", why, stays=self.keep)
+        if Part.COMPILED in setup.owned:  # autocast's copies stay, a compiled block's are saved like any value
+            yield live("casts.blocks", why, stays=self.keep)
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        """None: it is for rows that fit in no other way."""
+        yield from ()
+
+    def lane(self, job: Job) -> Lane:
+        """What copies."""
+        from optrush.model.offload import Streams
+
+        return Streams(job.world.device)
+
+    def drive(self, job: Job) -> int:
+        import torch
+        from torch import nn
+
+        from optrush.model.offload import Offload
+
+        _check(job)
+        blocks, inner = job.model.blocks, job.model.through
+        offload = Offload(self.lane(job), len(blocks), self.keep)
+        numbers = {id(block): int(name) for name, block in blocks.items()}
+
+        def through(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return inner(call, *args, **kwargs)
+            block = call if isinstance(call, nn.Module) else call.__self__  # type: ignore[attr-defined]
+            with offload.block(numbers[id(block)], (args[1:], kwargs)):
+                return inner(call, *args, **kwargs)
+
+        job.model.through = through
+        return len(blocks) - self.keep
+
+
+def _check(job: Job) -> None:
+    """What only the assembled job shows.
+
+    Raises:
+        NeedsError: the model is one graph, or blocks keep outputs where autograd's hooks do not see them.
+    """
+    if job.model._compiled_call_impl is not None:
+        asked, found = "`offload-activations` moves a block at a time", "the model compiled as one graph"
+        raise NeedsError(asked, found, "take compile:scope=blocks")
+    for block in job.model.blocks.values():
+        if getattr(block, "keeps_outputs", False) and block._compiled_call_impl is None:
+            asked = "`offload-activations` sees what autograd saves"
+            found = "blocks that keep the outputs of operators beside it"
+            raise NeedsError(asked, found, "add --with compile, or take recompute instead")

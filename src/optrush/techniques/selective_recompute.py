@@ -1,0 +1,197 @@
+"""Selective activation checkpointing: keep what is dear to compute, and compute the cheap rest again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from optrush.ledger import Rule, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+CHEAP = 1 / 3  # of what a compiled block keeps, about what norms and gating make: the first that a budget gives up
+
+# Operators by name, as "namespace::name" begins: a kernel's own operator is known before it is imported.
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
+ATTENTION = (
+    "aten::_scaled_dot_product_", "aten::_flash_attention_forward", "aten::_efficient_attention_forward",
+    "torch_attn::_varlen_attn", "optrush::flash4", "optrush::attention",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SelectiveRecompute(Technique):
+    """A block keeps the outputs of chosen operators, or as much as a budget allows; the rest runs again.
+
+    ops `products` (what it does without options): outputs of matrix products and of attention kernels are kept; norms,
+        rotation, activation and gating run again.
+    ops `attention`: outputs of attention kernels are kept, products run again too.
+    budget: of compiled blocks, the share of what they would keep; torch's partitioner chooses what runs again.
+
+    The last product of a block runs again in neither form, for nothing in the backward pass reads its output. Attention
+    by plain products with whole scores is no kernel: it runs again, and its scores are never kept.
+
+    Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
+    Memory: `products` keeps B*T*(2D + (2H + 2K)E + 2F) values a block, `attention` B*T*(D + HE); one block at a time
+        has all its activations in the backward pass. budget: its share of all.
+    Work: the elementwise part of the forward pass again; with `attention` all but attention and the last product.
+    Differs from the source: it keeps all but the inside of attention; here attention kernels keep no inside.
+    """
+
+    ops: Literal["products", "attention"] | None = None
+    budget: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    name = "selective-recompute"
+    summary = "cheap operators run again in the backward pass: by operator, or by a memory budget"
+    source = "https://arxiv.org/abs/2205.05198"
+    numerics = Numerics.EXACT
+    proof = "tests/techniques/test_selective_recompute.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.SAVED})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        yield Need(
+            self.ops is None or self.budget is None,
+            "`selective-recompute` by operator or by budget",
+            f"both, ops={self.ops} and budget={self.budget}",
+            "give one of the two",
+        )
+        yield Need(
+            self.budget is None or Part.COMPILED in setup.owned,
+            f"`selective-recompute:budget={self.budget}`",
+            "no compiled blocks, whose partitioner alone knows a budget",
+            "add --with compile, or take ops=products",
+        )
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        """What is not kept lies in one block at a time; what makes it runs twice. Names: the baseline's."""
+        if self.budget is not None:
+            yield from _by_budget(self.budget)
+            return
+        why = "kept by one block at a time, while it runs again"
+        again = "these operators of the forward pass run twice"
+        if self.ops == "attention":
+            yield live("saved.[!a]*", why, recomputed=1.0)
+            yield live("forward.[!sd]*", again, times=2)
+        else:
+            yield live("saved.[!hmag]*", why, recomputed=1.0)  # all but heads, middle, attended, gate_up ...
+            yield live("saved.middle.wide", why, recomputed=1.0)
+            yield live("saved.[mg]a*[dk]", why, recomputed=1.0)  # ... gated, and a mask where there is one
+            yield live("forward.e*", again, times=2)
+            yield live("forward.launches", again, times=1.5)
+        if Part.COMPILED in setup.owned:  # else autocast holds the copies until the loss is there
+            yield live("casts.blocks", "compiled blocks cast their weights again", recomputed=1.0)
+        if Part.ATTENTION not in setup.owned:  # plain products, which are not kept
+            yield live("forward.scores*", "attention by plain products runs twice", times=2)
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield {}
+        yield {"ops": "attention"}
+
+    def recompute(self, job: Job) -> int:
+        """By operator: inside the block, so that a compiler sees it."""
+        if self.budget is not None:
+            return 0
+        from types import MethodType
+
+        from torch.utils.checkpoint import checkpoint
+
+        blocks, through = job.model.blocks, job.model.through
+        contexts = _kept(_products(blocks.values()) if self.ops != "attention" else 0)
+
+        # All but the hidden states is enclosed, as a compiler looks at arguments field by field.
+        if not job.setup.native:  # the slot lies inside a block's forward
+
+            def selective(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                def run(*first: Any) -> Any:
+                    return through(call, *first, *args[1:], **kwargs)
+
+                return checkpoint(run, *args[:1], use_reentrant=False, context_fn=contexts)
+
+            job.model.through = selective
+            for block in blocks.values():
+                block.keeps_outputs = True  # type: ignore[assignment]  # as below
+            return len(blocks)
+
+        def forward(block: Any, x: Any, *rest: Any) -> Any:
+            def run(x: Any) -> Any:
+                return type(block).forward(block, x, *rest)
+
+            return checkpoint(run, x, use_reentrant=False, context_fn=contexts)
+
+        for block in blocks.values():
+            # One function bound to each block: of a closure for each, a compiler would make a graph for each.
+            block.forward = MethodType(forward, block)
+            block.keeps_outputs = True  # type: ignore[assignment]  # not among what autograd saves, unless compiled
+        return len(blocks)
+
+    def drive(self, job: Job) -> int:
+        """By budget: around what was compiled, whose graph is cut in two when it is first called."""
+        if self.budget is None:
+            return 0
+        changed = 0
+        for module in (job.model, *job.model.blocks.values()):
+            if (call := module._compiled_call_impl) is not None:
+                module._compiled_call_impl = _within(self.budget, call)
+                changed += 1
+        return changed
+
+
+def _by_budget(budget: float) -> Iterator[Rule]:
+    yield live("saved.*", f"of all but {budget:g}, kept by one block at a time", recomputed=1 - budget)
+    cheap = min(1.0, (1 - budget) / CHEAP)
+    dear = max(0.0, (1 - budget - CHEAP) / (1 - CHEAP))
+    # Assumed, not measured: the partitioner gives up the cheapest first, and of the rest an even share.
+    yield live("forward.e*", "elementwise operators run again first", times=1 + cheap)
+    yield live("forward.[!el]*", "products and attention, where that is not enough", times=1 + dear)
+
+
+def _products(blocks: Any) -> float:
+    """So many products of a block are kept, all but the last; where linears are of another kind, all."""
+    from torch import nn
+
+    count = max(sum(isinstance(m, nn.Linear) for m in block.modules()) for block in blocks)
+    return count - 1 if count else math.inf
+
+
+def _kept(products: float) -> Callable[[], Any]:
+    """What makes the two contexts of a checkpoint: the first `products` products and all attention are kept."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    class Policy:
+        """Of one pass through one block, for it counts products: torch 2.11 asks again when the block runs again."""
+
+        def __init__(self) -> None:
+            self.seen = {False: 0, True: 0}  # the first time, and again
+
+        def __call__(self, asked: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            name = op.name()
+            if product := name.startswith(PRODUCTS):
+                self.seen[asked.is_recompute] += 1
+            keep = name.startswith(ATTENTION) or (product and self.seen[asked.is_recompute] <= products)
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts(Policy())  # type: ignore[no-untyped-call]
+
+    return contexts
+
+
+def _within(budget: float, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+    from torch._functorch import config
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compiled(*args, **kwargs)
+        with config.patch(activation_memory_budget=budget):  # at each call, for any may compile again
+            return compiled(*args, **kwargs)
+
+    return call

@@ -1,0 +1,144 @@
+"""Parameters updated in the backward pass, each as soon as its gradient is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optrush.errors import NeedsError
+from optrush.ledger import Rule, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optrush.job import Batch, Job
+
+
+@dataclass(frozen=True)
+class UpdateInBackward(Technique):
+    """Steps a parameter when its gradient is whole, and frees the gradient: a block's at a time, never the model's.
+
+    With no norm of all gradients beforehand there is no clipping, and a gradient that is not finite skips its own
+    parameter only: the others have moved, or will. (A loss that is not finite skips them all.) The step counts as
+    skipped if any parameter was.
+
+    Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
+    Memory: the gradients of one block, and of the head or the embedding, instead of one a parameter.
+    Work: unchanged; an optimizer of one launch takes one a parameter.
+    Differs from the source: one optimizer over all parameters, told which to step; a bad gradient steps nothing.
+    """
+
+    name = "update-in-backward"
+    summary = "each parameter stepped in the backward pass, its gradient freed there; no clipping"
+    source = "https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"
+    numerics = Numerics.SAME_MATHS
+    proof = "tests/techniques/test_update_in_backward.py"
+    verified_on = ("cpu", "gpu")
+    claims = frozenset({Part.UPDATE})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        n = setup.accumulation
+        yield Need(
+            n == 1,
+            "`update-in-backward` steps on the gradient of one micro-batch",
+            f"{n} micro-batches a step",
+            f"set batch.micro_tokens to {setup.rows // setup.ranks * setup.seq}, or batch.tokens lower",
+        )
+        yield Need(
+            setup.clip is None,
+            "`update-in-backward` steps before the norm of all gradients is known",
+            f"`optim.clip: {setup.clip}`",
+            "set optim.clip to null",
+        )
+        yield Need(
+            Part.DATA not in setup.owned,
+            "`update-in-backward` on one device",
+            "a technique that sums gradients over ranks, after the backward pass or behind its back",
+            "leave one of the two out",
+        )
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        yield live("gradients.*", "freed as soon as its parameter was updated", stepped=True)
+        yield live("update.loop", "of the embedding, which is updated last", live="end")
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # no clipping is the user's to say
+
+    def drive(self, job: Job) -> int:
+        import torch
+
+        if job.precision is torch.float16:
+            found = "products in fp16, whose loss scale is found by skipping whole updates"
+            raise NeedsError("`update-in-backward` without a loss scale", found, "take bf16 products, or leave it out")
+        stepping = Stepping(job)
+        job.loss, job.gradients, job.update = stepping.loss, stepping.gradients, stepping.update
+        return len(job.trained)
+
+
+class Stepping:
+    """`job.gradients` that updates, and a `job.update` that only says how it went. Reads nothing on the host."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self._loss, self._gradients = job, job.loss, job.gradients
+        self.armed = False  # in the window; a backward pass of somebody else updates nothing
+        self._begin()
+        for i, t in enumerate(job.trained):
+            t.parameter.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
+
+    def _begin(self) -> None:
+        import torch
+
+        device = self.job.world.device
+        wide = torch.float32 if device.type == "cuda" else torch.float64
+        self.squares = torch.zeros((), dtype=wide, device=device)  # of the gradients so far, scaled
+        self.skipped = torch.zeros((), dtype=torch.bool, device=device)
+        self.bad = torch.zeros((), dtype=torch.bool, device=device)  # the loss, or what it was multiplied by
+
+    def loss(self, batch: Batch) -> Tensor:
+        found = self._loss(batch)
+        if self.armed:
+            self.bad = ~(found.detach() * self.job.scale).isfinite()
+        return found
+
+    def gradients(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
+        assert len(batches) == 1, "one micro-batch a step: its gradients are the step's"
+        self._begin()
+        self.armed = True
+        try:
+            return self._gradients(batches, terms)
+        finally:
+            self.armed = False
+
+    def update(self) -> tuple[Tensor, Tensor]:
+        self.job.discard()
+        return (self.squares.sqrt() / self.job.scale).float(), self.skipped
+
+    def _hook(self, i: int) -> Callable[[Tensor], None]:
+        import torch
+
+        trained = self.job.trained[i]
+
+        @torch.no_grad()
+        def whole(_: Tensor) -> None:
+            """The gradient is whole: of a tied weight, both of its uses are in it."""
+            grad = trained.grad
+            if not self.armed or grad is None:
+                return
+            squares = self._squares(grad)
+            skip = self.bad | ~squares.isfinite()
+            self.squares, self.skipped = self.squares + squares, self.skipped | skip
+            self.job.optimizer.step(self.job.lr, self.job.scale, skip, only=[i])
+            trained.parameter.grad = None
+
+        return whole
+
+    def _squares(self, grad: Tensor) -> Tensor:
+        """Their sum, as the norm of all gradients has it (step.py)."""
+        import torch
+
+        along = None if grad.is_cuda else -1
+        norms: Tensor = torch.linalg.vector_norm(grad, dim=along, dtype=torch.float32)
+        return norms.to(self.squares.dtype).square().sum()

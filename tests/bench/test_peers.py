@@ -1,0 +1,478 @@
+"""Other systems on a ladder: what they are given, what is asked of them, and the ratios; and the longest row."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from optrush import config, hardware
+from optrush.bench import figures, longest, made, peer_weights, peer_worker, peers, report, stats, versus
+from optrush.bench.peer import Work, facts
+from optrush.bench.written import Longest
+from optrush.config import Run
+from optrush.errors import ConfigError, NeedsError, RunError
+
+from toy import Copy, Fakes, Found, V, document, ladder, put, records
+
+Call = Callable[..., Found]
+ROOT = Path(__file__).parents[2]
+TRAINED = {"trained parameters": "7", "weights": "float32", "optimizer states": "float32"}
+
+
+def run(**changes: Any) -> Run:
+    return config.parse(yaml.safe_dump(document(**{"train": {"steps": 3, "log_every": 1}, **changes})), "run.yaml")
+
+
+# --- who they are
+
+
+def test_options_are_checked() -> None:
+    trainer = peers.build("trainer", {"checkpointing": True, "weights": "bfloat16"})
+    assert trainer.title == "Hugging Face Trainer + Liger + checkpointing, bfloat16 weights"
+    assert trainer.required == ("transformers", "accelerate", "liger-kernel")
+    assert peers.build("trainer", {"liger": False}).required == ("transformers", "accelerate")
+    assert peers.build("unsloth", {}).title == "Unsloth + its checkpointing, bfloat16 weights"
+    assert peers.build("torchtitan", {}).title == "torchtitan + compile, float32 weights"
+    for name, options, said in (
+        ("trainr", {}, "the system `trainr`\nfound: no such system\ndo:    did you mean `trainer`"),
+        ("trainer", {"ligr": True}, "`trainer: ligr`\nfound: no such option\ndo:    did you mean `liger`"),
+        ("trainer", {"liger": "yes"}, "`trainer: liger`\nfound: 'yes'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            peers.build(name, options)
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("unsloth", {}, "the system `unsloth`\nfound: unsloth is not installed\ndo:    python -m pip install unsloth"),
+        ("trainer", {"batch": {"seq": 64, "tokens": 256, "micro_tokens": 128}}, "one micro-batch a step"),
+        ("trainer", {"batch": {"seq": 64, "tokens": 128, "micro_tokens": "auto"}}, "one micro-batch a step"),
+        ("trainer", {"data": {"path": "x.jsonl", "stream": True}}, "the system `trainer` on `data.stream`"),
+        ("unsloth:installed", {}, "needs a CUDA device\nfound: a CPU only"),
+        ("torchtitan:installed", {}, "needs a CUDA device\nfound: a CPU only"),
+    ],
+)
+def test_needs(name: str, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, _, installed = name.partition(":")
+    if installed or name == "trainer":
+        monkeypatch.setattr("optrush.bench.peer.library", lambda name: "1.0")
+    with pytest.raises(NeedsError) as caught:
+        peer_worker.check(peers.build(name, {}), run(**changes), hardware.CPU)
+    assert said in str(caught.value)
+
+
+def test_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optrush.bench.peer.library", lambda name: "1.0")
+    device, _ = hardware.named("h200")
+    peer_worker.check(peers.build("unsloth", {}), run(), device)
+    with pytest.raises(NeedsError, match="take weights: bfloat16"):
+        peer_worker.check(peers.build("unsloth", {"weights": "float32"}), run(), device)
+    titan = peers.build("torchtitan", {})
+    peer_worker.check(titan, run(model={"shape": "llama-3.2-1b-untied"}), device)
+    for changes, said in (
+        ({"model": {"shape": "llama-3.2-1b"}}, "a shape whose head is tied"),
+        ({"model": {"shape": "qwen2.5-0.5b"}}, "on its own Llama"),
+        ({"model": {"shape": "llama-3.2-1b-untied", "tokenizer": "x"}, "data": {"path": "x"}}, "rows of one length"),
+    ):
+        with pytest.raises(NeedsError, match=said):
+            peer_worker.check(titan, run(**changes), device)
+
+
+# --- what they are given
+
+
+def test_rows_are_ours() -> None:
+    """Random tokens: the very batches that our own loop takes, labels not shifted."""
+    from optrush.assemble import assemble
+    from optrush.prepare import prepare
+
+    mine = run()
+    job = assemble(prepare(mine))
+    plan = job.stream.plan(None, 3)
+    found = list(peer_worker.rows(mine, job.hf, Path("toy"), 3))
+    for k, theirs in enumerate(found):
+        (ours,) = job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=2)
+        assert torch.equal(theirs.ids, ours.tokens) and theirs.mask is None
+        assert torch.equal(theirs.labels[:, 1:], ours.labels[:, :-1])
+        assert (theirs.labels[:, 0] == -100).all() and (ours.labels[:, -1] == -100).all()
+        assert (theirs.n_tokens, theirs.n_targets, theirs.attended) == (128, 126, 2 * 64**2)
+
+
+def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> None:
+    peer_weights.name_tokens(V, tmp_path / "tokenizer")
+    texts = [" ".join(f"t{w}" for w in range(9, 9 + n)) for n in (3, 20, 7, 11)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    shape = {"path": "toy", "tokenizer": None}
+    given = run(model=shape, data={"path": str(tmp_path / "texts.jsonl")})
+    (first, second) = peer_worker.rows(given, {"vocab_size": V}, tmp_path / "tokenizer", 2)
+    for batch in (first, second):
+        assert batch.mask is not None
+        widths = batch.mask.sum(1)
+        assert batch.ids.shape[1] == widths.max() and batch.n_tokens == widths.sum()
+        assert batch.n_targets == (batch.labels != -100).sum() == batch.n_tokens - 2
+        assert batch.attended == widths.square().sum()
+        assert not batch.ids[batch.mask == 0].any() and (batch.labels[batch.mask == 0] == -100).all()
+    assert sorted(int(n) for b in (first, second) for n in b.mask.sum(1)) == [4, 8, 12, 21]  # each with its end
+
+
+def test_texts_with_the_lengths_of_chats(tmp_path: Path) -> None:
+    program = runpy.run_path(str(ROOT / "benchmarks" / "chat_lengths.py"))
+    lengths = program["lengths"]()
+    assert 380 < np.median(lengths) < 420 and lengths.max() == 4096 and lengths.min() > 2
+    assert np.log(lengths[lengths < 4096]).std() == pytest.approx(1.0, abs=0.05)
+    program["write"](tmp_path, count=12, vocabulary=V)
+    given = run(data={"path": str(tmp_path / "texts.jsonl")}, batch={"seq": 4096, "tokens": 4 * 4096})
+    found = list(peer_worker.rows(given, {"vocab_size": V}, tmp_path / "tokenizer", 3))
+    held = [int(n) for b in found for n in (b.mask.sum(1) if b.mask is not None else [])]
+    assert sorted(held) == sorted(program["lengths"](12).tolist())  # a word is a token, and the end is one
+
+
+def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written once, in a process of its own, and read back by transformers to what our own run begins with."""
+    from transformers import AutoModelForCausalLM
+
+    from optrush.model.weights import load
+    from optrush.shapes import SHAPES
+
+    hf = json.loads(Path("toy/config.json").read_text())
+    monkeypatch.setitem(SHAPES, "mini-2b", hf)
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
+    given = run(model={"shape": "mini-2b"}, seed=7)
+    folder, found = peer_weights.ensure(given, "float32", "cpu")
+    assert found == hf and folder.parent == tmp_path / "cache" / "peers" and folder.name.startswith("mini-2b-float32-")
+    written = (folder / "model.safetensors").stat()
+    assert peer_weights.ensure(given, "float32", "cpu")[0] == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written.st_mtime_ns
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+    assert peer_weights.ensure(run(model={"shape": "mini-2b"}, seed=8), "float32", "cpu")[0] != folder
+    theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    model, recipe = load(None, hf, None, torch.float32, 7)
+    count = 0
+    for name, parameter in model.named_parameters():
+        value = torch.empty(parameter.shape)
+        recipe.fill(name, value, (0,) * value.dim())
+        for hf_name, part in recipe.split(name, value):
+            assert torch.equal(theirs[hf_name], part), hf_name
+            count += part.numel()
+    assert count == sum(p.numel() for p in theirs.values())
+    assert peer_weights.ensure(run(), "float32", "cpu")[0] == Path("toy")
+
+
+def test_weights_that_cannot_be_written_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush.shapes import SHAPES
+
+    hf = {**json.loads(Path("toy/config.json").read_text()), "num_key_value_heads": 3}
+    monkeypatch.setitem(SHAPES, "broken", hf)
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(RunError, match=r"random weights could not be written into .*num_key_value_heads 3"):
+        peer_weights.ensure(run(model={"shape": "broken"}), "float32", "cpu")
+
+
+# --- a system that trains: through the whole path, in processes of their own
+
+FAKE_PEER = '''
+"""A plain loop of transformers, as another system."""
+from __future__ import annotations
+from typing import ClassVar
+from optrush.bench.peer import Peer, Work
+
+class Fake(Peer):
+    does: str = "train"
+    name: ClassVar[str] = "fake"
+    libraries: ClassVar[tuple[str, ...]] = ("transformers",)
+
+    @property
+    def title(self) -> str:
+        return f"a plain loop that {self.does}s"
+
+    def train(self, work: Work) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+        if self.does == "starve":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        model = AutoModelForCausalLM.from_pretrained(work.folder, dtype=getattr(torch, self.weights))
+        if self.does == "freeze":
+            model.model.embed_tokens.weight.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=work.run.optim.lr, betas=work.run.optim.betas, weight_decay=0.0)
+        work.begin()
+        for batch in work.batches:
+            loss = model(input_ids=batch.ids, labels=batch.labels).loss
+            if self.does == "cheat":
+                loss = loss * 1.01
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            work.step(loss)
+        work.sees(trained, (s for of in optimizer.state.values() for s in of.values()))
+'''
+
+
+def with_fake(copied: Copy) -> Copy:
+    (copied.folder / "optrush/bench/peers/fake.py").write_text(FAKE_PEER)
+    imported = "from optrush.bench.peers.torchtitan import"
+    copied.edit("bench/peers/__init__.py", imported, f"from optrush.bench.peers.fake import Fake\n{imported}")
+    copied.edit("bench/peers/__init__.py", "    Torchtitan,\n", "    Torchtitan,\n    Fake,\n")
+    return copied
+
+
+def test_a_system_is_one_file_and_one_line(copied: Copy) -> None:
+    """Trained, recorded, held against ours, and shown; what is not the same work is red, and failures are records."""
+    doing = ["train", "cheat", "freeze", "starve"]
+    rungs: list[dict[str, Any]] = [{"name": "ours", "with": {"fused-adamw": {}}}]
+    rungs += [{"name": does, "peer": {"fake": {"does": does}}} for does in doing]
+    rungs += [{"name": "absent", "peer": {"unsloth": {}}}]
+    put(Path("ladder.yaml"), ladder(rungs, steps=2, case="{size}-full-{seq}", all_but_one=False))
+    done = with_fake(copied).run("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out")
+    assert done.returncode == 1, done.stderr
+    told = records(Path("out"))
+    assert list(told) == ["ours", *doing, "absent"]  # no all-but-one rungs
+    ours, theirs = told["ours"], told["train"]
+    assert (theirs["peer"], theirs["case"], theirs["since"]) == ("fake", "toy-full-64", "ours")
+    assert ours["case"] == "toy-full-64" and ours["peer"] is None
+    assert theirs["changes"] == "a plain loop that trains" and theirs["red"] == [] and theirs["error"] is None
+    assert theirs["seen"] == ours["seen"] and theirs["seen"]["weights"] == "float32"
+    assert len(theirs["losses"]) == 3 and theirs["proof"] is None and theirs["predicted_peak_bytes"] is None
+    assert len(theirs["step_s"][0]) == 2 and theirs["tokens_per_s"] > 0 and theirs["peak_bytes"] > 0
+    assert theirs["config"]["with"] == {} and theirs["config"]["peer"] == {
+        "fake": {"does": "train", "weights": "float32"}
+    }
+    assert "transformers" in theirs["environment"]
+    mine = json.loads(Path("out/rungs/01-ours-1.json").read_text())["result"]
+    assert theirs["losses"][0] == pytest.approx(mine["losses"][0], rel=1e-5)
+    assert theirs["losses"][-1] == pytest.approx(mine["losses"][-1], rel=1e-3)
+    assert "its first loss is" in told["cheat"]["red"][0] and "allowed 2e-03" in told["cheat"]["red"][0]
+    assert "not the same work: trained parameters 246,336, ours 254,528" in told["freeze"]["red"][0]
+    assert told["starve"]["error"] == "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert "do:    python -m pip install unsloth" in told["absent"]["error"]
+    page = Path("out/report.html").read_text()
+    assert "Against other systems" in page and "Ours against the fastest other system: toy-full-64: ×" in page
+
+
+def test_ratios() -> None:
+    def record(rung: str, speed: float, peak: int, **more: Any) -> dict[str, Any]:
+        return {
+            "case": "c", "device": "d", "mode": "cumulative", "rung": rung, "tokens_per_s": speed, "peak_bytes": peak,
+            "targets_per_s": speed / 2, **more,
+        }  # fmt: skip
+
+    shown, _ = figures.rungs(
+        [
+            record("ours", 120.0, 10),
+            record("slow", 60.0, 40, peer="p", since="ours"),
+            record("quick", 100.0, 20, peer="p", since="ours"),
+            record("wrong", 200.0, 20, peer="p", since="ours", red=["not the same work"]),
+            record("broken", 200.0, 20, peer="p", since="ours", error="no"),
+            record("else", 30.0, 20, case="e", since="ours"),
+        ]
+    )
+    pairs = versus.versus(shown)
+    assert [(p.theirs.name, p.faster, p.learns_faster, p.smaller) for p in pairs[:2]] == [
+        ("slow", 2.0, 2.0, 4.0), ("quick", 1.2, 1.2, 2.0),
+    ]  # fmt: skip
+    assert [p.theirs.name for p in pairs] == ["slow", "quick", "wrong"]
+    assert versus.said(pairs) == "Ours against the fastest other system: c: ×1.20 the tokens/s of “quick”."
+    assert shown[-1].factor == 0.25  # compared with a rung of another case
+    assert versus.said([]) == ""
+
+
+def test_facts() -> None:
+    weights = [torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros(1)]
+    assert facts(7, weights, [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(()), 4]) == {
+        "trained parameters": "7", "weights": "bfloat16, float32", "optimizer states": "bfloat16",
+    }  # fmt: skip
+
+
+def test_unlike() -> None:
+    ours = {"seen": TRAINED, "fill": 1, "losses": [11.0]}
+    assert list(made.unlike({**ours, "losses": [11.01]}, ours, True)) == []
+    assert "its first loss is 11.1, ours 11" in next(made.unlike({**ours, "losses": [11.1]}, ours, True))
+    assert list(made.unlike({**ours, "losses": [11.1]}, ours, False)) == []  # it draws its own weights
+    assert list(made.unlike({**ours, "losses": [11.1], "fill": 0.9}, ours, True)) == []  # other documents in a step
+    states = {**TRAINED, "optimizer states": "uint8"}
+    found = list(made.unlike({**ours, "seen": states}, ours, True))
+    assert found == ["not the same work: optimizer states uint8, ours float32"]
+
+
+def test_what_a_system_tells(tmp_path: Path) -> None:
+    hf = json.loads(Path("toy/config.json").read_text())
+    batches = list(peer_worker.rows(run(), hf, Path("toy"), 3))
+    work = Work(run(), hf, tmp_path, tmp_path, batches, "cpu")
+    work.begin()
+    for loss in (5.0, math.nan):
+        work.step(torch.tensor(loss))
+    fake = peers.build("trainer", {"liger": False})
+    with pytest.raises(RunError, match="Hugging Face Trainer, float32 weights took 2 steps of 3"):
+        peer_worker.told(fake, work, hardware.CPU, 1)
+    work.step(torch.tensor(4.0))
+    work.marks = [0.0, 9.0, 9.5, 9.75]
+    found = peer_worker.told(fake, work, hardware.CPU, 1)
+    assert found["losses"] == [5.0, None, 4.0] and found["tokens_per_s"] == [256.0, 512.0]
+    assert found["step_s"] == [0.5, 0.25] and found["fill"] == 1
+    assert found["targets_per_s"] == (126 / 0.5 + 126 / 0.25) / 2
+    assert stats.dead(found["losses"], found["grad_norms"])  # so that the rung is red
+
+
+# --- the real Trainer, where what it needs is here
+
+
+@pytest.mark.slow
+def test_the_trainer_trains_as_we_do() -> None:
+    pytest.importorskip("accelerate")
+    request = {
+        "run": config.dump(run(batch={"seq": 64, "tokens": 128, "micro_tokens": 128})),
+        "warmup": 1,
+        "peer": {"trainer": {"liger": False, "weights": "float32"}},
+    }
+    put_json(Path("request.json"), request)
+    command = [sys.executable, "-m", "optrush.bench.peer_worker", "request.json", "result.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(Path("result.json").read_text())
+    assert found["seen"]["weights"] == "float32" and len(found["step_s"]) == 2 and len(found["losses"]) == 3
+    from optrush.bench import worker
+
+    ours = worker.measure(run(**{"with": {"amp": {}}}), run(), 1, 0, 0)
+    assert found["losses"] == pytest.approx(ours["losses"], rel=2e-3)
+
+
+def put_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value))
+
+
+# --- the longest row
+
+
+def tried(span: Longest, limit: int, begin: int | None) -> tuple[list[int], dict[str, Any]]:
+    asked: list[int] = []
+
+    def attempt(seq: int) -> dict[str, Any]:
+        asked.append(seq)
+        return {"losses": [1.0], "seq": seq} if seq <= limit else {"error": "out of memory: no"}
+
+    first = {"losses": [1.0], "proof": "of the shortest", "seq": span.from_}
+    return asked, longest.search(span, begin, first, attempt)
+
+
+def span(first: int = 8192, last: int = 1 << 20, factor: float = 1.1) -> Longest:
+    return Longest(**{"from": first, "to": last, "factor": factor})
+
+
+@pytest.mark.parametrize("limit", [8192, 9000, 50_000, 131_072, 300_001, 1 << 20])
+@pytest.mark.parametrize("begin", [None, 8192, 20_000, 131_072, 290_000, 1 << 20])
+def test_the_longest_row_is_found(limit: int, begin: int | None) -> None:
+    asked, found = tried(span(), limit, begin)
+    reached = found["longest_seq"]
+    assert reached <= limit and found["seq"] == reached and found["proof"] == "of the shortest"
+    assert len(set(asked)) == len(asked) <= 14 and all(seq % 1024 == 0 for seq in asked)
+    failed = [t["seq"] for t in found["tries"] if t["error"]]
+    if failed:  # known to the factor, or to the grain
+        assert min(failed) > limit and min(failed) <= max(reached * 1.1, reached + 1024)
+    else:
+        assert reached == 1 << 20
+    assert [t["seq"] for t in found["tries"]] == [8192, *asked] and found["ended"] is None
+
+
+def test_a_good_guess_takes_few_tries() -> None:
+    asked, found = tried(span(), 300_000, 290_000)
+    assert asked[0] == 289_792 and len(asked) <= 4 and found["longest_seq"] > 280_000
+
+
+def test_what_ends_a_search() -> None:
+    def attempt(seq: int) -> dict[str, Any]:
+        return {"error": "killed by signal 9 (SIGKILL)"} if seq > 40_000 else {"losses": [1.0, None]}
+
+    first = {"losses": [1.0], "proof": {}}
+    found = longest.search(span(), None, first, attempt)
+    assert found["longest_seq"] == 8192 and found["ended"].endswith("rows of 16,384 tokens: a loss was not finite")
+    broken = longest.search(span(), None, {"error": "ValueError: no"}, attempt)
+    assert broken["error"] == "ValueError: no" and "longest_seq" not in broken and len(broken["tries"]) == 1
+    small = longest.search(span(48, 50), None, first, attempt)
+    assert small["longest_seq"] == 48 and small["ended"] is None
+
+
+def test_the_guess_is_the_longest_that_the_plan_says_fits() -> None:
+    assert longest.guess(span(), lambda seq: seq <= 123_456) == 123_456 // 1024 * 1024
+    assert longest.guess(span(), lambda seq: True) == 1 << 20 and longest.guess(span(), lambda seq: None) is None
+
+
+def test_a_ladder_of_longest_rows(call: Call, fakes: Fakes) -> None:
+    """Scripts for processes: they run out of memory from a length on, which is another with a technique."""
+    text = fakes_with_memory(fakes)
+    assert "seq" in text
+    rungs = [{"name": "base"}, {"name": "recompute", "with": {"recompute": {}}}]
+    put(
+        Path("ladder.yaml"),
+        ladder(
+            rungs, steps=1, warmup=0, all_but_one=False, case="{size}-longest",
+            longest={"from": 64, "to": 4096, "factor": 1.1},
+        ),
+    )  # fmt: skip
+    found = call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out")
+    assert found.code == 0, found.err
+    told = records(Path("out"))
+    assert {n: r["verdict"] for n, r in told.items()} == {"base": "baseline", "recompute": "longer"}
+    for name, limit in (("base", 300), ("recompute", 1200)):
+        r = told[name]
+        assert limit / 1.1 - 64 <= r["longest_seq"] <= limit and r["longest_seq"] == r["seq"] == r["micro_tokens"]
+        assert r["config"]["batch"]["seq"] == r["config"]["batch"]["tokens"] == r["seq"]
+        assert any(str(t["error"]).startswith("out of memory") for t in r["tries"]) and r["tries"][0]["seq"] == 64
+        assert r["case"] == "toy-longest" and "which compile" in r["changes"]
+    assert told["recompute"]["proof"]["against"] == "base"
+    assert " tokens: trained" in found.err and " tokens: failed: out of memory: no room" in found.err
+    ran = len(fakes.started)
+    assert ran == sum(len(r["tries"]) for r in told.values())
+    Path("out/rungs/02-recompute-1.json").unlink()  # stopped before its end: what was tried is not tried again
+    assert call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out", "--resume").code == 0
+    assert fakes.started == [] and records(Path("out"))["recompute"]["longest_seq"] == told["recompute"]["longest_seq"]
+    report_of(Path("out"))
+
+
+def fakes_with_memory(fakes: Fakes) -> str:
+    """Gives the scripted worker a memory: 300 tokens, 1200 with recompute."""
+    path = fakes.log.parent / "worker.py"
+    text = (
+        path.read_text()
+        .replace(
+            "does = how.get(key, {})\n",
+            "does = how.get(key, {})\n"
+            'seq = run["batch"]["seq"]\n'
+            'short = seq > (1200 if "recompute" in run.get("with", {}) else 300)\n',
+        )
+        .replace("json.dump(result", 'if short:\n    result = {"error": "out of memory: no room"}\njson.dump(result')
+    )
+    text = text.replace('"step_s": [0.1, 0.1]', '"losses": [1.0], "step_s": [0.1, 0.1]')
+    path.write_text(text)
+    return text
+
+
+def report_of(folder: Path) -> None:
+    import importlib
+
+    importlib.reload(report)  # the scripts' fixture does not draw it
+    report.write_bench(folder)
+    assert "The longest row that trains" in (folder / "report.html").read_text()
+
+
+def test_a_worker_without_a_proof() -> None:
+    from optrush.bench import worker
+
+    found = worker.measure(run(train={"steps": 1, "log_every": 1}), run(), 0, 0, 0)
+    assert found["proof"] == {"losses": [], "grad_norms": [], "note": worker.UNASKED}
+    assert len(found["step_s"]) == 1 and found["seen"]["trained parameters"] == "254,528"
+    assert found["micro_tokens"] == 128 and found["host_peak_bytes"] > 0

@@ -1,0 +1,66 @@
+"""What a user sees of the rehearsal and of `micro_tokens: auto`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from optrush import rehearse
+from optrush.config import parse
+
+from clirun import Found, metrics
+
+Call = Callable[..., Found]
+Write = Callable[..., str]
+AUTO = {"tokens": 512, "micro_tokens": "auto"}
+
+
+def test_auto(call: Call, write: Write, here: Path) -> None:
+    """It trains; the folder's run.yaml has the number and is itself runnable, with the same losses."""
+    found = call("train", write(batch=AUTO, train={"steps": 2}))
+    assert found.code == 0, found.err
+    assert "finish     micro-batch: 3 changes" in found.err
+    written = parse((here / "out" / "run.yaml").read_text(), "run.yaml")
+    assert isinstance(written.batch.micro_tokens, int) and 512 % written.batch.micro_tokens == 0
+    assert written.with_["micro-batch"] == {}
+    assert call("train", "out/run.yaml", "--set", "output=again").code == 0
+    losses = [[line["loss"] for line in metrics(here / name) if "loss" in line] for name in ("out", "again")]
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+
+
+def test_auto_on_two_ranks(start: Call, write: Write, here: Path) -> None:
+    found = start("train", write(batch=AUTO, train={"steps": 1}), "--ranks", "2", "--with", "ddp")
+    assert found.code == 0, found.err
+    assert "note       out of memory after step 0 ends the run, resumably" in found.err
+    assert parse((here / "out" / "run.yaml").read_text(), "run.yaml").batch.micro_tokens in (128, 256)
+
+
+def test_plan_and_dry_run_take_auto(call: Call, write: Write, here: Path) -> None:
+    config = write(batch=AUTO)
+    for command in (("plan", config, "--hardware", "cpu"), ("train", config, "--dry-run")):
+        found = call(*command)
+        assert found.code == 0, found.err
+    assert not (here / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("micro", "way"),
+    [(256, "take batch.micro_tokens: 128, or auto; or --with recompute"), (128, "--with recompute; or")],
+)
+def test_what_does_not_fit(
+    call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch, micro: int, way: str
+) -> None:
+    """Exit code 2, three lines, and nothing was written."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1.00 GiB free.")
+
+    monkeypatch.setattr(rehearse, "_play", full)
+    found = call("train", write(batch={"micro_tokens": micro}))
+    assert found.code == 2
+    assert f"steps of {micro // 128} row" in found.err and "out of memory, before step 0: CUDA out" in found.err
+    assert "Tried to allocate 3.00 GiB" in found.err and way in found.err
+    assert not (here / "out").exists()

@@ -1,0 +1,209 @@
+"""Real graphs against the plain window, 8-bit products against the emulated ones, tuned blocks against the baseline."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from optrush import fit, step
+from optrush.assemble import assemble
+from optrush.config import parse
+from optrush.errors import NeedsError
+from optrush.job import Batch, Job
+from optrush.kernels import float8
+from optrush.prepare import prepare
+from optrush.techniques.cuda_graphs import recorded
+from optrush.train import evaluate
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+BASE = """
+model: tiny
+objective: sft
+data: {sample: recipes, max_samples: 60, too_long: split, eval: 0.1}
+batch: {seq: 512, tokens: 4096, micro_tokens: 2048}
+optim: {lr: 1e-3, schedule: constant, warmup: 0, clip: 1.0}
+train: {steps: 6, log_every: 1, save_every: 3}
+output: unused
+"""
+STEPS = 6
+
+
+def job_of(*withs: str) -> Job:
+    job = assemble(prepare(parse(BASE, "test", withs=withs)))
+    job.begin = lambda n: step.begin(job, n, STEPS)
+    return job
+
+
+def windows(job: Job, n: int = STEPS) -> list[list[Batch]]:
+    plan = job.stream.plan(None, STEPS)
+    rows = job.setup.micro_rows
+    return [job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=rows) for k in range(n)]
+
+
+def played(job: Job) -> tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor]]:
+    """(loss, norm, skipped) by step, and the weights afterwards."""
+    lines = []
+    for k, batches in enumerate(windows(job), 1):
+        job.begin(k)
+        loss = job.gradients(batches, sum(b.n_terms for b in batches))
+        norm, skipped = job.update()
+        lines.append((loss.item(), norm.item(), bool(skipped)))
+    return lines, {t.name: t.local.clone() for t in job.trained}
+
+
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+# Graphs.
+
+PATHS = [
+    ("packing",),
+    ("packing", "fused-adamw", "attention:impl=sdpa", "fused-loss:chunk=512"),
+    ("packing", "fused-adamw", "amp:dtype=fp16", "attention:impl=varlen"),
+    ("packing", "fused-adamw", "bf16", "attention:impl=varlen", "compile", "fused-loss:chunk=512"),
+    ("fused-adamw", "bf16", "attention:impl=cudnn", "compile"),
+]
+
+
+@pytest.mark.parametrize("withs", PATHS, ids="+".join)
+def test_equal_bits_with_the_plain_window(withs, deterministic):
+    """Two micro-batches a step, other documents and divisors each time."""
+    want, want_weights = played(job_of(*withs))
+    found, found_weights = played(job_of("cuda-graphs", *withs))
+    assert found == want
+    assert all(torch.equal(found_weights[name], w) for name, w in want_weights.items())
+
+
+@pytest.mark.parametrize("withs", PATHS[1:4], ids="+".join)
+def test_near_the_plain_window_as_runs_go(withs):
+    """Without torch's deterministic kernels, as people run it."""
+    want, _ = played(job_of(*withs))
+    found, _ = played(job_of("cuda-graphs", *withs))
+    for a, b in zip(found, want):
+        assert a[:2] == pytest.approx(b[:2], rel=1e-2) and a[2] == b[2]
+
+
+def test_a_replay_starts_what_was_recorded_and_waits_for_nothing():
+    job = job_of("cuda-graphs", "packing", "fused-adamw", "bf16", "attention:impl=varlen", "compile")
+    made = windows(job)
+    for k, batches in enumerate(made, 1):
+        torch.cuda.set_sync_debug_mode("error" if k > 2 else "default")
+        try:
+            job.begin(k)
+            job.gradients(batches, sum(b.n_terms for b in batches))
+            job.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        job.gradients(made[0], 1000)
+        torch.cuda.synchronize()
+    calls = {e.key: e.count for e in profile.key_averages()}
+    assert calls.get("cudaGraphLaunch") == 1
+    assert calls.get("cudaLaunchKernel", 0) + calls.get("cuLaunchKernel", 0) < 20
+
+
+def test_evaluation_and_windows_of_other_shapes_beside_it(deterministic):
+    ours, plain = (job_of(*more, "packing", "fused-adamw", "attention:impl=sdpa") for more in (("cuda-graphs",), ()))
+    for k, batches in enumerate(windows(ours), 1):
+        part = batches[:1] if k % 2 else batches
+        for job in (ours, plain):
+            job.begin(k)
+        a, b = (job.gradients(part, sum(x.n_terms for x in part)) for job in (ours, plain))
+        assert torch.equal(a, b)
+        assert evaluate(ours) == evaluate(plain)
+        for job in (ours, plain):
+            job.update()
+    assert all(torch.equal(a.local, b.local) for a, b in zip(ours.trained, plain.trained))
+
+
+def test_it_resumes_with_equal_bits(tmp_path: Path, deterministic):
+    """The last three steps once more, from the checkpoint of the third, in a recording of their own."""
+    text = BASE.replace("output: unused", f"output: {tmp_path / 'out'}")
+    run = parse(text, "test", withs=("cuda-graphs", "packing", "fused-adamw", "attention:impl=sdpa"))
+
+    def trained(resume: Literal["auto"] | None) -> dict[int, tuple[float, float]]:
+        fit.fit(prepare(run), resume)
+        lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+    want = trained(None)
+    shutil.rmtree(tmp_path / "out/checkpoints/step-000006")
+    assert trained("auto") == want and len(want) == STEPS
+
+
+# 8-bit products.
+
+eight = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="no 8-bit products"
+)
+
+
+@eight
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("m", "k", "n"), [(512, 256, 768), (4096, 2048, 3072)])
+def test_the_devices_products_are_the_emulated_ones(m, k, n, dtype):
+    draw = torch.Generator("cuda").manual_seed(1)
+    shapes = ((m, k), (n, k), (m, n))
+    x, w, g = (torch.randn(s, generator=draw, device="cuda").to(dtype) for s in shapes)
+    found, want = [], []
+    for device, into in (("cuda", found), ("cpu", want)):
+        a, b = (t.to(device).requires_grad_() for t in (x, w))
+        y = float8.linear(a, b, None)
+        into += [t.float().cpu() for t in (y, *torch.autograd.grad(y, [a, b], g.to(device)))]
+    for a, b, off in zip(found, want, (5e-3, 5e-3, 5e-3)):  # sums of fewer bits, and bf16's last one
+        assert (a - b).norm() / b.norm() < off
+
+
+@eight
+@pytest.mark.parametrize("more", [(), ("cuda-graphs",), ("fp8:targets=mlp",)], ids="+".join)
+@pytest.mark.parametrize("precision", ["bf16", "amp"])
+def test_eight_bits_are_near_bf16(precision, more):
+    """The first step's loss and gradients; compiled, as it must be on a GPU."""
+
+    def first(job: Job):
+        batches = windows(job, 1)[0]
+        job.begin(1)
+        loss = job.gradients(batches, sum(b.n_terms for b in batches))
+        return loss.item(), torch.cat([t.grad.float().flatten() for t in job.trained])
+
+    withs = ("packing", precision, "attention:impl=varlen", "compile", "fused-loss:chunk=512")
+    extra = more if any("fp8" in m for m in more) else (*more, "fp8")
+    loss, grads = first(job_of(*withs))
+    off, found = first(job_of(*withs, *extra))
+    print(f"loss {loss} {off}, cosine {F.cosine_similarity(found, grads, dim=0).item():.4f}")
+    assert off == pytest.approx(loss, rel=1e-2) and off != loss
+    assert F.cosine_similarity(found, grads, dim=0) > 0.95
+
+
+# Tuning.
+
+
+def test_tuned_blocks_match_the_baseline():
+    withs = ("packing", "attention:impl=sdpa", "fused-loss:chunk=512")
+    want, _ = played(job_of(*withs))
+    found, _ = played(job_of(*withs, "compile", "max-autotune"))
+    for a, b in zip(found, want):
+        assert a[:2] == pytest.approx(b[:2], rel=1e-3)
+
+
+def test_what_cannot_be_recorded_is_said():
+    """Last, for it leaves a recording that the driver gave up."""
+    x = torch.ones(8, device="cuda")
+    with pytest.raises(NeedsError, match="records a window"):
+        recorded(lambda: float(x.sum()), lambda: None)
+    torch.cuda.synchronize()

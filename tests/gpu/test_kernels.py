@@ -1,0 +1,123 @@
+"""Kernels that only a GPU runs, each against a reference in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optrush.data.batch import Documents
+from optrush.kernels import attention, cross_entropy, libraries, swiglu
+from optrush.technique import library
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gated_activation(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(3, 1111, 2 * 96, device="cuda", dtype=dtype)
+    g = torch.randn(3, 1111, 96, device="cuda", dtype=dtype)
+    close = 1e-6 if dtype == torch.float32 else 3e-3
+    wide = x.float().cpu()
+    assert off(swiglu.swiglu(x).cpu(), swiglu.swiglu(wide)) < close
+    for got, want in zip(swiglu.swiglu_backward(x, g), swiglu.swiglu_backward(wide, g.float().cpu()), strict=True):
+        assert off(got.cpu(), want) < close
+
+
+@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "amp"])
+def test_feed_forward_in_the_products(compiled, autocast):
+    from optrush.kernels import swiglu_quack
+
+    torch.manual_seed(0)
+    D, F, N = 256, 384, 200
+    layers = [torch.nn.Linear(D, 2 * F, bias=False).cuda(), torch.nn.Linear(F, D, bias=False).cuda()]
+    x = torch.randn(2, N, D, device="cuda", requires_grad=True)
+    g = torch.randn(2, N, D, device="cuda")
+    inputs = [x, *(layer.weight for layer in layers)]
+    want = swiglu.gated(x, *layers)
+    wants = torch.autograd.grad(want, inputs, g)
+    if not autocast:
+        layers = [layer.bfloat16() for layer in layers]
+        inputs = [x.detach().bfloat16().requires_grad_(), *(layer.weight for layer in layers)]
+
+    def feed(x):
+        return swiglu_quack.feed(x, *layers)
+
+    run = torch.compile(feed, fullgraph=True, dynamic=False) if compiled else feed
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        got = run(inputs[0])
+    grads = torch.autograd.grad(got, inputs, g.to(got.dtype))
+    assert off(got, want) < 2e-2
+    for one, other, given in zip(grads, wants, inputs, strict=True):
+        assert one.dtype == given.dtype and off(one, other) < 2e-2
+
+
+def test_gated_activation_beyond_32_bits():
+    x = torch.empty(2**17 + 1, 2 * 2**14, device="cuda", dtype=torch.bfloat16)
+    x[-1] = torch.randn(2 * 2**14, device="cuda")
+    assert torch.equal(swiglu.swiglu(x)[-1], swiglu.swiglu(x[-1:].clone())[0])
+
+
+@pytest.mark.skipif(library("flash-attn-4") is None, reason="flash-attn-4 is not installed")
+@pytest.mark.parametrize("single", [True, False], ids=["dense", "packed"])
+@pytest.mark.parametrize(("H", "K", "E"), [(8, 2, 64), (4, 4, 128)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_flash_attention_4(single, H, K, E, compiled):
+    torch.manual_seed(0)
+    B, T = 2, 384
+    cuts = [0, T, 2 * T] if single else [0, 5, 200, T, T + 1, T + 300, 2 * T]
+    starts = torch.full((12,), 2 * T, dtype=torch.int32)
+    starts[: len(cuts)] = torch.tensor(cuts, dtype=torch.int32)
+    ids = torch.searchsorted(torch.tensor(cuts), torch.arange(2 * T), right=True).view(B, T).int()
+    documents = Documents(starts.cuda(), ids.cuda(), T, single)
+    q, k, v = (torch.randn(B, T, n, E, device="cuda", requires_grad=True) for n in (H, K, K))
+    weight = torch.randn(B, T, H, E, device="cuda")
+    want = attention.masked(q, k, v, documents)
+    wants = torch.autograd.grad((want * weight).sum(), (q, k, v))
+    half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
+
+    def attend(q, k, v):
+        return attention.ATTENTIONS["fa4"](q, k, v, documents) * 1.0
+
+    got = (torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend)(*half)
+    grads = torch.autograd.grad(got, half, weight.bfloat16())
+    assert off(got, want) < 1e-2
+    for one, other in zip(grads, wants, strict=True):
+        assert off(one, other) < 2e-2
+
+
+PACKAGES = {"quack": "quack-kernels", "liger": "liger-kernel"}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+@pytest.mark.parametrize(("N", "D", "chunk"), [(1000, 256, 512), (512, 512, 512), (1536, 512, 1024)])
+def test_loss_kernels(name, N, D, chunk):
+    """With ignored labels, scaled by the incoming gradient; also where rows are as many as the width."""
+    if library(PACKAGES[name]) is None:
+        pytest.skip(f"{PACKAGES[name]} is not installed")
+    torch.manual_seed(0)
+    V = 1024
+    hidden = torch.randn(N, D, device="cuda")
+    weight = torch.randn(V, D, device="cuda") * 0.05
+    labels = torch.randint(0, V, (N,), device="cuda")
+    labels[::5] = -100
+    wide = [hidden.bfloat16().float().requires_grad_(), weight.bfloat16().float().requires_grad_()]
+    want = cross_entropy.nll(*wide, labels)
+    wants = torch.autograd.grad(want * 0.125, wide)
+    half = [x.detach().bfloat16().requires_grad_() for x in wide]
+    got = getattr(libraries, name)(*half, labels, chunk)
+    grads = torch.autograd.grad(got * 0.125, half)
+    assert got.dtype == torch.float32 and got.item() == pytest.approx(want.item(), rel=2e-3)
+    for one, other in zip(grads, wants, strict=True):
+        assert off(one, other) < 1e-2
+    assert not grads[0][::5].any()

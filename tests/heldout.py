@@ -1,0 +1,106 @@
+"""What techniques that change the maths owe: a held-out loss near float32's, and weights that move at small rates."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optrush.train import evaluate
+
+from golden.make_golden import T
+from trials import assembled, golden_run, steps
+
+STEPS = 40
+SEEDS = (1, 2, 3)
+
+
+def documents(box: Path) -> list[str]:
+    """Settings for documents that count on from a random word in strides of 1 to 3: learnt within a few steps."""
+    for name, n in (("train", 400), ("held", 60)):
+        if not (box / f"{name}.jsonl").exists():
+            draw = np.random.RandomState(n)
+            lines = []
+            for _ in range(n):
+                at, stride, length = draw.randint(0, 73), draw.randint(1, 4), draw.randint(10, 22)
+                lines.append(json.dumps({"text": " ".join(f"w{(at + stride * i) % 73}" for i in range(length))}))
+            (box / f"{name}.jsonl").write_text("\n".join(lines))
+    return [f"data.path={box}/train.jsonl", f"data.eval={box}/held.jsonl"]
+
+
+def held_out(box: Path, seed: int, sets: tuple[str, ...] = (), **with_: Any) -> tuple[float, float]:
+    """Held-out loss before and after 40 steps."""
+    own = [f"seed={seed}", f"train.steps={STEPS}", "optim.lr=1e-2", f"batch.tokens={T * 8}"]
+    own += [f"batch.micro_tokens={T * 8}", *sets]
+    job = assembled(golden_run(box, packed=True, sets=[*documents(box), *own], **with_))
+    first = evaluate(job)[0]
+    list(steps(job, STEPS))
+    return first, evaluate(job)[0]
+
+
+@cache
+def float32(box: Path, seed: int, sets: tuple[str, ...] = ()) -> tuple[float, float]:
+    return held_out(box, seed, sets)
+
+
+def worse(box: Path, sets: tuple[str, ...] = (), **with_: Any) -> list[float]:
+    """By how much the held-out loss lies above float32's, in nats a token, for each seed."""
+    base = [float32(box, seed) for seed in SEEDS]
+    assert all(last < 0.6 * first for first, last in base), "it learns"
+    ours = [held_out(box, seed, sets, **with_) for seed in SEEDS]
+    print("float32", base, with_, ours)
+    return [b[1] - a[1] for a, b in zip(base, ours)]
+
+
+@dataclass
+class Path100:
+    """100 steps at a rate of 1e-5, from weights as large as a language model's."""
+
+    still: float  # share of the matrices' weights that never moved, of those that ever had a gradient
+    way: Tensor  # what they moved by, all weights in one vector of float64
+
+
+@cache
+def travelled(box: Path, *names: str, rounding: str | None = None) -> Path100:
+    """How weights move where updates are small; what rounding keeps aside is part of a weight."""
+    sets = ["train.steps=100", "optim.lr=1e-5", "optim.warmup=0", "optim.schedule=constant", "optim.weight_decay=0"]
+    sets += [f"batch.tokens={T * 4}", f"batch.micro_tokens={T * 4}", *documents(box)]
+    with_: dict[str, dict[str, Any]] = {name: {} for name in names}
+    if rounding is not None:
+        with_["bf16"] = {"rounding": rounding}
+    job = assembled(golden_run(box, packed=True, sets=sets, **with_))
+    for t in job.trained:
+        if t.decays:  # matrices; the golden model's are larger
+            t.local.mul_(0.02 / t.local.float().std())
+
+    def now() -> list[Tensor]:
+        kept = job.optimizer.state()
+        found = [t.local.double() + kept[t.name].get("compensation", torch.zeros(())).double() for t in job.trained]
+        return [w.clone() for w in found]
+
+    start = before = now()
+    moved = [torch.zeros_like(w, dtype=torch.bool) for w in start]
+    learnt = [torch.zeros_like(w, dtype=torch.bool) for w in start]
+    update = job.update
+
+    def watched() -> Any:
+        for flags, t in zip(learnt, job.trained):
+            flags |= t.grad != 0
+        return update()
+
+    job.update = watched
+    for _ in steps(job, 100):
+        after = now()
+        for flags, a, b in zip(moved, before, after):
+            flags |= a != b
+        before = after
+    # Norms begin at 1, where a unit of bfloat16 is 400 to 800 times the rate: float32's would stand still there too.
+    still = torch.cat([(~m)[was] for t, m, was in zip(job.trained, moved, learnt) if t.decays])
+    way = torch.cat([(b - a).flatten() for a, b in zip(start, before)])
+    return Path100(still.double().mean().item(), way)

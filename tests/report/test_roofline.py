@@ -1,0 +1,103 @@
+"""Each rung against its ceiling: what is measured, what is computed, and a page that says which is which."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_browser import CHROMIUM, Browser
+
+from optrush.bench import report, roofline
+from optrush.rates import PARTS
+
+Ladder = list[dict[str, Any]]
+CEILING = {"products": 0.27, "attention": 0.03, "head": 0.08, "elementwise": 0.02, "optimizer": 0.004}
+
+
+@pytest.fixture
+def roofed(ladder: Ladder) -> Ladder:
+    for record in ladder:
+        record["ceiling_s"] = {} if record["error"] else dict(CEILING)
+    return ladder
+
+
+def _page(folder: Path) -> str:
+    report.write_bench(folder)
+    return (folder / report.PAGE).read_text("utf-8")
+
+
+def test_what_is_left_is_what_nothing_explains(roofed: Ladder) -> None:
+    found = {r.name: r for r in roofline.roofs(roofed)}
+    assert "fused loss" not in found, "a rung that failed has no step"
+    last = found["larger micro-batch"]
+    step = 32768 / 69851
+    assert last.step_s == pytest.approx(step) and last.total_s == pytest.approx(0.404)
+    assert last.left_s == pytest.approx(step - 0.404) and last.reached == pytest.approx(100 * 0.404 / step)
+    assert sum(map(last.share, (*PARTS, roofline.LEFT))) == pytest.approx(100)
+    assert found["eager"].reached == pytest.approx(100 * 0.404 / (32768 / 4835))
+
+
+def test_the_median_of_all_steps(roofed: Ladder) -> None:
+    roofed[0]["step_s"] = [[1.0, 2.0, 9.0], [3.0, 30.0], ["x", None, float("inf"), -1]]
+    assert roofline.roofs(roofed[:1])[0].step_s == 3.0
+
+
+def test_a_later_record_counts(roofed: Ladder) -> None:
+    again = {**roofed[0], "step_s": [[5.0]]}
+    assert [r.step_s for r in roofline.roofs([roofed[0], again])] == [5.0]
+
+
+@pytest.mark.parametrize("change", [
+    {"ceiling_s": None}, {"ceiling_s": {}}, {"ceiling_s": [1]}, {"ceiling_s": {"products": "x"}}, {"step_s": None},
+    {"step_s": [[]]}, {"error": "killed"},
+])  # fmt: skip
+def test_without_figures_there_is_no_roof(roofed: Ladder, change: dict[str, Any]) -> None:
+    assert roofline.roofs([{**roofed[0], **change}]) == []
+
+
+def test_the_page(roofed: Ladder, bench: Callable[..., Path]) -> None:
+    page = _page(bench(roofed))
+    at = page.index('<section id="ceiling">')
+    assert page.index('<section id="predicted">') < at < page.index('<section id="without">')
+    said = page[at : page.index("</section>", at)]
+    for words in (
+        "Only the length of a step is measured", "at the rates that optrush calibrate measured", "step, measured",
+        "products, computed", "optimizer, computed", ">remainder<", "469.1 ms", "404.0 ms", "86.1 %",
+    ):  # fmt: skip
+        assert words in said, words
+    assert "remainder, computed" not in said and "Faster than what is called" not in said
+    drawn = re.findall(r'<rect class="(fill s\d|band)"', said)
+    rungs = len(roofline.roofs(roofed))
+    assert drawn.count("band") == rungs + 1 and len(drawn) == 6 * (rungs + 1), "six pieces a rung, and the legend"
+
+
+def test_old_records_have_no_such_section(ladder: Ladder, bench: Callable[..., Path]) -> None:
+    assert 'id="ceiling"' not in _page(bench(ladder))
+
+
+def test_a_step_above_its_ceiling_is_called_so(roofed: Ladder, bench: Callable[..., Path]) -> None:
+    roofed[0]["step_s"], roofed[0]["basis"] = [[0.2]], "datasheet"
+    page = _page(bench(roofed[:1]))
+    assert "Faster than what is called its ceiling" in page and "202.0 %" in page and "−204.0 ms" in page
+    assert "the whole rates of a datasheet" in page
+    widths = [
+        float(w) for w in re.findall(r'class="(?:fill s\d|band)" y="19" height="14" x="[\d.]+%" width="([\d.]+)%', page)
+    ]
+    assert sum(widths) == pytest.approx(100, abs=0.1), "the bar ends where the plot does"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+@pytest.mark.parametrize("width", [400, 1600])
+def test_it_is_seen(roofed: Ladder, bench: Callable[..., Path], tmp_path: Path, width: int) -> None:
+    folder = bench(roofed)
+    report.write_bench(folder)
+    browser = Browser(tmp_path / "profile")
+    try:
+        seen = browser.open(folder / report.PAGE, width, dark=True)
+    finally:
+        browser.close()
+    assert not seen.console and not seen.fetched and seen.wide <= 0 and "ceiling" in seen.ids
+    assert not any(chart["out"] or chart["over"] for chart in seen.charts)

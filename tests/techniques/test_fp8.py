@@ -1,0 +1,274 @@
+"""8-bit products: the arithmetic they promise, losses and gradients near float32's, a held-out loss as good."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from optrush import plan
+from optrush.config import parse
+from optrush.errors import NeedsError, NoEffectError
+from optrush.hardware import NAMED
+from optrush.kernels import float8
+from optrush.model.decoder import build as decoder
+from optrush.prepare import prepare
+from optrush.shapes import SHAPES
+from optrush.technique import Part
+from optrush.techniques.fp8 import Fp8
+from optrush.train import evaluate
+
+from golden.make_golden import SIZES, T
+from trials import apart, assembled, first_gradients, golden_run, steps
+
+LINEARS = {"qkv", "o", "gate_up", "down"}
+M, K, N = 48, 64, 96
+KINDS = ((4, 3, 7, 448.0), (5, 2, 15, 57344.0))  # e4m3, e5m2: bits of exponent and mantissa, bias, largest value
+
+
+# The arithmetic, against one of its own.
+
+
+def by_hand(values: np.ndarray, kind: tuple[int, int, int, float]) -> np.ndarray:
+    """What `rounded` stands for, in float64: scaled to the largest value, rounded to the nearest, ties to even."""
+    _, mantissa, bias, most = kind
+    factor = np.float32(most) / np.float32(np.abs(values).max())
+    scaled = np.float32(values * factor).astype(np.float64)
+    exponent = np.maximum(np.floor(np.log2(np.maximum(np.abs(scaled), 1e-300))), 1 - bias)
+    unit = 2.0 ** (exponent - mantissa)
+    return np.clip(np.round(scaled / unit) * unit, -most, most) / np.float64(factor)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), list(zip(KINDS, (float8.FORWARD, float8.BACKWARD))), ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("size", [1e-9, 1.0, 1e6])
+def test_rounding(kind, dtype, size):
+    values = np.float32(np.random.RandomState(3).standard_cauchy((64, 64)) * size)
+    rounded, back = float8.rounded(torch.from_numpy(values), dtype)
+    assert rounded.dtype == dtype and rounded.float().abs().max() == kind[3], "the whole range is used"
+    found = rounded.double().numpy() * back.double().item()
+    assert np.abs(found - by_hand(values, kind)).max() <= 1e-6 * np.abs(values).max()
+
+
+def drawn(dtype=torch.float32):
+    draw = torch.Generator().manual_seed(5)
+    shapes = ((2, M // 2, K), (N, K), (N,), (2, M // 2, N))
+    x, w, b, g = (torch.randn(s, generator=draw).to(dtype) for s in shapes)
+    return [t.requires_grad_() for t in (x, w, b)], g * 1e-4
+
+
+def test_products_of_rounded_values():
+    """Output and both gradients are products of what was rounded: nothing else is lost."""
+    inputs, g = drawn()
+    y = float8.linear(*inputs)
+    found = [y, *torch.autograd.grad(y, inputs, g)]
+    flat = [t.detach().numpy().reshape(-1, t.shape[-1]) for t in (*inputs[:2], g)]
+    x, w, e = (by_hand(values, kind) for values, kind in zip(flat, (KINDS[0], KINDS[0], KINDS[1])))
+    bias = inputs[2].detach().double().numpy()
+    want = [x @ w.T + bias, e @ w, e.T @ x, flat[2].sum(0)]
+    for a, b in zip(found, want):
+        assert apart(a.detach().double().view(b.shape), torch.from_numpy(b)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_near_the_plain_product(dtype):
+    inputs, g = drawn(dtype)
+    y, plain = float8.linear(*inputs), F.linear(*inputs)
+    assert y.dtype == dtype and y.shape == plain.shape
+    found = [y, *torch.autograd.grad(y, inputs, g)]
+    want = [plain, *torch.autograd.grad(plain, inputs, g)]
+    for a, b, off in zip(found, want, (0.05, 0.08, 0.08, 0.01)):
+        assert a.dtype == b.dtype and 0 <= (a.float() - b.float()).norm() / b.float().norm() < off
+    assert not torch.equal(y, plain)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", range(3))
+def test_what_is_not_finite_is_not_hidden(value, at):
+    inputs, g = drawn()
+    with torch.no_grad():
+        (inputs[0], inputs[1], g)[at].view(-1)[7] = value
+    y = float8.linear(*inputs)
+    dx, dw, _ = torch.autograd.grad(y, inputs, g)
+    touched = {0: (y, dw), 1: (y, dx), 2: (dx, dw)}[at]
+    assert all(t.isnan().all() for t in touched)
+
+
+def test_zeros_and_frozen_weights():
+    inputs, g = drawn()
+    zero = torch.zeros_like(inputs[0]).requires_grad_()
+    weight = inputs[1].detach()
+    y = float8.linear(zero, weight, None)
+    assert not y.any() and torch.autograd.grad(y, zero, g)[0].abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_traced_as_one_graph(dtype):
+    """The same bits through torch's compiler, but for its generated code: that compiled by 2.11 gave zeros once."""
+    inputs, g = drawn(dtype)
+    torch._dynamo.reset()
+    traced = torch.compile(float8.linear, fullgraph=True, dynamic=False, backend="aot_eager")
+    want = torch.autograd.grad(float8.linear(*inputs), inputs, g)
+    found = torch.autograd.grad(traced(*inputs), inputs, g)
+    torch._dynamo.reset()
+    assert all(map(torch.equal, found, want)) and all(t.any() for t in found)
+
+
+# In a model.
+
+
+def changed(job) -> set[str]:
+    return {name.rpartition(".")[2] for name, linear in job.model.linears() if linear.product is float8.linear}
+
+
+@pytest.mark.parametrize(("targets", "want"), [("all", LINEARS), ("mlp", {"gate_up", "down"})])
+def test_chosen_linears(box, targets, want):
+    job = assembled(golden_run(box, fp8={"targets": targets}))
+    assert changed(job) == want
+    edit = next(e for e in job.edits if e.technique == "fp8")
+    assert edit.count == len(want) * SIZES["num_hidden_layers"]
+    assert all(linear.pieces and linear.groups for _, linear in job.model.linears())
+
+
+@pytest.mark.parametrize(
+    "with_", [{}, {"amp": {}}, {"bf16": {}}, {"recompute": {}, "attention": {}, "fused_loss": {"chunk": 32}}], ids=str
+)
+def test_losses_and_gradients_near_the_baseline(box, with_):
+    loss, want = first_gradients(assembled(golden_run(box, packed=True)))
+    off, found = first_gradients(assembled(golden_run(box, packed=True, fp8={}, **with_)))
+    assert off == pytest.approx(loss, rel=5e-3) and off != loss
+    a, b = (torch.cat([d[name].float().flatten() for name in want]) for d in (found, want))
+    assert F.cosine_similarity(a, b, dim=0) > 0.95, "two blocks, each of whose products is 4 to 6 % off"
+    assert (a - b).norm() / b.norm() < 0.3
+    assert all(found[name].dtype == (torch.bfloat16 if "bf16" in with_ else torch.float32) for name in want)
+
+
+def played(box, data):
+    run = golden_run(box, packed=True, fp8={}, **{data: {}})
+    return [line[:2] for line in steps(assembled(run), 3)]
+
+
+def test_ranks_that_share_the_weights_agree_with_ranks_that_hold_them(box, pair):
+    whole, cut = (pair(played, box, data) for data in ("ddp", "fsdp"))
+    assert whole[0] == whole[1] and cut[0] == cut[1]
+    for a, b in zip(whole[0], cut[0]):
+        assert a == pytest.approx(b, rel=1e-3)
+
+
+MARGIN, SEEDS, STEPS = 0.03, (1, 2, 3), 40  # nats a token, of the mean over the seeds; a seed alone twice
+
+
+@pytest.fixture(scope="module")
+def counting(box):
+    """Documents that count on from a random word in strides of 1 to 3: learnt within a few steps."""
+    draw = np.random.RandomState(7)
+    for name, n in (("train8", 400), ("held8", 60)):
+        lines = []
+        for _ in range(n):
+            at, stride, length = draw.randint(0, 73), draw.randint(1, 4), draw.randint(10, 22)
+            lines.append(json.dumps({"text": " ".join(f"w{(at + stride * i) % 73}" for i in range(length))}))
+        (box / f"{name}.jsonl").write_text("\n".join(lines))
+    return box
+
+
+def held_out(box, seed, **with_):
+    sets = [
+        f"data.path={box}/train8.jsonl", f"data.eval={box}/held8.jsonl", f"seed={seed}", f"train.steps={STEPS}",
+        "optim.lr=1e-2", f"batch.tokens={T * 8}", f"batch.micro_tokens={T * 8}",
+    ]  # fmt: skip
+    job = assembled(golden_run(box, packed=True, sets=sets, **with_))
+    first = evaluate(job)[0]
+    list(steps(job, STEPS))
+    return first, evaluate(job)[0]
+
+
+def test_held_out_loss_over_seeds(counting):
+    base = [held_out(counting, seed) for seed in SEEDS]
+    ours = [held_out(counting, seed, fp8={}) for seed in SEEDS]
+    print("float32", base, "fp8", ours)
+    assert all(last < 0.6 * first for first, last in base), "it learns"
+    off = [b[1] - a[1] for a, b in zip(base, ours)]
+    assert sum(off) / len(off) < MARGIN and max(off) < 2 * MARGIN
+
+
+def test_fewer_bits_would_be_seen(counting, monkeypatch):
+    """The margin can fail: with no bit of mantissa left in any operand, the loss is worse by more."""
+    right = float8.rounded
+
+    def coarse(t, dtype):
+        q, back = right(t, dtype)
+        wide = q.float()
+        unit = 2.0 ** (torch.floor(torch.log2(wide.abs().clamp_min(1e-30))))
+        return (torch.trunc(wide / unit) * unit).to(dtype), back
+
+    monkeypatch.setattr(float8, "rounded", coarse)
+    base, ours = held_out(counting, 1), held_out(counting, 1, fp8={})
+    assert ours[1] - base[1] > 2 * MARGIN
+
+
+# What it refuses, leaves and predicts.
+
+
+def test_linears_of_other_widths_stay():
+    hf = dict(SHAPES["llama-3.2-1b"], hidden_size=64, intermediate_size=90, num_hidden_layers=2, head_dim=16,
+              num_attention_heads=4, num_key_value_heads=2, vocab_size=80)  # fmt: skip
+    job = SimpleNamespace(model=decoder(hf, torch.float32), notes=[])
+    assert Fp8().model(job) == 4 and changed(job) == {"qkv", "o"}
+    assert "4 linears are no multiples of 16" in job.notes[0] and "blocks.0.gate_up (180 x 64)" in job.notes[0]
+    job.notes.clear()
+    assert Fp8("mlp").model(SimpleNamespace(model=decoder(hf, torch.float32), notes=job.notes)) == 0
+
+
+def test_a_model_without_such_linears(box, monkeypatch):
+    monkeypatch.setattr("optrush.techniques.fp8.MULTIPLE", 1000)
+    with pytest.raises(NoEffectError, match="--without fp8"):
+        assembled(golden_run(box, fp8={}))
+
+
+@pytest.mark.parametrize(
+    ("device", "with_", "sets", "text"),
+    [
+        ("a100-80", {"bf16": {}, "compile": {}}, [], "from capability 8.9 on"),
+        ("h200", {"compile": {}}, [], "weights and products in float32"),
+        ("h200", {"bf16": {}}, [], "nobody compiles"),
+        ("h200", {"amp": {}, "compile": {}}, ["batch.seq=49", "batch.tokens=784", "batch.micro_tokens=98"], "98 slots"),
+        ("h200", {"amp": {}}, ["model.implementation=transformers"], "runs through transformers"),
+    ],
+)
+def test_what_it_needs(box, device, with_, sets, text):
+    with pytest.raises(NeedsError, match=text) as caught:
+        prepare(golden_run(box, sets=sets, fp8={}, **with_), device=NAMED[device])
+    assert "`fp8`" in caught.value.asked and caught.value.do
+
+
+def test_it_is_had_on_a_device_that_has_it(box):
+    run = golden_run(box, sets=["batch.micro_tokens=96"], fp8={}, bf16={}, compile={})
+    assert {Part.LINEARS, Part.COMPILED} <= prepare(run, device=NAMED["4090"]).setup.owned
+
+
+@pytest.mark.parametrize("targets", ["all", "mlp"])
+def test_what_it_predicts(targets):
+    """The chosen products take half the time and are as many; rounding costs bytes; memory is as it was."""
+    text = """
+model: {shape: llama-3.1-8b}
+objective: pretrain
+data: {random: 64}
+batch: {seq: 4096, tokens: 8192, micro_tokens: 4096}
+output: unused
+with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
+"""
+    run = parse(text, "x")
+    plain = plan.predict(run, "h200")
+    ours = plan.predict(run.model_copy(update={"with_": {**run.with_, "fp8": {"targets": targets}}}), "h200")
+    before, after = ({e.name: e for e in p.work if e.where == "device"} for p in (plain, ours))
+    halved = {name for name, e in before.items() if after[name].seconds < 0.6 * e.seconds}
+    chosen = LINEARS if targets == "all" else {"gate_up", "down"}
+    assert halved == {f"{way}.{name}" for way in ("forward", "backward") for name in chosen}
+    assert all(after[name].flop == before[name].flop for name in before)
+    assert sum(e.seconds for name, e in after.items() if name.startswith("fp8.")) > 0
+    assert ours.peak_bytes == plain.peak_bytes
+    assert ours.tokens_per_s > 1.1 * plain.tokens_per_s

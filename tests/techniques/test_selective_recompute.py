@@ -1,0 +1,261 @@
+"""Selective recomputation: the same bits where blocks are not compiled, fewer bytes kept, and no more done twice than
+said."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from optrush import baseline, plan
+from optrush.config import parse
+from optrush.errors import ConfigError, NeedsError
+from optrush.prepare import prepare
+
+from memory import supposed, track
+from trials import assembled, first_gradients, furthest, golden_run, micro, steps, weights
+
+CLOSE = 1e-5
+FORMS = ({}, {"ops": "products"}, {"ops": "attention"})
+
+
+@pytest.fixture
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("attention", [{}, {"attention": {}}], ids=str)
+@pytest.mark.parametrize("options", FORMS[1:], ids=str)
+def test_equal_bits_over_eight_steps(box, options, attention, implementation):
+    def trained(**with_):
+        sets = [f"model.implementation={implementation}"]
+        job = assembled(golden_run(box, packed=True, sets=sets, **attention, **with_))
+        return list(steps(job)), weights(job)
+
+    base, found = trained(), trained(selective_recompute=options)
+    assert found[0] == base[0], "losses and norms"
+    for name, want in base[1].items():
+        assert torch.equal(found[1][name], want), name
+
+
+class Counted(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ran(box, **with_) -> Counter:
+    """Operators of one micro-batch's forward and backward pass."""
+    job = assembled(golden_run(box, packed=True, attention={}, **with_))
+    batch = micro(job)
+    with Counted() as counted:
+        job.model(batch.tokens, batch.positions, batch.documents).sum().backward()
+    return counted.calls
+
+
+ATTEND = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "products", "attention"),
+    [({"ops": "products"}, 0, 0), ({}, 0, 0), ({"ops": "attention"}, 3, 0)],
+    ids=str,
+)
+def test_what_runs_again(box, options, products, attention):
+    """Of the 4 products of a block the last never does; and norms do, once more."""
+    base, found = ran(box), ran(box, selective_recompute=options)
+    blocks = 2
+    assert found["aten::mm"] - base["aten::mm"] == products * blocks
+    assert found[ATTEND] - base[ATTEND] == attention * blocks and base[ATTEND] == blocks
+    assert found["aten::rsqrt"] - base["aten::rsqrt"] == 2 * blocks, "two norms a block"
+    whole = ran(box, recompute={})
+    assert whole["aten::mm"] - base["aten::mm"] == 3 * blocks and whole[ATTEND] == 2 * blocks, "what they are against"
+
+
+def test_fewer_bytes_are_kept(box):
+    """At the end of the forward pass, by the allocator of the machine: against nothing, and against everything."""
+
+    def kept(**with_):
+        sets = ["model.implementation=native", "batch.seq=256", "batch.tokens=1024", "batch.micro_tokens=1024"]
+        sets += [
+            "data.path=null",
+            "data.random=16",
+            "objective=pretrain",
+            "model.path=null",
+            "model.shape=qwen2.5-0.5b",
+        ]
+        run = golden_run(box, attention={}, sets=sets, **with_)
+        with supposed(run) as job:
+            return track(job, 1, supposed=True).peaks["forward"]
+
+    nothing, least = kept(), kept(recompute={})
+    products, attention = kept(selective_recompute={}), kept(selective_recompute={"ops": "attention"})
+    assert least < attention < products < nothing, (least, attention, products, nothing)
+    before, D, q, kv, F = 23, 896, 14 * 64, 2 * 64, 4864
+    # Of three products of a block, not of the fourth; of the blocks before the last, in which the peak is.
+    outputs = 1024 * 4 * (q + 2 * kv + D + 2 * F)
+    assert products - attention == pytest.approx(before * outputs, rel=0.02)
+    assert attention - least == pytest.approx(before * 1024 * 4 * q, rel=0.06)
+
+
+PLANNED = [
+    # shape, implementation, techniques, options, rows, T
+    ("llama-3.2-1b", "native", ("bf16:rounding=nearest", "fused-loss"), "ops=products", 8, 2048),
+    ("llama-3.2-1b", "native", ("bf16:rounding=nearest", "fused-loss"), "ops=attention", 8, 2048),
+    ("qwen2.5-0.5b", "native", (), "ops=products", 2, 1024),
+    ("qwen2.5-0.5b", "native", ("packing",), "ops=products", 2, 1024),
+    ("llama-3.2-1b", "transformers", ("bf16:rounding=nearest",), "ops=products", 2, 1024),
+]
+
+
+@pytest.mark.parametrize("case", PLANNED, ids=str)
+def test_the_plan_knows_what_is_kept(tmp_path, case):
+    """Its peak against real steps of published shapes on tensors without bytes."""
+    shape, implementation, withs, options, rows, T = case
+    text = f"""
+model: {{shape: {shape}, implementation: {implementation}}}
+objective: pretrain
+data: {{random: 32}}
+batch: {{seq: {T}, tokens: {rows * T}, micro_tokens: {rows * T}}}
+train: {{steps: 4}}
+output: {tmp_path / "output"}
+"""
+    run = parse(text, "case", (), ("fused-adamw", "attention", f"selective-recompute:{options}", *withs))
+    said = plan.predict(run, "h200").peak_bytes - baseline.CUBLAS_BYTES
+    with supposed(run) as job:
+        found = track(job, 1, supposed=True)
+    assert said == pytest.approx(found.peak, rel=0.05), found
+
+
+# --- compiled
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize(
+    ("options", "implementation", "scope"),
+    [
+        ({"ops": "products"}, "native", "blocks"),
+        ({"ops": "attention"}, "native", "blocks"),
+        ({"budget": 0.4}, "native", "blocks"),
+        ({"ops": "products"}, "native", "model"),
+        ({"budget": 0.4}, "native", "model"),
+        ({"ops": "products"}, "transformers", "blocks"),
+        ({"budget": 0.4}, "transformers", "blocks"),
+    ],
+    ids=str,
+)
+def test_same_gradients_compiled(box, fresh, options, implementation, scope):
+    """Equal blocks still share one graph, and later steps compile nothing."""
+    sets, with_ = [f"model.implementation={implementation}"], {"attention": {}, "fused_loss": {"chunk": 64}}
+    packed = implementation == "native"
+
+    def trained(**more):
+        job = assembled(golden_run(box, packed=packed, sets=sets, **with_, **more))
+        _, grads = first_gradients(job)
+        return grads, list(steps(job, 2))
+
+    want, base = trained()
+    grads, figures = trained(compile={"scope": scope}, selective_recompute=options)
+    if implementation == "native":  # of the blocks and the last norm, or of the model, and of a chunk of the loss
+        assert counters["stats"]["unique_graphs"] == (3 if scope == "blocks" else 2)
+    assert not counters["graph_break"]
+    assert furthest(grads, want) < CLOSE
+    assert figures == [pytest.approx(line, rel=CLOSE) for line in base]
+
+
+def saved(box, scope: str = "blocks", **with_) -> int:
+    """Bytes that the compiled blocks of one micro-batch keep for their backward pass, parameters left out."""
+    torch._dynamo.reset()
+    run = golden_run(box, packed=True, attention={}, compile={"scope": scope}, **with_)
+    job = assembled(run)
+    batch = micro(job)
+    parameters = {p.untyped_storage().data_ptr() for p in job.model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in parameters:
+            kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        job.model(batch.tokens, batch.positions, batch.documents)
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_compiled_blocks_keep_less(box, fresh, scope):
+    nothing = saved(box, scope)
+    half, third = (saved(box, scope, selective_recompute={"budget": b}) for b in (0.6, 0.3))
+    assert third < 0.6 * nothing and third < half < 0.85 * nothing, (nothing, half, third)
+    products, attention = (saved(box, scope, selective_recompute={"ops": o}) for o in ("products", "attention"))
+    assert attention < 0.6 * nothing and attention < products < 0.85 * nothing, (nothing, products, attention)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_whole_budget_is_no_budget(box, fresh):
+    assert saved(box, selective_recompute={"budget": 1.0}) == saved(box)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_budget_is_for_these_blocks_only(box):
+    from torch._functorch import config
+
+    job = assembled(golden_run(box, compile={}, selective_recompute={"budget": 0.5}))
+    assert config.activation_memory_budget == 1.0
+    seen = []
+    for block in job.model.blocks.values():
+        cell = block._compiled_call_impl.__closure__
+        assert any(c.cell_contents == 0.5 for c in cell)
+        for c in cell:
+            if callable(c.cell_contents):
+                c.cell_contents = lambda x, *_: seen.append(config.activation_memory_budget) or x
+    batch = micro(job)
+    job.model(batch.tokens, batch.positions, batch.documents)
+    assert seen == [0.5] * len(job.model.blocks)
+    with torch.no_grad():
+        job.model(batch.tokens, batch.positions, batch.documents)
+    assert seen[2:] == [1.0] * len(job.model.blocks)
+    assert config.activation_memory_budget == 1.0
+
+
+# --- what it refuses
+
+
+def test_one_form_at_a_time(box):
+    with pytest.raises(NeedsError, match="give one of the two") as refused:
+        prepare(golden_run(box, compile={}, selective_recompute={"ops": "products", "budget": 0.5}))
+    assert "both, ops=products and budget=0.5" in str(refused.value)
+
+
+def test_a_budget_is_for_compiled_blocks(box):
+    with pytest.raises(NeedsError, match="add --with compile") as refused:
+        prepare(golden_run(box, selective_recompute={"budget": 0.5}))
+    assert "no compiled blocks" in str(refused.value)
+
+
+@pytest.mark.parametrize("options", [{"budget": 0.0}, {"budget": 1.5}, {"budget": "half"}, {"ops": "norms"}], ids=str)
+def test_options_that_mean_nothing(box, options):
+    with pytest.raises(ConfigError, match="selective-recompute"):
+        prepare(golden_run(box, selective_recompute=options))
+
+
+def test_these_tests_would_see_that_nothing_runs_again(box, monkeypatch):
+    monkeypatch.setattr(
+        "torch.utils.checkpoint.checkpoint", lambda f, *args, use_reentrant, context_fn, **k: f(*args, **k)
+    )
+    assert ran(box, selective_recompute={}) == ran(box)

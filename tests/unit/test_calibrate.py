@@ -1,0 +1,451 @@
+"""Calibration: what is measured, the file that keeps it, and a plan that goes by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optrush import calibrate, hardware, measured, plan, rates
+from optrush.calibrate import Bench, Load
+from optrush.config import parse
+from optrush.errors import ConfigError, NeedsError
+from optrush.ledger import BFLOAT16, Work, settle
+from optrush.measured import Attention, Calibration, Product
+from optrush.shapes import SHAPES, ModelShape
+
+LLAMA = (Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml").read_text()
+SHAPE = ModelShape.read(SHAPES["llama-3.2-1b"])
+SMALL = dataclasses.replace(
+    SHAPE, layers=1, width=16, heads=4, kv_heads=2, head_width=8, ff_width=24, vocab=40, family="qwen2"
+)
+H200 = hardware.NAMED["h200"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where these tests keep calibrations."""
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "calibrations"
+
+
+def fake(**changes: Any) -> Calibration:
+    """Of an H200, at the shapes of Llama 1B: 400 and 40 TFLOP/s of products, 200 and 20 of attention."""
+    products = tuple(
+        Product(part, direction, dtype, 4096, inputs, outputs, 4e14 if dtype == "bfloat16" else 4e13, 0.01)
+        for dtype in ("bfloat16", "float32")
+        for part, (outputs, inputs) in rates.linears(SHAPE).items()
+        for direction in ("forward", "input", "weight")
+    )
+    attention = tuple(
+        Attention(direction, dtype, 2, seq, 32, 8, 64, 2e14 if dtype == "bfloat16" else 2e13, 0.01)
+        for dtype in ("bfloat16", "float32")
+        for seq in (2048, 8192)
+        for direction in ("forward", "backward")
+    )
+    whole = Calibration(
+        device=H200.name, torch="2.11.0", driver="580.159", date="2026-11-21T10:00:00+00:00", seconds=60.0,
+        threads=16, float32="highest", products=products, attention=attention, copy_bytes_s=4e12,
+        to_device_bytes_s=5e10, from_device_bytes_s=5e10, launch_s=5e-6,
+    )  # fmt: skip
+    return dataclasses.replace(whole, **changes)
+
+
+def keep(c: Calibration) -> Path:
+    file = measured.path(c)
+    measured.check(file.parent)
+    measured.write(c, file)
+    return file
+
+
+# --- measuring
+
+
+def tiny(seconds: float = 0.3, tell: calibrate.Tell = lambda *_: None) -> Calibration:
+    return calibrate.calibrate([Load("small", SMALL, 8, 32)], hardware.cpu(), seconds, tell)
+
+
+@pytest.fixture(scope="module")
+def found() -> Calibration:
+    return tiny()
+
+
+def test_every_shape_and_direction_in_both_types(found: Calibration) -> None:
+    shapes = {(p.part, p.outputs, p.inputs) for p in found.products}
+    assert shapes == {("qkv", 64, 16), ("o", 16, 32), ("gate_up", 48, 16), ("down", 16, 24), ("head", 40, 16)}
+    assert len(found.products) == 5 * 3 * 2 and len(found.attention) == 2 * 2
+    assert {p.dtype for p in found.products} == {a.dtype for a in found.attention} == {"bfloat16", "float32"}
+    assert {p.direction for p in found.products} == {"forward", "input", "weight"}
+    for m in (*found.products, *found.attention):
+        assert m.flop_s > 0 and m.spread >= 0
+    assert all(1 <= p.tokens <= 32 for p in found.products) and all(1 <= a.rows <= 4 for a in found.attention)
+    assert found.copy_bytes_s > 0 and found.launch_s > 0
+    assert found.to_device_bytes_s is None and found.driver is None and found.threads == torch.get_num_threads()
+
+
+def test_a_shape_of_two_models_is_measured_once() -> None:
+    both = [Load("a", SMALL, 8, 32), Load("b", dataclasses.replace(SMALL, layers=3), 8, 64)]
+    trials = list(calibrate._trials(Bench(hardware.cpu()), both, torch.float32))
+    assert len(trials) == 5 * 3 + 2 and all(t.name.startswith("a ") for t in trials)
+
+
+@pytest.mark.parametrize("direction", ["forward", "input", "weight"])
+def test_a_product_is_the_one_that_autograd_asks_for(direction: str) -> None:
+    """Against the gradients of a linear, and the FLOPs that torch itself counts."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    bench = Bench(hardware.cpu())
+    trial = next(
+        t for t in calibrate._trials(bench, [Load("s", SMALL, 8, 32)], torch.float32)
+        if t.what["part"] == "gate_up" and t.what["direction"] == direction
+    )  # fmt: skip
+    bench.fill(torch.float32, calibrate._held(bench, [trial]))
+    x, w, y = (v.clone().requires_grad_() for v in bench.cut(torch.float32, (32, 16), (48, 16), (32, 48)))
+    out = torch.nn.functional.linear(x, w)
+    gx, gw = torch.autograd.grad(out, (x, w), y)
+    with FlopCounterMode(display=False) as counted:
+        made = trial.make(32)()
+    assert isinstance(made, torch.Tensor)
+    torch.testing.assert_close(made, {"forward": out, "input": gx, "weight": gw}[direction])
+    assert counted.get_total_flops() == trial.flop * 32
+
+
+def test_attention_is_causal_and_counts_half(found: Calibration) -> None:
+    bench = Bench(hardware.cpu())
+    forward, backward = (
+        t for t in calibrate._trials(bench, [Load("s", SMALL, 8, 32)], torch.float32) if t.kind is Attention
+    )
+    bench.fill(torch.float32, calibrate._held(bench, [forward, backward]))
+    q, k, v, g = bench.cut(torch.float32, (2, 4, 8, 8), (2, 2, 8, 8), (2, 2, 8, 8), (2, 4, 8, 8))
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    scores = (q @ k.repeat_interleave(2, 1).transpose(2, 3)) * 8**-0.5
+    scores = scores.masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), float("-inf"))
+    whole = scores.softmax(-1) @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(forward.make(2)(), whole)
+    for got, expected in zip(backward.make(2)(), torch.autograd.grad(whole, (q, k, v), g)):  # type: ignore[call-overload]
+        torch.testing.assert_close(got, expected)
+    assert (forward.flop, backward.flop) == (2 * 8 * 8 * 4 * 8, 4 * 8 * 8 * 4 * 8)
+
+
+def test_values_are_random() -> None:
+    bench = Bench(hardware.cpu())
+    bench.fill(torch.bfloat16, 5000)
+    a, b = bench.cut(torch.bfloat16, (50, 50), (50, 50))
+    assert a.dtype == torch.bfloat16 and 0.9 < a.float().std() < 1.1 and not torch.equal(a, b)
+    assert len(a.unique()) > 500
+
+
+def test_it_tells_how_far_it_is() -> None:
+    told: list[tuple[int, int, str]] = []
+    tiny(0.05, lambda *said: told.append(said))
+    done = [d for d, _, _ in told]
+    assert done == sorted(done) and all(d < steps for d, steps, _ in told) and len({s for _, s, _ in told}) == 1
+    assert {"small qkv, forward, bfloat16", "small attention, backward, float32", "copies"} <= {w for *_, w in told}
+
+
+def test_a_slow_call_takes_fewer_tokens() -> None:
+    """What one slice of time does not hold is measured smaller."""
+    bench = Bench(hardware.cpu())
+    sizes: list[int] = []
+
+    def make(size: int) -> Callable[[], object]:
+        sizes.append(size)
+        return lambda: None
+
+    taken = {16: 0.01, 64: 0.04, 256: 0.16, 1000: 0.6}
+    bench.seconds = lambda call, enough: taken[sizes[-1]]  # type: ignore[method-assign]
+    trial = calibrate.Trial("t", {}, Product, "tokens", 1000, 1.0, make)
+    calibrate._fit(bench, trial, slice_s=0.5)
+    assert trial.size == 256 and sizes == [16, 64, 256], "1000 would take more than 0.5 s"
+    trial.size = 1000
+    calibrate._fit(bench, trial, slice_s=10.0)
+    assert trial.size == 1000
+
+
+def test_what_does_not_fit_into_memory_is_smaller_or_refused() -> None:
+    bench = Bench(dataclasses.replace(hardware.cpu(), memory_bytes=1 << 20))
+    trials = list(calibrate._trials(bench, [Load("s", SMALL, 8, 1 << 16)], torch.float32))
+    calibrate._held(bench, trials)
+    assert all(t.values * 4 <= bench.room for t in trials) and all(t.size < 1 << 16 for t in trials)
+    with pytest.raises(NeedsError) as refused:
+        calibrate._held(bench, list(calibrate._trials(bench, [Load("l", SHAPE, 8, 16)], torch.float32)))
+    assert refused.value.asked == "the rate of l qkv, forward, float32"
+    assert "GiB may be used" in refused.value.found and "smaller CONFIG" in refused.value.do
+
+
+def test_a_gpu_that_torch_does_not_see() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch sees one")
+    with pytest.raises(NeedsError, match="finds no CUDA device"):
+        Bench(H200)
+
+
+def test_what_is_measured() -> None:
+    run = parse(LLAMA, "x", ["batch.seq=512", "batch.micro_tokens=1024"])
+    assert calibrate.loads(run, H200) == [Load("llama-3.2-1b", SHAPE, 512, 1024)]
+    assert [load.name for load in calibrate.loads(None, H200)] == ["llama-3.2-1b", "llama-3.1-8b"]
+    with pytest.raises(ConfigError, match=r"batch\.micro_tokens: auto"):
+        calibrate.loads(parse(LLAMA, "x", ["batch.micro_tokens=auto"]), H200)
+
+
+# --- the file
+
+
+def test_it_is_read_as_it_was_written(cache: Path, found: Calibration) -> None:
+    for c in (found, fake()):
+        file = keep(c)
+        assert file.parent == cache and dataclasses.asdict(measured.read(file)) == dataclasses.asdict(c)
+        assert json.loads(file.read_text())["format"] == 1
+    assert not [f for f in cache.iterdir() if f.suffix != ".json"]
+
+
+def test_one_file_a_device_torch_and_driver(cache: Path) -> None:
+    keep(fake())
+    keep(fake(date="2026-11-22T10:00:00+00:00", launch_s=1e-6))
+    assert len(list(cache.iterdir())) == 1
+    for other in ({"torch": "2.13.0"}, {"driver": "600.1"}, {"device": "NVIDIA H100 80GB HBM3"}):
+        keep(fake(**other))
+    assert len(list(cache.iterdir())) == 4
+
+
+def test_which_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured.find(H200) is None
+    keep(fake(device="NVIDIA L4"))
+    assert measured.find(H200) is None
+    keep(fake(torch="9.9", date="2026-11-01T00:00:00+00:00"))
+    keep(fake(torch="8.8", date="2026-11-02T00:00:00+00:00"))
+    chosen = measured.find(H200)
+    assert chosen is not None and chosen.torch == "8.8", "the newest"
+    monkeypatch.setattr(measured, "torch_version", lambda: "9.9")
+    monkeypatch.setattr(measured, "driver", lambda: "580.159")
+    chosen = measured.find(H200)
+    assert chosen is not None and chosen.torch == "9.9", "of this torch and driver"
+
+
+def test_what_has_changed_here_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured.stale(fake()) == "", "no such device here: nothing to compare with"
+    monkeypatch.setattr(hardware, "probe", lambda: [H200])
+    monkeypatch.setattr(measured, "torch_version", lambda: "3.0")
+    monkeypatch.setattr(measured, "driver", lambda: "580.159")
+    assert measured.stale(fake()) == "torch is 3.0 now"
+    assert "torch is 3.0 now: optrush calibrate measures again" in rates._calibrated(H200, fake(), SHAPE, 2048).said
+
+
+def refused(file: Path) -> ConfigError:
+    with pytest.raises(ConfigError) as error:
+        measured.find(H200)
+    assert str(file) in error.value.asked and "optrush calibrate" in error.value.do
+    return error.value
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    (b"", "damaged: not JSON"), (b"\xff\xfe", "damaged: not JSON"), (b'{"format": 1, "laun', "damaged: not JSON"),
+    (b"[" * 100_000, "damaged: not JSON"), (b"[1]", "no calibration"), (b'{"a": 1}', "no calibration"),
+    (b'{"launch_s": 1}', "format None, where this version of optrush reads 1"),
+    (b'{"launch_s": 1, "format": 2}', "format 2"), (b'{"launch_s": 1, "format": 1}', "damaged: `device`"),
+])  # fmt: skip
+def test_a_file_that_is_none(cache: Path, text: bytes, said: str) -> None:
+    cache.mkdir(parents=True)
+    (cache / "x.json").write_bytes(text)
+    assert said in refused(cache / "x.json").found
+
+
+@pytest.mark.parametrize(("key", "value", "said"), [
+    ("copy_bytes_s", 0, "`copy_bytes_s`"), ("copy_bytes_s", -1.0, "`copy_bytes_s`"), ("launch_s", None, "`launch_s`"),
+    ("copy_bytes_s", "4e12", "`copy_bytes_s`"), ("more", 1, "`more`"), ("device", 3, "`device`"),
+    ("products", [], "`products` lacks a type"), ("attention", [], "`attention` lacks a type"),
+    ("products", [{"part": "qkv"}], "`products.0."),
+])  # fmt: skip
+def test_a_value_that_is_none(key: str, value: object, said: str) -> None:
+    file = keep(fake())
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    assert said in refused(file).found
+
+
+def test_infinity_is_no_rate() -> None:
+    file = keep(fake())
+    file.write_text(file.read_text().replace("4000000000000.0", "Infinity"))
+    assert "copy_bytes_s" in refused(file).found
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="to write the calibration"):
+        measured.check(tmp_path / "file" / "inside")
+    with pytest.raises(ConfigError, match="to write the calibration"):
+        measured.write(fake(), tmp_path / "none" / "x.json")
+
+
+def test_a_processor_is_called_by_its_model_and_cores() -> None:
+    assert measured.called(H200) == "NVIDIA H200"
+    assert " core" in measured.called(hardware.cpu()) and measured.called(hardware.cpu()) != "cpu"
+
+
+# --- the rates
+
+
+def known(c: Calibration | None, T: int = 2048) -> rates.Rates:
+    found = rates.of(H200, c, SHAPE, T)
+    assert found is not None
+    return found
+
+
+def rate(of: rates.Rates, name: str, narrow: bool = True, **work: Any) -> float:
+    return of.flop_s(Work(name, "", "token", 1.0, **work), narrow)
+
+
+def changed(c: Calibration, flop_s: float, **where: object) -> Calibration:
+    """With another rate where all fields are as given."""
+
+    def set_(m: Any) -> Any:
+        return dataclasses.replace(m, flop_s=flop_s) if all(getattr(m, k, 0) == v for k, v in where.items()) else m
+
+    products, attention = tuple(map(set_, c.products)), tuple(map(set_, c.attention))
+    return dataclasses.replace(c, products=products, attention=attention)
+
+
+def test_each_product_by_its_shape_and_direction() -> None:
+    c = changed(fake(), 1e14, part="down", dtype="bfloat16", direction="weight")
+    of = known(c)
+    assert rate(of, "forward.down") == 4e14
+    assert rate(of, "backward.down") == pytest.approx(2 / (1 / 4e14 + 1 / 1e14)), "half of the work at each rate"
+    assert rate(of, "backward.gate_up") == pytest.approx(4e14)
+    assert rate(of, "forward.down", narrow=False) == 4e13
+    head = known(changed(fake(), 1e14, part="head", dtype="bfloat16", direction="forward"))
+    assert rate(head, "head.products") == pytest.approx(3 / (1 / 1e14 + 2 / 4e14))
+
+
+def test_a_shape_that_was_not_measured_takes_the_median() -> None:
+    c = changed(fake(), 9e14, part="head", dtype="bfloat16")  # 3 of 15: the median stays
+    other = rates.of(H200, c, ModelShape.read(SHAPES["llama-3.1-8b"]), 2048)
+    assert other is not None and not {"forward.down", "head.products"} & other.products[True].keys()
+    assert rate(other, "forward.down") == rate(other, "head.products") == 4e14
+    assert rate(other, "forward.scores", unit="attention") == 2e14
+
+
+def test_attention_at_the_length_that_is_nearest() -> None:
+    c = changed(fake(), 3e14, seq=8192, dtype="bfloat16", direction="backward")
+    assert rate(known(c, 2048), "backward.scores", unit="attention") == 2e14
+    assert rate(known(c, 5000), "backward.scores", unit="attention") == 3e14
+    assert rate(known(c, 5000), "forward.scores", unit="attention") == 2e14
+    assert rate(known(c), "forward.scores") == 4e14, "whole scores are products"
+
+
+def test_a_datasheet_is_what_it_was() -> None:
+    of = known(None)
+    assert of.basis == "datasheet" and "not measured" in of.said and "optrush calibrate" in of.said
+    assert rate(of, "forward.down") == pytest.approx(9.895e14 * rates.HALF_PRODUCTS)
+    whole = rates.ceiling(H200, None)
+    assert whole is not None and rate(whole, "forward.down") == 9.895e14 and whole.bytes_s == 4.8e12
+    assert rates.ceiling(H200, c := fake(), SHAPE, 2048) is rates.of(H200, c, SHAPE, 2048)
+
+
+def test_an_unknown_device_is_known_once_it_was_measured() -> None:
+    device = hardware.Device("cuda", "NVIDIA L40S", (8, 9), None)
+    assert rates.of(device) is None
+    found = rates.of(device, fake(), SHAPE, 2048)
+    assert found is not None and found.link_bytes_s is None
+    alone = settle([Work("forward.down", "", "token", 1e9)], BFLOAT16, [])
+    assert rates.seconds(alone, device, 100.0, found) == pytest.approx(1e11 / 4e14 + rates.MICRO_S + rates.STEP_S)
+    linked = settle([*alone.work, Work("reduce", "", "step", unit="link", values=1e9, role="wide")], BFLOAT16, [])
+    assert rates.seconds(linked, device, 100.0, found) is None, "nobody knows its link"
+    assert [e.name for e in rates.efforts(linked, device, 100.0, found)] == ["forward.down"]
+
+
+# --- the plan
+
+
+def llama(*sets: str) -> plan.Run:
+    return parse(LLAMA, "llama1b.yaml", sets)
+
+
+def test_a_plan_goes_by_what_was_measured() -> None:
+    sheet = plan.predict(llama(), "h200")
+    assert sheet.basis == "datasheet" and "not measured" in sheet.rates_from
+    keep(fake())
+    half = plan.predict(llama(), "h200")
+    assert half.basis == "calibrated"
+    assert half.rates_from == "measured on 2026-11-21 with torch 2.11.0, driver 580.159"
+    assert half.peak_bytes == sheet.peak_bytes
+    work = {e.name: e for e in half.work if e.where == "device"}
+    for name, speed in (("forward.gate_up", 4e14), ("backward.qkv", 4e14), ("backward.scores", 2e14)):
+        assert work[name].seconds == pytest.approx(work[name].flop / speed)
+    assert work["update"].seconds == pytest.approx(work["update"].bytes / 4e12)
+    alone = sum(e.seconds for e in work.values())
+    assert half.tokens_per_s == pytest.approx(32768 / (alone + rates.MICRO_S + rates.STEP_S))
+    assert half.tokens_per_s is not None and sheet.tokens_per_s is not None
+    assert 0.5 < half.tokens_per_s / sheet.tokens_per_s < 0.75, "400 TFLOP/s of products instead of 653"
+
+
+def test_twice_the_rates_are_twice_the_speed_but_for_what_waits() -> None:
+    keep(fake())
+    slow = plan.predict(llama(), "h200").tokens_per_s
+    c = fake()
+    for dtype, flop in (("bfloat16", 8e14), ("float32", 8e13)):
+        c = changed(c, flop, dtype=dtype)
+    keep(dataclasses.replace(c, copy_bytes_s=8e12, attention=tuple(
+        dataclasses.replace(a, flop_s=2 * a.flop_s) for a in fake().attention)))  # fmt: skip
+    fast = plan.predict(llama(), "h200").tokens_per_s
+    assert slow is not None and fast is not None
+    idle = rates.MICRO_S + rates.STEP_S
+    assert 32768 / fast - idle == pytest.approx((32768 / slow - idle) / 2)
+
+
+def test_the_search_goes_by_it_too() -> None:
+    keep(fake())
+    found = plan.search(llama(), "h200")
+    best = found.settings[0]
+    assert {s.prediction.basis for s in found.settings} == {"calibrated"}
+    again = plan.predict(parse(LLAMA, "x").model_copy(update={
+        "with_": dict(best.with_), "batch": best.over(llama()).batch}), "h200")  # fmt: skip
+    assert again.tokens_per_s == pytest.approx(best.prediction.tokens_per_s)
+    rows = {name: setting for name, _, setting in plan.family(llama(), "h200", best)}
+    assert rows["llama-3.1-8b"] is not None and rows["llama-3.1-8b"].prediction.basis == "calibrated"
+
+
+def test_another_device_has_none() -> None:
+    keep(fake())
+    assert plan.predict(llama("batch.micro_tokens=8192"), "h100").basis == "datasheet"
+
+
+def test_a_processor_by_its_own() -> None:
+    keep(fake(device=measured.called(hardware.cpu()), driver=None))
+    assert plan.predict(llama("batch.micro_tokens=2048"), "cpu").basis == "calibrated"
+    two = llama("batch.micro_tokens=2048").model_copy(update={"with_": {"ddp": {}}})
+    assert plan.predict(two, "2xcpu").basis == "calibrated"
+
+
+def test_a_plan_does_not_pass_over_a_damaged_one(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    (cache / "x.json").write_text("{")
+    for ask in (plan.predict, plan.search):
+        with pytest.raises(ConfigError, match="damaged"):
+            ask(llama(), "h200")
+
+
+def test_the_link_is_no_part_of_the_device() -> None:
+    work = [Work("forward.down", "", "token", 1e9), Work("reduce", "", "step", unit="link", values=1e9, role="wide")]
+    assert sum(rates.parts(settle(work, BFLOAT16, []), 100.0, known(fake())).values()) == pytest.approx(1e11 / 4e14)
+
+
+def test_the_ceiling_by_part() -> None:
+    """The parts are the device's work, each once; without a calibration at the datasheet's whole rates."""
+    sheet = plan.predict(llama(), "h200")
+    assert set(sheet.ceiling_s) == set(rates.PARTS)
+    products = sum(e.flop for e in sheet.work if e.name.endswith(("qkv", ".o", "gate_up", "down")))
+    assert sheet.ceiling_s["products"] == pytest.approx(products / 9.895e14)
+    assert sheet.ceiling_s["attention"] == pytest.approx(
+        sum(e.flop for e in sheet.work if e.name.endswith("scores")) / 9.895e14
+    )
+    keep(fake())
+    found = plan.predict(llama(), "h200")
+    whole = sum(e.seconds for e in found.work if e.where == "device")
+    assert sum(found.ceiling_s.values()) == pytest.approx(whole)
+    assert all(found.ceiling_s[part] > 0 for part in rates.PARTS)
+    steps = sum(e.seconds for e in found.work if e.name in ("update", "norm"))
+    assert found.ceiling_s["optimizer"] == pytest.approx(steps)

@@ -1,0 +1,104 @@
+"""Groups of small parameters for the tests of AdamW's kernels; run as a program, Triton's against the reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optrush.kernels import adamw_update as kernel
+
+WHOLE = (slice(None),)
+
+
+def group_of(
+    rounding: kernel.Rounding,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    cut: tuple[slice, ...] = WHOLE,
+    betas: tuple[float, float] = (0.9, 0.999),
+    decay: float = 0.1,
+    wide: bool = False,
+    device: str = "cpu",
+) -> kernel.Group:
+    """Parameters of these shapes, or a piece of each; equal ones each time. wide: states in float32."""
+    g = torch.Generator().manual_seed(3)
+    weights = [torch.randn(s, generator=g).bfloat16() for s in shapes]
+    pieces = [w[cut].contiguous().to(device) if w.dim() else w.to(device) for w in weights]
+    offsets = [tuple((c.start or 0) for c in cut) + (0,) * (len(s) - len(cut)) for s in shapes]
+
+    def states(dtype: torch.dtype) -> list[Tensor]:
+        return [torch.zeros_like(p, dtype=dtype) for p in pieces]
+
+    kind = torch.float32 if wide else torch.bfloat16
+    return kernel.Group(
+        weights=pieces,
+        means=states(kind),
+        squares=states(kind),
+        counts=torch.zeros(len(shapes), device=device),
+        remainders=states(torch.bfloat16) if rounding == "kahan" else None,
+        decays=torch.tensor([decay * (len(s) > 1) for s in shapes], dtype=torch.float64, device=device),
+        words=torch.tensor([kernel.key_words(3, f"parameter {k}") for k in range(len(shapes))], device=device),
+        spans=[kernel.span(s, p.shape, o[: len(s)]) for s, p, o in zip(shapes, pieces, offsets)],
+        betas=betas,
+        eps=torch.tensor(1e-8).item(),
+        rounding=rounding,
+    )
+
+
+def grads_of(shapes: Sequence[tuple[int, ...]], step: int, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return [(torch.randn(s, generator=g) * 10.0 ** (step % 3 - 1)).to(dtype) for s in shapes]
+
+
+def stepped(
+    update: kernel.Update, grads: Sequence[Tensor], step: int, *, scale: float = 1.0, bad: bool = False, first: int = 0
+) -> None:
+    """One update; the rate falls like 1 / step."""
+    device = grads[0].device
+    rate, scale_, flag = (torch.tensor(v, device=device) for v in (1e-2 / step, scale, bad))
+    update(grads, rate, scale_, flag, first)
+
+
+def tensors(group: kernel.Group) -> list[Tensor]:
+    """All that an update changes."""
+    return [*group.weights, *group.means, *group.squares, *(group.remainders or []), group.counts]
+
+
+def compare(rounding: kernel.Rounding, aligned: bool, launcher: Any, device: str = "cpu") -> tuple[int, int]:
+    """Values after six updates by the reference and by `launcher`, and how many of them differ.
+
+    One is skipped, one is of some parameters only, one makes a weight nan; gradients and states in either width.
+    """
+    shapes = [(8, 48), (16,), (2, 40)] if aligned else [(9, 11), (5,), (1,), (0, 3), (40, 2)]
+    many = different = 0
+    for wide, cut in ((False, WHOLE), (True, (slice(None), slice(0, -1)))):
+        shapes = [s for s in shapes if len(s) == 2] if len(cut) > 1 else shapes
+        one, other = (group_of(rounding, shapes, wide=wide, cut=cut, device=device) for _ in range(2))
+        pair = kernel.Loop(one), launcher(other)
+        assert pair[1].aligned == (aligned and not wide) and pair[1].cut == wide
+        for step in range(1, 7):
+            kind = torch.float32 if wide else torch.bfloat16
+            grads = [g[cut].contiguous().to(device) for g in grads_of(shapes, step, kind)]
+            if step == 5:
+                grads[0].view(-1)[0] = math.inf
+            some = slice(1, 2) if step == 3 else slice(None)
+            for update in pair:
+                stepped(update, grads[some], step, scale=3.7**step, bad=step == 2, first=some.start or 0)
+        for a, b in zip(tensors(one), tensors(other), strict=True):
+            many += a.numel()
+            different += int(((a != b) & ~(a.isnan() & b.isnan())).sum())
+    return many, different
+
+
+if __name__ == "__main__":
+    from optrush.kernels import adamw_triton
+
+    adamw_triton.PART, adamw_triton.BLOCK = 128, 64
+    for rounding, aligned in itertools.product(("nearest", "stochastic", "kahan"), (True, False)):
+        many, different = compare(rounding, aligned, adamw_triton.Launcher)  # type: ignore[arg-type]
+        print(f"{rounding}, aligned {aligned}: {'equal' if not different else f'{different} of {many} differ'}")
