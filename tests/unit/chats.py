@@ -46,7 +46,7 @@ ANSWERS = (
     "crème brûlée 🙂👩‍🍳",
     "e\u0301\u0323 नमस्ते 中文",
     "1. x\n- y\n\n```py\nz = 0\n```",
-    "<|im_end|> ok",
+    "|im_end|> ok",
 )
 
 

@@ -190,6 +190,22 @@ def test_worker_processes_make_what_one_process_makes_and_only_once(here, tokens
     assert list(tokenised(work(tokens, *[p.rename(p.with_stem(p.stem + "2")) for p in paths]))) == made
 
 
+def test_a_file_that_changes_while_it_is_tokenised_is_refused_and_not_kept(here, tokens, monkeypatch):
+    path, begin = written(here / "a.jsonl"), cache.Workers.__enter__
+
+    def changing(workers):
+        path.write_text(path.read_text().swapcase())  # as long as it was
+        return begin(workers)
+
+    monkeypatch.setattr(cache.Workers, "__enter__", changing)
+    with pytest.raises(DataError) as caught:
+        list(tokenised(work(tokens, path)))
+    assert str(path) in caught.value.asked and caught.value.found == "it changed meanwhile" and caught.value.do
+    assert not list((here / "cache" / "tokens").glob("*/*.safetensors"))
+    monkeypatch.setattr(cache.Workers, "__enter__", begin)
+    assert ids(tokenised(work(tokens, path))) == alone(tokens, path)
+
+
 def test_workers_hold_no_torch_and_the_parent_starts_none_beyond_the_work(here, tokens, monkeypatch):
     """Importing torch would cost each process more memory than all that it does."""
     begun = []

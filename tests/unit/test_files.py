@@ -50,6 +50,17 @@ def test_a_file_a_folder_and_a_glob(folder):
     assert find("odd[1].jsonl") == [Path("odd[1].jsonl")], "a name that exists is no pattern"
 
 
+def test_what_tells_about_a_data_set_is_left_out_of_its_folder(folder):
+    extra = ("README.md", "LICENSE.txt", "LICENSE", ".gitattributes", "train/dataset_info.json", "train/state.json")
+    make(folder, *(f"data/{name}" for name in extra))
+    assert refused("data").found.startswith("files of rows"), "alone they are data like any other"
+    make(folder, "data/train/a.jsonl", "data/train/info.json")
+    assert find("data") == [Path("data/train/a.jsonl"), Path("data/train/info.json")]
+    assert files.about("data") == ["LICENSE.txt", "README.md", "dataset_info.json", "state.json"]
+    assert find("data/*.md") == find("data/README.md") == [Path("data/README.md")], "asked for by name"
+    assert files.about("data/README.md") == files.about("data/*.md") == files.about("nowhere") == []
+
+
 def test_home_is_understood(folder, monkeypatch):
     make(folder, "a.jsonl")
     monkeypatch.setenv("HOME", str(folder))
@@ -85,7 +96,7 @@ def test_unknown_kinds_are_named_where_nothing_else_is(folder):
 @pytest.mark.parametrize(
     ("names", "found"),
     [
-        (("README.md", "a.jsonl"), "files of rows (a.jsonl) and files of plain text (README.md)"),
+        (("NOTES.md", "a.jsonl"), "files of rows (a.jsonl) and files of plain text (NOTES.md)"),
         (("a.jsonl", "a.jsonl.gz"), "a.jsonl and a.jsonl.gz: the same rows twice?"),
         (("a.csv.xz", "a.csv.zst"), "a.csv.xz and a.csv.zst: the same rows twice?"),
     ],
@@ -232,7 +243,7 @@ def test_an_unchanged_file_is_hashed_once(folder, monkeypatch):
 def test_a_file_that_grows_meanwhile_has_no_fingerprint(folder, monkeypatch):
     make(folder, "a.jsonl")
     marks = iter([[1, 1, 1], [2, 1, 1]])
-    monkeypatch.setattr(files, "_mark", lambda file: next(marks))
+    monkeypatch.setattr(files, "mark", lambda file: next(marks))
     with pytest.raises(DataError) as caught:
         fingerprint([folder / "a.jsonl"])
     assert "changed meanwhile" in caught.value.found

@@ -6,6 +6,7 @@ from chats import CHATML, WHERE, bytelevel_bpe, learnt, talk
 from optrush.data import mask
 from optrush.data.chat import Tokens
 from optrush.data.rows import Chat, Message
+from optrush.data.template import Template
 from optrush.errors import DataError
 from optrush.model import tiny
 
@@ -125,6 +126,39 @@ def test_calls_nested_without_end_are_an_error(bytelevel):
         with pytest.raises(DataError, match=found) as caught:
             caller(bytelevel, called).document(chat, "assistant", WHERE)
         assert "chat.jsonl:3" in caught.value.asked
+
+
+def test_what_is_around_the_texts_is_rendered_once_for_all_conversations_of_the_same_roles(bytelevel, monkeypatch):
+    tokens, rendered = Tokens(bytelevel, CHATML), []
+    render = Template.render
+    monkeypatch.setattr(Template, "render", lambda *a, **k: rendered.append(render(*a, **k)) or rendered[-1])
+    first, *more = [talk([f"{n} eggs", "and salt"], system) for system in (None, "Be kind.") for n in range(3)]
+    tokens.document(first, "assistant", WHERE)
+    del rendered[:]
+    assert learnt(tokens, tokens.document(more[0], "assistant", WHERE)) == ["1 eggs<|im_end|>", "and salt<|im_end|>"]
+    assert len(rendered) == 1
+    for chat in more[1:]:
+        found, slow = tokens.document(chat, "assistant", WHERE), Tokens(bytelevel, CHATML)
+        slow._template.around = lambda *_: None
+        assert found.targets.tolist() == slow.document(chat, "assistant", WHERE).targets.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ("| trim", [["1 2", "3"], ["1 2", "3"], ["a", "salt"]]),
+        ("| replace('2', '2')", [["1 2", "3"], [" 1 2", "3"], ["a", "salt"]]),
+        ("| replace('salt', 'pepper')", [["1 2", "3"], [" 1 2", "3"], "changes the assistant's text"]),
+    ],
+)
+def test_what_a_template_does_to_one_text_only_is_seen_in_that_text(bytelevel, change, wanted):
+    tokens = Tokens(bytelevel, CHATML.replace("message['content']", f"(message['content'] {change})"))
+    chats = [talk(["1 2", "3"]), talk([" 1 2", "3"]), talk(["a", "salt"])]
+    for made, texts in zip(tokens.batch([(WHERE, chat) for chat in chats], "assistant"), wanted, strict=True):
+        if isinstance(made, DataError):
+            assert texts in made.found
+        else:
+            assert learnt(tokens, made[0]) == [text + "<|im_end|>" for text in texts]
 
 
 def test_very_many_answers_that_must_be_looked_at_one_by_one_are_an_error(bytelevel, monkeypatch):

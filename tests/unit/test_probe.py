@@ -80,7 +80,7 @@ BARE = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{
         (Text("<|bos|>Two eggs."), None, "tokenizer"),
         (Completion("<|bos|>Two ", "eggs."), None, "tokenizer"),
         (talk("Two."), "{{ bos_token }}" + tiny.TEMPLATE, "chat template"),
-        (Chat((Message("user", "<|bos|>a"), Message("assistant", "b"))), BARE, "chat template"),
+        (talk("Two."), "{{ bos_token }}" + BARE, "chat template"),
         (Pair(talk("Two."), talk("Three.")), "{{ bos_token }}" + tiny.TEMPLATE, "chat template"),
     ],
 )

@@ -108,6 +108,7 @@ def tokenised(work: Work, most: int | None = None) -> Generator[Made]:
         for job in jobs(work.files, data.text_rows):
             yield from shards(job, work.tokens, learnt(work.run), data.text_rows, work.kept, most=most, told=told.done)
         return
+    marks = [files.mark(path) for path in work.files]
     folder = work.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,7 @@ def tokenised(work: Work, most: int | None = None) -> Generator[Made]:
         store.refresh()  # others may have worked meanwhile
         number = yield from store.ready(number)
         if number != store.jobs:
-            for paths in made(work, store, told, number):
+            for paths in made(work, store, told, number, marks):
                 yield from paths
 
 
@@ -194,12 +195,16 @@ def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[Job]:
         yield Job(number, tuple(held), size)
 
 
-def made(work: Work, store: Store, told: Telling, first: int) -> Iterator[list[Path]]:
-    """The shards of each job from `first` on, in order, made by worker processes where they are missing."""
+def made(work: Work, store: Store, told: Telling, first: int, marks: Sequence[list[int]]) -> Iterator[list[Path]]:
+    """The shards of each job from `first` on, in order, made by worker processes where they are missing.
+
+    Args:
+        marks: of each file before its contents were hashed: one that changes meanwhile belongs to another folder.
+    """
     waiting: deque[tuple[Job, Future[tuple[list[Path], int]] | None]] = deque()
     most = work.run.data.workers or cores()
     todo, number = jobs(work.files, work.run.data.text_rows), 0
-    with Workers(work, store, min(most, 1 + int(told.total) // CHUNK_bytes)) as workers:
+    with Workers(work, store, min(most, 1 + int(told.total) // CHUNK_bytes), marks) as workers:
         while True:
             while len(waiting) < AHEAD * most and (job := next(todo, None)) is not None:
                 number += 1
@@ -217,8 +222,9 @@ def made(work: Work, store: Store, told: Telling, first: int) -> Iterator[list[P
 class Workers:
     """Worker processes, each of which does one job after another."""
 
-    def __init__(self, work: Work, store: Store, count: int) -> None:
+    def __init__(self, work: Work, store: Store, count: int, marks: Sequence[list[int]]) -> None:
         self.store = store
+        self._marks = marks
         data = work.run.data
         self._order = worker.order(work.tokens, work.kept, learnt(work.run), data.text_rows, store.folder)
         self._count = count
@@ -253,8 +259,9 @@ class Workers:
         there = self.store.begun.get(job.number, [])
         skip = sum(made.rows + made.cleaned for made in map(shard.mapped, there))
         chunks = [(file, str(chunk.file), chunk.first, chunk.start, chunk.end) for file, chunk in job.chunks]
+        marks = [self._marks[file] for file, _ in job.chunks]
         process = self._idle.get()
-        _tell(process, {"number": job.number, "chunks": chunks, "skip": skip, "piece": len(there)})
+        _tell(process, {"number": job.number, "chunks": chunks, "skip": skip, "piece": len(there), "marks": marks})
         assert process.stdout is not None
         line = process.stdout.readline()
         self._idle.put(process)  # a dead one too: whoever gets it sees that, and nobody waits for ever

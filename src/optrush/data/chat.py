@@ -8,18 +8,21 @@ offsets lead. All texts of many rows go to the tokenizer at once, which is where
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unicodedata import is_normalized
 
 import numpy as np
 
-from optrush.data import mask
+from optrush.data import mask, rows
 from optrush.data.document import Document
 from optrush.data.rows import Chat, Completion, Pair, Row, Text, Where
 from optrush.data.template import Template
+from optrush.data.words import Unknown, Words
 from optrush.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
+REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may hold
+WORDS_chars = 1 << 20  # of text that are tokenised before it is worth a moment to find out how to do it faster
 # Parts of a tokenizer that cut a text, or compose its characters (NFC), and change nothing else.
 CUTTING = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation"}
 COMPOSING = {"Sequence", "NFC"}
@@ -42,6 +47,13 @@ class _Draft(NamedTuple):
     seam: int = 0  # learnt from this character on
     spans: tuple[mask.Span, ...] = ()  # learnt, or not learnt where all else is
     rest: bool = True  # whether what lies outside of the spans is learnt
+
+
+class _Ids(NamedTuple):
+    """A text's tokens, and what the library said of them if it was asked."""
+
+    ids: np.ndarray  # (n,) int32
+    encoding: Encoding | None
 
 
 class _Laid(NamedTuple):
@@ -85,12 +97,18 @@ class Tokens:
         self._today = today
         self._engine = _engine(tokenizer)
         self._sizes = _token_bytes(self._engine)
+        self._words: Words | None = None
+        self._until_words = WORDS_chars if self._sizes is not None else None  # characters; None: not to be asked again
         self._eos = cast("int | None", tokenizer.eos_token_id)
+        self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
         self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
         self._marks = mask.Marks(list(self._added))
         self._ends = frozenset(self._added[token] for token in self._marks.tokens)
+        control = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._control = frozenset(control) & frozenset(self._marks.tokens) - REASONING_MARKS
+        self._controls = re.compile("|".join(map(re.escape, self._control)) or "(?!)")
 
-    def batch(self, rows: Sequence[tuple[Where, Row]], train_on: str) -> list[tuple[Document, ...] | DataError]:
+    def batch(self, samples: Sequence[tuple[Where, Row]], train_on: str) -> list[tuple[Document, ...] | DataError]:
         """Each row's document, the two of a pair (chosen, rejected), or the error that names the row.
 
         Args:
@@ -99,7 +117,7 @@ class Tokens:
         """
         drafts: list[_Draft] = []
         parts: list[tuple[int, int] | DataError] = []  # of each row, its drafts
-        for where, row in rows:
+        for where, row in samples:
             start = len(drafts)
             try:
                 for part in (row.chosen, row.rejected) if isinstance(row, Pair) else (row,):
@@ -125,6 +143,16 @@ class Tokens:
         if isinstance(made, DataError):
             raise made
         return made[0]
+
+    def marked(self, row: Row) -> bool:
+        """Whether a plain text holds special tokens as its author wrote them; its end-of-text token does not count.
+
+        They are taken for what they say: pretraining data is made so. In messages they are refused.
+        """
+        if not isinstance(row, Text | Completion):
+            return False
+        text = rows.text(row)
+        return self._controls.search(text.removesuffix(self._end)) is not None
 
     def template(self) -> str:
         """The chat template's source; DataError where there is none, or a monstrous one."""
@@ -168,25 +196,61 @@ class Tokens:
             )
         try:
             masker = self.masker(row, turns, where)
+            self._unforged(row, self._controls, where)
             spans = tuple(masker.spans()) if turns else ()
         except RecursionError as error:
             raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "take them out") from error
+        if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:
+            self._unforged(row, re.compile("|".join(map(re.escape, unknown))), where)
         return _Draft(where, masker.rendered, special=False, spans=spans, rest=train_on == "all")
 
-    def _encode(self, drafts: list[_Draft]) -> list[Encoding]:
-        """The drafts' texts as tokens, with offsets only where those are needed."""
-        summed = self._sizes is not None
-        ways = [(draft.special, draft.seam > 0 or (draft.spans != () and not summed)) for draft in drafts]
-        encodings: dict[tuple[bool, bool], Iterator[Encoding]] = {}
-        for special, exact in set(ways):
-            encode = self._engine.encode_batch if exact else self._engine.encode_batch_fast
-            texts = [draft.text for draft, way in zip(drafts, ways, strict=True) if way == (special, exact)]
-            encodings[special, exact] = iter(encode(texts, add_special_tokens=special))
-        return [next(encodings[way]) for way in ways]
+    def _unforged(self, chat: Chat, controls: re.Pattern[str], where: Where) -> None:
+        """Raises DataError where a message holds a control token as text: it would end the turn, or begin another."""
+        for name, text in _said(chat):
+            if found := controls.search(text):
+                raise DataError(
+                    f"to learn from the messages at {where}",
+                    f"{name} holds the text {found[0]}, which the tokenizer takes for its control token: a forged turn",
+                    "take it out, or write it otherwise",
+                )
 
-    def _document(self, draft: _Draft, encoding: Encoding) -> Document:
+    def _encode(self, drafts: list[_Draft]) -> list[_Ids]:
+        """The drafts' texts as tokens, with offsets only where those are needed."""
+        summed, words = self._sizes is not None, self._fast(sum(len(draft.text) for draft in drafts))
+        made: list[_Ids | None] = [None] * len(drafts)
+        ways: dict[tuple[bool, bool], list[int]] = {}  # of the drafts that are left to the library
+        looked = False
+        for n, draft in enumerate(drafts):
+            exact = draft.seam > 0 or (draft.spans != () and not summed)
+            ids = None if words is None or exact else words.ids(draft.text, draft.special)
+            if ids is not None and not looked:  # one of each batch
+                alone = self._engine.encode(draft.text, add_special_tokens=draft.special)
+                assert ids.tolist() == alone.ids, f"the tokens of the row at {draft.where} are not the tokenizer's own"
+                looked = True
+            if ids is None:
+                ways.setdefault((draft.special, exact), []).append(n)
+            else:
+                made[n] = _Ids(ids, None)
+        for (special, exact), those in ways.items():
+            encode = self._engine.encode_batch if exact else self._engine.encode_batch_fast
+            found = encode([drafts[n].text for n in those], add_special_tokens=special)
+            for n, encoding in zip(those, found, strict=True):
+                made[n] = _Ids(np.array(encoding.ids, np.int32), encoding)
+        return cast("list[_Ids]", made)
+
+    def _fast(self, chars: int) -> Words | None:
+        """What tokenises faster than the library, once it is worth it; None where there is none."""
+        if self._until_words is not None:
+            self._until_words -= chars
+            if self._until_words < 0:
+                self._until_words = None
+                with suppress(Unknown):
+                    self._words = Words(self._engine)
+        return self._words
+
+    def _document(self, draft: _Draft, found: _Ids) -> Document:
         if not draft.special:
-            laid = self._lay(draft, encoding)
+            laid = self._lay(draft, found)
             targets = np.full(len(laid.ids), draft.rest)
             for span in draft.spans:
                 first, last = self._tokens(draft, laid, span)
@@ -199,14 +263,14 @@ class Tokens:
                     "the tokenizer has no end-of-text token (eos_token)",
                     "set eos_token in tokenizer_config.json",
                 )
-            found = encoding.ids
-            if not found or found[-1] != self._eos:
-                found.append(self._eos)
-            ids = np.array(found, np.int32)
+            ids = found.ids
+            if not len(ids) or ids[-1] != self._eos:
+                ids = np.concatenate((ids, np.array([self._eos], np.int32)))
             targets = np.ones(len(ids), bool)
             if draft.seam:
+                assert found.encoding is not None
                 # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
-                covers = (encoding.char_to_token(at) for at in range(draft.seam, len(draft.text)))
+                covers = (found.encoding.char_to_token(at) for at in range(draft.seam, len(draft.text)))
                 targets[: next((token for token in covers if token is not None), None)] = False
         targets[:1] = False
         if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
@@ -214,16 +278,19 @@ class Tokens:
             raise DataError(asked, "not one token of it would be learnt", "take it out")
         return Document(ids, targets)
 
-    def _lay(self, draft: _Draft, encoding: Encoding) -> _Laid:
-        ids = np.array(encoding.ids, np.int32)
-        if self._sizes is None or not draft.spans:
-            offsets = np.array(encoding.offsets if draft.spans else [], np.int64).reshape(-1, 2)
-            return _Laid(draft.text, ids, offsets[:, 0], offsets[:, 1])
-        sizes, text = self._sizes[ids], draft.text.encode()
-        ends = sizes.cumsum()
-        if len(ids) and ends[-1] == len(text) and (self._engine.normalizer is None or is_normalized("NFC", draft.text)):
-            return _Laid(text, ids, ends - sizes, ends)
-        offsets = np.array(self._engine.encode(draft.text, add_special_tokens=False).offsets, np.int64).reshape(-1, 2)
+    def _lay(self, draft: _Draft, found: _Ids) -> _Laid:
+        ids, encoding = found
+        if not draft.spans:
+            return _Laid(draft.text, ids, ids, ids)  # nobody asks what they cover
+        if self._sizes is not None:
+            sizes, text = self._sizes[ids], draft.text.encode()
+            ends = sizes.cumsum()
+            composed = self._engine.normalizer is None or is_normalized("NFC", draft.text)
+            if len(ids) and ends[-1] == len(text) and composed:
+                return _Laid(text, ids, ends - sizes, ends)
+            encoding = None  # which has none
+        encoding = encoding or self._engine.encode(draft.text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         return _Laid(draft.text, ids, offsets[:, 0], offsets[:, 1])
 
     def _tokens(self, draft: _Draft, laid: _Laid, span: mask.Span) -> tuple[int, int]:
@@ -252,6 +319,15 @@ class Tokens:
         while first < last and laid.ids[first] in self._ends and laid.starts[first] < start:
             first += 1
         return first, last
+
+
+def _said(chat: Chat) -> Iterator[tuple[str, str]]:
+    """All texts of a conversation, with what they are."""
+    for i, turn in enumerate(chat.messages):
+        yield f"messages[{i}]", turn.content
+        more = [turn.reasoning, turn.name, turn.call_id, *(json.dumps(call, ensure_ascii=False) for call in turn.calls)]
+        yield from ((f"messages[{i}]", text) for text in more if text)
+    yield from ((f"tools[{i}]", json.dumps(tool, ensure_ascii=False)) for i, tool in enumerate(chat.tools))
 
 
 def answers(chat: Chat, train_on: str) -> list[int]:

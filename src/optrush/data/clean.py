@@ -71,6 +71,7 @@ def clean(
     workers: int | None = None,
     progress: Progress | None = None,
     folder: Path | None = None,
+    cache: Path | None = None,
 ) -> Cleaned:
     """Which rows of the files stay.
 
@@ -81,6 +82,7 @@ def clean(
         most_bad: the share of the rows that may be bad, with `quarantine`.
         workers: processes; None: one a core.
         folder: where temporary files lie, about a kilobyte a row; None: the system's place for them.
+        cache: where a data set of the hub lies, if one is decontaminated against.
 
     Raises:
         ConfigError: settings that cannot be meant.
@@ -96,7 +98,7 @@ def clean(
             do = "name the model whose tokenizer counts: `model: DIR`"
             raise ConfigError("`data.clean.tokens`", "no tokenizer", do)
         tokenizer = tokens.tokenizer.backend_tokenizer.to_str()
-    judging = [] if settings.decontaminate is None else find(settings.decontaminate)
+    judging = [] if settings.decontaminate is None else find(settings.decontaminate, cache)
     evaluation = contamination.read_evaluation(judging, text_rows) if judging else None
     parts = [part for file in files for part in chunks(file, text_rows=text_rows)]
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:

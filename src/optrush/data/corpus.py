@@ -57,6 +57,7 @@ class Counts:
     rows: int = 0  # rows read; without those that cleaning took out
     refused: int = 0  # bad rows that were set aside
     cleaned: int = 0  # rows that cleaning took out
+    marked: int = 0  # plain texts that hold special tokens as text, of all rows that were tokenised
     too_long: int = 0  # rows longer than T, whatever was done with them
     truncated: int = 0  # rows that lost their end
     dropped: int = 0  # documents, or pieces of one, that were left out
@@ -79,6 +80,7 @@ class Shelf:
     tokens_before: list[int] = field(default_factory=lambda: [0])
     parts: int = 1
     cleaned: int = 0
+    marked: int = 0
     refused: list[tuple[int, Refused]] = field(default_factory=list)
     total: int = 0  # rows of the data: all in the shards, or the first so many
     names: list[str] = field(default_factory=list)
@@ -98,6 +100,7 @@ class Shelf:
         self.tokens_before.append(self.tokens_before[-1] + len(shard.ids))
         self.total = self.rows_before[-1] if most is None else min(most, self.rows_before[-1])
         self.cleaned += shard.cleaned
+        self.marked += shard.marked
         refused = [(before + n, why) for n, why in shard.refusals(self.files) if before + n < self.total]
         self.refused += refused
         return shard, refused

@@ -1,7 +1,7 @@
 """From what `data.path` says to files: one, a folder's, a glob's, or a data set of the hub written once as Parquet.
 
-What is left out is left out by a rule that is said (hidden names, unknown suffixes beside known ones); a choice that
-would read rows twice, or documents and rows as one, is refused.
+What is left out is left out by a rule that is said (hidden names, unknown suffixes beside known ones, in a folder what
+tells about a data set); a choice that would read rows twice, or documents and rows as one, is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ from optrush.errors import DataError, NeedsError
 HUB = "hub:"
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(\w[\w.]*))?")
 NAMED = 5  # files that an error message names
+# What lies in the folder of a cloned or saved data set beside the data.
+ABOUT = frozenset({
+    "README.md", "LICENSE.md", "LICENSE.txt", "dataset_info.json", "dataset_infos.json", "dataset_dict.json",
+    "state.json",
+})  # fmt: skip
 SETTLED_ns = 2 * 10**9  # a file changed so lately could change again within one tick of its clock
 
 
@@ -32,8 +37,9 @@ def find(path: str, cache: Path | None = None) -> list[Path]:
     """The data files that a path names, sorted.
 
     Args:
-        path: a file; a folder (all data files in it and its folders, but hidden ones); a glob; or a data set of the
-            hub, `org/name` where no such path exists, or `hub:org/name[:split]` (else its split `train`).
+        path: a file; a folder (all data files in it and its folders, but hidden ones and those of ABOUT); a glob; or a
+            data set of the hub, `org/name` where no such path exists, or `hub:org/name[:split]` (else its split
+            `train`).
         cache: the folder for data sets of the hub; one that lies there is not asked for again.
 
     Raises:
@@ -55,7 +61,7 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
     if place.is_file():
         return _together(asked, [place], "")
     if place.is_dir():
-        return _together(asked, sorted(_inside(place)), "an empty folder")
+        return _together(asked, _data(sorted(_inside(place))), "an empty folder")
     if glob.has_magic(path):
         found = [Path(name) for name in sorted(glob.glob(str(place), recursive=True))]
         return _together(asked, [file for file in found if not file.is_dir()], "nothing that matches")
@@ -64,6 +70,19 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
     near = os.listdir(place.parent) if place.parent.is_dir() else []
     close = difflib.get_close_matches(place.name, near, 1)
     raise DataError(asked, "no such file", "check the path" + (f": did you mean {close[0]}?" if close else ""))
+
+
+def about(path: str) -> list[str]:
+    """The names in a folder that are left out because they tell about the data and are none."""
+    place = Path(os.path.expanduser(path))
+    found = list(_inside(place)) if place.is_dir() else []
+    return sorted({file.name for file in set(found) - set(_data(found))})
+
+
+def _data(found: list[Path]) -> list[Path]:
+    """The files of a folder without those of ABOUT; all if no others are data."""
+    data = [file for file in found if file.name not in ABOUT]
+    return data if any(map(form, data)) else found
 
 
 def _inside(folder: Path) -> Iterator[Path]:
@@ -153,12 +172,12 @@ def fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -> str:
     whole, fresh = hashlib.sha256(), False
     for file in [files] if isinstance(files, Path) else files:
         try:
-            key, mark = os.path.realpath(file), _mark(file)
-            if known.get(key, [])[:-1] != mark:
+            key, now = os.path.realpath(file), mark(file)
+            if known.get(key, [])[:-1] != now:
                 with file.open("rb") as opened:
-                    known[key] = [*mark, hashlib.file_digest(opened, "sha256").hexdigest()]
-                if _mark(file) != mark:
-                    raise DataError(f"to read {file}", "it changed meanwhile", "wait until it is complete")
+                    known[key] = [*now, hashlib.file_digest(opened, "sha256").hexdigest()]
+                if mark(file) != now:
+                    raise changed(file)
                 fresh = True
         except OSError as error:
             do = "check the file and its rights"
@@ -173,7 +192,13 @@ def fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -> str:
     return whole.hexdigest()
 
 
-def _mark(file: Path) -> list[int]:
+def changed(file: Path) -> DataError:
+    """The error of a file that is not what it was when its contents were hashed."""
+    return DataError(f"to read {file}", "it changed meanwhile", "wait until it is complete, and start again")
+
+
+def mark(file: Path) -> list[int]:
+    """What changes whenever the file does."""
     found = file.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns]  # the last nobody can set back
 

@@ -43,11 +43,11 @@ def kept(run: Run, tokens: Tokens, paths: Sequence[Path], say: Say) -> Kept:
     def now() -> tuple[list[np.ndarray], dict[str, Any]]:
         found = clean(
             paths, settings, tokens=tokens, text_rows=data.text_rows, bad_rows=data.bad_rows,
-            most_bad=data.most_bad, workers=data.workers, progress=told.share,
+            most_bad=data.most_bad, workers=data.workers, progress=told.share, cache=root(data.cache),
         )  # fmt: skip
         return [found.kept[path] for path in paths], found.record
 
-    evaluation = [] if settings.decontaminate is None else files.find(settings.decontaminate)
+    evaluation = [] if settings.decontaminate is None else files.find(settings.decontaminate, root(data.cache))
     said = [
         FORMAT, settings.model_dump(mode="json"), data.text_rows, data.bad_rows, data.most_bad,
         [str(path) for path in paths], files.fingerprint([*paths, *evaluation], root(data.cache)),

@@ -184,8 +184,24 @@ class Masker:
                 return []
         return found
 
+    def _filled(self) -> list[Found]:
+        """Where all leaves lie if the rendered text is that of other contents with these in their place; or nothing."""
+        pieces = self._template.around(self._chat, self._where)
+        if pieces is None:
+            return []
+        text, at, places = [pieces[0]], len(pieces[0]), list[tuple[int, int]]()
+        for message, piece in zip(self._chat.messages, pieces[1:], strict=True):
+            text += message.content, piece
+            places.append((at, at + len(message.content)))
+            at += len(message.content) + len(piece)
+        if "".join(text) != self.rendered:
+            return []
+        return [Found(k, *places[i]) for k, i in enumerate(self._turns)]  # of each turn, its content is the only leaf
+
     def _proven(self) -> list[Found]:
         """Where all leaves lie, each as it is or without white space at its ends, as the template writes it."""
+        if found := self._filled():
+            return found
         texts = {k: leaf.text for k, leaf in enumerate(self._leaves)}
         bare = {k: text.strip() for k, text in texts.items()}
         if found := self._prove(texts) or (self._prove(bare) if bare != texts else []):

@@ -60,6 +60,8 @@ class Message:
 
     def shown(self) -> dict[str, Any]:
         """The turn as a chat template gets it: absent parts are absent keys."""
+        if not (self.reasoning or self.calls or self.name or self.call_id):
+            return {"role": self.role, "content": self.content}
         more = {
             **dict.fromkeys(REASONING, self.reasoning),  # each template has its own name for it
             "tool_calls": list(self.calls),

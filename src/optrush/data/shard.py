@@ -24,7 +24,7 @@ from optrush.data.document import Document
 from optrush.data.rows import Where
 from optrush.errors import DataError
 
-FORMAT = 1  # part of every key: shards of another format are other shards
+FORMAT = 2  # part of every key: shards of another format are other shards
 HERE = "\0"  # stands for the row's place in the text of an error
 TEMPORARY = ".tmp-"
 STALE_S = 86400.0  # after which a temporary file of another machine is taken for dead
@@ -34,7 +34,7 @@ _ARRAYS = (  # widest elements first, so that each array lies aligned
     ("starts", "I64"), ("numbers", "I64"), ("lines", "I64"), ("files", "I32"), ("learnt", "I32"),
     ("ids", "I32"), ("targets", "U8"), ("refused", "U8"),
 )  # fmt: skip
-_FACTS = ("rows", "cleaned", "parts", "highest", "last")
+_FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
 
 
 class Refused(NamedTuple):
@@ -53,6 +53,7 @@ class Shard:
 
     rows: int  # with the refused ones
     cleaned: int  # rows that cleaning had taken out
+    marked: int  # plain texts that hold special tokens as text
     parts: int  # documents of a sample: 1, of pairs 2
     highest: int  # the highest token id
     last: int  # 1: no further shard of the same job follows
@@ -107,6 +108,7 @@ class Builder:
 
     rows: int = 0
     cleaned: int = 0
+    marked: int = 0
     tokens: int = 0
     parts: int = 0
     _ids: list[np.ndarray] = field(default_factory=list)
@@ -139,7 +141,7 @@ class Builder:
         starts = np.cumsum([0, *map(len, self._ids)], dtype=np.int64)
         highest = int(ids.max(initial=-1))
         return Shard(
-            self.rows, self.cleaned, self.parts or 1, highest, int(last), starts, numbers, lines,
+            self.rows, self.cleaned, self.marked, self.parts or 1, highest, int(last), starts, numbers, lines,
             files.astype(np.int32), learnt.astype(np.int32), ids, bits, refused,
         )  # fmt: skip
 

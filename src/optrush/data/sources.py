@@ -95,7 +95,7 @@ def read_sources(
                 reading.refused += rows.refused
         else:
             train = view(rows, T=limit, how=d.too_long, keep=~held, named=f"but {named}", origins=origins)
-            train.counts.cleaned = rows.cleaned
+            train.counts.cleaned, train.counts.marked = rows.cleaned, rows.marked
             if train.counts.truncated:
                 reading.look_again(train.counts)
             if held.any():
@@ -259,6 +259,9 @@ class Reading:
         if held_out is not None and held_out is not train:
             said += f"; held out: {describe(held_out.counts)}"
             fingerprint += held_out.fingerprint
+        names = sorted({name for origin in self.run.data.origins for name in files.about(origin.path)})
+        if names:
+            said += f"; not read as data: {', '.join(names)}"
         return Sources(train, held_out, fingerprint, said, evaluated.counts.too_long, self.refused, record)
 
 
@@ -267,6 +270,7 @@ def describe(c: Counts) -> str:
     left_out = (
         (c.cleaned, "cleaned away"), (c.refused, "bad and set aside"), (c.too_long, "too long"),
         (c.truncated, "truncated"), (c.dropped, "pieces dropped"), (c.targets_lost, "targets lost"),
+        (c.marked, "with special tokens written in their text"),
     )  # fmt: skip
     said = ", ".join(f"{n} {what}" for n, what in left_out if n)
     text = f"{c.documents} documents, {c.tokens} tokens, {c.targets} targets"

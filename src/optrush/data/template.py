@@ -7,6 +7,7 @@ what they do not know without a word. Both are found out by rendering placeholde
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,6 +24,7 @@ RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError,
 MEND = "mend the row, or give another template (model.chat_template)"
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations that are remembered; messages of one
 SHOWN = 4  # things left out that an error message names
+PLACED = re.compile(r"97351([0-9]{6})")
 PLACEHOLDER = "97351{:06}"  # digits pass through quoting, escaping and capitals as they are
 
 Shown = dict[str, Any]  # a message as a template sees it
@@ -34,6 +36,7 @@ class Template:
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
         self.source = source
         self._special = dict(special)
+        self._around: dict[tuple[str, ...], list[str] | None] = {}  # by the roles of a conversation, a bounded number
         self._whole: set[object] = set()  # shapes of conversations of which nothing is left out, a bounded number
 
     def shown(self, message: Message) -> Shown:
@@ -102,6 +105,28 @@ class Template:
             self._whole.clear()
         if len(shape) <= LONGEST_SHAPE:
             self._whole.add(shape)
+
+    def around(self, chat: Chat, where: Where) -> list[str] | None:
+        """What is written before, between and behind the contents of a conversation like this, by its roles alone.
+
+        None where something but contents is said, or the template does not write each of them once and in order.
+        Whether it does so with these contents, only its render of them shows.
+        """
+        turns, roles = chat.messages, tuple([message.role for message in chat.messages])
+        plain = all(m.content.strip() and not (m.calls or m.reasoning or m.name or m.call_id) for m in turns)
+        if chat.tools or not plain or len(turns) > LONGEST_SHAPE:
+            return None
+        if roles not in self._around:
+            if len(self._around) == MOST_SHAPES:
+                self._around.clear()
+            named = [Message(role, PLACEHOLDER.format(i)) for i, role in enumerate(roles)]
+            try:
+                pieces = PLACED.split(self.render([self.shown(message) for message in named], where))
+            except DataError:  # the conversation's own render says why
+                pieces = []
+            whole = [int(number) for number in pieces[1::2]] == list(range(len(turns)))
+            self._around[roles] = pieces[::2] if whole else None
+        return self._around[roles]
 
     def _render(self, turns: Sequence[Shown], tools: Sequence[Any] = (), prompt: bool = False) -> str:
         # What apply_chat_template does, less its copies of the data, which come from JSON and are plain already.

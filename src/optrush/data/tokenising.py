@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optrush.data import rows, shard
+from optrush.data import files, rows, shard
 from optrush.data.read import Chunk, attempts
 from optrush.data.rows import Row, Where
 from optrush.errors import DataError
@@ -38,6 +38,7 @@ class Job:
     number: int
     chunks: tuple[tuple[int, Chunk], ...]
     size_bytes: float = 0.0  # about how much of the files that is
+    marks: tuple[list[int], ...] = ()  # of each chunk's file when it was hashed (files.mark)
 
 
 Found = tuple[int, Where, Row | DataError | None]  # position of the file, place, row; None: cleaning took it out
@@ -65,6 +66,7 @@ def shards(
     def flush() -> None:
         good = [(where, found) for _, where, found in batch if found is not None and not isinstance(found, DataError)]
         made = iter(tokens.batch(good, train_on))
+        builder.marked += sum(tokens.marked(row) for _, row in good)
         for file, where, found in batch:
             if found is None:
                 builder.cleaned += 1
@@ -137,9 +139,16 @@ def no_room(folder: Path, error: OSError) -> DataError:
 def commit(
     job: Job, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int
 ) -> tuple[list[str], int]:
-    """Writes what is missing of a job's shards; (their names, rows). What is written stays, whatever happens next."""
+    """Writes what is missing of a job's shards; (their names, rows). What is written stays, whatever happens next.
+
+    Raises:
+        DataError: a file is not what it was when the folder got its name; no shard of it is written then.
+    """
     names, n = list[str](), 0
     for made in shards(job, tokens, train_on, text_rows, kept, skip):
+        for (_, chunk), mark in zip(job.chunks, job.marks):
+            if files.mark(chunk.file) != mark:
+                raise files.changed(chunk.file)
         try:
             names.append(shard.commit(made, folder, job.number, piece + len(names)).name)
         except OSError as error:

@@ -107,7 +107,7 @@ def _begin(order: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     def work(task: dict[str, Any]) -> dict[str, Any]:
         chunks = tuple((file, Chunk(Path(path), *rest)) for file, path, *rest in task["chunks"])
-        job = Job(task["number"], chunks)
+        job = Job(task["number"], chunks, marks=tuple(task["marks"]))
         names, n = commit(job, tokens, order["train_on"], order["text_rows"], kept, folder, task["skip"], task["piece"])
         return {"names": names, "rows": n}
 
