@@ -1,4 +1,4 @@
-"""Writes figures and pictures of README.md and docs/data.md from the committed records; a test re-runs and compares.
+"""Writes figures and pictures of README.md, docs/data.md and docs/ladder.md from committed records; a test compares.
 
 usage: table.py          rewrites both between their two markers, and the pictures beside the records
 """
@@ -22,6 +22,7 @@ LADDER = Path("benchmarks/results/h200-single-gpu")
 PLAIN = Path("benchmarks/results/h200-plain.jsonl")
 CELLS = Path("benchmarks/results/h200-cells.jsonl")
 LAYOUTS = Path("benchmarks/results/h200-data")
+FASTEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("peers", "rows", "least"))
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
 # The rung of the plain loop (transformers and torch alone) that does the same.
@@ -91,6 +92,34 @@ def layouts() -> str:
     return "\n".join([*rows, "", tail, *_red(records)])
 
 
+def fastest() -> str:
+    """The fastest set on one GPU, other systems in turn with it, longer rows, and the least memory."""
+    ladders = [read(ROOT / folder) for folder in FASTEST]
+    first = ladders[0][0]
+    rows = [
+        f"{first.config['model']['shape']}, {first.config['batch']['tokens']:,} random tokens a step in one",
+        f"micro-batch, one {first.device}, torch {first.environment['torch']}; one run of each rung in a fresh",
+        "process, median step.",
+        "",
+        "| rung | case | tokens/s | ours / theirs | peak GiB | predicted tokens/s | predicted GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for records in ladders:
+        by_name = {r.rung: r for r in records}
+        for r in records:
+            ours = by_name.get(r.since or "") if r.peer else None
+            figures = f"failed: {r.error} | | | |"
+            if r.tokens_per_s and r.peak_bytes:
+                ratio = f"{ours.tokens_per_s / r.tokens_per_s:.2f}" if ours and ours.tokens_per_s else ""
+                speed = f"{r.predicted_tokens_per_s:,.0f}" if r.predicted_tokens_per_s else ""
+                size = f"{r.predicted_peak_bytes / GIB:.1f}" if r.predicted_peak_bytes else ""
+                figures = f"{r.tokens_per_s:,.0f} | {ratio} | {r.peak_bytes / GIB:.1f} | {speed} | {size}"
+            rows.append(f"| {r.rung} | {r.case} | {figures} |")
+    links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in FASTEST)
+    tail = f"The least memory has no global clip: weights are updated in the backward pass. Records: {links}."
+    return "\n".join([*rows, "", tail])
+
+
 def plain_loops() -> dict[str, tuple[float, float]]:
     """(tokens/s, peak GiB) of each rung of the plain loop: medians over its runs."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -125,7 +154,7 @@ def _red(records: list[Record]) -> list[str]:
     return [line for reason, names in reasons.items() for line in ("", f"Red, {' and '.join(names)}: {reason}.")]
 
 
-PAGES = {"README.md": table, "docs/data.md": layouts}
+PAGES = {"README.md": table, "docs/data.md": layouts, "docs/ladder.md": fastest}
 
 
 def written(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The figures of the README and of docs/data.md are those of the committed records."""
+"""The figures of the README, docs/data.md and docs/ladder.md are those of the committed records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("page", "rung"), [("README.md", "| float32, eager |"), ("docs/data.md", "| padded to the longest |")]
+    ("page", "rung"),
+    [
+        ("README.md", "| float32, eager |"),
+        ("docs/data.md", "| padded to the longest |"),
+        ("docs/ladder.md", "| torchtitan |"),
+    ],
 )
 def test_the_page_is_what_the_records_say(page: str, rung: str) -> None:
     table = runpy.run_path(str(ROOT / "benchmarks/table.py"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.errors import NeedsError
-from optrush.ledger import Rule, live
+from optrush.ledger import Line, Rule, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers, demand, gpu
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class FusedBlock(Technique):
         why = "made again from gate and up where the backward pass wants it"
         yield live("saved.product", why, gone=True)
         yield live("saved.gated", why, gone=True)
+        why = "gradients of gate and up beside them, in one block's backward pass, 2 F"
+        yield like("saved.product", Line("feed.gradients", why, 2.0 / setup.blocks, "product", "backward", True))
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("quack-kernels", "kernels"),) if self.impl == "quack" else ()
