@@ -295,11 +295,16 @@ class _Looked:
         claimed = [part for t in members for part in t.claims]
         if len(claimed) != len(set(claimed)):
             return None
-        try:
-            setup = technique.settle(in_order(members), self.scene.setup)
-        except (ConflictError, NeedsError):
-            return None
-        return _fastest(members, setup, self.scene)
+        whole = self.scene.setup.rows // self.scene.setup.ranks
+        for micro_rows in dict.fromkeys((self.scene.setup.micro_rows, whole)):  # some want a step in one
+            try:
+                setup = technique.settle(
+                    in_order(members), dataclasses.replace(self.scene.setup, micro_rows=micro_rows)
+                )
+            except (ConflictError, NeedsError):
+                continue
+            return _fastest(members, setup, self.scene)
+        return None
 
 
 def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setting | int:
@@ -327,6 +332,8 @@ def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setti
         largest = rows if most is None else ledger.largest(book, most, setup.seq) // setup.seq
         for n in (n for n in sizes if n <= largest):
             made = dataclasses.replace(setup, micro_rows=n)
+            if any(technique.unmet(members, made)):
+                continue
             book = dataclasses.replace(book, accumulation=made.accumulation)
             taken = None if speeds is None else rates.seconds(book, setup.device, n * setup.seq, speeds)
             speed = 1 / (taken or 1.0)
@@ -363,7 +370,8 @@ def _lost(settings: Sequence[Setting], options: Sequence[Options], setup: Setup)
     best = next(_leading(settings, 1), None)
     if best is None:
         return
-    for t in (t for group in options for t in group if t is not None):
+    free = [group for group in options if None in group or len(group) > 1]  # else as the run asks for it, always
+    for t in (t for group in free for t in group if t is not None):
         name, given = t.name, _chosen(t)
         if best.with_.get(name) == given:
             others = [s for s in settings if name not in s.with_]

@@ -19,7 +19,7 @@ from optrush.hardware import Device
 from optrush.launch import launched
 from optrush.model.locate import check_positions, locate
 from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
-from optrush.technique import Edit, Part, Setup, Technique, build, in_order, settle, sizes, unmet
+from optrush.technique import Edit, Part, Setup, Technique, build, demand, in_order, settle, sizes, unmet
 from optrush.techniques import ALL
 
 
@@ -66,6 +66,7 @@ def prepare(
         ModelShape.read(hf).check_window(run.batch.seq)
     else:  # padding has positions too, and a table of them ends
         check_positions(hf, run.batch.seq, f"`batch.seq: {run.batch.seq}`")
+    here = device is None
     device = device or _device(ranks)
     if run.model.dtype == "bfloat16" and device.kind == "cuda" and device.capability < (8, 0):
         found = f"{device.name}, capability {device.capability}, which has no such products"
@@ -80,12 +81,16 @@ def prepare(
         dtype=run.model.dtype,
         native=native,
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
+        vocab=int(hf.get("vocab_size") or 0),
     )
     if automatic:
         from optrush.sizing import choose  # which asks the plan's modules, and the plan asks us
 
         setup = dataclasses.replace(setup, micro_rows=choose(techniques, setup, hf))
     setup = settle(techniques, setup)
+    if here:  # before hours of tokenising; a plan may suppose another machine
+        for technique in techniques:
+            demand(technique)
     return Prepared(_sized(run, setup), techniques, setup, folder, hf, tuple(edits))
 
 
@@ -96,7 +101,9 @@ def resized(prepared: Prepared, rows: int) -> Prepared:
         NeedsError: a technique cannot have it.
     """
     setup = dataclasses.replace(prepared.setup, micro_rows=rows)
-    for need in unmet(prepared.techniques, setup):
+    # Who plays a smaller card was asked about the whole one, and would take its share of the share.
+    others = [t for t in prepared.techniques if Part.MEMORY not in t.claims]
+    for need in unmet(others, setup):
         raise NeedsError(need.asked, need.found, need.do)
     return dataclasses.replace(prepared, run=_sized(prepared.run, setup), setup=setup)
 

@@ -75,6 +75,8 @@ def release(job: Job) -> None:
         storage = (t.to_local() if isinstance(t, DTensor) else t).untyped_storage()
         if storage.resizable():
             storage.resize_(0)
+    for parameter in job.model.parameters():
+        parameter.grad = None
     gc.collect()
     if job.world.device.type == "cuda":
         torch.cuda.empty_cache()

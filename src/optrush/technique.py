@@ -83,6 +83,7 @@ class Setup:
     native: bool  # our decoder, or the adapter around transformers
     blocks: int  # L
     owned: frozenset[Part] = frozenset()
+    vocab: int = 0  # V; 0: not asked
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -331,7 +332,7 @@ def demand_triton(technique: str, device: Device) -> None:
     Raises:
         NeedsError: what is missing.
     """
-    asked = f"`{technique}` updates bfloat16 weights by a Triton kernel"
+    asked = f"`{technique}` updates weights by a Triton kernel"
     if device.kind == "cuda" and library("triton") is None:
         raise NeedsError(asked, "triton is not installed", "python -m pip install triton")
     if device.kind == "cuda" and installed(os.environ.get("CC"), *CC) is None:

@@ -97,6 +97,17 @@ def test_what_is_not_finite_is_not_hidden(value, at):
     assert all(t.isnan().all() for t in touched)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_leaves_the_products_alone(dtype):
+    """Values are up to 448 before they are scaled back: sums of their products would overflow in fp16."""
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 2048).to(dtype), torch.randn(4, 2048).to(dtype)
+    want = float8.linear(x, w, None)
+    with torch.autocast("cpu", dtype):
+        found = float8.linear(x, w, None)
+    assert torch.isfinite(found).all() and torch.equal(found, want)
+
+
 def test_zeros_and_frozen_weights():
     inputs, g = drawn()
     zero = torch.zeros_like(inputs[0]).requires_grad_()

@@ -9,8 +9,10 @@ import torch
 
 from optrush import config, hardware, plan
 from optrush.errors import NeedsError
-from optrush.prepare import prepare
+from optrush.prepare import prepare, resized
 from optrush.techniques.memory_cap import MemoryCap
+
+from trials import golden_run
 
 TEXT = """
 model: {shape: llama-3.2-1b}
@@ -86,3 +88,12 @@ def test_the_allocator_is_told(monkeypatch):
         (pytest.approx(((24000 - 800) << 20) / total), 3),
         (pytest.approx((H200.memory_bytes // 2 - (800 << 20)) / total), 3),
     ]
+
+
+def test_a_fraction_is_of_the_whole_card_when_the_micro_batch_changes(box):
+    """Not of what was left of it the first time, which would be less than the CUDA context."""
+    run = golden_run(box, memory_cap={"fraction": 0.07})
+    h200 = hardware.named("h200")[0]
+    prepared = prepare(run, device=h200)
+    again = resized(prepared, 1)
+    assert again.setup.micro_rows == 1 and again.setup.device == prepared.setup.device

@@ -14,6 +14,7 @@ from optrush import baseline, plan
 from optrush.config import parse
 from optrush.errors import ConfigError, NeedsError
 from optrush.prepare import prepare
+from optrush.techniques import selective_recompute
 
 from memory import supposed, track
 from trials import assembled, first_gradients, furthest, golden_run, micro, steps, weights
@@ -259,3 +260,19 @@ def test_these_tests_would_see_that_nothing_runs_again(box, monkeypatch):
         "torch.utils.checkpoint.checkpoint", lambda f, *args, use_reentrant, context_fn, **k: f(*args, **k)
     )
     assert ran(box, selective_recompute={}) == ran(box)
+
+
+def test_the_product_that_gates_is_a_product():
+    """QuACK's operator is kept like any product, its backward operator is none."""
+    from types import SimpleNamespace
+
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    policy = selective_recompute._kept(1.0)()[0].policy_fn
+
+    def asked(name):
+        return policy(SimpleNamespace(is_recompute=False), SimpleNamespace(name=lambda: name))
+
+    assert asked("optrush::gated_backward") is CheckpointPolicy.PREFER_RECOMPUTE
+    assert asked("optrush::gated") is CheckpointPolicy.MUST_SAVE
+    assert asked("aten::mm") is CheckpointPolicy.PREFER_RECOMPUTE, "one product is kept"

@@ -53,7 +53,7 @@ def test_a_file_a_folder_and_a_glob(folder):
 def test_what_tells_about_a_data_set_is_left_out_of_its_folder(folder):
     extra = ("README.md", "LICENSE.txt", "LICENSE", ".gitattributes", "train/dataset_info.json", "train/state.json")
     make(folder, *(f"data/{name}" for name in extra))
-    assert refused("data").found.startswith("files of rows"), "alone they are data like any other"
+    assert refused("data").found == "no known kind of data: LICENSE", "alone they are no data either"
     make(folder, "data/train/a.jsonl", "data/train/info.json")
     assert find("data") == [Path("data/train/a.jsonl"), Path("data/train/info.json")]
     assert files.about("data") == ["LICENSE.txt", "README.md", "dataset_info.json", "state.json"]

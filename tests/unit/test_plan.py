@@ -101,6 +101,17 @@ def test_options_that_the_run_asks_for_are_tried():
     assert "with compile:scope=model" in dict(found.lost) or found.settings[0].with_["compile"] == {"scope": "model"}
 
 
+def test_a_technique_that_wants_the_whole_step_stays_in_the_search():
+    """Judged at one row a micro-batch it would be refused in every set, and dropped without a word."""
+    given = {"bf16": {}, "update-in-backward": {}, "recompute": {}, "compile": {}}
+    run = llama("optim.clip=null").model_copy(update={"with_": given})
+    found = plan.search(run, "h200")
+    assert found.settings
+    for setting in found.settings:
+        assert "update-in-backward" in setting.with_ and setting.micro_rows * run.batch.seq == run.batch.tokens
+    assert not any("micro-batches a step" in why for _, why in found.lost)
+
+
 def test_a_file_that_is_not_there(tmp_path):
     run = parse(f"model: tiny\nobjective: sft\ndata: {{path: {tmp_path}/none.jsonl}}\noutput: o\n", "x")
     with pytest.raises(DataError, match="no such file"):

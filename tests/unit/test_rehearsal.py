@@ -22,7 +22,7 @@ from optrush.train import Plan
 from scarce import CLASSES, Scarce
 
 from golden.make_golden import T
-from trials import assembled, golden_run, weights
+from trials import assembled, first_gradients, golden_run, weights
 
 TIMES = {"step_s", "tokens_per_s", "mfu", "peak_bytes", "data_wait_s"}
 SHORT = ["train.steps=3", "train.save_every=2"]
@@ -259,7 +259,9 @@ def test_a_rank_that_does_not_answer_is_not_waited_for(pair):
 
 def test_what_is_released_is_free(box):
     job = assembled(golden_run(box))
+    first_gradients(job)
     held = [t.local.untyped_storage() for t in job.trained]
     held += [s.untyped_storage() for by in job.optimizer.state().values() for s in by.values()]
     rehearse.release(job)
     assert all(s.nbytes() == 0 for s in held)
+    assert all(t.grad is None for t in job.trained)

@@ -284,3 +284,9 @@ def test_a_tokenizer_that_cannot_be_told_is_asked_once(tokenizer, monkeypatch):
     for _ in range(2):
         assert not any(isinstance(made, Exception) for made in tokens.batch(rows(), "all"))
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("pattern", [r"\s*(?=\n)|\n| ?\p{L}+|[^\p{L}]", r"\p{N}*(?=\p{L})| ?\p{L}+|[^\p{L}]"])
+def test_expressions_that_match_nothing_are_left_to_the_library(pattern):
+    with pytest.raises(Unknown, match="matches nothing"):
+        Words(trained(splits(pattern)))

@@ -147,6 +147,8 @@ def _judged(whole: Climb, rung: Rung, since: Rung | None, proof: Mapping[str, An
         return "red", [f"failed: {whole.error(rung)}"]
     first = whole.counted(rung)[0]
     bad = [*_unsound(whole, rung), stats.wrong(proof, first["proof"]["losses"]), first.get("ended")]
+    if rung.peer is not None and since is None:
+        bad.append(f"nothing to compare with: {rung.since} has no figures")
     if rung.peer is not None and since is not None:
         bad += unlike(first, whole.results[since.name][0], rung.peer.begins_alike)
     said = next((b for b in bad if b), None)

@@ -49,6 +49,8 @@ def measure(peer: Peer, run: Run, warmup: int) -> dict[str, Any]:
     device = next(iter(hardware.probe()), hardware.CPU)
     check(peer, run, device)
     os.environ.update(QUIET)
+    # One device, as ours: some systems spread a step over all that they see.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     folder, hf = ensure(run, peer.weights, device.kind)
     if peer.first is not None:
         importlib.import_module(peer.first)

@@ -45,7 +45,6 @@ from optrush.prepare import Prepared, prepare
 from optrush.train import Plan, train
 
 UNASKED = "no proof: none was asked for at this length"
-NO_MEMORY = ("out of memory", "can't allocate memory")  # as CUDA's allocator and the CPU's say it
 
 
 class Start:
@@ -269,7 +268,7 @@ def main() -> None:
 def explain(error: Exception) -> str:
     """An unexpected error in a line, and where it came from."""
     text = next(iter(str(error).splitlines()), "")
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(s in str(error) for s in NO_MEMORY):
+    if step.exhausted(error):
         return f"out of memory: {text or type(error).__name__}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"

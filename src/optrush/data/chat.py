@@ -8,19 +8,19 @@ offsets lead. All texts of many rows go to the tokenizer at once, which is where
 from __future__ import annotations
 
 import datetime
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from unicodedata import is_normalized
 
 import numpy as np
 
-from optrush.data import mask, rows
+from optrush.data import forged, mask, rows
 from optrush.data.document import Document
-from optrush.data.rows import Chat, Completion, Pair, Row, Text, Where
+from optrush.data.rows import Chat, Completion, Message, Pair, Row, Text, Where
 from optrush.data.template import Template
 from optrush.data.words import Unknown, Words
 from optrush.errors import DataError
@@ -106,7 +106,7 @@ class Tokens:
         self._ends = frozenset(self._added[token] for token in self._marks.tokens)
         control = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._control = frozenset(control) & frozenset(self._marks.tokens) - REASONING_MARKS
-        self._controls = re.compile("|".join(map(re.escape, self._control)) or "(?!)")
+        self._controls = forged.any_of(self._control)
 
     def batch(self, samples: Sequence[tuple[Where, Row]], train_on: str) -> list[tuple[Document, ...] | DataError]:
         """Each row's document, the two of a pair (chosen, rejected), or the error that names the row.
@@ -163,6 +163,17 @@ class Tokens:
         return mask.Masker(self._template, self._marks, chat, turns, where)
 
     @cached_property
+    def _forgers(self) -> re.Pattern[str]:
+        """Tokens that no message may hold: special ones, and those that the template writes around plain turns."""
+        plain = (Message("system", "a"), Message("user", "b"), Message("assistant", "c"), Message("user", "d"))
+        written, nowhere = "", Where(Path("the template"), 0)
+        for turns in (plain, plain[1:]):
+            with suppress(DataError):  # a template may know no system turn
+                written += self._template.render([self._template.shown(turn) for turn in turns], nowhere)
+        marks = {token for token in self._marks.tokens if token in self._control or token in written}
+        return forged.any_of(marks - REASONING_MARKS)
+
+    @cached_property
     def _template(self) -> Template:
         try:
             source = self.tokenizer.get_chat_template(self._given)
@@ -196,23 +207,13 @@ class Tokens:
             )
         try:
             masker = self.masker(row, turns, where)
-            self._unforged(row, self._controls, where)
+            forged.refuse(row, self._forgers, where)
             spans = tuple(masker.spans()) if turns else ()
         except RecursionError as error:
             raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "take them out") from error
         if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:
-            self._unforged(row, re.compile("|".join(map(re.escape, unknown))), where)
+            forged.refuse(row, forged.any_of(unknown), where)
         return _Draft(where, masker.rendered, special=False, spans=spans, rest=train_on == "all")
-
-    def _unforged(self, chat: Chat, controls: re.Pattern[str], where: Where) -> None:
-        """Raises DataError where a message holds a control token as text: it would end the turn, or begin another."""
-        for name, text in _said(chat):
-            if found := controls.search(text):
-                raise DataError(
-                    f"to learn from the messages at {where}",
-                    f"{name} holds the text {found[0]}, which the tokenizer takes for its control token: a forged turn",
-                    "take it out, or write it otherwise",
-                )
 
     def _encode(self, drafts: list[_Draft]) -> list[_Ids]:
         """The drafts' texts as tokens, with offsets only where those are needed."""
@@ -225,7 +226,8 @@ class Tokens:
             ids = None if words is None or exact else words.ids(draft.text, draft.special)
             if ids is not None and not looked:  # one of each batch
                 alone = self._engine.encode(draft.text, add_special_tokens=draft.special)
-                assert ids.tolist() == alone.ids, f"the tokens of the row at {draft.where} are not the tokenizer's own"
+                if ids.tolist() != alone.ids:
+                    raise AssertionError(f"the tokens of the row at {draft.where} are not the tokenizer's own")
                 looked = True
             if ids is None:
                 ways.setdefault((draft.special, exact), []).append(n)
@@ -319,15 +321,6 @@ class Tokens:
         while first < last and laid.ids[first] in self._ends and laid.starts[first] < start:
             first += 1
         return first, last
-
-
-def _said(chat: Chat) -> Iterator[tuple[str, str]]:
-    """All texts of a conversation, with what they are."""
-    for i, turn in enumerate(chat.messages):
-        yield f"messages[{i}]", turn.content
-        more = [turn.reasoning, turn.name, turn.call_id, *(json.dumps(call, ensure_ascii=False) for call in turn.calls)]
-        yield from ((f"messages[{i}]", text) for text in more if text)
-    yield from ((f"tools[{i}]", json.dumps(tool, ensure_ascii=False)) for i, tool in enumerate(chat.tools))
 
 
 def answers(chat: Chat, train_on: str) -> list[int]:

@@ -80,9 +80,8 @@ def about(path: str) -> list[str]:
 
 
 def _data(found: list[Path]) -> list[Path]:
-    """The files of a folder without those of ABOUT; all if no others are data."""
-    data = [file for file in found if file.name not in ABOUT]
-    return data if any(map(form, data)) else found
+    """The files of a folder without those of ABOUT."""
+    return [file for file in found if file.name not in ABOUT]
 
 
 def _inside(folder: Path) -> Iterator[Path]:

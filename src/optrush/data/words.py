@@ -73,6 +73,8 @@ class Words:
             ids, cut = self.ids(text, special=False), engine.pre_tokenizer.pre_tokenize_str(text)
             if ids is None:
                 continue
+            if any(match.end() == match.start() for way in self._cuts for match in way.finditer(text)):
+                raise Unknown("an expression that matches nothing at some places")
             same = [text[a:b] for _, (a, b) in cut] == self._plain(text)  # ids alone seldom tell where a cut was
             if not same or ids.tolist() != engine.encode(text, add_special_tokens=False).ids:
                 raise Unknown("a sample of texts comes out otherwise")
@@ -134,6 +136,8 @@ class _Known(dict[str, bytes]):
         super().__init__(self._added)
 
     def __missing__(self, word: str) -> bytes:
+        if not word:
+            return b""
         ((spelled, _),) = self._spelled(word)
         made = _bytes([token.id for token in self._model.tokenize(spelled)])
         if len(word) <= LONGEST_WORD_chars:

@@ -64,7 +64,8 @@ def multiply(a: Tensor, b: Tensor, factors: Tensor, into: torch.dtype, *, quick:
     if a.is_cuda:
         y: Tensor = torch._scaled_mm(a, b, factors[0], factors[1], out_dtype=into, use_fast_accum=quick)
         return y
-    y = (a.float() @ b.float()) * (factors[0] * factors[1])
+    with torch.autocast("cpu", enabled=False):  # which would multiply what is up to 448 in its own type
+        y = (a.float() @ b.float()) * (factors[0] * factors[1])
     # Not cast to the type it has: compiled by torch 2.11, a Function that returns such a cast has gradients of zero.
     return y if into == y.dtype else y.to(into)
 

@@ -36,7 +36,9 @@ def activated(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
 
 def fused(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """As `gated`, for a `down` that is a matrix and nothing else: its input is not kept."""
-    out: Tensor = _Down.apply(gate_up(x), down.weight)  # type: ignore[no-untyped-call]
+    pairs: Tensor = gate_up(x)
+    # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
+    out: Tensor = _Down.apply(pairs, down.weight.to(pairs.dtype))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -57,21 +59,19 @@ class _Gated(torch.autograd.Function):
 class _Down(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
-        w = weight.to(gate_up.dtype)  # (D, F); the type of the products under autocast, too
-        ctx.save_for_backward(gate_up, w)
-        ctx.dtype = weight.dtype
+        ctx.save_for_backward(gate_up, weight)
         with torch.autocast(gate_up.device.type, enabled=False):
-            return F.linear(swiglu(gate_up), w)
+            return F.linear(swiglu(gate_up), weight)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        gate_up, w = ctx.saved_tensors
-        grad = incoming[0].to(w.dtype)  # (..., D)
+        gate_up, weight = ctx.saved_tensors
+        grad = incoming[0]  # (..., D)
         with torch.autocast(grad.device.type, enabled=False):
-            d_gate_up, product = swiglu_backward(gate_up, grad @ w)
+            d_gate_up, product = swiglu_backward(gate_up, grad @ weight)
             d_weight = None
             if ctx.needs_input_grad[1]:
-                d_weight = (grad.flatten(0, -2).t() @ product.flatten(0, -2)).to(ctx.dtype)
+                d_weight = grad.flatten(0, -2).t() @ product.flatten(0, -2)
         return d_gate_up, d_weight
 
 

@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 def feed(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """As `swiglu.gated`, for a `gate_up` and a `down` that are matrices and nothing else."""
-    out: Tensor = _Feed.apply(x, gate_up.weight, down.weight)  # type: ignore[no-untyped-call]
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
+    tensors = (t.to(dtype) for t in (x, gate_up.weight, down.weight))
+    out: Tensor = _Feed.apply(*tensors)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -28,26 +31,19 @@ class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """x (..., D), gate_up (2 F, D), down (D, F) -> (..., D)."""
-        on = torch.is_autocast_enabled("cuda")
-        dtype = torch.get_autocast_dtype("cuda") if on else x.dtype
-        wide, first, second = x.to(dtype), gate_up.to(dtype), down.to(dtype)
-        pairs, product = _gated(wide.flatten(0, -2), first)
-        ctx.save_for_backward(wide, first, second, pairs)
-        ctx.dtypes = (x.dtype, gate_up.dtype, down.dtype)
+        pairs, product = _gated(x.flatten(0, -2), gate_up)
+        ctx.save_for_backward(x, gate_up, down, pairs)
         with torch.autocast("cuda", enabled=False):
-            return F.linear(product, second).view(*x.shape[:-1], -1)
+            return F.linear(product, down).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, first, second, pairs = ctx.saved_tensors
-        grad = incoming[0].to(second.dtype).flatten(0, -2)  # (N, D)
+        x, gate_up, down, pairs = ctx.saved_tensors
+        grad = incoming[0].flatten(0, -2)  # (N, D)
         with torch.autocast("cuda", enabled=False):
-            d_pairs, product = _gated_backward(grad, second, pairs)
-            d_x = (d_pairs @ first).view(x.shape)
-            d_first = d_pairs.t() @ x.flatten(0, -2)
-            d_second = grad.t() @ product
-        wide, one, other = ctx.dtypes
-        return d_x.to(wide), d_first.to(one), d_second.to(other)
+            d_pairs, product = _gated_backward(grad, down, pairs)
+            d_x = (d_pairs @ gate_up).view(x.shape)
+            return d_x, d_pairs.t() @ x.flatten(0, -2), grad.t() @ product
 
 
 def _config() -> Any:

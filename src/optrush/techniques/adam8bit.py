@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optrush.ledger import Rule, Work, like, live
-from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.technique import Numerics, Part, Setup, Technique, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -41,7 +41,12 @@ class Adam8bit(Technique):
         yield live("update", "weights and gradients only", times=3 / 7)
         yield like("states.*", Work("update.codes", "codes read and written", "step", values=2.0, role="code"))
 
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()
+
     def optimizer(self, job: Job) -> int:
+        demand_triton(self.name, job.setup.device)
         from optrush.optim.adam8bit import Adam8bit as Optimizer
 
         job.optimizer = Optimizer(job.trained, job.run.optim, rounding=job.rounding, seed=job.run.seed)

@@ -52,6 +52,12 @@ class Amp(Technique):
             f"`model.dtype: {setup.dtype}`",
             "leave `model.dtype` out, or `amp`",
         )
+        yield Need(
+            self.stream == "float32" or setup.native,
+            "`amp:stream=half` needs the native implementation",
+            "the model runs through transformers, whose blocks may be given more than the embedding",
+            "leave stream out",
+        )
         if setup.device.kind == "cuda" and self.dtype == "bf16":
             yield Need(
                 setup.device.capability >= (8, 0),

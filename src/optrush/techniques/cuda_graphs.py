@@ -217,8 +217,11 @@ def capture(function: Callable[[], None], recording: AbstractContextManager[Any]
     try:
         with recording:
             function()
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
-        found = str(error).partition("\n")[0]
+        first: BaseException = error  # ending the recording fails too, and would hide why
+        while first.__context__ is not None:
+            first = first.__context__
+        if isinstance(first, torch.OutOfMemoryError):
+            raise first from None
+        found = str(first).partition("\n")[0]
         raise NeedsError("`cuda-graphs` records a window", found, "leave it out: --without cuda-graphs") from error

@@ -54,7 +54,8 @@ class FusedBlock(Technique):
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         why = "made again from gate and up where the backward pass wants it"
-        yield live("saved.product", why, gone=True)
+        if Part.LINEARS not in setup.owned and not _again(setup):
+            yield live("saved.product", why, gone=True)
         yield live("saved.gated", why, gone=True)
         why = "gradients of gate and up beside them, in one block's backward pass, 2 F"
         yield like("saved.product", Line("feed.gradients", why, 2.0 / setup.blocks, "product", "backward", True))
@@ -64,7 +65,9 @@ class FusedBlock(Technique):
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
-        yield {"impl": "quack"} if setup.device.capability == (9, 0) else {}
+        yield {}
+        if setup.device.capability == (9, 0):
+            yield {"impl": "quack"}
 
     def recompute(self, job: Job) -> int:  # here it is settled what the linears are
         import torch.nn.functional as F
@@ -88,9 +91,15 @@ class FusedBlock(Technique):
             for need in compilers(job.setup.device):
                 if not need.met:
                     raise NeedsError(need.asked.replace("torch.compile", "`fused-block`"), need.found, need.do)
-        matrices = [plain(block.down) for block in blocks]
+        matrices = [plain(block.down) and not _again(job.setup) for block in blocks]
         for block, matrix in zip(blocks, matrices, strict=True):
             block.feed = swiglu.fused if matrix else swiglu.activated  # type: ignore[assignment]
         if not all(matrices):
-            job.notes.append("fused-block: `down` is more than a matrix, so its input is kept")
+            job.notes.append("fused-block: `down` is more than a matrix or runs again, so its input is kept")
         return len(blocks)
+
+
+def _again(setup: Setup) -> bool:
+    """Blocks run again operator by operator, up to the last tensor that is wanted: the down product's input, not its
+    output, as long as the two are no single operator."""
+    return Part.SAVED in setup.owned and Part.COMPILED not in setup.owned

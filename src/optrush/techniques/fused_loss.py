@@ -58,6 +58,8 @@ class FusedLoss(Technique):
         half = setup.dtype == "bfloat16" or Part.PRECISION in setup.owned
         do = "add --with amp or --with bf16, or take impl=chunked"
         yield Need(half, f"`{asked}` needs products in bf16", "weights and products in float32", do)
+        do, found = "take impl=chunked", f"a vocabulary of {setup.vocab}, no multiple of 128"
+        yield Need(setup.vocab % 128 == 0, f"`{asked}`", found, do)
         do = "take a multiple of 128"
         yield Need(self.chunk % 128 == 0, f"`{asked},chunk={self.chunk}`", "a chunk that is no multiple of 128", do)
 
@@ -82,7 +84,9 @@ class FusedLoss(Technique):
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
-        yield {"impl": "quack"} if setup.device.capability == (9, 0) else {}
+        yield {}
+        if setup.device.capability == (9, 0):
+            yield {"impl": "quack"}
 
     def loss(self, job: Job) -> int:
         import torch

@@ -19,6 +19,7 @@ CHEAP = 1 / 3  # of what a compiled block keeps, about what norms and gating mak
 
 # Operators by name, as "namespace::name" begins: a kernel's own operator is known before it is imported.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
+WITH_GATE = "optrush::gated"  # QuACK's first feed-forward product; its backward's name begins alike
 ATTENTION = (
     "aten::_scaled_dot_product_", "aten::_flash_attention_forward", "aten::_efficient_attention_forward",
     "torch_attn::_varlen_attn", "optrush::flash4", "optrush::attention",
@@ -173,7 +174,7 @@ def _kept(products: float) -> Callable[[], Any]:
 
         def __call__(self, asked: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             name = op.name()
-            if product := name.startswith(PRODUCTS):
+            if product := name.startswith(PRODUCTS) or name == WITH_GATE:
                 self.seen[asked.is_recompute] += 1
             keep = name.startswith(ATTENTION) or (product and self.seen[asked.is_recompute] <= products)
             return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
