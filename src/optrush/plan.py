@@ -13,6 +13,7 @@ import dataclasses
 import glob
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -295,15 +296,11 @@ class _Looked:
         claimed = [part for t in members for part in t.claims]
         if len(claimed) != len(set(claimed)):
             return None
-        whole = self.scene.setup.rows // self.scene.setup.ranks
-        for micro_rows in dict.fromkeys((self.scene.setup.micro_rows, whole)):  # some want a step in one
-            try:
-                setup = technique.settle(
-                    in_order(members), dataclasses.replace(self.scene.setup, micro_rows=micro_rows)
-                )
-            except (ConflictError, NeedsError):
-                continue
-            return _fastest(members, setup, self.scene)
+        one = self.scene.setup
+        for micro_rows in dict.fromkeys((one.micro_rows, one.rows // one.ranks)):  # some want a step in one
+            with suppress(ConflictError, NeedsError):
+                setup = technique.settle(in_order(members), dataclasses.replace(one, micro_rows=micro_rows))
+                return _fastest(members, setup, self.scene)
         return None
 
 

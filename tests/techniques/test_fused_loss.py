@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +15,7 @@ from optrush.kernels import cross_entropy
 from optrush.kernels.libraries import even
 from optrush.kernels.nll import Package
 from optrush.prepare import prepare
+from optrush.technique import unmet
 from optrush.techniques.fused_loss import FusedLoss
 
 from golden.make_golden import CASES, SIZES, T
@@ -84,16 +87,18 @@ def test_these_tests_would_see_a_lost_chunk(box, monkeypatch):
 def test_refused_where_it_cannot_run(box, impl, monkeypatch):
     with pytest.raises(NeedsError, match="CUDA"):
         prepare(golden_run(box, fused_loss={"impl": impl}, bf16={}))
-    h200 = named("h200")[0]
-    run = golden_run(box, fused_loss={"impl": impl}, bf16={})
-    prepare(run, device=h200)
-    for options, what in (({"chunk": 100}, "chunk"), ({"impl": "quack", "chunk": 100}, "multiple of 128")):
-        with pytest.raises(NeedsError, match=what):
-            prepare(golden_run(box, fused_loss={"impl": impl, **options}, bf16={}), device=h200)
-    with pytest.raises(NeedsError, match="Hopper"):
-        prepare(golden_run(box, fused_loss={"impl": "quack"}, bf16={}), device=named("b200")[0])
-    with pytest.raises(NeedsError, match="float32"):
-        prepare(golden_run(box, fused_loss={"impl": "quack"}), device=h200)
+    plain = prepare(golden_run(box, bf16={})).setup
+
+    def lacks(device="h200", **options):
+        setup = dataclasses.replace(plain, device=named(device)[0], vocab=options.pop("vocab", 1024))
+        return [need.found for need in unmet([FusedLoss(impl=impl, **options)], setup)]
+
+    assert lacks() == []
+    assert len(lacks(chunk=100)) == 1
+    if impl == "quack":
+        assert lacks("b200") and lacks(vocab=1000) == ["a vocabulary of 1000, no multiple of 128"]
+        wide = dataclasses.replace(plain, owned=frozenset(), device=named("h200")[0])
+        assert any("float32" in need.found for need in unmet([FusedLoss(impl=impl)], wide))
     job = assembled(golden_run(box))
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
     with pytest.raises(NeedsError, match=r"not installed(.|\n)*optrush\[kernels\]"):
