@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from optrush import technique
 from optrush.errors import NeedsError
 from optrush.hardware import named
 from optrush.kernels import swiglu
@@ -112,10 +113,10 @@ def test_quack_is_refused_where_it_cannot_run(box, monkeypatch):
         prepare(golden_run(box, fused_block={"impl": "quack"}), device=h200)
     job = assembled(golden_run(box))
     ours = FusedBlock(impl="quack")
-    monkeypatch.setattr("optrush.technique.library", lambda name: None)
+    monkeypatch.setattr(technique, "library", lambda name: None)
     with pytest.raises(NeedsError, match=r"not installed(.|\n)*optrush\[kernels\]"):
         ours.recompute(job)
-    monkeypatch.setattr("optrush.technique.library", lambda name: "1")
+    monkeypatch.setattr(technique, "library", lambda name: "1")
     assert ours.recompute(job) == len(job.model.blocks)
     job.model.blocks["0"].gate_up.product = torch.nn.functional.bilinear
     with pytest.raises(NeedsError, match="more than matrices"):

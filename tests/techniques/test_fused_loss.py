@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from optrush import technique
 from optrush.errors import NeedsError
 from optrush.hardware import named
 from optrush.kernels import cross_entropy
@@ -100,10 +101,10 @@ def test_refused_where_it_cannot_run(box, impl, monkeypatch):
         wide = dataclasses.replace(plain, owned=frozenset(), device=named("h200")[0])
         assert any("float32" in need.found for need in unmet([FusedLoss(impl=impl)], wide))
     job = assembled(golden_run(box))
-    monkeypatch.setattr("optrush.technique.library", lambda name: None)
+    monkeypatch.setattr(technique, "library", lambda name: None)
     with pytest.raises(NeedsError, match=r"not installed(.|\n)*optrush\[kernels\]"):
         FusedLoss(impl=impl).loss(job)
-    monkeypatch.setattr("optrush.technique.library", lambda name: "1")
+    monkeypatch.setattr(technique, "library", lambda name: "1")
     job.model.head.softcap = 30.0
     with pytest.raises(NeedsError, match="softcap"):
         FusedLoss(impl=impl).loss(job)
