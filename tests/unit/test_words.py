@@ -290,3 +290,18 @@ def test_a_tokenizer_that_cannot_be_told_is_asked_once(tokenizer, monkeypatch):
 def test_expressions_that_match_nothing_are_left_to_the_library(pattern):
     with pytest.raises(Unknown, match="matches nothing"):
         Words(trained(splits(pattern)))
+
+
+def test_words_that_do_not_come_again_are_given_up(tokenizer, monkeypatch):
+    """The ids are the same; only who makes them changes."""
+    monkeypatch.setattr(words, "ENOUGH_WORDS", 200)
+    monkeypatch.setattr(chat, "WORDS_chars", 0)
+    draw = random.Random(3)
+    new = ["".join(draw.choice("abcdefgh") for _ in range(30)) + " x" for _ in range(300)]
+    for texts, kept in ((new, False), (["the same words again and again"] * 300, True)):
+        tokens = Tokens(tokenizer)
+        want = [tokenizer(t).input_ids for t in texts]
+        for _ in range(2):
+            made = tokens.batch([(WHERE, Text(t)) for t in texts], "all")
+            assert [m[0].ids[: len(w)].tolist() for m, w in zip(made, want)] == want
+        assert (tokens._words is not None) == kept

@@ -248,6 +248,8 @@ class Tokens:
                 self._until_words = None
                 with suppress(Unknown):
                     self._words = Words(self._engine)
+        if self._words is not None and self._words.wasteful:
+            self._words = None
         return self._words
 
     def _document(self, draft: _Draft, found: _Ids) -> Document:

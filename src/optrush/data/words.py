@@ -27,6 +27,7 @@ import numpy as np
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+ENOUGH_WORDS = 100_000  # to know whether they come again
 MOST_WORDS, LONGEST_WORD_chars = 1 << 17, 64  # that are remembered: some 30 MB
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # that the library has built in
 FIRST_PICTURE, LAST_PICTURE = 0x1F300, 0x1FAFF  # emoji; of the characters behind the first 65,536 only these are asked
@@ -69,6 +70,7 @@ class Words:
         self._around = _around(engine)
         self._known = _Known(engine, {token.content: i for i, token in tokens.items()})
         self._rare = _rare()
+        self._asked = 0  # words
         for text in _samples(list(tokens.values())[:8]):
             ids, cut = self.ids(text, special=False), engine.pre_tokenizer.pre_tokenize_str(text)
             if ids is None:
@@ -78,6 +80,7 @@ class Words:
             same = [text[a:b] for _, (a, b) in cut] == self._plain(text)  # ids alone seldom tell where a cut was
             if not same or ids.tolist() != engine.encode(text, add_special_tokens=False).ids:
                 raise Unknown("a sample of texts comes out otherwise")
+        self._asked = self._known.missed = 0
 
     def ids(self, text: str, special: bool) -> np.ndarray | None:
         """(n,) int32; None where the library must tell.
@@ -90,11 +93,18 @@ class Words:
         composed = text.isascii() or not self._composes or unicodedata.is_normalized("NFC", text)
         if not composed or not (text.isascii() or self._rare.search(text) is None):
             return None
-        found = bytearray().join(map(self._known.__getitem__, self._words(text)))
+        words = self._words(text)
+        self._asked += len(words)
+        found = bytearray().join(map(self._known.__getitem__, words))
         if special and self._around is not None:
             before, after = self._around
             found = bytearray().join((before, found, after))
         return np.frombuffer(found, np.int32)
+
+    @property
+    def wasteful(self) -> bool:
+        """Whether words seldom come again in these texts: then the library alone takes less time."""
+        return self._asked > ENOUGH_WORDS and self._known.missed * 4 > self._asked
 
     def _words(self, text: str) -> list[str]:
         """The words and the added tokens of a text in order."""
@@ -133,11 +143,13 @@ class _Known(dict[str, bytes]):
         self._model = engine.model
         self._spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
         self._added = {content: _bytes([i]) for content, i in added.items()}
+        self.missed = 0  # words that the library was asked for
         super().__init__(self._added)
 
     def __missing__(self, word: str) -> bytes:
         if not word:
             return b""
+        self.missed += 1
         ((spelled, _),) = self._spelled(word)
         made = _bytes([token.id for token in self._model.tokenize(spelled)])
         if len(word) <= LONGEST_WORD_chars:
