@@ -26,6 +26,7 @@ from optrush.export import write_model
 from optrush.job import Batch, Job
 from optrush.meter import Meter
 from optrush.prepare import Prepared, resized
+from optrush.technique import Part
 from optrush.train import Plan, evaluate, train
 
 RESUMABLE = 143
@@ -196,7 +197,8 @@ def late(job: Job, n: int, error: BaseException) -> str:
     """What to say of a lack of memory that the rehearsal did not meet."""
     rows, T = job.setup.micro_rows, job.setup.seq
     found = next(iter(str(error).splitlines()), "") or type(error).__name__
-    fewer = f" --set batch.micro_tokens={rows // 2 * T}" if rows > 1 and rows % 2 == 0 else ""
+    halves = rows > 1 and rows % 2 == 0 and Part.UPDATE not in job.setup.owned  # whose owner wants a step in one
+    fewer = f" --set batch.micro_tokens={rows // 2 * T}" if halves else ""
     saved = checkpoint.find(Path(job.run.output))
     do = f"go on from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
     return f"out of memory in step {n}: {found}; {do}{fewer}"

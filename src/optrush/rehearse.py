@@ -164,7 +164,9 @@ def _refusal(job: Job, said: str) -> UserError:
     rows, T = job.setup.micro_rows, job.setup.seq
     ways = []
     share = job.setup.rows // job.setup.ranks
-    if rows > 1:
+    if rows > 1 and Part.UPDATE in job.setup.owned:  # whose owner wants a step in one micro-batch
+        ways.append(f"take batch.tokens: {rows // 2 * job.setup.ranks * T}, and batch.micro_tokens with it")
+    elif rows > 1:
         fewer = max(n for n in range(1, rows // 2 + 1) if share % n == 0)
         ways.append(f"take batch.micro_tokens: {fewer * T}, or auto")
     if Part.SAVED not in job.setup.owned:

@@ -133,29 +133,3 @@ def test_a_bad_update_changes_nothing(rounding):
     _, skipped = job.update()
     assert skipped.item() and all(torch.equal(t.local, w) for t, w in zip(job.trained, before))
     assert all(s["count"].item() == 1 for s in job.optimizer.state().values())
-
-
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_a_recorded_update_is_played_with_new_gradients(rounding):
-    """A CUDA graph of `update`: the addresses recorded are sent again, and the rate is the device's."""
-    from optrush.kernels.adamw_triton import Launcher
-
-    shapes = [(64, 48), (16,), (40, 2)]
-    plain, recorded = (group_of(rounding, shapes, device="cuda") for _ in range(2))
-    eager, launcher = Launcher(plain), Launcher(recorded)
-    grads = [g.cuda() for g in grads_of(shapes, 1)]
-    args = torch.tensor(1e-2, device="cuda"), torch.ones((), device="cuda"), torch.zeros((), device="cuda").bool()
-    for update in (eager, launcher):
-        update(grads, *args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launcher(grads, *args)
-    for k in (2, 3, 4):
-        new = [g.cuda() for g in grads_of(shapes, k)]
-        for old, g in zip(grads, new, strict=True):
-            old.copy_(g)
-        args[0].fill_(1e-2 / k)
-        graph.replay()
-        eager(new, *args)
-    for a, b in zip(tensors(plain), tensors(recorded), strict=True):
-        assert torch.equal(a, b)

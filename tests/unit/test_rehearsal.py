@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from optrush import distributed, rehearse
 from optrush.data.batch import IGNORE
 from optrush.errors import NeedsError, RunError
-from optrush.fit import fit
+from optrush.fit import fit, late
 from optrush.prepare import prepare
 from optrush.technique import Part
 from optrush.techniques import ALL
@@ -265,3 +265,12 @@ def test_what_is_released_is_free(box):
     rehearse.release(job)
     assert all(s.nbytes() == 0 for s in held)
     assert all(t.grad is None for t in job.trained)
+
+
+def test_the_advice_is_none_that_the_run_would_refuse(box):
+    """Who updates in the backward pass wants a step in one micro-batch: fewer tokens a step, not smaller pieces."""
+    sets = ["optim.clip=null", f"batch.tokens={T * 8}", f"batch.micro_tokens={T * 8}"]
+    job = assembled(golden_run(box, packed=True, sets=sets, update_in_backward={}))
+    do = rehearse._refusal(job, "out of memory").do
+    assert f"batch.tokens: {4 * T}" in do and "or auto" not in do
+    assert "micro_tokens" not in late(job, 3, RuntimeError("out of memory"))

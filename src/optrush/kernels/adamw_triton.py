@@ -212,8 +212,6 @@ class Launcher:
         self.keys = torch.zeros(len(sizes), 2, dtype=torch.int32, device=device)
         self.cut = any(where.width != n for where, n in zip(group.spans, sizes))
         self.sent = [0] * len(sizes)  # the addresses that the device has
-        # A recorded copy is played again from the very memory it was recorded with: that is never given back.
-        self.recorded = torch.zeros(len(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
 
     @torch.no_grad()
     def __call__(
@@ -246,11 +244,7 @@ class Launcher:
     def _send(self, addresses: list[int], first: int) -> None:
         """The gradients' addresses to the device, without waiting for it."""
         here = slice(first, first + len(addresses))
-        if self.grads.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.recorded[here] = torch.tensor(addresses)
-            self.grads[here].copy_(self.recorded[here], non_blocking=True)
-            self.sent[here] = [0] * len(addresses)  # what is played later sends these again
-        elif self.sent[here] != addresses:
+        if self.sent[here] != addresses:
             # Pinned memory anew each time: torch gives it out again only when the copy under way has read it.
             box = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.grads.is_cuda)
             self.grads[here].copy_(box, non_blocking=True)
