@@ -30,7 +30,7 @@ from optrush.data.tokenizer import open_tokens
 from optrush.distributed import World
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.job import Job, Trained
-from optrush.model.weights import load
+from optrush.model.weights import fingerprint, load
 from optrush.objectives.loss import next_token
 from optrush.optim.adamw import AdamW
 from optrush.prepare import Prepared
@@ -132,6 +132,8 @@ def _assemble(
             ranks=world.data_ranks,
             packed=model.isolates,
         )
+    if not all(p.requires_grad for p in model.parameters()):
+        job.fingerprints["base"] = fingerprint(prepared.folder, run.seed)
     materialise(job)
     if training:
         stage("optimizer")
@@ -188,8 +190,7 @@ def materialise(job: Job) -> None:
     model.restore_buffers(job.world.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            local, offset = placed(p)
-            job.recipe.fill(name, local, offset)
+            job.recipe.fill(name, *placed(p))
     job.recipe.release()
     job.trained = [Trained(name, p, decays=p.dim() > 1) for name, p in model.named_parameters() if p.requires_grad]
 

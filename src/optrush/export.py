@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from optrush import __version__
 from optrush.distributed import agree
 from optrush.errors import RunError
 from optrush.job import Job
-from optrush.model.weights import export
+from optrush.model.save import export
 
 CARD = """---
 library_name: transformers
@@ -72,9 +75,39 @@ def _write(
 
 
 def _whole(job: Job) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by canonical name, whole and on the host of rank 0; on the others only the gathering happens."""
-    for t in job.trained:
-        whole = t.parameter.detach()
+    """The published model's parameters by canonical name, whole and on the host of rank 0; on the others only the
+    gathering happens. Adapters are merged in float32 and the sum is rounded; weights stored in another form are dense.
+    """
+    model, first = job.model, not dist.is_initialized() or dist.get_rank() == 0
+    kept = model.embedding.weight
+    assert isinstance(kept, Tensor)
+    changed = {name: m for name, m in model.linears() if m.stored is not None or m.adapter is not None}
+    for name, linear in changed.items():
+        with _gathered(model, name):
+            weight = linear.dense(torch.float32).detach()
+            bias: Tensor | None = None if linear.bias is None else linear.bias.detach().float()
+            if linear.adapter is not None:
+                weight, bias = linear.adapter.merge(weight, bias)
+            to = torch.device("cpu") if first else weight.device
+            yield f"{name}.weight", weight.detach().to(to, kept.dtype)
+            if bias is not None:
+                yield f"{name}.bias", bias.detach().to(to, kept.dtype)
+    for name, p in model.named_parameters():
+        if any(name.startswith(f"{owner}.") for owner in changed):
+            continue
+        whole = p.detach()
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
-        yield t.name, whole.cpu() if not dist.is_initialized() or dist.get_rank() == 0 else whole
+        yield name, whole.cpu() if first else whole
+
+
+@contextmanager
+def _gathered(model: nn.Module, name: str) -> Iterator[None]:
+    """While it lasts, the module of that name holds its parameters whole."""
+    owners = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
+    cut = next((m for o in owners if isinstance(m := model.get_submodule(o), FSDPModule)), None)
+    if cut is not None:
+        cut.unshard()
+    yield
+    if cut is not None:
+        cut.reshard()

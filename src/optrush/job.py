@@ -126,6 +126,8 @@ class Job:
     """Rows of the micro-batch to take after one that did not fit; None: there is none, or nobody may choose it."""
     told: Callable[[dict[str, Any]], None] = lambda what: None
     """What happens to the run while it trains: a line of metrics.jsonl, and for people."""
+    untrained: Callable[[], AbstractContextManager[None]] | None = None
+    """Within it the model is what it was before training (adapters are off); None: nobody can undo the training."""
     syncing: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
     """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
     discard: Callable[[], None] = None  # type: ignore[assignment]

@@ -62,8 +62,9 @@ def prepare(
     if run.model.implementation == "native" and obstacle is not None:
         raise NeedsError("`model.implementation: native`", obstacle, "take `model.implementation: transformers`")
     native = run.model.implementation != "transformers" and obstacle is None
-    if native:
-        ModelShape.read(hf).check_window(run.batch.seq)
+    shape = ModelShape.read(hf) if native else None
+    if shape is not None:
+        shape.check_window(run.batch.seq)
     else:  # padding has positions too, and a table of them ends
         check_positions(hf, run.batch.seq, f"`batch.seq: {run.batch.seq}`")
     here = device is None
@@ -82,6 +83,7 @@ def prepare(
         native=native,
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
         vocab=int(hf.get("vocab_size") or 0),
+        shape=shape,
     )
     if automatic:
         from optrush.sizing import choose  # which asks the plan's modules, and the plan asks us

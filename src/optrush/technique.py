@@ -23,6 +23,7 @@ from optrush.ledger import Rule
 
 if TYPE_CHECKING:
     from optrush.job import Job
+    from optrush.shapes import ModelShape
 
 
 class Part(enum.Enum):
@@ -35,6 +36,7 @@ class Part(enum.Enum):
     ATTENTION = "the attention kernel"
     HEAD = "the head's loss kernel"
     LINEARS = "the products of the blocks' linears"
+    TRAINED = "which parameters are trained"
     SAVED = "what the forward pass keeps for the backward pass"
     KEEPING = "where that is kept"
     PRECISION = "the dtype of products"
@@ -84,6 +86,7 @@ class Setup:
     blocks: int  # L
     owned: frozenset[Part] = frozenset()
     vocab: int = 0  # V; 0: not asked
+    shape: ModelShape | None = None  # of a model of our own decoder
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property

@@ -29,6 +29,7 @@ from optrush.job import Trained
 from optrush.optim.adamw import AdamW
 
 torch.set_num_threads(1)
+RAISED = 99  # what a child exits with that did not get to an end of its own
 DISK = ("mkdir", "write", "sync", "rename", "unlink", "rmdir")
 
 
@@ -38,12 +39,12 @@ def told(fault: str, n: int, figure: object) -> None:
 
 
 def fork(work: Callable[[], Any], env: dict[str, str] | None = None, log: Path | None = None) -> int:
-    """Starts `work` in a forked child and returns its pid; an exception prints itself and exits with 99."""
+    """Starts `work` in a forked child and returns its pid; an exception prints itself and exits with RAISED."""
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
         return pid
-    code = 99
+    code = RAISED
     try:
         os.setpgid(0, 0)
         torch.set_num_threads(1)  # makes the thread pool anew here, before two threads try to at once and torch aborts

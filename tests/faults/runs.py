@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from optrush import assemble, cli, curves, export, fit
 from optrush.checkpoint import find, verify
 
-from harness import ended, fork, launch_env
+from harness import RAISED, ended, fork, launch_env
 
 WORDS = 250
 LOADED = (assemble, curves, export, fit)  # what the command line imports late, a child finds in place
@@ -94,7 +94,9 @@ def begun(config: Path, *flags: str, before: Before = None, env: dict[str, str] 
 
 def trained(config: Path, *flags: str, before: Before = None) -> int:
     """One run in a child, to its end: its exit code."""
-    return ended(begun(config, *flags, before=before))
+    code = ended(begun(config, *flags, before=before))
+    assert code != RAISED, said(config)  # the child's own traceback
+    return code
 
 
 def begun_on(n: int, config: Path, *flags: str, before: Before = None) -> list[int]:
@@ -103,7 +105,9 @@ def begun_on(n: int, config: Path, *flags: str, before: Before = None) -> list[i
 
 
 def trained_on(n: int, config: Path, *flags: str, before: Before = None) -> list[int]:
-    return [ended(pid) for pid in begun_on(n, config, *flags, before=before)]
+    codes = [ended(pid) for pid in begun_on(n, config, *flags, before=before)]
+    assert RAISED not in codes, said(config)
+    return codes
 
 
 def said(config: Path) -> str:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.model.decoder import Head, call, redo_ties
+from optrush.model.decoder import Head, Linear, call, redo_ties, spared
 from optrush.model.probe import probe, unsupported
 from optrush.model.weights import Drawn, Entry, Folder, Memory, Recipe, drawn
 from optrush.shapes import HF
@@ -59,10 +59,20 @@ class Adapter(nn.Module):
         self._told: dict[str, Any] = {}  # what the attention function is told about such rows
         self._numbered = _numbered(config)
         self._blocks = _block_list(backbone, self.prefix, config)  # number -> path
+        for path in self._blocks.values():
+            self._own_linears(path)
         for name in self._blocks:
             self._reroute(self.blocks[name])
         self.ties = _ties(self)
         self._buffers_on_host: dict[tuple[str, str], Tensor] = {}
+
+    def _own_linears(self, path: str) -> None:
+        """Each nn.Linear of a block becomes ours, with its slots; models of other linears, as GPT-2's, keep them."""
+        block = self.get_submodule(path)
+        for name, module in list(block.named_modules()):
+            if type(module) is nn.Linear:
+                owner, _, role = name.rpartition(".")
+                setattr(block.get_submodule(owner), role, Linear.of(module, role))
 
     def _reroute(self, layer: nn.Module) -> None:
         """Let calls of one block's forward pass through the slot, on this instance only."""
@@ -109,11 +119,11 @@ class Adapter(nn.Module):
         hidden: Tensor = out.last_hidden_state
         return hidden
 
-    def linears(self) -> Iterator[tuple[str, nn.Module]]:
-        """Every nn.Linear of the blocks by its canonical name (models of other linears, as GPT-2's, have none)."""
+    def linears(self) -> Iterator[tuple[str, Linear]]:
+        """Every linear of the blocks by its canonical name (models of other linears, as GPT-2's, have none)."""
         for path in self._blocks.values():
             for name, module in self.get_submodule(path).named_modules(prefix=path):
-                if isinstance(module, nn.Linear):
+                if isinstance(module, Linear):
                     yield name, module
 
     def set_attention(self, name: str) -> int:
@@ -161,7 +171,7 @@ class Adapter(nn.Module):
         c = self.config
         head_width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         attention = 6 * attended * c.num_attention_heads * head_width * len(self._blocks)
-        return 6 * self.matrix_parameters * tokens + int(attention)
+        return (6 * self.matrix_parameters - spared(self)) * tokens + int(attention)
 
     def tie(self) -> None:
         """Make every alias in `ties` its parameter again."""

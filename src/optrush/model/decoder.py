@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,13 +37,35 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x (..., width), weight (rows, width), bias (rows,) or None) -> (..., rows)"""
 
 
+class Stored(Protocol):
+    """A submodule of a linear that holds its weight in another form, as plain frozen parameters; `weight` is None."""
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """(rows, width), in the linear's own order of rows."""
+        ...
+
+
+class Adapted(Protocol):
+    """A submodule of a linear that holds what an adapter learns beside the weight."""
+
+    def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """float32 (rows, width) and (rows,) of the linear -> those of a linear that does the same without adapter."""
+        ...
+
+
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The default of the `through` slot: just calls."""
     return function(*args, **kwargs)
 
 
 class Linear(nn.Linear):
-    """A linear whose output rows are `groups` groups of `pieces`, each piece a role and its rows in one group."""
+    """A linear whose output rows are `groups` groups of `pieces`, each piece a role and its rows in one group.
+
+    What multiplies is `product`, which adapters wrap and stored weights replace.
+    """
+
+    stored: Stored | None
+    adapter: Adapted | None
 
     def __init__(
         self, width: int, pieces: Pieces, *, groups: int = 1, bias: bool, device: torch.device, dtype: torch.dtype
@@ -51,10 +73,23 @@ class Linear(nn.Linear):
         super().__init__(width, groups * sum(rows for _, rows in pieces), bias=bias, device=device, dtype=dtype)
         self.groups, self.pieces = groups, pieces
         self.product: Product = F.linear
+        self.stored = self.adapter = None
+
+    @classmethod
+    def of(cls, linear: nn.Linear, role: str) -> Linear:
+        """The same linear, its parameters taken over, as one piece."""
+        at = {"device": torch.device("meta"), "dtype": linear.weight.dtype}
+        new = cls(linear.in_features, ((role, linear.out_features),), bias=linear.bias is not None, **at)  # type: ignore[arg-type]
+        new.weight, new.bias = linear.weight, linear.bias
+        return new.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., width) -> (..., rows)."""
         return self.product(x, self.weight, self.bias)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight (rows, width), however it is stored."""
+        return self.weight.to(dtype) if self.stored is None else self.stored.dense(dtype)
 
 
 class RMSNorm(nn.Module):
@@ -222,8 +257,8 @@ class Decoder(nn.Module):
         return len(self.blocks)
 
     def flops(self, tokens: int, attended: int) -> int:
-        """Training FLOPs: see `ModelShape.flops`."""
-        return self.shape.flops(tokens, attended)
+        """Training FLOPs: see `ModelShape.flops`, and `spared` for weights that are not trained."""
+        return self.shape.flops(tokens, attended) - spared(self) * tokens
 
     def tie(self) -> None:
         """Make every alias in `ties` its parameter again: allocating memory gives each its own."""
@@ -231,6 +266,20 @@ class Decoder(nn.Module):
 
     def restore_buffers(self, device: torch.device) -> None:
         """Nothing: this model has no buffers."""
+
+
+def spared(model: Any) -> int:
+    """FLOPs a token that a model with frozen or adapted linears needs less than 6 for each weight of its matrices.
+
+    A frozen weight has no gradient of its own: 4 instead of 6; what an adapter adds counts 6 (docs/notation.md).
+    """
+    flop = 0 if model.head.weight.requires_grad else 2 * model.head.weight.numel()
+    for _, linear in model.linears():
+        if linear.stored is not None or not linear.weight.requires_grad:
+            flop += 2 * linear.in_features * linear.out_features
+        if isinstance(linear.adapter, nn.Module):
+            flop -= 6 * sum(p.numel() for p in linear.adapter.parameters() if p.dim() > 1)
+    return flop
 
 
 def redo_ties(model: nn.Module, ties: tuple[tuple[str, str], ...]) -> None:

@@ -1,9 +1,10 @@
-"""Where every parameter's values come from, and how they go back: recipes, folders of safetensors, export.
+"""Where every parameter's values come from, and how they go back: recipes, folders of safetensors.
 
 A parameter has one canonical name (the model's own). Its `Entry` says which Hugging Face tensors make it: one, copied;
 or several, laid together group by group (a fused qkv, a gate/up pair). A `Recipe` can therefore fill any rectangle of
 any parameter by reading only the rows it needs, which is how a shard is loaded without the whole, and undo the layout
-when a model is exported. Sources of values: a folder (`Folder`), random draws (`Drawn`), host memory (`Memory`).
+when a model is exported (save.py). Sources of values: a folder (`Folder`), random draws (`Drawn`), host memory
+(`Memory`).
 
 Nothing here unpickles: folders are safetensors or they are refused.
 """
@@ -13,24 +14,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from optrush.errors import CheckpointError, NeedsError
+from optrush.errors import NeedsError
 from optrush.model.decoder import Decoder, Linear, build
-from optrush.shapes import ARCHITECTURES, HF, native_obstacle, refuse_foreign
+from optrush.shapes import HF, native_obstacle, refuse_foreign
 
 if TYPE_CHECKING:
     from optrush.model.adapter import Adapter
 
 Shape = tuple[int, ...]
+Filler = Callable[[Tensor, Shape], None]
+"""Writes the rectangle of one parameter that begins at an offset and has the given tensor's shape into that tensor."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPARED_ROWS = 8192  # rows of a duplicated head compared at a time
 
@@ -181,11 +183,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Values of every parameter by canonical name; `buffers` are persistent ones, written by an export as they are."""
+    """Values of every parameter by canonical name.
+
+    `entries` say what is read, and what an export writes. Parameters that techniques add, and the published model has
+    not (of adapters, of weights stored in another form), have a filler instead.
+    """
 
     entries: dict[str, Entry]
     source: Source
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # by Hugging Face name
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # persistent ones, by Hugging Face name: exported as is
+    fillers: dict[str, Filler] = field(default_factory=dict)  # by canonical name
 
     def fill(self, name: str, local: Tensor, offset: Shape) -> None:
         """Copy the rectangle of parameter `name` that begins at `offset` and has `local`'s shape into `local`.
@@ -194,6 +201,10 @@ class Recipe:
             local: allocated, any device and floating type; may be empty.
             offset: one start per dimension, in the coordinates of the whole parameter.
         """
+        if name in self.fillers:
+            if local.numel():
+                self.fillers[name](local, offset)
+            return
         entry = self.entries[name]
         whole = entry.shape
         ends = [start + size for start, size in zip(offset, local.shape, strict=True)]
@@ -306,6 +317,25 @@ def load(
     return model, Recipe(entries, source)
 
 
+def fingerprint(folder: Path | None, seed: int) -> str:
+    """What tells one folder's values from another's without reading all of them: names, sizes, every 64th MiB.
+
+    For weights that are not trained, and so not saved: a resumed run must find those it began with.
+    """
+    if folder is None:
+        return f"drawn, seed {seed}"
+    sha = hashlib.sha256()
+    for name in sorted(set(Folder(folder).files.values())):
+        path = folder / name
+        size = path.stat().st_size
+        sha.update(f"{name} {size}".encode())
+        with path.open("rb") as file:
+            for at in range(0, size, 64 << 20):
+                file.seek(at)
+                sha.update(file.read(1 << 20))
+    return sha.hexdigest()
+
+
 def drawn(hf: HF, seed: int, constants: Mapping[str, float]) -> Drawn:
     """The draw of a config.json: its initializer_range, 0.02 where it names none."""
     return Drawn(seed, float(hf.get("initializer_range") or 0.02), constants)
@@ -315,85 +345,3 @@ def _constants(entries: Mapping[str, Entry]) -> dict[str, float]:
     names = [name for entry in entries.values() for name, _ in entry.pieces]
     biases = {name: 0.0 for name in names if name.endswith(".bias")}
     return biases | {name: 1.0 for name in names if name.endswith("norm.weight")}
-
-
-class _Shards:
-    """Writes tensors into numbered files as they come; names them at the end, when their number is known."""
-
-    def __init__(self, folder: Path, max_bytes: float) -> None:
-        self.folder, self.max_bytes = folder, max_bytes
-        self.held: dict[str, Tensor] = {}
-        self.held_bytes = 0
-        self.written: list[list[str]] = []
-        self.total_bytes = 0
-        self.bytes_of: dict[torch.dtype, int] = {}
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self.held and self.held_bytes + size > self.max_bytes:
-            self.flush()
-        self.held[name] = tensor.detach().contiguous()
-        self.held_bytes += size
-        self.total_bytes += size
-        self.bytes_of[tensor.dtype] = self.bytes_of.get(tensor.dtype, 0) + size
-
-    def _part(self, number: int) -> Path:
-        return self.folder / f"model-{number:05d}.safetensors.part"
-
-    def flush(self) -> None:
-        save_file(self.held, self._part(len(self.written) + 1), metadata={"format": "pt"})
-        self.written.append(list(self.held))
-        self.held, self.held_bytes = {}, 0
-
-    def close(self) -> None:
-        self.flush()
-        if len(self.written) == 1:
-            self._part(1).rename(self.folder / SINGLE)
-            return
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self.written, 1):
-            file = f"model-{i:05d}-of-{len(self.written):05d}.safetensors"
-            self._part(i).rename(self.folder / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def export(
-    folder: Path, tensors: Iterator[tuple[str, Tensor]], recipe: Recipe, hf: HF, max_shard_bytes: float = 5e9
-) -> None:
-    """Write a folder that transformers' AutoModelForCausalLM loads: config.json and safetensors, in its own layout.
-
-    Args:
-        folder: made if missing; must hold no weights yet.
-        tensors: every parameter by canonical name, whole, on the CPU, aliases left out; consumed one at a time.
-        recipe: of the model that they belong to.
-        hf: its config.json; "dtype" becomes the type that most of the bytes have.
-        max_shard_bytes: begin a new file rather than exceed this, unless one tensor alone does.
-
-    Raises:
-        CheckpointError: the folder already holds weights, or a parameter is unknown, given twice or missing.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    asked = f"export to {folder}"
-    there = sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name)
-    if there:
-        raise CheckpointError(asked, f"it already holds {there[0]}", "choose an empty folder")
-    shards, missing = _Shards(folder, max_shard_bytes), set(recipe.entries)
-    for name, full in tensors:
-        if name not in missing:
-            raise CheckpointError(asked, f"parameter {name} is unknown or came twice", "export the model's parameters")
-        missing.remove(name)
-        for hf_name, part in recipe.split(name, full):
-            shards.add(hf_name, part)
-    if missing:
-        raise CheckpointError(asked, f"no values for {sorted(missing)[0]}", "export all of the model's parameters")
-    dtype = max(shards.bytes_of, key=lambda d: shards.bytes_of[d])
-    for hf_name, buffer in recipe.buffers.items():
-        shards.add(hf_name, buffer)
-    shards.close()
-    config = {key: value for key, value in hf.items() if key != "torch_dtype"}
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    if not config.get("architectures"):
-        config["architectures"] = [ARCHITECTURES[config["model_type"]]]
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
