@@ -292,7 +292,7 @@ def supposed(run: Any, classes: Sequence[type[Technique]] = ALL) -> Iterator[Job
         yield assembled(run, classes)
 
 
-def _unfilled(folder: Any, hf: Any, implementation: Any, dtype: torch.dtype, seed: int) -> Any:
+def _unfilled(folder: Any, hf: Any, implementation: Any, dtype: torch.dtype, seed: int, growth: Any = None) -> Any:
     """As `optrush.model.weights.load`, with a recipe that fills nothing."""
     if implementation == "transformers" or native_obstacle(hf) is not None:
         with torch.device("meta"):

@@ -30,7 +30,9 @@ from optrush.data.tokenizer import open_tokens
 from optrush.distributed import World
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.job import Job, Trained
+from optrush.model.grown import refuse_frozen
 from optrush.model.weights import fingerprint, load
+from optrush.objectives import FIGURES, check_layout, dpo
 from optrush.objectives.loss import next_token
 from optrush.optim.adamw import AdamW
 from optrush.prepare import Prepared
@@ -94,7 +96,8 @@ def _assemble(
     """No rank waits for another in here: an error of one must not leave the others in a collective."""
     run, setup, hf, techniques = prepared.run, prepared.setup, prepared.hf, prepared.techniques
     tokens = open_tokens(run, prepared.folder, today)
-    model, recipe = load(prepared.folder, hf, run.model.implementation, getattr(torch, run.model.dtype), run.seed)
+    dtype, growth = getattr(torch, run.model.dtype), prepared.growth
+    model, recipe = load(prepared.folder, hf, run.model.implementation, dtype, run.seed, growth)
     assert isinstance(model.embedding.weight, Tensor)
     vocab = model.embedding.weight.shape[0]
     job = Job(run, setup, world, hf, model, recipe)
@@ -104,6 +107,8 @@ def _assemble(
     if run.batch.seq > (hf.get("max_position_embeddings") or run.batch.seq):
         made = hf["max_position_embeddings"]
         job.notes.append(f"rows of {run.batch.seq} tokens, where the model was made for {made} positions")
+    if growth is not None:
+        job.notes.append(growth.note)
     _defaults(job)
 
     def stage(name: str) -> None:
@@ -112,6 +117,7 @@ def _assemble(
                 job.edits.append(Edit(name, t.name, count))
 
     stage("data")
+    check_layout(run, job.layout)
     sources = read_sources(run, tokens, vocab, progress, data, cut=job.layout.whole or not training)
     job.sources = sources
     held_out = sources.held_out or (None if training else sources.train)
@@ -123,6 +129,11 @@ def _assemble(
     job.stream = flow(sources.train, job.layout, T=setup.seq, rows=setup.rows, seed=run.seed, cost=model.flops)
     for name in ("model", "adapt", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
+        if name == "adapt" and run.dpo is not None and dpo.by_adapter(run.dpo, job.untrained):
+            assert job.untrained is not None
+            job.loss = partial(dpo.loss, job.loss, job.model, job.untrained)
+    if growth is not None and training:
+        refuse_frozen(model, recipe, growth)
     if held_out is not None:
         job.evaluation = stream.evaluation(
             held_out,
@@ -132,7 +143,7 @@ def _assemble(
             ranks=world.data_ranks,
             packed=model.isolates,
         )
-    if not all(p.requires_grad for p in model.parameters()):
+    if run.dpo is not None or not all(p.requires_grad for p in model.parameters()):
         job.fingerprints["base"] = fingerprint(prepared.folder, run.seed)
     materialise(job)
     if training:
@@ -169,6 +180,9 @@ def _defaults(job: Job) -> None:
         return n
 
     job.score = partial(next_token, job.model.head)
+    if job.run.dpo is not None:
+        job.figures = {name: torch.zeros((), device=device) for name in FIGURES}
+        job.score = partial(dpo.score, job.model.head, job.run.dpo, job.figures)
     job.loss = partial(step.loss, job)
     job.gradients = partial(step.gradients, job)
     job.losses = partial(step.losses, job)

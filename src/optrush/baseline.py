@@ -12,12 +12,12 @@ vocabulary, L blocks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from optrush import ledger
 from optrush.ledger import Entry, Line, Live, Made, Role, Rule, Work
 from optrush.shapes import ModelShape
-from optrush.technique import Part, Setup
+from optrush.technique import Part, Setup, Technique
 
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
 # On a CPU the resident set is counted: the process with Python, torch and a tokenizer, and the C library's heap, which
@@ -199,3 +199,21 @@ def rounded_update(setup: Setup) -> Iterator[Rule]:
     elif Part.OPTIMIZER not in setup.owned:
         launches = 3.0 * (setup.blocks * 9 + 2)
         yield ledger.add(Work("update.launches", "a kernel for each parameter", "step", launches=launches))
+
+
+def rules(techniques: Iterable[Technique], setup: Setup, shape: ModelShape) -> list[Rule]:
+    """All that edits the baseline: of the objective and of the techniques."""
+    return [*_asked(setup, shape), *(rule for t in techniques for rule in t.predict(setup))]
+
+
+def _asked(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
+    """What the objective asks for beside one forward and one backward pass."""
+    if setup.dpo is None:
+        return
+    flop = 2 * shape.width * shape.vocab
+    if Part.HEAD in setup.owned:
+        why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
+        yield ledger.add(Work("head.again", why, "token", flop))
+    if setup.dpo.reference == "adapter" or (setup.dpo.reference == "auto" and Part.TRAINED in setup.owned):
+        yield ledger.live("forward.*", "and once more without what is trained, as the reference", times=2)
+        yield ledger.add(Work("reference.head", "the head of that pass, 2 a weight of it", "token", flop))

@@ -133,12 +133,18 @@ def choose(wanted: Wanted, device: Device, ranks: int = 1) -> dict[str, Any]:
     """Every value but the techniques, as the tree that the YAML will hold."""
     tree: dict[str, Any] = {"model": _model(wanted.model), "objective": wanted.objective}
     tree["data"] = _data(wanted.data, device)
+    pairs = wanted.objective == "dpo"
+    if pairs:
+        tree["dpo"] = {"beta": 0.1, "loss": "sigmoid", "reference": "auto"}
+        if "too_long" in tree["data"]:
+            tree["data"]["too_long"] = "drop"
     gpu = device.kind == "cuda"
     seq = _longest(tree, GPU_SEQ if gpu else CPU_SEQ)
     rows = max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // seq // ranks) * ranks
     tree["batch"] = {"seq": seq, "tokens": seq * rows, "micro_tokens": seq}
     fresh = wanted.model == "tiny" or wanted.model.startswith(SHAPE)
     lr = 2e-3 if wanted.model == "tiny" else 3e-4 if fresh else 2e-5
+    lr = lr / 10 if pairs and fresh else 1e-6 if pairs else lr  # 1e-6 is also TRL's
     tree["optim"] = {"lr": lr, "schedule": "cosine", "warmup": 0.1 if fresh else 0.03, "clip": 1.0}
     tree["train"] = {"steps": 100} if "random" in tree["data"] else {"epochs": 1}
     tree["train"] |= {"log_every": 5, "save_every": 0.25, "keep": 2}
@@ -213,7 +219,7 @@ def check_data(text: str) -> str:
         DataError: no such file, or its first row is not understood.
     """
     from optrush.data.read import read
-    from optrush.data.rows import Chat
+    from optrush.data.rows import Chat, Pair
     from optrush.data.rows import parse as row
 
     if text.startswith(SAMPLE):
@@ -226,12 +232,13 @@ def check_data(text: str) -> str:
             raise ConfigError(f"the data {text}", "no number of documents", "write random, or random:4096")
         return "pretrain"
     where, found = next(read(Path(text).expanduser()))
-    return "sft" if isinstance(row(where, found), Chat) else "pretrain"
+    kind = row(where, found)
+    return "dpo" if isinstance(kind, Pair) else "sft" if isinstance(kind, Chat) else "pretrain"
 
 
 def check_objective(text: str) -> str:
     """The objective as it was given, if there is such a one."""
-    known = ("sft", "pretrain")
+    known = ("sft", "pretrain", "dpo")
     if text not in known:
         raise ConfigError(f"the objective {text}", "no such objective", nearest(text, known))
     return text

@@ -61,6 +61,7 @@ __all__ = [
     "choose",
     "find",
     "fresh_id",
+    "put_back",
     "restore",
     "save",
     "verify",
@@ -90,10 +91,10 @@ def fresh_id() -> str:
 # Saving
 
 
-def save(job: Job, step: int, meta: Meta) -> Path:
+def save(job: Job, step: int, meta: Meta, spared: int | None = None) -> Path:
     """Writes and commits a checkpoint of the job after `step` updates; every rank calls it.
 
-    Saving the same state again leaves the committed folder alone.
+    Saving the same state again leaves the committed folder alone. The checkpoint of the step `spared` is not pruned.
 
     Raises:
         SaveFailed: on every rank, whichever rank's disk failed; the half save is gone.
@@ -105,7 +106,7 @@ def save(job: Job, step: int, meta: Meta) -> Path:
     _attempt(lambda: _begin(folder, half) if first else None, half)
     reports = _attempt(lambda: _write_own(job, half), half)
     _attempt(lambda: _commit(job, step, meta, reports, half, final) if first else None, half)
-    _attempt(lambda: _prune(folder, step, job.run.train.keep) if first else None, half)
+    _attempt(lambda: _prune(folder, step, job.run.train.keep, spared) if first else None, half)
     return final
 
 
@@ -190,11 +191,11 @@ def _table(reports: Iterable[Any]) -> dict[str, Any]:
     return table
 
 
-def _prune(folder: Path, step: int, keep: int) -> None:
-    """Keeps the newest; what is newer than the step just saved belongs to a future that the run has left."""
+def _prune(folder: Path, step: int, keep: int, spared: int | None = None) -> None:
+    """Keeps the newest and the spared; what is newer than the step just saved is of a future that the run has left."""
     committed = find(folder.parent)
     kept = [c for c in committed if step_of(c) <= step][:keep]
-    for old in reversed([c for c in committed if c not in kept]):
+    for old in reversed([c for c in committed if c not in kept and step_of(c) != spared]):
         shards.rename(old, old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}"))
     shards.sync_folder(folder)
     for left in list(folder.iterdir()):
@@ -269,6 +270,22 @@ def restore(
     return manifest
 
 
+def put_back(job: Job, step: int) -> None:
+    """The trained parameters as they were after `step` updates, and nothing else; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank; that checkpoint of the run is damaged.
+    """
+    manifest, _ = choose(job.run.output, Path(job.run.output) / FOLDER / f"step-{step:06d}")
+    assert manifest is not None, "a folder was asked for"
+    error: CheckpointError | None = None
+    try:
+        _load(job, manifest, "param/")
+    except CheckpointError as e:
+        error = e
+    agree(error)
+
+
 def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[str] = frozenset()) -> None:
     """Whether the run, as it is configured now, goes on with the row that the checkpoint has not seen yet.
 
@@ -318,9 +335,11 @@ def _foreign(manifest: Manifest, found: str) -> CheckpointError:
 
 
 @torch.no_grad()
-def _load(job: Job, manifest: Manifest) -> None:
-    mine = shards.slices(job)
-    _check_names(manifest, "tensor", set(manifest.tensors), {s.name for s in mine})
+def _load(job: Job, manifest: Manifest, kind: str = "") -> None:
+    """Fills the tensors whose names begin with `kind`."""
+    mine = [s for s in shards.slices(job) if s.name.startswith(kind)]
+    saved = {name for name in manifest.tensors if name.startswith(kind)}
+    _check_names(manifest, "tensor", saved, {s.name for s in mine})
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for s in mine:

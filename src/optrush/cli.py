@@ -16,8 +16,11 @@ import typer
 
 from optrush import __version__
 from optrush.commands import calibrate as calibrating
+from optrush.commands import chat as talking
 from optrush.commands import clean, climb, look, setup
 from optrush.commands import data as seeing
+from optrush.commands import export as exporting
+from optrush.commands import generate as asking
 from optrush.commands import plan as planning
 from optrush.commands import report as reporting
 from optrush.commands import train as training
@@ -60,6 +63,9 @@ app.add_typer(data, name="data")
 data.command()(clean.clean)
 data.command()(seeing.show)
 data.command()(seeing.pack)
+app.command()(exporting.export)
+app.command()(talking.chat)
+app.command()(asking.generate)
 app.command()(setup.doctor)
 
 

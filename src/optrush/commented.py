@@ -44,6 +44,9 @@ def write(
     machine = "this CPU" if device.kind == "cpu" else _line(device.name)
     if device.memory_bytes is not None:
         machine += f", {device.memory_bytes / hardware.GIB:.1f} GiB"
+    wants = "models that have learnt before; random weights want about 1e-3"
+    if "dpo" in tree:
+        wants = "other objectives; for pairs 1e-6 is usual, of a model that has learnt before"
     larger = "double it while memory lasts" if device.kind == "cpu" else "halve it when memory runs out"
     lines = [
         f"# A run of optrush, written for {machine}; {_line(said)}.",
@@ -54,10 +57,11 @@ def write(
         "# What is trained: a Hugging Face folder, a hub id (downloaded at first use), or `tiny`: small and random.",
         f"model: {_flow(tree['model'])}",
         "",
-        "# sft learns the assistant's words of conversations; pretrain learns every token.",
+        "# sft learns the assistant's words of conversations, pretrain every token, dpo which answer is better.",
         f"objective: {tree['objective']}",
         "",
-        *_data_lines(tree["data"]),
+        *_dpo_lines(tree.get("dpo")),
+        *_data_lines(tree["data"], "dpo" in tree),
         "",
         "# Sizes in tokens, padding included. More a step: steadier and fewer updates. Default: 2048 and 32768.",
         "batch:",
@@ -67,7 +71,7 @@ def write(
         "",
         "# AdamW. The rate is what to change first: lower if the loss jumps, higher if it hardly falls.",
         "optim:",
-        f"  lr: {optim['lr']!r}  # default 2e-5, for models that have learnt before; random weights want about 1e-3",
+        f"  lr: {optim['lr']!r}  # default 2e-5, for {wants}",
         f"  schedule: {optim['schedule']}  # how the rate falls after the warm-up: cosine (default), linear, constant",
         f"  warmup: {optim['warmup']!r}  # the part of the run (or a number of steps) in which the rate rises from 0",
         f"  clip: {optim['clip']!r}  # the largest norm of a gradient (default); null turns clipping off",
@@ -85,9 +89,27 @@ def write(
     return "\n".join(lines) + "\n"
 
 
-def _data_lines(data: dict[str, Any]) -> list[str]:
+def _dpo_lines(dpo: dict[str, Any] | None) -> list[str]:
+    if dpo is None:
+        return []
+    return [
+        "# The loss of a pair. beta: a larger one keeps the model nearer to the reference, what it is before training.",
+        "# loss: sigmoid or ipo. reference: of an adapter the model without it, else log-probabilities made before.",
+        f"dpo: {_flow(dpo)}",
+        "",
+    ]
+
+
+def _data_lines(data: dict[str, Any], pairs: bool = False) -> list[str]:
     lines = []
-    if "sample" in data:
+    if pairs:
+        row = (
+            '{"prompt": [{"role": "user", "content": "..."}], "chosen": [{"role": "assistant", ...}], "rejected": ...}'
+        )
+        key = "sample" if "sample" in data else "path"
+        kind = "Built-in pairs of recipes; your own: `path: FILE`, a" if key == "sample" else "A"
+        lines += [f"# {kind} row a line:", f"# {row}", "data:", f"  {key}: {_text(data[key])}"]
+    elif "sample" in data:
         lines += [
             "# Built-in conversations about cooking. Your own: `path: FILE` instead of `sample`, a row a line, either",
             '# {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or '
@@ -115,9 +137,8 @@ def _data_lines(data: dict[str, Any]) -> list[str]:
     elif "path" in data:
         lines.append("  # eval: 0.1  # a part held out to measure on; left out, for there are few rows")
     if "too_long" in data:
-        lines.append(
-            f"  too_long: {data['too_long']}  # of rows longer than batch.seq; or error (default), drop, truncate"
-        )
+        others = "error (default)" if pairs else "error (default), drop, truncate"
+        lines.append(f"  too_long: {data['too_long']}  # of rows longer than batch.seq; or {others}")
     return lines
 
 

@@ -21,6 +21,7 @@ from optrush.errors import ConfigError
 Keys = tuple[str | int, ...]  # where a value stands in the YAML
 _KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
 _PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)
+LOGIN = re.compile(r"(?<=://)[^/\s@]+@")  # user:password@ of an address, or a token alone
 # YAML 1.1 reads 1e-5 as text; everybody who writes it means a number.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
 
@@ -50,6 +51,13 @@ def _home(value: object) -> object:
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
 
 
+def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError("each of them once")
+    return values
+
+
+Text = Annotated[str, Field(min_length=1)]
 Cadence = Annotated[float, Field(gt=0), AfterValidator(_cadence)]
 File = Annotated[str, BeforeValidator(_home), Field(min_length=1)]
 
@@ -66,7 +74,8 @@ class Model(_Part):
     tokenizer: File | None = None  # a folder that has one, for a shape that is trained on text
     implementation: Literal["native", "transformers"] | None = None
     dtype: Literal["float32", "bfloat16"] = "float32"
-    chat_template: File | None = None
+    chat_template: File | None = None  # a jinja file, or chatml
+    add_tokens: Annotated[tuple[Text, ...], Strict(False), AfterValidator(_distinct)] = ()  # special ones
 
 
 Bounds = Annotated[tuple[float | None, float | None], Strict(False)]  # [least, most]; null: none
@@ -157,16 +166,44 @@ class Training(_Part):
     eval_every: Cadence | None = None
     save_every: Cadence | None = None
     keep: Annotated[int, Field(ge=1)] = 2
+    best: bool = True  # with save_every and data.eval: keeps and exports the checkpoint with the least held-out loss
+    export: bool = True  # writes model/ at the end
     clean: bool = False
+
+
+class Dpo(_Part):
+    """Of `objective: dpo`: the loss of a pair, and where its reference comes from (docs/dpo.md)."""
+
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0  # how often a pair is taken to be the wrong way round
+    reference: Literal["auto", "adapter", "precomputed"] = "auto"
+
+
+def _short_tracker(value: object) -> object:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class Tracker(_Part):
+    """Where a run is reported to, beside its own folder (docs/trackers.md)."""
+
+    name: Literal["mlflow", "wandb", "trackio"]
+    project: Text = "optrush"
+    run: Text | None = None  # its name there; the output folder's
+    uri: Text | None = None  # of the server; None: as the tracker's own environment says
+    offline: bool = False  # files in the output folder, for later
+    artifacts: Literal["all", "model", "none"] = "all"  # all: checkpoints and the final model
 
 
 class Run(_Part):
     model: Annotated[Model, BeforeValidator(_short_model)]
-    objective: Literal["pretrain", "sft"]
+    objective: Literal["pretrain", "sft", "dpo"]
+    dpo: Dpo | None = None  # None: its defaults, where the objective is dpo
     data: Data
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
     train: Training = Training()
+    tracker: Annotated[Tracker | None, BeforeValidator(_short_tracker)] = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     output: File
     with_: dict[str, dict[str, Any]] = Field(default_factory=dict, alias="with")
@@ -306,8 +343,9 @@ def _set(data: dict[str, Any], flag: str) -> Keys:
     keys = path.split(".")
     if not equals or not all(keys):
         raise ConfigError(f"--set {flag}", "no `key=value`", "write --set optim.lr=1e-4")
-    if keys[0] == "model" and len(keys) > 1:
-        data["model"] = _short_model(data.get("model"))
+    for name, longer in (("model", _short_model), ("tracker", _short_tracker)):
+        if keys[0] == name and len(keys) > 1:
+            data[name] = longer(data.get(name))
     target = data
     for key in keys[:-1]:
         target = _section(target, key, f"--set {flag}")
@@ -332,7 +370,8 @@ def _explain(error: ValidationError, where: str, lines: dict[Keys, int], flags: 
     if first["type"] == "extra_forbidden":
         return ConfigError(place, "no such key", nearest(str(path[-1]), _fields(path[:-1])))
     said = [p["msg"] for p in problems if _path(p["loc"])[: len(path)] == path]
-    return ConfigError(place, f"{first['input']!r}", " or ".join(dict.fromkeys(m[0].lower() + m[1:] for m in said)))
+    place, found = (LOGIN.sub("***@", text) for text in (place, f"{first['input']!r}"))  # no password is repeated
+    return ConfigError(place, found, " or ".join(dict.fromkeys(m[0].lower() + m[1:] for m in said)))
 
 
 def _path(loc: Keys) -> Keys:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn, track
 
 from optrush.launch import launched
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
-QUIET_S = 2.0  # what is over sooner needs no bar
+QUIET_S, EVERY_S = 2.0, 5.0  # what is over sooner needs no bar; how often the rest is told in lines
+Item = TypeVar("Item")
 
 
 def count(n: float) -> str:
@@ -27,16 +29,22 @@ def line(m: dict[str, Any]) -> str:
     """One metrics line as text."""
     if "eval_loss" in m:
         loss = "not finite" if m["eval_loss"] is None else f"{m['eval_loss']:.4f}"
-        return f"held-out loss {loss} over {count(m['eval_target_tokens'])} targets"
+        return f"held-out loss {loss} over {count(m['eval_target_tokens'])} targets{_rewards(m, 'eval_')}"
     if "loss" not in m:
         return ", ".join(f"{k} {v}" for k, v in m.items() if k != "step")
     loss = "not finite" if m["loss"] is None else f"{m['loss']:.4f}"
     norm = "not finite" if m["grad_norm"] is None else f"{m['grad_norm']:.3g}"
-    text = f"loss {loss}  lr {m['lr']:.2e}  norm {norm}  {count(m['tokens_per_s'])} tok/s"
+    text = f"loss {loss}{_rewards(m)}  lr {m['lr']:.2e}  norm {norm}  {count(m['tokens_per_s'])} tok/s"
     if m["mfu"] is not None:
         text += f"  MFU {m['mfu']:.1%}"
     text += f"  {m['peak_bytes'] / 2**30:.1f} GiB  data {m['data_wait_s'] / m['step_s']:.0%}"
     return text + (f"  skipped {m['skipped']}" if m["skipped"] else "")
+
+
+def _rewards(m: dict[str, Any], kind: str = "") -> str:
+    """Of pairs: how many of the chosen are the likelier ones now, and by how much."""
+    accuracy, margin = m.get(f"{kind}reward_accuracy"), m.get(f"{kind}reward_margin")
+    return "" if accuracy is None or margin is None else f"  pairs right {accuracy:.0%}, margin {margin:.3g}"
 
 
 class Bar:
@@ -70,6 +78,20 @@ class Bar:
             self.progress.update(self.task, completed=step, description=text)
         else:
             err.print(f"step {step}/{self.total}  {text}", markup=False)
+
+
+def passing(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
+    """The items as they come, with what is left of them: a bar on a terminal, a line now and then elsewhere."""
+    if launched()[0] == 0 and sys.stderr.isatty():
+        yield from track(items, what, total, console=err, transient=True)
+        return
+    begun = last = time.monotonic()
+    for n, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - begun > QUIET_S and now - last > EVERY_S:
+            last = now
+            say(f"{what}: {n / total:.0%}, {(now - begun) / n * (total - n):.0f} s left")
 
 
 def say(text: str) -> None:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 
-def plot(metrics: Path, picture: Path) -> None:
-    """Training and held-out loss over the steps, from metrics.jsonl."""
+def plot(metrics: Path, picture: Path, unit: str) -> None:
+    """Training and held-out loss over the steps, from metrics.jsonl; `unit` is what it is counted in."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -21,7 +21,7 @@ def plot(metrics: Path, picture: Path) -> None:
         axes.plot(*zip(*train), label="training loss", color="#2563eb", linewidth=1.6)
     if held:
         axes.plot(*zip(*held), "o-", label="held-out loss", color="#ea580c", linewidth=1.6, markersize=5)
-    axes.set(xlabel="step", ylabel="loss a target token (nats)", title=metrics.resolve().parent.name)
+    axes.set(xlabel="step", ylabel=f"loss, {unit}", title=metrics.resolve().parent.name)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if train or held:

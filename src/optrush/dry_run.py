@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -30,6 +31,7 @@ from optrush.fit import absolute, look
 from optrush.hardware import GIB
 from optrush.job import Job
 from optrush.launch import launched
+from optrush.objectives import check_layout
 from optrush.prepare import Prepared
 from optrush.technique import Part, build
 from optrush.techniques import ALL
@@ -59,6 +61,7 @@ def rehearse(prepared: Prepared, resume: Literal["auto"] | Path | None, command:
     tokens = open_tokens(run, prepared.folder, today)
     vocab = prepared.hf.get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
     job = _laid(prepared)
+    check_layout(run, job.layout)
     sources = read_sources(run, tokens, vocab, console.say, cut=job.layout.whole)
     rows = flow(sources.train, job.layout, T=setup.seq, rows=setup.rows, seed=run.seed)
     steps = rows.plan(None if run.train.steps else run.train.epochs, run.train.steps)
@@ -105,17 +108,25 @@ def memory(run: Run, ranks: int) -> dict[str, Any]:
     }
 
 
+def _period(every: float, steps: int) -> int:
+    """Steps between two, of a cadence."""
+    return max(1, round(every * steps)) if every < 1 else int(every)
+
+
 def disk(prepared: Prepared, steps: int) -> dict[str, Any]:
     """What checkpoints and the exported model take at most, and what is free where they go."""
     run = prepared.run
     every, keep = run.train.save_every, run.train.keep
-    period = steps if every is None else max(1, round(every * steps)) if every < 1 else int(every)
-    saves = len({*range(period, steps + 1, period), steps})
-    copies = min(saves, keep + 1)  # a new one is whole before an old one goes
+    period = steps if every is None else _period(every, steps)
+    saved, tried = {*range(period, steps + 1, period), steps}, run.train.eval_every
+    evaluated = set() if tried is None else set(range(_period(tried, steps), steps, _period(tried, steps)))
+    best = bool(evaluated and run.train.best and every is not None and run.data.eval is not None)
+    saves = len(saved | evaluated if best else saved)  # at most
+    copies = min(saves, keep + 1 + best)  # a new one is whole before an old one goes
     output = Path(run.output).absolute()
     there = next(p for p in (output, *output.parents) if p.is_dir())
     weights, states = whole(run)
-    needed = None if weights is None or states is None else copies * (weights + states) + weights
+    needed = None if weights is None or states is None else copies * (weights + states) + weights * run.train.export
     free = shutil.disk_usage(there).free
     return {
         "weights_bytes": weights,
@@ -157,8 +168,8 @@ def data(
     known = rows.totals(steps, setup.micro_rows) if isinstance(rows, stream.Stream) else None
     return {
         "summary": sources.summary,
-        "documents": len(sources.train),
-        "held_out_documents": 0 if sources.held_out is None else len(sources.held_out),
+        "documents": len(sources.train) * sources.train.parts,
+        "held_out_documents": 0 if sources.held_out is None else len(sources.held_out) * sources.held_out.parts,
         "too_long": sources.too_long,
         "epochs": known and known.epochs,
         "steps": steps.steps,
@@ -180,16 +191,20 @@ def shown(rows: stream.Stream | Live, steps: stream.Plan, prepared: Prepared, to
     found = []
     for b, row in held[:ROWS]:
         left, documents = CHARACTERS, []
-        for sample, document in row:
-            pieces = list(decoded(tokens.tokenizer, document, left))
-            left -= sum(len(p.text) for p in pieces)
+        names = ("chosen", "rejected") if rows.source.parts > 1 else ("document",)
+        for name, (sample, document) in zip(cycle(names), row):
+            most = min(left, CHARACTERS // len(names))
+            pieces = list(decoded(tokens.tokenizer, document, most))
+            size = sum(len(p.text) for p in pieces)
+            left -= size
             documents.append(
                 {
+                    "name": name,
                     "document": sample,
                     "tokens": len(document),
                     "targets": int(document.targets.sum()),
                     "pieces": [{"text": p.text, "learnt": p.learnt} for p in pieces],
-                    "cut": left <= 0,
+                    "cut": size >= most,
                 }
             )
         used = sum(len(document) for _, document in row)
@@ -282,7 +297,8 @@ def _rows(facts: dict[str, Any], colour: bool) -> list[str]:
         lines.append(f"row {row['row']} of step 1: {_many(len(row['documents']), 'document')}, "
                      f"{row['tokens']} of {d['seq']} slots")  # fmt: skip
         for document in row["documents"]:
-            head = f"── document {document['document']}: {document['tokens']} tokens, {document['targets']} learnt"
+            counts = f"{document['tokens']} tokens, {document['targets']} learnt"
+            head = f"── {document['name']} {document['document']}: {counts}"
             lines += ["  " + head, *("    " + line for line in _document(document, colour))]
     return lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,21 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from optrush import __version__
+from optrush import card
+from optrush.data.tokenizer import turn_ends
 from optrush.distributed import agree
-from optrush.errors import RunError
+from optrush.errors import NeedsError, RunError, UserError
 from optrush.job import Job
+from optrush.model import peft_files
 from optrush.model.save import export
 
-CARD = """---
-library_name: transformers
-tags: [optrush]
----
-# {name}
-
-Trained by optrush {version} with the objective `{objective}`, {steps} steps; techniques: {techniques}.
-The run's `run.yaml` beside this folder says everything else.
-"""
+GENERATION = "generation_config.json"
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_model(job: Job, output: Path, steps: int, source: Path | None) -> Path:
@@ -38,17 +34,48 @@ def write_model(job: Job, output: Path, steps: int, source: Path | None) -> Path
     Every rank takes part (sharded parameters are gathered one at a time), rank 0 writes.
     """
     folder, fresh = output / "model", output / "model.tmp"
-    tensors, error = _whole(job), None
+    tensors, error = whole(job), None
     if job.world.rank == 0:
         try:
             _write(job, tensors, folder, fresh, steps, source)
-        except (OSError, SafetensorError) as e:
+        except (OSError, SafetensorError, UserError) as e:
             shutil.rmtree(fresh, ignore_errors=True)
             error = RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
     for _ in tensors:  # what rank 0 has not taken, the others must still gather with it
         pass
     agree(error)
+    if peft_files.adapters(job.model):
+        write_adapter(job, output / "adapter")
     return folder
+
+
+def write_adapter(job: Job, folder: Path) -> Path:
+    """Writes what a job with adapters has learnt as PEFT keeps it, whole or not at all; every rank takes part."""
+    values, error = learnt(job), None
+    fresh = folder.with_name(f"{folder.name}.tmp")
+    if job.world.rank == 0:
+        base = job.run.model.path or job.run.model.shape
+        try:
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            peft_files.write(fresh, job.model, job.recipe, values, str(base))
+            _replace(fresh, folder)
+        except (OSError, SafetensorError) as e:
+            shutil.rmtree(fresh, ignore_errors=True)
+            error = RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
+    agree(error)
+    return folder
+
+
+def learnt(job: Job) -> dict[str, Tensor]:
+    """Parameters that are trained by canonical name, whole, on the host of rank 0; every rank takes part."""
+    found: dict[str, Tensor] = {}
+    for t in job.trained:
+        values = t.parameter.detach()
+        values = values.full_tensor() if isinstance(values, DTensor) else values
+        if job.world.rank == 0:
+            found[t.name] = values.cpu()
+    return found
 
 
 def _write(
@@ -59,14 +86,15 @@ def _write(
     export(fresh, tensors, job.recipe, job.hf)
     if job.tokenizer is not None:
         job.tokenizer.save_pretrained(fresh)
-    if source is not None and (source / "generation_config.json").is_file():
-        shutil.copyfile(source / "generation_config.json", fresh / "generation_config.json")
-    card = CARD.format(
-        name=folder.resolve().parent.name, version=__version__, objective=job.run.objective, steps=steps,
-        techniques=", ".join(job.run.with_) or "none",
-    )  # fmt: skip
-    (fresh / "README.md").write_text(card)
-    old = folder.with_name("model.old.tmp")
+    write_generation(job, fresh, source)
+    text = card.card(job.run, folder.parent, steps, source, job.sources.summary)
+    (fresh / card.NAME).write_text(text, encoding="utf-8")
+    _replace(fresh, folder)
+
+
+def _replace(fresh: Path, folder: Path) -> None:
+    """Gives a finished folder its name; one that has it goes."""
+    old = folder.with_name(f"{folder.name}.old.tmp")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         os.rename(folder, old)
@@ -74,7 +102,29 @@ def _write(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _whole(job: Job) -> Iterator[tuple[str, Tensor]]:
+def write_generation(job: Job, fresh: Path, source: Path | None) -> None:
+    """How the model is asked for text: as the published one; where the run gave a chat template, until the token that
+    ends an answer under it, too.
+    """
+    published = None if source is None or not (source / GENERATION).is_file() else source / GENERATION
+    if job.run.model.chat_template is None or job.tokenizer is None:
+        if published is not None:
+            shutil.copyfile(published, fresh / GENERATION)
+        return
+    try:
+        found = {key: job.hf.get(key) for key in SPECIAL} if published is None else json.loads(published.read_bytes())
+        ends = found.get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        asked = f"to add the end of a turn to {published}"
+        raise NeedsError(asked, f"no JSON object: {error}", "download the model again") from None
+    ends = job.tokenizer.eos_token_id if ends is None else ends
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    found["eos_token_id"] = list(dict.fromkeys([*ends, *turn_ends(job.tokenizer)])) or None
+    kept = {key: value for key, value in found.items() if value is not None}
+    (fresh / GENERATION).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def whole(job: Job) -> Iterator[tuple[str, Tensor]]:
     """The published model's parameters by canonical name, whole and on the host of rank 0; on the others only the
     gathering happens. Adapters are merged in float32 and the sum is rounded; weights stored in another form are dense.
     """

@@ -15,22 +15,39 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from optrush import checkpoint, clean_page, config, console, curves, distributed, rehearse, runfolder, step
+from optrush import (
+    checkpoint,
+    clean_page,
+    config,
+    console,
+    curves,
+    distributed,
+    reference,
+    rehearse,
+    runfolder,
+    step,
+    trackers,
+)
 from optrush.assemble import Started, assemble, start
 from optrush.bench.report import write_run
+from optrush.best import Keeper, recall
+from optrush.board import Board
 from optrush.data import quarantine
 from optrush.data.live import Live
 from optrush.data.loader import reading
-from optrush.errors import ConfigError, RunError, UserError
+from optrush.errors import CheckpointError, ConfigError, RunError, UserError
 from optrush.export import write_model
 from optrush.job import Batch, Job
 from optrush.meter import Meter
+from optrush.objectives import unit
 from optrush.prepare import Prepared, resized
+from optrush.reporting import Reporter, reporting
 from optrush.technique import Part
 from optrush.train import Plan, evaluate, train
 
 RESUMABLE = 143
 QUARANTINE = "quarantine.jsonl"
+Say = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -62,14 +79,15 @@ def fit(
     clean = run.train.clean and resume is None  # the same command goes on where it began afresh
     look(prepared, resume)
     started = start(prepared)  # ranks must talk to agree on a checkpoint
-    manifest, passed = checkpoint.choose(output, resume)
-    date = None if manifest is None else manifest.fingerprints.get("date")
-    today = None if date is None else datetime.date.fromisoformat(date)
-    least = min(int(rows) for rows in distributed.gather(str(prepared.setup.micro_rows)))  # hosts may differ
-    prepared = resized(prepared, least) if least < prepared.setup.micro_rows else prepared
-    job, plan = fitting(prepared, started, manifest, allow, today)
-    run, main = job.run, job.world.rank == 0
     with ExitStack() as stack:
+        reporter = stack.enter_context(reporting(absolute(run)))
+        manifest, passed = checkpoint.choose(output, resume)
+        date = None if manifest is None else manifest.fingerprints.get("date")
+        today = None if date is None else datetime.date.fromisoformat(date)
+        least = min(int(rows) for rows in distributed.gather(str(prepared.setup.micro_rows)))  # hosts may differ
+        prepared = resized(prepared, least) if least < prepared.setup.micro_rows else prepared
+        job, plan = fitting(prepared, started, manifest, allow, today)
+        run, main = job.run, job.world.rank == 0
         first(main, output, lambda: output.mkdir(parents=True, exist_ok=True))
         stack.enter_context(runfolder.lock(output))
 
@@ -91,8 +109,28 @@ def fit(
         if main:
             console.err.print(job.describe(), markup=False)
         stack.enter_context(stopping(job))
-        bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None
-        return _drive(prepared, job, plan, manifest, passed, bar)
+        say = stack.enter_context(showing(job, plan, reporter)) if main else None
+        return _drive(prepared, job, plan, manifest, passed, say, reporter)
+
+
+@contextmanager
+def showing(job: Job, plan: Plan, reporter: Reporter | None) -> Iterator[Say]:
+    """Who is told each line of metrics.jsonl: people, TensorBoard, and by the file itself the tracker."""
+    board = Board(Path(job.run.output), plan.done)
+    try:
+        with console.Bar(plan.total, plan.done) as bar:
+
+            def say(line: dict[str, Any]) -> None:
+                bar.say(line)
+                board.write(line)
+                if reporter is not None and (trouble := reporter.news()) is not None:
+                    job.told({"tracker": trouble})
+
+            yield say
+    finally:
+        board.close()
+        if reporter is not None and reporter.following:
+            console.say(reporter.end())
 
 
 def fitting(
@@ -111,13 +149,16 @@ def fitting(
     while True:
         job = assemble(prepared, started, progress=console.say, today=today)
         plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
-        if manifest is not None:
+        refusal: UserError | None = None
+        if run.dpo is not None:  # of the weights that no checkpoint has changed yet
+            refusal = rehearse.guarded(job, partial(reference.fill, job, prepared))
+        if manifest is not None and refusal is None:
             checkpoint.restore(job, manifest, job.fingerprints, allow)
             position = job.stream.seek(manifest.step, manifest.position)
             checkpoint.check_plan(manifest, plan.total, position, allow)
             plan = Plan(job, plan.length, manifest.step)
         job.told = lambda what: console.say(", ".join(f"{key} {value}" for key, value in what.items()))
-        refusal = rehearse.rehearse(job, plan)
+        refusal = refusal or rehearse.rehearse(job, plan)
         if refusal is None:
             return job, plan
         refusal.everywhere = True
@@ -138,21 +179,26 @@ def _drive(
     plan: Plan,
     manifest: checkpoint.Manifest | None,
     passed: list[tuple[Path, str]],
-    bar: console.Bar | None,
+    say: Say | None,
+    reporter: Reporter | None,
 ) -> Outcome:
-    """The loop with everything in place; every rank is here."""
+    """The loop with everything in place; every rank is here. `say` is the first rank's."""
     output = Path(job.run.output)
     skips = (0, 0) if manifest is None else (manifest.skipped, manifest.skipped_in_a_row)
     run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
-    meter = Meter(job, output / "metrics.jsonl" if bar else None, plan.total, bar.say if bar else _silent, skips)
+    meter = Meter(job, output / "metrics.jsonl" if say else None, plan.total, say or _silent, skips)
+    keeper, damaged = keeping(job, plan, manifest)
+    passed = [*passed, *damaged]
     if passed and manifest is not None:
-        damaged = [{"checkpoint": path.name, "reason": why} for path, why in passed]
-        meter.write({"step": manifest.step, "passed_over": damaged})
+        over = [{"checkpoint": path.name, "reason": why} for path, why in passed]
+        meter.write({"step": manifest.step, "passed_over": over})
     if manifest is not None and (changed := changes(manifest.config, job.run)):
         meter.write({"step": manifest.step, "changed": changed})
     job.begin = partial(step.begin, job, steps=plan.total)
     job.told = lambda what: meter.write({"step": meter.last, **what})
     job.batches = batches(job, plan)
+    if reporter is not None:
+        reporter.follow(run_id)
 
     unsaved: dict[int, str] = {}
 
@@ -162,15 +208,23 @@ def _drive(
             return  # a failed run leaves its last good checkpoint the newest
         meta = checkpoint.Meta(run_id, job.stream.position(n), *skips, job.fingerprints)
         try:
-            checkpoint.save(job, n, meta)
+            checkpoint.save(job, n, meta, None if keeper is None else keeper.spared(n))
         except checkpoint.SaveFailed as error:  # training goes on: the last good checkpoint is as it was
             unsaved[n] = str(error)
             meter.write({"step": n, "save_failed": str(error)})
+        else:
+            if keeper is not None:
+                keeper.saved(n)
+
+    def judged(n: int, loss: float) -> None:
+        if keeper is not None and keeper.judge(n, loss) and not plan.saves(n):
+            save(n)
 
     with reading(job.batches):
         if job.evaluation is not None and plan.done == 0:
             with meter.aside():
                 meter.evaluated(0, *evaluate(job))
+        meter.judged = judged
         try:
             train(job, meter, plan, save)
         except (RuntimeError, MemoryError) as error:
@@ -183,14 +237,49 @@ def _drive(
     if job.stopped:
         if meter.last in unsaved:
             raise RunError(f"stopped, but the last save failed: {unsaved[meter.last]}")
-        if bar is not None:
+        if reporter is not None:
+            reporter.status = "stopped"
+        if say is not None:
             console.err.print(f"stopped and saved; go on with: --resume auto (output {output})", markup=False)
         return Outcome(RESUMABLE, output)
-    write_model(job, output, plan.total, prepared.folder)
-    if bar is not None:
-        curves.plot(output / "metrics.jsonl", output / "loss.png")
+    deliver(job, plan.total, prepared.folder, keeper)
+    if reporter is not None:
+        reporter.status = "finished"
+    if say is not None:
+        curves.plot(output / "metrics.jsonl", output / "loss.png", unit(job.run))
         write_run(output, job.world.ranks)
     return Outcome(0, output, tuple(meter.evals) if plan.done == 0 else tuple(meter.evals[-1:]))
+
+
+def keeping(job: Job, plan: Plan, manifest: checkpoint.Manifest | None) -> tuple[Keeper | None, list[tuple[Path, str]]]:
+    """Who keeps the best checkpoint, if the run has one; and better ones that are damaged."""
+    if job.evaluation is None or job.run.train.save_every is None or not job.run.train.best:
+        return None, []
+    output = Path(job.run.output)
+    if manifest is not None and manifest.fingerprints.get("data") != job.fingerprints.get("data"):
+        return Keeper(output), []  # losses of other data compare with nothing
+    best, damaged = recall(output, plan.done)
+    return Keeper(output, best), damaged
+
+
+def deliver(job: Job, steps: int, source: Path | None, keeper: Keeper | None) -> None:
+    """`model/`, with the weights of the best checkpoint where there is one.
+
+    Raises:
+        RunError: that checkpoint is damaged, or `model/` cannot be written.
+    """
+    best = None if keeper is None else keeper.best
+    if not job.run.train.export:
+        return
+    if best is not None and best.step != steps:
+        try:
+            checkpoint.put_back(job, best.step)
+        except CheckpointError as error:
+            do = "--resume auto exports the next best"
+            raise RunError(f"the best checkpoint, of step {best.step}, is damaged: {error.found}; {do}") from None
+    write_model(job, Path(job.run.output), steps if best is None else best.step, source)
+    if best is not None:
+        console.say(f"best eval_loss {best.eval_loss:.4f} at step {best.step}, exported")
 
 
 def late(job: Job, n: int, error: BaseException) -> str:
@@ -208,9 +297,10 @@ def look(prepared: Prepared, resume: Literal["auto"] | Path | None) -> None:
     """Whether the run may write where it wants to; looks only.
 
     Raises:
-        ConfigError: see `runfolder`.
+        UserError: see `trackers` and `runfolder`.
     """
     run = prepared.run
+    trackers.check(run)
     clean = run.train.clean and resume is None
     held = run.data.eval if isinstance(run.data.eval, str) else None
     inputs = [o.path for o in run.data.origins]
@@ -243,7 +333,7 @@ def changes(before: dict[str, Any], now: config.Run) -> dict[str, str]:
                 yield path + key, value
 
     old, new = dict(flat(before)), dict(flat(now.model_dump(mode="json", by_alias=True)))
-    keys = [k for k in {**old, **new} if k.startswith(("optim.", "train.steps", "train.epochs", "with."))]
+    keys = [k for k in {**old, **new} if k.startswith(("optim.", "dpo.", "train.steps", "train.epochs", "with."))]
     return {k: f"{old.get(k)} -> {new.get(k)}" for k in keys if old.get(k) != new.get(k)}
 
 

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens a row, D width (docs/notation.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -26,7 +26,7 @@ from optrush.data.stream import Evaluation, Stream
 from optrush.distributed import World
 from optrush.kernels.adamw_update import Rounding
 from optrush.model.weights import Recipe
-from optrush.optim.adamw import Optimizer
+from optrush.optim.adamw import Make, Optimizer, whole
 from optrush.technique import Edit, Setup
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ class Job:
     batches: Iterator[list[Batch]] = field(default_factory=lambda: iter(()))
     """An item is all of this rank's micro-batches of one step: the same number on every rank, possibly empty ones."""
     score: Callable[[Tensor, Batch], Tensor] = None  # type: ignore[assignment]
-    """The objective: hidden (B, T, D) -> () float32, a sum over the batch's own terms; unscaled, undivided, local."""
+    """The objective: hidden (B, T, D) -> () float32, a sum over the batch's own terms; unscaled, undivided, local.
+    It adds what else it knows of them to `figures`."""
     loss: Callable[[Batch], Tensor] = None  # type: ignore[assignment]
     """() float32: default is the score of the model's hidden states. Gradient mode is the caller's."""
     gradients: Callable[[list[Batch], int | Tensor], Tensor] = None  # type: ignore[assignment]
@@ -141,12 +142,17 @@ class Job:
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
     rounding: Rounding = "nearest"  # of updated bfloat16 weights; set in `adapt`, done by the optimizer
+    housing: Callable[[Sequence[Trained], Make], Optimizer] = whole
+    """Makes an optimizer over parameters, its states where they are kept; set before `optimizer`, called there."""
     optimizer: Optimizer = None  # type: ignore[assignment]
     compile_mode: str = "default"  # torch.compile's, of whatever is compiled
     recorded_bytes: int = 0  # that a recorded window holds on the device, beside what torch counts as allocated
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast
     finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by gradients
+    figures: dict[str, Tensor] = field(default_factory=dict)
+    """What the score says beside the loss, by the names of metrics.jsonl: () float32 on the device, sums over this
+    rank's terms since the window began (gradients clears them) or the evaluation did."""
     patience: int = 3  # skipped updates in a row that end the run
 
     # descriptions

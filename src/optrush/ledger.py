@@ -23,15 +23,17 @@ from functools import cache, cached_property
 from typing import Any, Literal
 
 Role = Literal[
-    "weight", "gradient", "state", "cast", "product", "residual", "widening", "narrowing", "wide", "byte", "code"
-]
+    "weight", "gradient", "state", "cast", "product", "residual", "widening", "narrowing", "wide",
+    "byte", "code", "nibble", "stored",
+]  # fmt: skip
 # Bytes a value in float32 training. cast: a weight's copy in the products' type; product: what a product saves of its
 # inputs; residual: the stream between blocks; widening: a float32 copy beyond the value itself; narrowing: a copy in
 # the products' type beside a float32 value; wide: float32 whatever the precision; code: a byte, and its share of a
-# float32 scale for 256 of them.
+# float32 scale for 256 of them; nibble: half a byte, and its share of one for 128 of them;
+# stored: a weight in another form, whose owner says how wide it is.
 FLOAT32: Mapping[Role, float] = {
     "weight": 4, "gradient": 4, "state": 4, "cast": 0, "product": 4, "residual": 4, "widening": 0, "narrowing": 0,
-    "wide": 4, "byte": 1, "code": 1 + 4 / 256,
+    "wide": 4, "byte": 1, "code": 1 + 4 / 256, "nibble": 0.5 + 4 / 128, "stored": 4,
 }  # fmt: skip
 BFLOAT16: Mapping[Role, float] = {
     **FLOAT32, "weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2, "widening": 2, "narrowing": 2,
@@ -341,11 +343,25 @@ def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float
 
 
 def hosted(ledger: Ledger, tokens: float) -> float:
+    """Bytes on the host: what is paged, and what waits there for the backward pass."""
+    return paged(ledger) + awaiting(ledger, tokens)
+
+
+def awaiting(ledger: Ledger, tokens: float) -> float:
     """Bytes that wait on the host for the backward pass: each crosses the link to it twice a micro-batch."""
+    return _on_host(ledger, "saved", tokens)
+
+
+def paged(ledger: Ledger) -> float:
+    """Bytes that live on the host: each crosses the link to it twice an update."""
+    return _on_host(ledger, "always", 0.0)
+
+
+def _on_host(ledger: Ledger, live: Live, tokens: float) -> float:
     return sum(
         held(ledger, line, tokens) * (1 - line.recomputed) * (1 - line.stays / line.blocks)
         for line in ledger.lines
-        if line.live == "saved" and line.stays < line.blocks
+        if line.live == live and line.stays < line.blocks
     )
 
 
@@ -359,7 +375,7 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
     """Which part of a line is there in a phase."""
     one = 1 / line.blocks
     if line.live == "always":
-        return 1.0
+        return min(1.0, line.stays * one)
     if line.live == "gradient" and line.stepped:
         # Before the blocks' it is gone when theirs begin: the head's is made where the head's logits are.
         last = float(phase == "backward, first block")

@@ -5,6 +5,8 @@ to pinned memory and read once they have arrived, so a line may be written a ste
 and the last step wait for them. All ranks agree on stopping through the host (`job.total`).
 
 tokens, target_tokens: of the logged step, all ranks, padding excluded.
+loss, and what the objective says beside it (`job.figures`): means over the logged step's terms (target tokens, or
+    pairs), all ranks.
 step_s, data_wait_s: mean over the steps since the last line, from the end of one step to the end of another on the
     device. tokens_per_s, mfu: real tokens since the last line, over
     that time. MFU = ModelShape.flops (6 x matrix parameters + causal attention by document) / datasheet bf16 peak.
@@ -18,7 +20,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +49,7 @@ class _Noted(NamedTuple):
     aside_s: float
     begin: Moment
     end: Moment
-    values: Tensor  # loss, rate, norm, skipped; on the host once `end` has passed
+    values: Tensor  # loss, rate, norm, skipped, and the means of the figures; on the host once `end` has passed
 
 
 class Meter:
@@ -70,6 +72,7 @@ class Meter:
         self.noted: deque[_Noted] = deque()
         self.failure: RunError | None = None
         self.evals: list[float] = []
+        self.judged: Callable[[int, float], None] = lambda step, loss: None  # told of each evaluation, on every rank
         self.last = 0  # the last step that was counted
         self.unwritten = ""
         self._begin(_now(self.device))
@@ -104,7 +107,8 @@ class Meter:
             "tokens": total(sum(b.n_tokens for b in batches)),
             "target_tokens": total(sum(b.n_targets for b in batches)),
         }
-        values = torch.stack([t.double() for t in (loss, self.job.lr, norm, self.skipped)])
+        figures = self._figures(sum(b.n_terms for b in batches))
+        values = torch.stack([t.double() for t in (loss, self.job.lr, norm, self.skipped, *figures)])
         if self.device.type == "cuda":
             values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
         now = _now(self.device)
@@ -126,6 +130,13 @@ class Meter:
         )
         self._begin(now)
 
+    def _figures(self, terms: int) -> list[Tensor]:
+        """Means over the terms of all ranks of what the score adds up beside the loss; `terms` of this rank."""
+        if not self.job.figures:
+            return []
+        sums = self.job.share(torch.stack(list(self.job.figures.values())))
+        return list((sums / max(1, self.job.total(terms))).unbind())
+
     def _drain(self, *, wait: bool) -> None:
         """Writes the lines whose figures have arrived."""
         self._look(wait=wait)
@@ -133,19 +144,22 @@ class Meter:
         while self.noted and (wait or _passed(self.noted[0].end)):
             n = self.noted.popleft()
             seconds = _between(n.begin, n.end) - n.aside_s  # waits for the end, if it must
-            loss, lr, norm, skipped = n.values.tolist()
+            loss, lr, norm, skipped, *means = n.values.tolist()
+            figures = dict(zip(self.job.figures, map(_finite, means), strict=True))
             self.write({
-                "step": n.step, "loss": _finite(loss), "lr": lr, "grad_norm": _finite(norm), **n.counts,
+                "step": n.step, "loss": _finite(loss), "lr": lr, "grad_norm": _finite(norm), **n.counts, **figures,
                 "step_s": seconds / n.steps, "tokens_per_s": n.tokens / seconds,
                 "mfu": None if peak is None else n.flop / seconds / peak,
                 **n.memory, "data_wait_s": n.wait_s / n.steps, "skipped": int(skipped),
             })  # fmt: skip
 
-    def evaluated(self, step: int, loss: float, targets: int) -> None:
+    def evaluated(self, step: int, loss: float, targets: int, figures: Mapping[str, float] = {}) -> None:
         """A line for an evaluation; its time is no step's."""
         self._drain(wait=True)  # in their order
         self.evals.append(loss)
-        self.write({"step": step, "eval_loss": _finite(loss), "eval_target_tokens": targets})
+        said = {f"eval_{name}": _finite(value) for name, value in figures.items()}
+        self.write({"step": step, "eval_loss": _finite(loss), "eval_target_tokens": targets, **said})
+        self.judged(step, loss)
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -166,9 +166,8 @@ def family(
     chosen = [[o for o in group if o and Part.SAVED not in o.claims] or [None] for group in chosen]
     shapes = {n: ModelShape.read(hf) for n, hf in SHAPES.items() if hf["model_type"] == scene.hf["model_type"]}
     for name, shape in sorted(shapes.items(), key=lambda s: s[1].parameters):
-        other = dataclasses.replace(
-            scene, hf=copy.deepcopy(SHAPES[name]), setup=dataclasses.replace(scene.setup, blocks=shape.layers)
-        )
+        setup = dataclasses.replace(scene.setup, blocks=shape.layers, vocab=shape.vocab, shape=shape)
+        other = dataclasses.replace(scene, hf=copy.deepcopy(SHAPES[name]), setup=setup)
         looked = _Looked(other)
         for one in itertools.product(*chosen, [None, *saving]):
             looked.worth(one)
@@ -180,7 +179,7 @@ def padding(run: Run) -> float:
     for path in (o.path for o in run.data.origins):
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
             raise DataError(f"`data.path: {path}`", "no such file", "name the file with the run's rows")
-    lengths, T = estimate(run.data, run.seed), run.batch.seq
+    lengths, T = estimate(run.data, run.seed, pairs=run.objective == "dpo"), run.batch.seq
     return 1 - sum(min(n, T) for n in lengths) / (T * len(lengths)) if lengths else 0.0
 
 
@@ -210,9 +209,9 @@ def _book(members: Sequence[Technique], setup: Setup, hf: Mapping[str, Any], emp
     if (obstacle := native_obstacle(hf)) is not None:
         asked = f"a plan for a model of type {hf.get('model_type')!r}"
         raise NeedsError(asked, obstacle, "train it without a plan")
-    entries = _baseline(ModelShape.read(hf), setup.seq, setup.native, setup.device.kind == "cuda", empty)
+    entries = _baseline(shape := ModelShape.read(hf), setup.seq, setup.native, setup.device.kind == "cuda", empty)
     widths = ledger.BFLOAT16 if setup.dtype == "bfloat16" else ledger.FLOAT32
-    return ledger.settle(entries, widths, [r for t in members for r in t.predict(setup)], setup.accumulation)
+    return ledger.settle(entries, widths, baseline.rules(members, setup, shape), setup.accumulation)
 
 
 @cache  # one for all sets of a search

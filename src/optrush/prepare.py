@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from optrush import hardware
-from optrush.config import Run
+from optrush.config import Dpo, Run
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.launch import launched
 from optrush.model.locate import check_positions, locate
+from optrush.model.vocabulary import Growth, grow
 from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
 from optrush.technique import Edit, Part, Setup, Technique, build, demand, in_order, settle, sizes, unmet
 from optrush.techniques import ALL
@@ -33,6 +34,7 @@ class Prepared:
     folder: Path | None
     hf: dict[str, Any]  # config.json as the config stage left it
     edits: tuple[Edit, ...]  # of the config stage
+    growth: Growth | None = None  # of the vocabulary
 
 
 def prepare(
@@ -51,11 +53,17 @@ def prepare(
     """
     automatic = run.batch.micro_tokens == "auto"
     run = _chooser(run, classes) if automatic else run
+    check_dpo(run)
+    if run.objective == "dpo":
+        run = run.model_copy(update={"dpo": run.dpo or Dpo()})
     techniques = in_order(build(classes, run.with_))
     check(run)
     ranks = launched()[1] if ranks is None else ranks
     rows, micro_rows = sizes(run, ranks)
     folder, hf = locate(run, weights=device is None)
+    growth = grow(run, folder, hf)
+    if growth is not None:
+        hf["vocab_size"] = growth.vocab
     edits = [Edit("config", t.name, n) for t in techniques if (n := t.config(hf))]
     refuse_foreign(hf)
     obstacle = native_obstacle(hf)
@@ -84,6 +92,7 @@ def prepare(
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
         vocab=int(hf.get("vocab_size") or 0),
         shape=shape,
+        dpo=run.dpo,
     )
     if automatic:
         from optrush.sizing import choose  # which asks the plan's modules, and the plan asks us
@@ -93,7 +102,7 @@ def prepare(
     if here:  # before hours of tokenising; a plan may suppose another machine
         for technique in techniques:
             demand(technique)
-    return Prepared(_sized(run, setup), techniques, setup, folder, hf, tuple(edits))
+    return Prepared(_sized(run, setup), techniques, setup, folder, hf, tuple(edits), growth)
 
 
 def resized(prepared: Prepared, rows: int) -> Prepared:
@@ -165,3 +174,28 @@ def check(run: Run) -> None:
         raise ConfigError("`data.stream`", "no `data.path` to read from", "leave data.stream out")
     if d.clean is not None and d.path is None:
         raise ConfigError("`data.clean`", "no `data.path` to clean", "leave data.clean out")
+
+
+def check_dpo(run: Run) -> None:
+    """The rules between `objective: dpo`, its block and the data; reads nothing.
+
+    Raises:
+        ConfigError: what another objective would not read, or pairs cannot have.
+    """
+    asked, d, settings = f"`objective: {run.objective}`", run.data, run.dpo or Dpo()
+    if run.objective != "dpo":
+        if run.dpo is not None:
+            raise ConfigError(f"`dpo` with {asked}", "nothing there reads it", "leave `dpo` out, or objective: dpo")
+        return
+    if settings.loss == "ipo" and settings.label_smoothing:
+        found = "a squared distance, which has no probability of a wrong label in it"
+        raise ConfigError("`dpo.label_smoothing` with `dpo.loss: ipo`", found, "leave one of the two out")
+    if d.too_long in ("split", "truncate"):
+        found = "pairs: answers that are cut were never compared"
+        raise ConfigError(f"`data.too_long: {d.too_long}` with {asked}", found, "take data.too_long: error or drop")
+    if d.train_on == "all":
+        found = "pairs, whose prompt is the same on both sides and cancels out"
+        raise ConfigError(f"`data.train_on: all` with {asked}", found, "take data.train_on: assistant or last")
+    if d.stream and settings.reference == "precomputed":
+        found = "`data.stream`, whose rows nobody has read before step 0"
+        raise ConfigError("`dpo.reference: precomputed`", found, "leave data.stream out, or take reference: adapter")

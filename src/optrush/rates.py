@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from optrush import measured
 from optrush.hardware import Device
-from optrush.ledger import Ledger, Work, hosted
+from optrush.ledger import Ledger, Work, awaiting, paged
 from optrush.measured import Calibration
 from optrush.shapes import ModelShape
 
@@ -210,6 +210,9 @@ def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
     moved, taken = _offloaded(ledger, tokens, rates or of(device))
     if taken and math.isfinite(taken):
         found.append(Effort("offload", 0.0, moved, 0.0, taken, "link", "what waits on the host, there and back"))
+    moved, taken = _paged(ledger, rates or of(device))
+    if taken and math.isfinite(taken):
+        found.append(Effort("paging", 0.0, moved, 0.0, taken, "device", "what lives on the host, there and back"))
     return found
 
 
@@ -224,17 +227,27 @@ def seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
         else:
             on_device += alone
     _, on_bus = _offloaded(ledger, tokens, rates)
-    if rates is None or not on_device or math.isinf(max(on_link, on_bus)):
+    on_device += _paged(ledger, rates)[1]
+    if rates is None or not on_device or math.isinf(max(on_device, on_link, on_bus)):
         return None
     return max(on_device, on_host, on_link, on_bus) + rates.micro_s * ledger.accumulation + rates.step_s
 
 
 def _offloaded(ledger: Ledger, tokens: float, rates: Rates | None) -> tuple[float, float]:
     """Bytes of a step that cross the link to the host, and their seconds, beside the computation."""
-    moved = 2 * hosted(ledger, tokens) * ledger.accumulation
+    moved = 2 * awaiting(ledger, tokens) * ledger.accumulation
     if not moved or rates is None:
         return 0.0, 0.0
     return moved, math.inf if rates.host_bytes_s is None else moved / rates.host_bytes_s
+
+
+def _paged(ledger: Ledger, rates: Rates | None) -> tuple[float, float]:
+    """The same of what passes through the device in the update, which waits for it: both ways at once (assumed, not
+    measured)."""
+    moved = 2 * paged(ledger)
+    if not moved or rates is None:
+        return 0.0, 0.0
+    return moved, math.inf if rates.host_bytes_s is None else moved / 2 / rates.host_bytes_s
 
 
 def parts(ledger: Ledger, tokens: float, rates: Rates) -> dict[str, float]:

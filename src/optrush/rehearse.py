@@ -5,8 +5,9 @@ the run changes: the loss scale is infinite, so that no gradient is finite and e
 is; loss scale, random state, buffers and what techniques keep are put back, and the data is read beside its stream.
 Only the update's own temporaries are not seen, where the optimizer asks on the host whether it may step.
 
-Largest: a full micro-batch whose every row is one document of T tokens, all learnt (of a layout whose width follows its
-rows: as long as the longest document), twice where gradients accumulate; then the first step as it is.
+Largest: a full micro-batch whose every row is one document of T tokens (of pairs, two of T / 2), all learnt (of a
+layout whose width follows its rows: as long as the longest), twice where gradients accumulate; then the first step as
+it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -47,10 +48,22 @@ def rehearse(job: Job, plan: Plan) -> UserError | None:
     """
     if plan.done >= plan.total:
         return None
-    said = ""
-    try:
+
+    def play() -> None:
         with _unchanged(job):
             _play(job, plan)
+
+    refusal = guarded(job, play)
+    if refusal is None and job.world.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the run's peak is its own steps'
+    return refusal
+
+
+def guarded(job: Job, work: Callable[[], None]) -> UserError | None:
+    """Does work of all ranks before step 0; returns and raises as `rehearse`."""
+    said = ""
+    try:
+        work()
     except (RuntimeError, MemoryError) as error:
         if not exhausted(error):
             raise
@@ -60,11 +73,7 @@ def rehearse(job: Job, plan: Plan) -> UserError | None:
     if words is None:
         raise RunError(f"{said or 'another rank does not answer'}, in the rehearsal; the ranks wait for each other")
     said = next((word for word in words if word), "")
-    if said:
-        return _refusal(job, said)
-    if job.world.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # the run's peak is its own steps'
-    return None
+    return _refusal(job, said) if said else None
 
 
 def release(job: Job) -> None:
@@ -121,10 +130,11 @@ def worst(job: Job, plan: Plan) -> Batch:
     weight = job.model.embedding.weight
     assert isinstance(weight, Tensor)
     ids = np.random.default_rng(0).integers(weight.shape[0], size=(setup.micro_rows, width), dtype=np.int32)
-    documents = [Document(row, np.ones(width, bool)) for row in ids]
+    cut = [np.array_split(row, rows.source.parts) for row in ids]
+    documents = [[(0, Document(part, np.ones(len(part), bool))) for part in parts] for parts in cut]
     # A live stream's room for documents grows with what it meets.
     widest = plan.length.widest or (ROOM if rows.layout.isolated else 2)
-    (batch,) = stream.batches(rows, [[(0, d)] for d in documents], widest, rank=0, ranks=1, micro_rows=setup.micro_rows)
+    (batch,) = stream.batches(rows, documents, widest, rank=0, ranks=1, micro_rows=setup.micro_rows)
     return batch
 
 

@@ -19,10 +19,11 @@ from optrush.manifest import FOLDER, LEFT, find
 
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
 _CUT = METRICS + ".tmp"
-_WHOLE = (RUN, "report.html", "cleaning.html", "cleaning.json", "model", "model.old")  # written beside, then renamed
+# written beside, then renamed
+_WHOLE = (RUN, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter", "adapter.old")
 KNOWN = frozenset(
-    {RUN, METRICS, LOCK, _CUT, FOLDER, "model", "loss.png", "report.html", "quarantine.jsonl"}
-    | {"cleaning.html", "cleaning.json"}
+    {RUN, METRICS, LOCK, _CUT, FOLDER, "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
+    | {"cleaning.html", "cleaning.json", "tensorboard", "tracker", "tracker.json", "tracker.json.tmp"}
     | {f"{name}.tmp" for name in _WHOLE}  # what a kill leaves
 )
 

@@ -283,11 +283,13 @@ def refuse_foreign(hf: HF) -> None:
         if not str(name).endswith(("ForCausalLM", "LMHeadModel")):
             raise NeedsError(asked, f"architecture {name}, which is not a causal language model", dense)
     if hf.get("quantization_config") is not None:
-        method = dict(hf["quantization_config"]).get("quant_method", "unnamed")
+        said = hf["quantization_config"]
+        method = said.get("quant_method", "unnamed") if isinstance(said, dict) else f"of no mapping, {said!r}"
+        do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
         raise NeedsError(
             asked,
             f"weights quantised on disk (quantization_config, method {method})",
-            "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded",
+            "add --with nf4 --with lora" if method == "bitsandbytes" else do,
         )
 
 

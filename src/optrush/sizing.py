@@ -50,7 +50,7 @@ def choose(techniques: Sequence[Technique], setup: Setup, hf: Mapping[str, Any])
     for made in possible:
         entries = baseline.entries(shape, T, native=made.native, cuda=device.kind == "cuda", padding=0.0)
         widths = ledger.BFLOAT16 if made.dtype == "bfloat16" else ledger.FLOAT32
-        book = ledger.settle(entries, widths, [r for t in techniques for r in t.predict(made)], made.accumulation)
+        book = ledger.settle(entries, widths, baseline.rules(techniques, made, shape), made.accumulation)
         tokens, most = made.micro_rows * T, room(device)
         if most is None or ledger.peak(book, tokens).bytes <= most:
             # Where rates are unknown the largest: fewer and larger products are not slower.

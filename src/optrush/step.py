@@ -33,7 +33,10 @@ def loss(job: Job, batch: Batch) -> Tensor:
 
 
 def gradients(job: Job, batches: list[Batch], terms: int | Tensor) -> Tensor:
+    """One micro-batch after the other; their losses are added up and divided by `terms`."""
     job.discard()
+    for figure in job.figures.values():
+        figure.zero_()
     if not isinstance(terms, Tensor):  # filled in on the device: copying a number there would wait for it
         terms = torch.full((), max(terms, 1), dtype=torch.float32, device=job.world.device)
     job.model.train()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
-from optrush.config import Run, nearest
+from optrush.config import Dpo, Run, nearest
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import CPU, Device
 from optrush.ledger import Rule
@@ -45,6 +45,7 @@ class Part(enum.Enum):
     DATA = "the data-parallel axis"
     MICRO_BATCH = "the size of micro-batches"
     OPTIMIZER = "the optimizer"
+    STATES = "where the optimizer's states are kept"
     UPDATE = "when parameters are updated"
     COMPILED = "what is compiled"
     CAPTURE = "the recording of a whole window"
@@ -87,6 +88,7 @@ class Setup:
     owned: frozenset[Part] = frozenset()
     vocab: int = 0  # V; 0: not asked
     shape: ModelShape | None = None  # of a model of our own decoder
+    dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -227,6 +229,7 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
             todo = nearest(option, fields) if fields else f"`{cls.name}` takes no options"
             raise ConfigError(f"`{cls.name}: {option}`", "no such option", todo)
     hints = get_type_hints(cls, include_extras=True)
+    options = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}  # as YAML has them
     for option, value in options.items():
         try:
             TypeAdapter(hints[option]).validate_python(value, strict=True)
@@ -250,7 +253,8 @@ def settle(techniques: Sequence[Technique], setup: Setup) -> Setup:
                     f"`{owners[part]}` with `{t.name}`", f"both own {part.value}", f"take one: --without {t.name}"
                 )
             owners[part] = t.name
-    setup = dataclasses.replace(setup, owned=frozenset(owners))
+    pairs = {Part.SHARING} if setup.dpo is not None else set()
+    setup = dataclasses.replace(setup, owned=frozenset(owners) | pairs)
     axes: dict[str, int] = {}
     for t in techniques:
         axes.update(t.axes(setup))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from optrush.data import stream
 from optrush.job import Job
@@ -61,15 +62,27 @@ def train(job: Job, meter: Meter, plan: Plan, save: Callable[[int], None]) -> No
                 save(step)
 
 
-def evaluate(job: Job) -> tuple[float, int]:
-    """Mean loss a target token over the held-out documents, and how many targets they have."""
+class Evaluated(NamedTuple):
+    """What an evaluation found, of all ranks."""
+
+    loss: float  # mean over the held-out terms: target tokens, or pairs
+    targets: int
+    figures: dict[str, float]  # means over the terms, of what the objective says beside its loss
+
+
+def evaluate(job: Job) -> Evaluated:
+    """One pass over the held-out documents."""
     assert job.evaluation is not None
-    loss, targets = 0.0, 0
+    for figure in job.figures.values():
+        figure.zero_()
+    loss, terms, targets = 0.0, 0, 0
     for batch in job.evaluation:
         loss += job.losses([batch]).item()
+        terms += batch.n_terms
         targets += batch.n_targets
-    targets = job.total(targets)
-    return loss / targets, targets
+    terms, targets = job.total(terms), job.total(targets)
+    figures = {name: job.share(figure.clone()).item() / terms for name, figure in job.figures.items()}
+    return Evaluated(loss / terms, targets, figures)
 
 
 def _due(step: int, every: float | None, total: int) -> bool:

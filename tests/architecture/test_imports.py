@@ -25,11 +25,14 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 80
 
 PURE = (
     "errors", "config", "shapes", "hardware", "technique", "ledger", "baseline", "rates", "plan", "prepare", "launch",
-    "measured", "ascent", "sizing", "model.locate", "data.lengths",
+    "measured", "ascent", "sizing", "sampling", "judge", "model.locate", "data.lengths",
     "optim.schedule", "cli", "commands", "techniques",
 )  # fmt: skip
 FOUNDATION = ("model", "kernels", "objectives", "optim", "data")  # they know nothing of a job
-ABOVE = ("techniques", "job", "step", "assemble", "train", "fit", "meter", "checkpoint", "runfolder", "export", "cli")
+ABOVE = (
+    "techniques", "job", "step", "assemble", "train", "fit", "meter", "checkpoint", "runfolder", "export", "rebuild",
+    "verify", "deliver", "talk", "asking", "cli",
+)  # fmt: skip
 # What neither loop nor assembly may know by name.
 NAMELESS = (
     "train",
@@ -45,6 +48,12 @@ NAMELESS = (
     "technique",
     "rehearse",
     "sizing",
+    "card",
+    "rebuild",
+    "verify",
+    "deliver",
+    "talk",
+    "asking",
 )
 
 

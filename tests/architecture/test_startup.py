@@ -46,7 +46,10 @@ def test_import() -> None:
         [],
         *(
             [verb, "--help"]
-            for verb in ("train", "eval", "bench", "techniques", "report", "init", "doctor", "plan", "calibrate")
+            for verb in (
+                *("train", "eval", "bench", "techniques", "report", "init", "doctor", "plan", "calibrate"),
+                *("export", "chat", "generate"),
+            )
         ),
     ],
 )

@@ -107,15 +107,17 @@ CASES = {  # what the records are asked for by
     "benchmarks/rows.yaml": {"1b-full-2048", "1b-full-4096", "1b-full-8192"},
     "benchmarks/eight.yaml": {"8b-full-4096", "8b-fp8-4096"},
     "benchmarks/chats.yaml": {"1b-chat-lengths"},
+    "benchmarks/adapters.yaml": {"1b-lora-2048", "1b-qlora-2048", "8b-lora-4096", "8b-qlora-4096"},
+    "benchmarks/qlora.yaml": {"8b-qlora-least-memory", "70b-qlora-2048"},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_cases_of_the_benchmarks(name: str) -> None:
-    configs = {"1b": ["llama1b-peers", "llama1b"], "8b": ["llama8b"]}
+    configs = {"1b": ["llama1b-peers", "llama1b"], "8b": ["llama8b"], "70b": ["llama8b"]}
     configs["1b"] += ["chat-lengths"] if "chats" in name else []
     found: set[str] = set()
-    for size in {case[:2] for case in CASES[name]}:
+    for size in {case.partition("-")[0] for case in CASES[name]}:
         for stem in configs[size]:
             own = config.parse((ROOT / f"benchmarks/{stem}.yaml").read_text(), stem)
             path = str(ROOT / name) if name.endswith(".yaml") else name

@@ -44,11 +44,16 @@ def test_options_are_checked() -> None:
     assert trainer.required == ("transformers", "accelerate", "liger-kernel")
     assert peers.build("trainer", {"liger": False}).required == ("transformers", "accelerate")
     assert peers.build("unsloth", {}).title == "Unsloth + its checkpointing, bfloat16 weights"
+    assert peers.build("unsloth", {"adapter": "qlora"}).title.startswith("Unsloth qlora rank 16 + its checkpointing")
+    adapting = peers.build("trainer", {"adapter": "qlora", "rank": 8})
+    assert adapting.title == "Hugging Face Trainer + Liger + qlora rank 8, float32 weights"
+    assert adapting.required == ("transformers", "accelerate", "peft", "bitsandbytes", "liger-kernel")
     assert peers.build("torchtitan", {}).title == "torchtitan + compile, float32 weights"
     for name, options, said in (
         ("trainr", {}, "the system `trainr`\nfound: no such system\ndo:    did you mean `trainer`"),
         ("trainer", {"ligr": True}, "`trainer: ligr`\nfound: no such option\ndo:    did you mean `liger`"),
         ("trainer", {"liger": "yes"}, "`trainer: liger`\nfound: 'yes'"),
+        ("torchtitan", {"adapter": "lora"}, "`torchtitan: adapter`\nfound: no such option"),
     ):
         with pytest.raises(ConfigError) as caught:
             peers.build(name, options)
@@ -321,6 +326,7 @@ def test_what_a_system_tells(tmp_path: Path) -> None:
         peer_worker.told(fake, work, hardware.CPU, 1)
     work.step(torch.tensor(4.0))
     work.marks = [0.0, 9.0, 9.5, 9.75]
+    work.seen = TRAINED
     found = peer_worker.told(fake, work, hardware.CPU, 1)
     assert found["losses"] == [5.0, None, 4.0] and found["tokens_per_s"] == [256.0, 512.0]
     assert found["step_s"] == [0.5, 0.25] and found["fill"] == 1
@@ -331,13 +337,24 @@ def test_what_a_system_tells(tmp_path: Path) -> None:
 # --- the real Trainer, where what it needs is here
 
 
+def test_flops_of_adapters() -> None:
+    """4 a frozen weight, 6 one that is trained, and attention as it was."""
+    shape = peer_worker.ModelShape.read(json.loads(Path("toy/config.json").read_text()))
+    batch = next(iter(peer_worker.rows(run(), json.loads(Path("toy/config.json").read_text()), Path("toy"), 1)))
+    whole = peers.build("trainer", {}).flops(shape, batch, 999)
+    found = peers.build("trainer", {"adapter": "lora"}).flops(shape, batch, 999)
+    assert whole == shape.flops(128, 2 * 64**2)
+    assert whole - found == 128 * (2 * shape.matrix_parameters - 6 * 999)
+
+
 @pytest.mark.slow
-def test_the_trainer_trains_as_we_do() -> None:
+@pytest.mark.parametrize("adapter", [None, "lora"])
+def test_the_trainer_trains_as_we_do(adapter: str | None) -> None:
     pytest.importorskip("accelerate")
     request = {
         "run": config.dump(run(batch={"seq": 64, "tokens": 128, "micro_tokens": 128})),
         "warmup": 1,
-        "peer": {"trainer": {"liger": False, "weights": "float32"}},
+        "peer": {"trainer": {"liger": False, "weights": "float32", "adapter": adapter}},
     }
     put_json(Path("request.json"), request)
     command = [sys.executable, "-m", "optrush.bench.peer_worker", "request.json", "result.json"]
@@ -347,8 +364,11 @@ def test_the_trainer_trains_as_we_do() -> None:
     assert found["seen"]["weights"] == "float32" and len(found["step_s"]) == 2 and len(found["losses"]) == 3
     from optrush.bench import worker
 
-    ours = worker.measure(run(**{"with": {"amp": {}}}), run(), 1, 0, 0)
-    assert found["losses"] == pytest.approx(ours["losses"], rel=2e-3)
+    with_ = {"amp": {}} | ({} if adapter is None else {"lora": {"rank": 16, "alpha": 16}})
+    ours = worker.measure(run(**{"with": with_}), run(), 1, 0, 0)
+    same = 3 if adapter is None else 1  # adapters begin as other random values, which the first loss does not see
+    assert found["losses"][:same] == pytest.approx(ours["losses"][:same], rel=2e-3)
+    assert found["seen"]["trained parameters"] == ours["seen"]["trained parameters"]
 
 
 def put_json(path: Path, value: Any) -> None:

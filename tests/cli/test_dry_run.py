@@ -103,7 +103,7 @@ def test_the_disk_that_the_run_then_takes(call: Call, write: Write, here: Path) 
     disk = told(call, config)["disk"]
     assert disk["checkpoints"] == 3 and disk["keep"] == 2 and disk["folder"] == str(here)
     assert call("train", config).code == 0
-    saved = [sum(f.stat().st_size for f in c.iterdir()) for c in (here / "out" / "checkpoints").iterdir()]
+    saved = [sum(f.stat().st_size for f in c.iterdir()) for c in (here / "out" / "checkpoints").glob("step-*")]
     assert len(saved) == 2
     assert disk["weights_bytes"] + disk["states_bytes"] == pytest.approx(saved[0], rel=0.01)
     assert disk["weights_bytes"] == pytest.approx((here / "out/model/model.safetensors").stat().st_size, rel=0.01)
@@ -115,6 +115,16 @@ def test_copies_on_the_disk(save_every: float | None, copies: int, call: Call, w
     """As many as are saved, at most `keep` and the one that is being written."""
     facts = told(call, write(train={"epochs": None, "steps": 10, "save_every": save_every}))
     assert facts["disk"]["checkpoints"] == copies
+
+
+@pytest.mark.parametrize(("best", "eval_every", "copies"), [(True, 3, 4), (False, 3, 3), (True, None, 3)])
+def test_copies_with_the_best_one(best: bool, eval_every: int | None, copies: int, call: Call, write: Write) -> None:
+    """It is kept beside the newest; where nothing is evaluated on the way, it is the last one."""
+    train = {"epochs": None, "steps": 10, "save_every": 2, "eval_every": eval_every, "best": best, "export": best}
+    disk = told(call, write(train=train))["disk"]
+    assert disk["checkpoints"] == copies
+    one = disk["weights_bytes"] + disk["states_bytes"]
+    assert disk["needed_bytes"] == copies * one + disk["weights_bytes"] * best
 
 
 def test_ranks_in_one_process(call: Call, write: Write) -> None:

@@ -39,7 +39,7 @@ def refused(found: Found, *says: str, output: str | None = "out") -> None:
 TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "unknown key": ("model: tiny\noptim: {lrr: 1}\n", ("run.yaml:2: `optim.lrr`", "no such key", "did you mean `lr`?")),
     "unknown key at the top": ("modle: tiny\n", ("run.yaml:1: `modle`", "did you mean `model`?")),
-    "unknown key unlike any": ("zzz: 1\n", ("run.yaml:1: `zzz`", "known: batch, data, model, objective")),
+    "unknown key unlike any": ("zzz: 1\n", ("run.yaml:1: `zzz`", "known: batch, data, ")),
     "unknown key of a model": ("model: {pth: x}\n", ("run.yaml:1: `model.pth`", "did you mean `path`?")),
     "duplicate key": ("model: tiny\nseed: 1\nseed: 2\n", ("run.yaml:3", "`seed` stands here a second time", "keep")),
     "duplicate key inside": ("optim:\n  lr: 1\n  lr: 2\n", ("run.yaml:3", "`lr` stands here a second time")),
@@ -78,7 +78,7 @@ VALUES: dict[str, Case] = {
     "infinite rate": ({"optim": {"lr": float("inf")}}, [], ("`optim.lr`", "inf", "finite")),
     "negative rate": ({"optim": {"lr": -1e-3}}, [], ("`optim.lr`", "-0.001", "greater than 0")),
     "unknown choice": ({"optim": {"schedule": "cosin"}}, [], ("`optim.schedule`", "'cosin'", "'cosine'")),
-    "objective not built": ({"objective": "dpo"}, [], ("`objective`", "'dpo'", "'pretrain' or 'sft'")),
+    "objective not built": ({"objective": "ppo"}, [], ("`objective`", "'ppo'", "'pretrain', 'sft' or 'dpo'")),
     "list for a section": ({"optim": [1]}, [], ("`optim`", "[1]", "optim")),
     "eval out of range": ({"data": {"eval": 1.5}}, [], ("`data.eval`", "1.5", "less than 1")),
     "rows do not divide": (

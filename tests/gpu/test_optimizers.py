@@ -1,18 +1,23 @@
-"""AdamW on bfloat16 weights on a GPU: Triton's kernel against the reference to the bit, and no wait for the device."""
+"""AdamW on a GPU: bfloat16 weights, 4-bit moments, states on the host; bits, and no wait for the device."""
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from optrush import step
 from optrush.assemble import assemble
-from optrush.config import parse
+from optrush.config import Optim, parse
 from optrush.job import Job
 from optrush.kernels import adamw_update as kernel
+from optrush.kernels.adam8bit_update import adam8bit_update
+from optrush.optim.adam8bit import Adam4bit
 from optrush.prepare import prepare
+from optrush.techniques import paged_states
 
 from updates import compare, grads_of, group_of, stepped, tensors
 
@@ -133,3 +138,96 @@ def test_a_bad_update_changes_nothing(rounding):
     _, skipped = job.update()
     assert skipped.item() and all(torch.equal(t.local, w) for t, w in zip(job.trained, before))
     assert all(s["count"].item() == 1 for s in job.optimizer.state().values())
+
+
+# Codes of half a byte.
+
+LOW = {"whole": (512, 2048), "odd": (333, 896), "rest": (40, 1001), "norm": (2048,), "small": (9, 11)}
+
+
+def adam4bit(dtype: torch.dtype, rounding: kernel.Rounding, device: str) -> Adam4bit:
+    g = torch.Generator().manual_seed(3)
+    found = [
+        SimpleNamespace(
+            name=name, local=(0.02 * torch.randn(shape, generator=g)).to(device, dtype), grad=None,
+            decays=len(shape) > 1, whole=shape, offset=(0,) * len(shape),
+        )
+        for name, shape in LOW.items()
+    ]  # fmt: skip
+    return Adam4bit(found, Optim(lr=1e-3), rounding=rounding, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding"),
+    [(torch.float32, "nearest"), (torch.bfloat16, "nearest"), (torch.bfloat16, "stochastic")],
+    ids=str,
+)
+def test_4_bit_codes_have_the_references_bits(dtype: torch.dtype, rounding: kernel.Rounding) -> None:
+    """Weights, codes, scales and counts after several steps, one of them skipped: kernel, reference on GPU and CPU."""
+    ours, plain, cpu = (adam4bit(dtype, rounding, where) for where in ("cuda", "cuda", "cpu"))
+    plain.updates = [partial(adam8bit_update, group) for group in plain.groups]
+    for n, one in itertools.product(range(1, 6), (ours, plain, cpu)):
+        g = torch.Generator().manual_seed(n)
+        for t in one.trained:
+            grad = torch.randn(t.whole, generator=g) * torch.exp(2 * torch.randn(t.whole, generator=g))
+            t.grad = (8 * grad).to(t.local.device, dtype)
+        rate, scale, bad = (torch.tensor(v, device=one.trained[0].local.device) for v in (1e-3, 8.0, n == 3))
+        one.step(rate, scale, bad)
+    for other in (plain, cpu):
+        for a, b in zip(ours.trained, other.trained, strict=True):
+            assert torch.equal(a.local.cpu(), b.local.cpu()), a.name
+            for k, s in ours.state()[a.name].items():
+                assert torch.equal(s.cpu(), other.state()[a.name][k].cpu()), f"{a.name} {k}"
+
+
+# States on the host.
+
+PAGED = [("fused-adamw",), ("bf16", "fused-adamw"), ("bf16", "kahan"), ("adam8bit",), ("bf16", "adam4bit")]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model's parameters are several pieces."""
+    monkeypatch.setattr(paged_states, "PIECE", 1 << 16)
+    monkeypatch.setattr(paged_states, "LEAST", 1 << 10)
+
+
+def given(job: Job, k: int) -> None:
+    """An update with gradients that are no backward pass's, which may add in any order."""
+    g = torch.Generator("cuda").manual_seed(k)
+    job.begin(k + 1)
+    for t in job.trained:
+        t.parameter.grad = torch.randn(t.local.shape, generator=g, device="cuda").to(t.local.dtype)
+    job.update()
+
+
+@pytest.mark.parametrize("withs", PAGED, ids="+".join)
+def test_paged_states_have_the_same_bits(small_pieces, withs):
+    one, other = job_of(*withs), job_of(*withs, "paged-states")
+    for k in range(6):
+        given(one, k)
+        given(other, k)
+    for t, w in zip(one.trained, other.trained, strict=True):
+        assert torch.equal(t.local, w.local), t.name
+    for name, by in one.optimizer.state().items():
+        found = other.optimizer.state()[name]
+        assert by.keys() == found.keys() and all(torch.equal(s.cpu(), found[k].cpu()) for k, s in by.items()), name
+
+
+def test_paged_states_are_pinned_on_the_host(small_pieces):
+    job = job_of("bf16", "fused-adamw", "paged-states")
+    pages = [s for by in job.optimizer.state().values() for s in by.values() if s.device.type == "cpu"]
+    assert pages and all(s.is_pinned() for s in pages)
+    states = sum(s.nbytes for s in pages)
+    assert sum(s.numel() for s in job.optimizer.slots) < states / 2
+
+
+def test_a_paged_update_never_waits_for_the_device(small_pieces):
+    job = job_of("packing", "bf16", "fused-adamw", "paged-states", "attention:impl=varlen")
+    for k in range(5):
+        torch.cuda.set_sync_debug_mode("error" if k >= 2 else "default")
+        try:
+            step_of(job, k)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.isfinite(t.local).all() for t in job.trained)

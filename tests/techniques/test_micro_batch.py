@@ -87,7 +87,7 @@ def test_evaluation_is_halved_too(box):
     job = assembled(
         golden_run(box, rows=4, packed=True, sets=sets, micro_batch={}, scarce={"evaluating": True}), CLASSES
     )
-    loss, targets = evaluate(job)
+    loss, targets, _ = evaluate(job)
     assert loss == pytest.approx(plain[0], rel=1e-6) and targets == plain[1] and job.setup.micro_rows == 1
 
 

@@ -276,3 +276,9 @@ def test_the_product_that_gates_is_a_product():
     assert asked("optrush::gated_backward") is CheckpointPolicy.PREFER_RECOMPUTE
     assert asked("optrush::gated") is CheckpointPolicy.MUST_SAVE
     assert asked("aten::mm") is CheckpointPolicy.PREFER_RECOMPUTE, "one product is kept"
+
+
+def test_products_of_adapters_are_not_kept(box):
+    with pytest.raises(NeedsError, match="take ops=attention") as refused:
+        prepare(golden_run(box, lora={}, selective_recompute={}))
+    assert "adapters, which make several of each" in str(refused.value)

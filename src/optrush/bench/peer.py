@@ -23,7 +23,12 @@ from optrush.technique import Need, library
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from optrush.shapes import ModelShape
+
 Weights = Literal["float32", "bfloat16"]
+Adapter = Literal["lora", "qlora"]
+# Of every linear of the blocks, as `lora` adapts them.
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class Peer(BaseModel):
@@ -63,6 +68,22 @@ class Peer(BaseModel):
     def train(self, work: Work) -> None:
         """Trains `work.batches`, one a step, and tells `work` of each."""
         raise AssertionError("each system does it")
+
+    def flops(self, shape: ModelShape, batch: Rows, trained: int) -> int:
+        """Training FLOPs of one step's rows; trained: values that are trained."""
+        return shape.flops(batch.n_tokens, batch.attended)
+
+
+class Adapting(Peer):
+    """A system that can train adapters on every linear of the blocks, instead of the weights."""
+
+    adapter: Adapter | None = None
+    rank: int = 16
+
+    def flops(self, shape: ModelShape, batch: Rows, trained: int) -> int:
+        """A frozen weight has no gradient of its own: 4 FLOPs a token instead of 6."""
+        whole = super().flops(shape, batch, trained)
+        return whole if self.adapter is None else whole - (2 * shape.matrix_parameters - 6 * trained) * batch.n_tokens
 
 
 @dataclass(frozen=True)

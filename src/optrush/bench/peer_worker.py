@@ -106,7 +106,8 @@ def told(peer: Peer, work: Work, device: hardware.Device, warmup: int) -> dict[s
     timed = list(zip(work.batches, work.seconds))[warmup:]
     losses = [float(loss) for loss in work.losses]
     slots = [batch.n_tokens / batch.ids.numel() for batch, _ in timed]
-    flop = [ModelShape.read(work.hf).flops(batch.n_tokens, batch.attended) for batch, _ in timed]
+    shape, trained = ModelShape.read(work.hf), int(work.seen["trained parameters"].replace(",", ""))
+    flop = [peer.flops(shape, batch, trained) for batch, _ in timed]
     peak = device.peak_flop_s
     shares = [] if peak is None else [f / s / peak for f, (_, s) in zip(flop, timed)]
     return {

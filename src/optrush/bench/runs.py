@@ -15,6 +15,7 @@ from optrush import config
 from optrush.bench import charts
 from optrush.bench.figures import DASH, amount, clean, gib, number, off, percent, positive, short, speed
 from optrush.errors import ConfigError, DataError, UserError
+from optrush.objectives import FIGURES, unit
 
 if TYPE_CHECKING:
     from optrush.plan import Prediction
@@ -25,6 +26,7 @@ GIB = 2**30
 _FIGURES = {
     "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
     "memory_kind", "data_wait_s", "skipped", "eval_loss", "eval_target_tokens",
+    *(f"{kind}{name}" for kind in ("", "eval_") for name in FIGURES),
 }  # fmt: skip
 
 
@@ -204,9 +206,12 @@ def _curves(run: Told) -> list[tuple[str, str, Markup, list[tuple[Markup, str]]]
     losses = [charts.Series("training loss", run.points("loss"))]
     losses += [charts.Series("held-out loss", held, dots=True)] if held else []
     legend = [(charts.swatch(i), s.name) for i, s in enumerate(losses)]
-    made = [("Loss", "nats a target token", charts.curves("Loss", _ends(losses[0]), losses, height=300), legend)]
+    made = [("Loss", unit(run.run), charts.curves("Loss", _ends(losses[0]), losses, height=300), legend)]
     share = [("MFU", "percent of the device's peak", run.points("mfu", 100))] if run.median("mfu") is not None else []
-    for heading, unit, points in (
+    if run.run.objective == "dpo":
+        share += [("Pairs right", "percent of a step's, by their rewards", run.points("reward_accuracy", 100))]
+        share += [("Reward margin", "of the chosen over the rejected", run.points("reward_margin"))]
+    for heading, words, points in (
         ("Speed", "tokens/s of the whole job", run.points("tokens_per_s")),
         *share,
         ("Peak memory", "GiB", run.points("peak_bytes", 1 / GIB)),
@@ -216,7 +221,7 @@ def _curves(run: Told) -> list[tuple[str, str, Markup, list[tuple[Markup, str]]]
     ):
         series = charts.Series(heading, points)
         zero = heading != "Gradient norm"
-        made.append((heading, unit, charts.curves(heading, _ends(series), [series], height=190, zero=zero), []))
+        made.append((heading, words, charts.curves(heading, _ends(series), [series], height=190, zero=zero), []))
     return made
 
 

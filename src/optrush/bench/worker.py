@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optrush import config, step
+from optrush import config, reference, step
 from optrush.assemble import assemble
 from optrush.bench.peer import facts
 from optrush.bench.record import put
@@ -88,6 +88,7 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
     """
     prepared = prepare(run)
     job = assemble(prepared)
+    reference.fill(job, prepared)
     plan = Plan(job, job.stream.plan(None, run.train.steps))
     documents: list[tuple[int, Document]] = []
     proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": UNASKED}
@@ -173,7 +174,7 @@ def first_documents(job: Job, prepared: Prepared, baseline: Run, count: int) -> 
 
 def obstacle(job: Job, documents: Sequence[tuple[int, Document]]) -> str | None:
     """Why these documents cannot prove anything of this rung, if so."""
-    longest = max(len(document) for _, document in documents)
+    longest = int(Few(documents, job.stream.source.parts).lengths().max())
     if longest > job.setup.seq:
         return f"no proof: the baseline's documents have up to {longest} tokens, a row here {job.setup.seq}"
     settings = job.model.config.to_dict() if isinstance(job.model, Adapter) else {}  # our decoder drops nothing
@@ -190,7 +191,10 @@ def lay(job: Job, documents: Sequence[tuple[int, Document]], most: int) -> list[
         most: documents that a row of the rung has room for: with it, compiled code sees the same shapes.
     """
     rows = job.setup.micro_rows
-    laid = stream.Stream(Few(documents), job.layout, T=job.setup.seq, rows=rows, seed=0, shuffle=False)
+    source = Few(documents, job.stream.source.parts)
+    laid = stream.Stream(source, job.layout, T=job.setup.seq, rows=rows, seed=0, shuffle=False)
+    if job.stream.reference is not None:
+        laid.reference = reference.passed(job, source, "pairs of the proof")
     plan = laid.plan(epochs=1)
     plan = plan._replace(widest=max(most, plan.widest))
     return [b for k in range(plan.steps) for b in laid.batches(k, plan, rank=0, ranks=1, micro_rows=rows)]
@@ -198,7 +202,7 @@ def lay(job: Job, documents: Sequence[tuple[int, Document]], most: int) -> list[
 
 @dataclass(frozen=True)
 class Few:
-    """Documents at hand as a source."""
+    """Documents at hand as a source; those of a pair lie beside each other."""
 
     held: Sequence[tuple[int, Document]]
     parts: int = 1
@@ -206,19 +210,19 @@ class Few:
 
     @property
     def spans(self) -> tuple[tuple[int, float], ...]:
-        return ((len(self.held), 1.0),)
+        return ((len(self), 1.0),)
 
     def __len__(self) -> int:
-        return len(self.held)
+        return len(self.held) // self.parts
 
     def lengths(self) -> np.ndarray:
-        return np.array([len(document) for _, document in self.held])
+        return np.array([sum(map(len, self.documents(i))) for i in range(len(self))])
 
     def targets(self) -> np.ndarray:
-        return np.array([int(document.targets.sum()) for _, document in self.held])
+        return np.array([sum(int(d.targets.sum()) for d in self.documents(i)) for i in range(len(self))])
 
     def documents(self, i: int) -> tuple[Document, ...]:
-        return (self.held[i][1],)
+        return tuple(document for _, document in self.held[i * self.parts : (i + 1) * self.parts])
 
 
 def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, list[float | None]]:

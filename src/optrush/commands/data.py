@@ -131,11 +131,13 @@ def _prepare(run: Run) -> Prepared:
 def _layout(prepared: Prepared) -> Layout:
     """How the run's samples become rows: what its data stage sets."""
     from optrush.data.pack import Padded
+    from optrush.objectives import check_layout
 
     job = cast(Any, SimpleNamespace(run=prepared.run, layout=Padded()))
     for technique in prepared.techniques:
         technique.data(job)
     layout: Layout = job.layout
+    check_layout(prepared.run, layout)
     return layout
 
 

@@ -28,7 +28,7 @@ def init(
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL", help="a folder, a hub id, `tiny`, or shape:NAME")
     ] = None,
-    objective: Annotated[str | None, typer.Option("--objective", metavar="NAME", help="sft or pretrain")] = None,
+    objective: Annotated[str | None, typer.Option("--objective", metavar="NAME", help="sft, pretrain or dpo")] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="DATA", help="a JSON Lines file, sample:recipes, or random[:N]")
     ] = None,
@@ -59,7 +59,7 @@ def init(
     )
     suggested = check_data(data)
     if objective is None:
-        help_ = "sft learns the assistant's words of conversations, pretrain every token."
+        help_ = "sft learns the assistant's words of conversations, pretrain every token, dpo from pairs."
         objective = ask("--objective", None, suggested, help_, check_objective) if asking else suggested
     if output is None:
         help_ = "The folder that the run writes into; it must be new or empty."

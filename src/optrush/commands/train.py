@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -33,18 +34,27 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show configuration, memory, disk, data and first rows; write nothing")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="with --dry-run: print one JSON document")] = False,
+    overfit: Annotated[
+        int | None, typer.Option("--overfit", metavar="N", min=1, help="learn the first N batches by heart, as a check")
+    ] = None,
+    overfit_steps: Annotated[
+        int | None, typer.Option("--overfit-steps", metavar="STEPS", min=2, help="with --overfit: at most; 200")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="with --dry-run or --overfit: print one JSON document")
+    ] = False,
 ) -> None:
     """Train a model.
 
     CONFIG says how; flags change it in the order --set, --with, --without. All output goes to the run's folder
     (`output`), whose path is printed at the end. Ctrl-C saves and stops; --resume auto goes on.
+    --overfit 1 trains on the first batch alone, until its loss is near zero, or says why it is not; it writes nothing.
 
     The smallest useful file:
 
     \b
       model: tiny                      # or a Hugging Face folder or hub id
-      objective: sft                   # or pretrain
+      objective: sft                   # or pretrain, dpo
       data: {sample: recipes, eval: 0.1}
       output: runs/first
       with: {packing: {}, attention: {}, fused-loss: {}}
@@ -54,13 +64,17 @@ def train(
     run = read_run(config, set_, with_, without)
     if allow_change and resume is None:
         raise ConfigError("--allow-change", "no --resume: there is nothing to compare with", "leave it out")
-    if as_json and not dry_run:
-        raise ConfigError("--json", "no --dry-run: a run writes metrics.jsonl, no document", "give both, or neither")
+    if as_json and not (dry_run or overfit):
+        found = "no --dry-run and no --overfit: a run writes metrics.jsonl, no document"
+        raise ConfigError("--json", found, "give both, or neither")
+    _alone(overfit, overfit_steps, dry_run, resume)
     go_on: Literal["auto"] | Path | None = "auto" if resume == "auto" else Path(resume) if resume else None
     from optrush.prepare import prepare
 
     if dry_run:
         return _rehearse(run, ranks if launches(ranks) else None, go_on, as_json)
+    if overfit is not None:
+        return _overfit(run, ranks, overfit, overfit_steps, as_json)
     if launches(ranks):
         from optrush import launch
         from optrush.fit import look
@@ -78,6 +92,36 @@ def train(
             print(f"held-out loss {shown}", file=sys.stderr)
         print(outcome.output)
     raise typer.Exit(outcome.code)
+
+
+def _alone(overfit: int | None, steps: int | None, dry_run: bool, resume: str | None) -> None:
+    """Raises ConfigError for flags that say nothing together."""
+    if steps is not None and overfit is None:
+        raise ConfigError("--overfit-steps", "no --overfit", "give both, or neither")
+    if overfit is not None and dry_run:
+        raise ConfigError("--overfit with --dry-run", "one trains and the other does not", "leave one of them out")
+    if overfit is not None and resume is not None:
+        do = "leave one of them out"
+        raise ConfigError("--overfit with --resume", "it begins with the model, and leaves no checkpoint", do)
+
+
+def _overfit(run: Run, ranks: int, count: int, steps: int | None, as_json: bool) -> None:
+    """Exit code 1 where the batches were not learnt."""
+    from optrush import distributed
+    from optrush.prepare import prepare
+
+    if launches(ranks):
+        from optrush import launch
+
+        prepare(run, ranks=ranks)
+        raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
+    from optrush.overfit import STEPS, overfit
+
+    with distributed.leaving():
+        verdict = overfit(prepare(run), count, steps or STEPS)
+    if launched()[0] == 0:
+        print(json.dumps(dataclasses.asdict(verdict)) if as_json else verdict.text())
+    raise typer.Exit(0 if verdict.reached else 1)
 
 
 def _rehearse(run: Run, ranks: int | None, go_on: Literal["auto"] | Path | None, as_json: bool) -> None:
@@ -107,12 +151,18 @@ def evaluate(
 
     The mean negative log-likelihood a target token, natural logarithm. On --data; else on what CONFIG holds out
     (`data.eval`); else on all its data. The model is CONFIG's, not the trained one: for that, --model OUTPUT/model.
+    Of pairs the mean loss a pair and the rewards: those of --model, against CONFIG's.
     """
-    sets = [*set_, *([f"model.path={json.dumps(model, ensure_ascii=False)}", "model.shape=null"] if model else [])]
+    rows: list[str] = []
     if data is not None:
-        sets += [f"data.path={json.dumps(data, ensure_ascii=False)}", "data.random=null", "data.sample=null"]
-    run = read_run(config, sets, with_, without)
-    from optrush import distributed
+        rows = [f"data.path={json.dumps(data, ensure_ascii=False)}", "data.random=null", "data.sample=null"]
+    other = [f"model.path={json.dumps(model, ensure_ascii=False)}", "model.shape=null"] if model else []
+    before = read_run(config, [*set_, *rows], with_, without)
+    run = read_run(config, [*set_, *other, *rows], with_, without)
+    if run.objective == "dpo" and model is None:
+        alone = "no --model: CONFIG's would be compared with itself"
+        raise ConfigError("`optrush eval` of `objective: dpo`", alone, "give the trained one: --model OUTPUT/model")
+    from optrush import distributed, reference
     from optrush.assemble import assemble
     from optrush.prepare import prepare
     from optrush.train import evaluate as measure
@@ -127,8 +177,11 @@ def evaluate(
     if data is None and isinstance(run.data.eval, str):
         data = run.data.eval
     with distributed.leaving():
-        job = assemble(prepare(run), training=False, data=data, progress=say)
-        loss, targets = measure(job)
+        if run.objective == "dpo":
+            job = reference.against(prepare(run), prepare(before), data, say)
+        else:
+            job = assemble(prepare(run), training=False, data=data, progress=say)
+        loss, targets, figures = measure(job)
     if job.world.rank == 0:
         assert job.evaluation is not None
         found = {
@@ -137,5 +190,6 @@ def evaluate(
             "documents": job.evaluation.documents,
             "rows": job.evaluation.rows,
             "too_long": job.sources.too_long,
+            **figures,
         }
         print(json.dumps(found) if as_json else "\n".join(f"{k:<14} {v}" for k, v in found.items()))

@@ -7,8 +7,8 @@ document of its own (it attends to itself alone and is never a target), so that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,10 @@ class Batch:
     attended: int  # sum of squared document lengths: what causal attention costs
     samples: tuple[int, ...]  # global sample indices
     rows: tuple[Counts, ...]  # the last three, row by row
+    extra: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of pairs, of which a row has room for P. Pair p is the documents 2p (chosen) and 2p + 1 (rejected) of its row.
+    pairs (B, P) bool: whether there is such a pair.
+    reference (B, P, 2) float32: log-probabilities of its documents under the reference, where they were made before."""
 
     def parts(self, most: int) -> list[Batch]:
         """The batch in parts of at most `most` rows, together the same rows in the same order; from the host's."""
@@ -69,11 +73,12 @@ class Batch:
         labels = self.labels[first:last]
         learnt = int((labels != IGNORE).sum())
         held = self.rows[first:last]
+        extra = {name: t[first:last] for name, t in self.extra.items()}
         return Batch(
             self.tokens[first:last], labels, self.positions[first:last],
             self.documents._replace(starts=fixed, ids=self.documents.ids[first:last]),
-            learnt, learnt, sum(r.tokens for r in held), sum(r.attended for r in held),
-            tuple(s for r in held for s in r.samples), held,
+            _terms(learnt, extra), learnt, sum(r.tokens for r in held), sum(r.attended for r in held),
+            tuple(s for r in held for s in r.samples), held, extra,
         )  # fmt: skip
 
     def to(self, device: torch.device) -> Batch:
@@ -89,11 +94,19 @@ class Batch:
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
         documents = self.documents._replace(starts=move(self.documents.starts), ids=move(self.documents.ids))
         tokens, labels, positions = move(self.tokens), move(self.labels), move(self.positions)
-        return replace(self, tokens=tokens, labels=labels, positions=positions, documents=documents)
+        extra = {name: move(t) for name, t in self.extra.items()}
+        return replace(self, tokens=tokens, labels=labels, positions=positions, documents=documents, extra=extra)
 
 
 def collate(
-    rows: Sequence[Sequence[tuple[int, Document]]], T: int, *, single: bool, most: int, isolated: bool = True
+    rows: Sequence[Sequence[tuple[int, Document]]],
+    T: int,
+    *,
+    single: bool,
+    most: int,
+    isolated: bool = True,
+    parts: int = 1,
+    reference: np.ndarray | None = None,
 ) -> Batch:
     """Rows of (sample index, document) into one Batch on the host.
 
@@ -103,6 +116,8 @@ def collate(
         single: every row holds at most one document (see `Documents.single`).
         most: most documents a batch can hold, padding counted: fixes the length of `starts`.
         isolated: False makes the documents of a row one: positions run on, and each sees those before it.
+        parts: documents of a sample: 1, of pairs 2.
+        reference: (samples, 2) float32, of pairs, where their reference is known.
     """
     B = len(rows)
     tokens = np.zeros((B, T), np.int64)
@@ -123,7 +138,7 @@ def collate(
             at += n
         if not isolated and row:
             spans = [at]
-        counts.append(Counts(at, sum(n * n for n in spans), tuple(sample for sample, _ in row)))
+        counts.append(Counts(at, sum(n * n for n in spans), tuple(sample for sample, _ in row[::parts])))
         if at < T:
             spans.append(T - at)
         ends = np.cumsum(spans)
@@ -136,10 +151,28 @@ def collate(
     starts[0] = 0
     starts[1 : len(lengths) + 1] = np.cumsum(lengths)
     learnt = int((labels != IGNORE).sum())
+    extra = _pairs([c.samples for c in counts], most // max(1, B) // parts, reference) if parts > 1 else {}
     bucket = min(T, max(SHORTEST, 1 << (longest - 1).bit_length()))
     return Batch(
         torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
         Documents(torch.from_numpy(starts), torch.from_numpy(ids), bucket, single),
-        learnt, learnt, sum(c.tokens for c in counts), sum(c.attended for c in counts),
-        tuple(s for c in counts for s in c.samples), tuple(counts),
+        _terms(learnt, extra), learnt, sum(c.tokens for c in counts), sum(c.attended for c in counts),
+        tuple(s for c in counts for s in c.samples), tuple(counts), extra,
     )  # fmt: skip
+
+
+def _pairs(rows: Sequence[Sequence[int]], P: int, reference: np.ndarray | None) -> dict[str, Tensor]:
+    """`Batch.extra` of rows of pairs, by their sample indices."""
+    there = np.zeros((len(rows), P), bool)
+    known = np.zeros((len(rows), P, 2), np.float32)
+    for b, samples in enumerate(rows):
+        there[b, : len(samples)] = True
+        if reference is not None:
+            known[b, : len(samples)] = reference[list(samples)]
+    found = {"pairs": torch.from_numpy(there)}
+    return found if reference is None else found | {"reference": torch.from_numpy(known)}
+
+
+def _terms(learnt: int, extra: Mapping[str, Tensor]) -> int:
+    """The objective's divisor: pairs where there are such, else target tokens."""
+    return int(extra["pairs"].sum()) if extra else learnt

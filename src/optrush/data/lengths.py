@@ -16,22 +16,29 @@ CHARS_A_TOKEN = 4.0  # of English; the usual rule of thumb
 CHARS_A_TURN = 8  # of a template around a turn
 
 
-def estimate(data: Data, seed: int) -> list[float]:
-    """Tokens of the first documents; empty where they fill their rows or cannot be told.
+def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:
+    """Tokens of the first documents, or pairs of them; empty where they fill their rows or cannot be told.
 
     That is with random tokens, a missing file or a library that is missing; a data set of the hub is not fetched.
     """
     if data.sample == "recipes":
-        from optrush.data.recipes import conversations
+        from optrush.data.recipes import conversations, preferences
 
+        if pairs:
+            answers = ((p["prompt"] + p["chosen"], p["prompt"] + p["rejected"]) for p in preferences(ROWS, seed))
+            return [sum(_size(turns) for turns in both) / CHARS_A_TOKEN for both in answers]
         chats = conversations(ROWS, seed)
-        return [sum(len(turn["content"]) + CHARS_A_TURN for turn in c) / CHARS_A_TOKEN for c in chats]
+        return [_size(c) / CHARS_A_TOKEN for c in chats]
     each = max(1, FILES // max(1, len(data.origins)))
     files = [file for origin in data.origins for file in _spread(_files(origin.path), each)]
     found: list[float] = []
     for file in files[:ROWS]:
         found += _chars(file, data.text_rows, max(1, ROWS // len(files)))
     return [chars / CHARS_A_TOKEN for chars in found]
+
+
+def _size(turns: Sequence[dict[str, str]]) -> int:
+    return sum(len(turn["content"]) + CHARS_A_TURN for turn in turns)
 
 
 def _files(path: str) -> list[Path]:

@@ -62,6 +62,7 @@ class Live:
         self._windows = -(-self.samples // layout.window)  # of an epoch
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
         self._positions = {0: 0}  # of the steps that are known
+        self.reference: np.ndarray | None = None  # nobody has read the rows: never known before
         self.aside: Path | None = None  # where bad rows are written down
         self.read = 0  # rows, by this process and its workers
         self._refused: dict[Where, Refused] = {}

@@ -58,11 +58,18 @@ def conversations(n: int, seed: int) -> Iterator[list[Turn]]:
         yield _conversation(Random(f"recipes {seed} {i}"))
 
 
-def write(path: Path, n: int, seed: int) -> None:
-    """The conversations as JSON Lines, one {"messages": [...]} a row."""
+def preferences(n: int, seed: int) -> Iterator[dict[str, list[Turn]]]:
+    """n pairs as {prompt, chosen, rejected}; the rejected recipe has the chosen one's steps in another order."""
+    for i in range(n):
+        yield _preference(Random(f"preferences {seed} {i}"))
+
+
+def write(path: Path, n: int, seed: int, *, pairs: bool = False) -> None:
+    """JSON Lines: the conversations, one {"messages": [...]} a row, or the pairs."""
+    rows = preferences(n, seed) if pairs else ({"messages": messages} for messages in conversations(n, seed))
     with path.open("w", encoding="utf-8") as file:
-        for messages in conversations(n, seed):
-            file.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def _conversation(random: Random) -> list[Turn]:
@@ -85,6 +92,20 @@ def _conversation(random: Random) -> list[Turn]:
     for question, answer in turns:
         messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return messages
+
+
+def _preference(random: Random) -> dict[str, list[Turn]]:
+    recipe = _recipe(random)
+    steps = _steps(random, recipe)
+    mixed = steps
+    while mixed == steps:
+        mixed = random.sample(steps, len(steps))
+    chosen, rejected = ("\n".join([recipe.title, "", *_numbered(order)]) for order in (steps, mixed))
+    return {
+        "prompt": [{"role": "user", "content": f"{_question(random, recipe)} Just the method, please."}],
+        "chosen": [{"role": "assistant", "content": chosen}],
+        "rejected": [{"role": "assistant", "content": rejected}],
+    }
 
 
 def _menu(random: Random, recipe: Recipe) -> tuple[str, str]:
@@ -146,10 +167,14 @@ def _answer(random: Random, recipe: Recipe) -> str:
     lines += [f"- {_amount(food, recipe.servings)}" for food in recipe.foods]
     lines += [f"- {_spoons(recipe.servings)} {spice}" for spice in recipe.spices]
     lines += [f"- {recipe.finish}, to finish", "", "Method:"]
-    lines += [f"{number}. {step}" for number, step in enumerate(_steps(random, recipe), 1)]
+    lines += _numbered(_steps(random, recipe))
     if random.random() < 0.5:
         lines += ["", random.choice(JOKES)]
     return "\n".join(lines)
+
+
+def _numbered(steps: list[str]) -> list[str]:
+    return [f"{number}. {step}" for number, step in enumerate(steps, 1)]
 
 
 def _steps(random: Random, recipe: Recipe) -> list[str]:

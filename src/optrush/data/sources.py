@@ -121,7 +121,7 @@ def _places(run: Run) -> Iterator[tuple[list[Path], list[tuple[int, float]]]]:
     if d.sample is not None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{d.sample}.jsonl"
-            recipes.write(path, d.max_samples or SAMPLE_ROWS, run.seed)
+            recipes.write(path, d.max_samples or SAMPLE_ROWS, run.seed, pairs=run.objective == "dpo")
             yield [path], [(1, 1.0)]
         return
     found = [(files.find(origin.path, root(d.cache)), origin.weight) for origin in d.origins]
@@ -188,12 +188,13 @@ class Reading:
     def _suits(self, parts: int, where: Where) -> None:
         """Raises DataError for a row of so many documents if the objective cannot learn from it."""
         self.parts = parts
-        if parts > 1 and self.run.objective in ("pretrain", "sft"):
-            raise DataError(
-                f"`objective: {self.run.objective}`",
-                f"a pair of a chosen and a rejected answer at {where}",
-                "give rows of messages, of prompt and completion, or of text",
-            )
+        asked, pairs = f"`objective: {self.run.objective}`", self.run.objective == "dpo"
+        if parts > 1 and not pairs:
+            do = "give rows of messages, of prompt and completion, or of text; or take objective: dpo"
+            raise DataError(asked, f"a pair of a chosen and a rejected answer at {where}", do)
+        if parts == 1 and pairs:
+            found = f"a row at {where} that is no pair of a chosen and a rejected answer"
+            raise DataError(asked, found, 'give rows {"prompt": ..., "chosen": ..., "rejected": ...}')
 
     def shelf(self, work: Work, T: int | None, most: int | None) -> Shelf:
         """The shards, looked at as they come: what stops the run stops it before the rest is tokenised.

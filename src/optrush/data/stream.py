@@ -75,6 +75,7 @@ class Stream:
         self.source, self.layout, self.T, self.rows, self.seed = source, layout, T, rows, seed
         self.cost, self.shuffle = cost, shuffle
         self.samples: int = sum(drawn(n, weight) for n, weight in source.spans)  # of an epoch
+        self.reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
         self._lengths = source.lengths()
         assert self._lengths.min() > 0 and (not layout.whole or self._lengths.max() <= T), "samples are cut before"
         self._windows = -(-self.samples // layout.window)  # of an epoch
@@ -211,7 +212,11 @@ def batches(
             T = snug(max(tokens[r] for r in part), T)
         single = (stream.layout.single and stream.source.parts == 1) or not isolated
         held = [rows[r] for r in part]
-        found.append(collate(held, T, single=single, most=micro_rows * widest, isolated=isolated))
+        made = collate(
+            held, T, single=single, most=micro_rows * widest, isolated=isolated, parts=stream.source.parts,
+            reference=stream.reference,
+        )  # fmt: skip
+        found.append(made)
     return found
 
 
@@ -258,19 +263,22 @@ class Evaluation:
     documents: int
     rows: int  # rows that hold at least one document
     batches: int  # of each rank
-    _source: Source
+    source: Source
     _single: bool
     _placed: Sequence[Sequence[int]]
     _T: int
     _share: tuple[int, int, int]  # rank, ranks, micro_rows
     _most: int
+    reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
 
     def __iter__(self) -> Iterator[Batch]:
         rank, ranks, micro_rows = self._share
         for first in range(0, len(self._placed), ranks * micro_rows):
             mine = self._placed[first : first + ranks * micro_rows][rank::ranks]
-            part = [[(i, d) for i in row for d in self._source.documents(i)] for row in mine]
-            yield collate(part, self._T, single=self._single, most=self._most)
+            part = [[(i, d) for i in row for d in self.source.documents(i)] for row in mine]
+            yield collate(
+                part, self._T, single=self._single, most=self._most, parts=self.source.parts, reference=self.reference
+            )
 
 
 def evaluation(source: Source, *, T: int, micro_rows: int, rank: int, ranks: int, packed: bool) -> Evaluation:
@@ -286,4 +294,6 @@ def evaluation(source: Source, *, T: int, micro_rows: int, rank: int, ranks: int
     most = micro_rows * max(len(row) * source.parts + (n < T) for row, n in zip(placed, used))
     single = layout.single and source.parts == 1
     batches = len(placed) // (ranks * micro_rows)
-    return Evaluation(len(source), rows, batches, source, single, placed, T, (rank, ranks, micro_rows), most)
+    return Evaluation(
+        len(source) * source.parts, rows, batches, source, single, placed, T, (rank, ranks, micro_rows), most
+    )

@@ -1,12 +1,12 @@
-"""AdamW with 8-bit moments, all parameters of a group in one launch of a Triton kernel; adam8bit_update.py has the
-codes and the reference.
+"""AdamW whose moments are codes, all parameters of a group in one launch of a Triton kernel; adam8bit_update.py has
+the codes of a byte and the reference, adam4bit_triton.py what differs where codes take half a byte.
 
 Only who launches it imports this module: torch brings Triton where there is a CUDA device. (Triton's interpreter runs
 it on a CPU, in the tests.)
 
-A program takes tiles of whole blocks, a warp a block: it reads codes, scales, weights and gradients once, and writes
-codes, scales and weights once. What is the same for all of a parameter a small launch computes before it, as for the
-AdamW of adamw_triton.py, whose parts this file uses: neither asks the host for anything, and the bits are the
+A program takes tiles of whole blocks, within a warp each: it reads codes, scales, weights and gradients once, and
+writes codes, scales and weights once. What is the same for all of a parameter a small launch computes before it, as
+for the AdamW of adamw_triton.py, whose parts this file uses: neither asks the host for anything, and the bits are the
 reference's.
 """
 # Kernels are no Python functions: their arguments are typed by what is launched.
@@ -23,11 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optrush.kernels.adam8bit_update import BLOCK, FIRST, LAST, LEAST_SCALE, PER_PART, STARTS, UP, Group, blocks, values
+from optrush.kernels import adam4bit_triton as _halves
+from optrush.kernels import adam4bit_update
+from optrush.kernels.adam8bit_update import FIRST, LAST, LEAST_SCALE, PER_PART, STARTS, UP, Group, blocks, values
 from optrush.kernels.adamw_triton import LANES, _mix, _pointer, _prepare, _read, _write
 
-PART = 64  # blocks of one program, of one parameter: what is looked up once a program is little beside them
-TILE = 8  # of them at a time, one a warp
+# Elements of one program, of one parameter (what is looked up once a program is little beside them), and of them at a
+# time: 8 a thread.
+PART, TILE, WARPS = 16384, 2048, 8
 COLUMNS = 13  # of the table of parameters
 
 # Globals of a kernel must be its constants.
@@ -70,11 +73,11 @@ def _encode(x, SIGNED: tl.constexpr):
 def _update(
     owners, starts, table, values, grads, numbers, keys, found_inf, begin,
     KEPT2: tl.constexpr, NEW1: tl.constexpr, NEW2: tl.constexpr, EPS: tl.constexpr,
-    RANDOM: tl.constexpr, WIDE: tl.constexpr, WIDE_GRADS: tl.constexpr, CODES: tl.constexpr,
+    RANDOM: tl.constexpr, WIDE: tl.constexpr, WIDE_GRADS: tl.constexpr, CODES: tl.constexpr, HALVES: tl.constexpr,
     WHOLE: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr,
     PART: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some blocks of one parameter. values: (512,) float32 of signed and unsigned bytes."""
+    """Some blocks of one parameter. values: (512,) float32 of signed and unsigned bytes; (16,) of signed HALVES."""
     if tl.load(found_inf) == 0:
         program = begin + tl.program_id(0)
         k = tl.load(owners + program).to(tl.int64)
@@ -104,7 +107,13 @@ def _update(
                 there = inside[:, None] & (column < columns)
             grad = _read(gradients, start, j, there, WIDE_GRADS, ALIGNED) * inverse
             weight = _read(weights, start, j, there, WIDE, ALIGNED)
-            if CODES:
+            if HALVES:
+                place, pairs = _halves.places(first + b, in_row, columns, inside, WHOLE, BLOCK)
+                in_means, in_squares = _pointer(means, tl.uint8, ALIGNED), _pointer(squares, tl.uint8, ALIGNED)
+                mean = _halves.read(in_means, of_mean + first + b, values, place, there, inside, True, BLOCK)
+                square = _halves.read(in_squares, of_root + first + b, values, place, there, inside, False, BLOCK)
+                square = square * square
+            elif CODES:
                 coded = tl.load(_pointer(means, tl.uint8, ALIGNED) + start + j, mask=there, other=0)
                 mean = tl.load(values + coded) * tl.load(of_mean + first + b, mask=inside, other=0.0)[:, None]
                 coded = tl.load(_pointer(squares, tl.uint8, ALIGNED) + start + j, mask=there, other=0)
@@ -125,7 +134,10 @@ def _update(
                     index = index // width * tl.load(row + 10) + index % width
                 bits = _mix(_mix((tl.load(row + 8) + index).to(tl.uint32) ^ key) ^ second)
             _write(weights, start, j, there, weight, bits, RANDOM, WIDE, ALIGNED)
-            if CODES:
+            if HALVES:
+                _halves.write(mean, in_means, of_mean + first + b, place, pairs, inside, True, TILE, BLOCK)
+                _halves.write(deviation, in_squares, of_root + first + b, place, pairs, inside, False, TILE, BLOCK)
+            elif CODES:
                 code, scale = _encode(mean, True)
                 tl.store(_pointer(means, tl.uint8, ALIGNED) + start + j, code, mask=there)
                 tl.store(of_mean + first + b, scale, mask=inside)
@@ -140,28 +152,32 @@ def _update(
 class Launcher:
     """Updates a group in one launch. Tables are made once, so the tensors of the group must stay where they are.
 
-    Memory: 4 bytes for every PART blocks, under 200 bytes a parameter tensor.
+    Memory: 4 bytes for every PART elements, under 200 bytes a parameter tensor.
     """
 
     def __init__(self, group: Group) -> None:
         self.group, device = group, group.counts.device
-        totals = [w.shape[0] * blocks(w.shape[1]) for w in group.weights]
-        programs = [-(-n // PART) for n in totals]
+        block = group.codes.block
+        totals = [w.shape[0] * blocks(w.shape[1], block) for w in group.weights]
+        programs = [-(-n // (PART // block)) for n in totals]
         self.starts = [sum(programs[:k]) for k in range(len(programs) + 1)]
         owners = [k for k, n in enumerate(programs) for _ in range(n)]
         rows = []
         for w, held, total, where in zip(group.weights, group.moments, totals, group.spans, strict=True):
             addresses = [t.data_ptr() for t in (w, *held.tensors(), w, w)[:5]]
-            rows.append([*addresses, total, blocks(w.shape[1]), w.shape[1], *where, 0, 0])
+            rows.append([*addresses, total, blocks(w.shape[1], block), w.shape[1], *where, 0, 0])
         assert all(len(r) == COLUMNS for r in rows)
         self.coded = group.moments[0].scales is not None
-        self.whole = all(w.shape[1] % BLOCK == 0 for w in group.weights)
+        self.halves = self.coded and group.codes.bits == 4
+        self.whole = all(w.shape[1] % block == 0 for w in group.weights)
         self.aligned = self.whole and all(p % 16 == 0 for r in rows for p in r[:3])
         self.cut = any(where.width != w.numel() for where, w in zip(group.spans, group.weights))
         self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
         self.firsts = torch.tensor(self.starts, dtype=torch.int32, device=device)
         self.table = torch.tensor(rows, dtype=torch.int64, device=device)
         self.values = torch.cat([values(True, device), values(False, device)])
+        if self.halves:
+            self.values = adam4bit_update.values(True, device)
         self.grads = torch.zeros(len(rows), dtype=torch.int64, device=device)
         self.numbers = torch.zeros(len(rows), 4, device=device)
         self.keys = torch.zeros(len(rows), 2, dtype=torch.int32, device=device)
@@ -187,14 +203,14 @@ class Launcher:
             group.counts, group.decays, group.words, lr, grad_scale, flag, self.numbers, self.keys, first, last,
             group.betas[0], group.betas[1], LANES, num_warps=4, **exact,
         )  # fmt: skip
-        begin = self.starts[first]
+        begin, block = self.starts[first], group.codes.block
         if programs := self.starts[last] - begin:
             _update[(programs,)](
                 self.owners, self.firsts, self.table, self.values, self.grads, self.numbers, self.keys, flag, begin,
                 group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.eps,
                 RANDOM=group.rounding == "stochastic" and group.weights[0].dtype == torch.bfloat16,
                 WIDE=group.weights[0].dtype == torch.float32, WIDE_GRADS=dtype == torch.float32,
-                CODES=self.coded, WHOLE=self.whole, CUT=self.cut,
+                CODES=self.coded, HALVES=self.halves, WHOLE=self.whole, CUT=self.cut,
                 ALIGNED=self.aligned and all(a % 16 == 0 for a in addresses),
-                PART=PART, TILE=TILE, BLOCK=BLOCK, num_warps=TILE, **exact,
+                PART=PART // block, TILE=TILE // block, BLOCK=block, num_warps=WARPS, **exact,
             )  # fmt: skip

@@ -1,12 +1,13 @@
-"""One AdamW update of parameters whose two moments are bytes: the codes, and the reference in plain torch.
+"""One AdamW update of parameters whose two moments are codes: those of a byte, and the reference in plain torch.
 
 A row's values lie in blocks of 256, the last one shorter; a block never crosses a row, so that a cut along the first
 dimension cuts codes and scales alike. A moment is its code's value, in [-1, 1], times its block's scale, the largest
-magnitude in the block.
+magnitude in the block. The update takes any `Codes`; adam4bit_update.py has those of half a byte.
 
-Codes: the dynamic map of Dettmers et al., https://arxiv.org/abs/2110.02861. Magnitudes from 1e-7 to 1 lie in seven
-decades, each divided into equal parts, twice as many as the decade below it: decade i, from 0, has 2^i of them where
-there is a sign and 2^(i+1) where there is none. A code's value is the middle of its part; two more codes are 0 and 1.
+Codes of a byte: the dynamic map of Dettmers et al., https://arxiv.org/abs/2110.02861. Magnitudes from 1e-7 to 1 lie in
+seven decades, each divided into equal parts, twice as many as the decade below it: decade i, from 0, has 2^i of them
+where there is a sign and 2^(i+1) where there is none. A code's value is the middle of its part; two more codes are 0
+and 1.
 
     signed byte    0: zero; n = 1 ... 127: the nth magnitude; 128: one; 256 - n: minus the nth magnitude
     unsigned byte  0: zero; n = 1 ... 254: the nth magnitude; 255: one
@@ -22,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -44,9 +45,24 @@ FIRST = 0.55e-6 / 2
 LAST = {True: 1 - 0.225 / 64, False: 1 - 0.225 / 128}
 
 
-def blocks(columns: int) -> int:
+def blocks(columns: int, block: int = BLOCK) -> int:
     """Blocks of a row."""
-    return -(-columns // BLOCK)
+    return -(-columns // block)
+
+
+class Codes(Protocol):
+    """How moments are written. Both functions do as the kernel does, to the bit."""
+
+    bits: int  # of a code
+    block: int  # values under one scale
+
+    def encode(self, x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+        """The codes of (R, C) float32, (R, ceil(C bits / 8)) uint8, and their scales, (R, ceil(C / block)) float32."""
+        ...
+
+    def decode(self, codes: Tensor, scales: Tensor, signed: bool, columns: int) -> Tensor:
+        """What they stand for, (R, C) float32, C = columns."""
+        ...
 
 
 @cache
@@ -100,13 +116,25 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     return found * scales.repeat_interleave(BLOCK, -1)[:, : codes.shape[-1]]
 
 
+class Bytes:
+    """A byte each."""
+
+    bits, block = 8, BLOCK
+
+    def encode(self, x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+        return encode(x, signed)
+
+    def decode(self, codes: Tensor, scales: Tensor, signed: bool, columns: int) -> Tensor:
+        return decode(codes, scales, signed)
+
+
 @dataclass(frozen=True)
 class Moments:
-    """The states of one parameter, as rows: bytes with their scales; or float32 without, for a small parameter."""
+    """The states of one parameter, as rows: codes with their scales; or float32 without, for a small parameter."""
 
-    mean: Tensor  # (R, C) uint8 or float32
-    square: Tensor  # (R, C): uint8 of the root, or float32 of the square itself
-    scales: tuple[Tensor, Tensor] | None  # of the mean and of the root, (R, ceil(C / 256)) float32 each
+    mean: Tensor  # (R, ceil(C bits / 8)) uint8, or (R, C) float32
+    square: Tensor  # the same: codes of the root, or float32 of the square itself
+    scales: tuple[Tensor, Tensor] | None  # of the mean and of the root, (R, ceil(C / block)) float32 each
 
     def rows(self, first: int, last: int) -> Moments:
         """Those of the rows [first, last), the very storage."""
@@ -130,6 +158,7 @@ class Group:
     betas: tuple[float, float]
     eps: float
     rounding: Rounding  # of bfloat16 weights
+    codes: Codes
 
 
 @torch.no_grad()
@@ -167,10 +196,10 @@ def _moved(
 ) -> Iterator[Tensor]:
     """New weight, mean and square of some rows, and their scales."""
     keep, size, root, inverse = numbers
-    mean, square = held.mean, held.square
+    mean, square, codes = held.mean, held.square, group.codes
     if held.scales is not None:
-        mean = decode(mean, held.scales[0], signed=True)
-        square = decode(square, held.scales[1], signed=False).square()
+        mean = codes.decode(mean, held.scales[0], True, old.shape[1])
+        square = codes.decode(square, held.scales[1], False, old.shape[1]).square()
     grad = grad.float() * inverse
     mean = mean + (grad - mean) * (1.0 - group.betas[0])
     square = square * group.betas[1] + (grad * grad) * (1.0 - group.betas[1])
@@ -183,5 +212,5 @@ def _moved(
     if held.scales is None:
         yield from (mean, square)
         return
-    (means, of_mean), (roots, of_root) = encode(mean, signed=True), encode(deviation, signed=False)
+    (means, of_mean), (roots, of_root) = codes.encode(mean, True), codes.encode(deviation, False)
     yield from (means, roots, of_mean, of_root)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,13 @@ from torch.overrides import TorchFunctionMode
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.model.decoder import Head, Linear, call, redo_ties, spared
+from optrush.model.grown import enlarge, widened
 from optrush.model.probe import probe, unsupported
-from optrush.model.weights import Drawn, Entry, Folder, Memory, Recipe, drawn
+from optrush.model.weights import Entry, Folder, Memory, Recipe, Source, drawn
 from optrush.shapes import HF
+
+if TYPE_CHECKING:
+    from optrush.model.vocabulary import Growth
 
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
 ALONE = "optrush_sdpa"  # what `_alone` is called in transformers' registers
@@ -63,6 +67,9 @@ class Adapter(nn.Module):
             self._own_linears(path)
         for name in self._blocks:
             self._reroute(self.blocks[name])
+        # Counted before a technique stores them in another form, or puts adapters beside them.
+        matrices = (p for block in self.blocks.values() for p in block.parameters() if p.ndim > 1)
+        self._block_matrices = sum(p.numel() for p in matrices)
         self.ties = _ties(self)
         self._buffers_on_host: dict[tuple[str, str], Tensor] = {}
 
@@ -163,8 +170,7 @@ class Adapter(nn.Module):
     @property
     def matrix_parameters(self) -> int:
         """N_mm: the blocks' matrices and the head."""
-        blocks = sum(p.numel() for block in self.blocks.values() for p in block.parameters() if p.ndim > 1)
-        return blocks + self.head.weight.numel()
+        return self._block_matrices + self.head.weight.numel()
 
     def flops(self, tokens: int, attended: int) -> int:
         """Training FLOPs as `ModelShape.flops`; sliding windows are counted as if they were whole."""
@@ -194,13 +200,21 @@ class Adapter(nn.Module):
             self.get_submodule(path)._buffers[name] = value.to(device, copy=True)
 
 
-def adapt(folder: Path | None, hf: HF, dtype: torch.dtype, seed: int) -> tuple[Adapter, Recipe]:
+def adapt(
+    folder: Path | None, hf: HF, dtype: torch.dtype, seed: int, growth: Growth | None = None
+) -> tuple[Adapter, Recipe]:
     """Load or draw a transformers model on the CPU, prove it, and hand it over on the meta device with its recipe.
+
+    Args:
+        growth: new tokens, of which `hf` has the vocabulary already and the folder not.
 
     Raises:
         NeedsError: transformers does not know it, the weights do not fit, or the probe found a difference.
     """
-    hf_model = _from_config(hf, dtype) if folder is None else _from_folder(folder, hf, dtype)
+    published = hf if growth is None else {**hf, "vocab_size": growth.rows}
+    hf_model = _from_config(hf, dtype) if folder is None else _from_folder(folder, published, dtype)
+    if growth is not None and folder is not None:
+        enlarge(hf_model, growth)
     names = {id(p): name for name, p in hf_model.named_parameters()}
     adapter = Adapter(hf_model)
     entries: dict[str, Entry] = {}
@@ -208,7 +222,7 @@ def adapt(folder: Path | None, hf: HF, dtype: torch.dtype, seed: int) -> tuple[A
         if parameter.ndim == 0:
             raise unsupported(adapter.config, f"a parameter without dimensions ({name})")
         entries[name] = Entry(tuple(parameter.shape), ((names[id(parameter)], parameter.shape[0]),))
-    source = None if folder is not None else _draw(adapter, entries, hf, seed)
+    source = None if folder is not None else _draw(adapter, entries, hf, seed, growth)
     probe(adapter, hf_model, dtype)
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
     buffers = {name: hf_model.state_dict()[name].clone() for name in sorted(persistent)}
@@ -283,7 +297,7 @@ def _from_folder(folder: Path, hf: HF, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def _draw(adapter: Adapter, entries: dict[str, Entry], hf: HF, seed: int) -> Drawn:
+def _draw(adapter: Adapter, entries: dict[str, Entry], hf: HF, seed: int, growth: Growth | None) -> Source:
     """Replace the values of a fresh model by the draw that every model class shares.
 
     What transformers makes constant (norms that start at 1, or at 0 where a family adds 1; biases) stays constant.
@@ -293,7 +307,7 @@ def _draw(adapter: Adapter, entries: dict[str, Entry], hf: HF, seed: int) -> Dra
         low, high = parameter.data.aminmax()
         if low == high or parameter.ndim < 2:
             constants[entries[name].pieces[0][0]] = float(low)
-    source = drawn(hf, seed, constants)
+    source = widened(drawn(hf, seed, constants), adapter, entries, growth)
     recipe = Recipe(entries, source)
     for name, parameter in adapter.named_parameters():
         recipe.fill(name, parameter.data, (0,) * parameter.ndim)

@@ -13,12 +13,16 @@ from optrush.config import Run, nearest
 from optrush.errors import ConfigError
 from optrush.shapes import SHAPES
 
+CONFIG = ["config.json"]  # what is downloaded of a hub's model
+TOKENIZER = ["*.json", "*.jinja", "*.model"]
+WEIGHTS = ["*.safetensors", *TOKENIZER]
+
 
 def locate(run: Run, weights: bool = True) -> tuple[Path | None, dict[str, Any]]:
     """The model's folder (None: a shape with random weights) and its config.json.
 
     Args:
-        weights: False downloads no more of a hub's model than its config.json.
+        weights: False downloads no more of a hub's model than its config.json, and the tokenizer where it changes.
 
     Raises:
         ConfigError: no such folder, shape or hub id; no config.json; not JSON.
@@ -34,7 +38,7 @@ def locate(run: Run, weights: bool = True) -> tuple[Path | None, dict[str, Any]]
     assert m.path is not None
     folder = _tiny() if m.path == "tiny" else Path(m.path)
     if not folder.is_dir():
-        folder = _download(m.path, weights)
+        folder = _download(m.path, WEIGHTS if weights else TOKENIZER if m.add_tokens else CONFIG)
     config = folder / "config.json"
     if not config.is_file():
         raise ConfigError(f"the model {folder}", "a folder without config.json", "name a Hugging Face model's folder")
@@ -65,9 +69,8 @@ def _tiny() -> Path:
     return folder
 
 
-def _download(name: str, weights: bool) -> Path:
+def _download(name: str, wanted: list[str]) -> Path:
     """A model by its hub id: its weights, configuration and tokenizer; never its code or its pickles."""
-    wanted = ["*.safetensors", "*.json", "*.jinja", "*.model"] if weights else ["config.json"]
     asked = f"the model {name}"
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ConfigError(asked, "no such folder", "name a Hugging Face model's folder, a hub id, or `tiny`")

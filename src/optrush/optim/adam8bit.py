@@ -1,10 +1,11 @@
-"""AdamW whose moments take a byte each: the optimizer around kernels/adam8bit_update.py."""
+"""AdamW whose moments take a byte each, or half of one: the optimizers around kernels/adam8bit_update.py."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,8 +13,9 @@ from torch import Tensor
 from optrush.config import Optim
 from optrush.errors import NeedsError
 from optrush.kernels import adam8bit_update as kernel
+from optrush.kernels.adam4bit_update import Nibbles
 from optrush.kernels.adamw_update import Rounding, Update, key_words, runs, span
-from optrush.optim.adamw import Learnt
+from optrush.optim.adamw import Learnt, Zeros, zeros_beside
 
 SMALL = 4096  # elements; below, and of vectors, moments stay float32: there is nothing to save
 
@@ -29,22 +31,28 @@ class Adam8bit:
     """
 
     reads_host = False
+    codes: ClassVar[kernel.Codes] = kernel.Bytes()
 
     def __init__(
-        self, trained: Sequence[Learnt], optim: Optim, *, rounding: Rounding = "nearest", seed: int = 0
+        self,
+        trained: Sequence[Learnt],
+        optim: Optim,
+        *,
+        rounding: Rounding = "nearest",
+        seed: int = 0,
+        zeros: Zeros = zeros_beside,
     ) -> None:
         if rounding == "kahan":
             found = "it keeps what rounding took from a weight, which this optimizer has no place for"
-            raise NeedsError(
-                "8-bit AdamW with Kahan summation", found, "take --with stochastic-rounding, or fused-adamw"
-            )
+            asked = f"{self.codes.bits}-bit AdamW with Kahan summation"
+            raise NeedsError(asked, found, "take --with stochastic-rounding, or fused-adamw")
         self.trained = list(trained)
         self.rounding: Rounding = rounding
         kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
         for i, t in enumerate(self.trained):
-            kinds.setdefault((_coded(t), t.local.dtype), []).append(i)
+            kinds.setdefault((self._coded(t), t.local.dtype), []).append(i)
         self.groups = [
-            _group([self.trained[i] for i in at], optim, rounding, seed, coded) for (coded, _), at in kinds.items()
+            self._group([self.trained[i] for i in at], optim, seed, coded, zeros) for (coded, _), at in kinds.items()
         ]
         self.place = {i: (g, k) for g, at in enumerate(kinds.values()) for k, i in enumerate(at)}
         self.updates = [_update(group) for group in self.groups]
@@ -62,60 +70,71 @@ class Adam8bit:
                 update(part, lr, grad_scale.float(), found_inf.bool(), first)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        found = {}
-        for i, t in enumerate(self.trained):
-            g, k = self.place[i]
-            held, shape = self.groups[g].moments[k], t.local.shape
-            states = {"mean": held.mean.view(shape), "square": held.square.view(shape)}
-            if held.scales is not None:
-                mean, square = (s.view(*shape[:-1], s.shape[-1]) for s in held.scales)
-                states |= {"mean_scale": mean, "square_scale": square}
-            found[t.name] = states | {"count": self.groups[g].counts[k]}
-        return found
+        return {t.name: self.held(i) for i, t in enumerate(self.trained)}
+
+    def held(self, i: int) -> dict[str, Tensor]:
+        g, k = self.place[i]
+        held, shape = self.groups[g].moments[k], self.trained[i].local.shape
+        names = ("mean", "square", "mean_scale", "square_scale")
+        coded = held.scales is not None
+        states = {
+            n: s.view(*shape[:-1], s.shape[-1]) if coded else s.view(shape) for n, s in zip(names, held.tensors())
+        }
+        return states | {"count": self.groups[g].counts[k]}
+
+    def _coded(self, t: Learnt) -> bool:
+        """Whether a parameter's moments are codes.
+
+        Raises:
+            NeedsError: they would be, but rows are cut.
+        """
+        coded = len(t.whole) > 1 and math.prod(t.whole) >= SMALL
+        if coded and tuple(t.local.shape[1:]) != tuple(t.whole[1:]):
+            asked = f"{self.codes.bits}-bit AdamW, whose blocks lie in whole rows"
+            found = f"this rank holds {tuple(t.local.shape)} of the {tuple(t.whole)} of {t.name}"
+            raise NeedsError(asked, found, "take another optimizer: fused-adamw")
+        return coded
+
+    def _group(self, mine: Sequence[Learnt], optim: Optim, seed: int, coded: bool, zeros: Zeros) -> kernel.Group:
+        assert self.rounding != "kahan"
+        device = mine[0].local.device
+        weights = [_rows(t.local) if coded else t.local.view(1, -1) for t in mine]
+        return kernel.Group(
+            weights=weights,
+            moments=[self._moments(t, w, coded, zeros) for t, w in zip(mine, weights)],
+            counts=torch.zeros(len(mine), device=device),
+            decays=torch.tensor(
+                [optim.weight_decay if t.decays else 0.0 for t in mine], dtype=torch.float64, device=device
+            ),
+            words=torch.tensor([key_words(seed, t.name) for t in mine], dtype=torch.int64, device=device),
+            spans=[span(t.whole, t.local.shape, t.offset) for t in mine],
+            betas=optim.betas,
+            eps=torch.tensor(optim.eps).item(),
+            rounding=self.rounding,
+            codes=self.codes,
+        )
+
+    def _moments(self, t: Learnt, weight: Tensor, coded: bool, zeros: Zeros) -> kernel.Moments:
+        R, C = weight.shape
+        if not coded:
+            return kernel.Moments(zeros(t, (R, C), torch.float32), zeros(t, (R, C), torch.float32), None)
+        mean, square = (zeros(t, (R, -(-C * self.codes.bits // 8)), torch.uint8) for _ in range(2))
+        scales = [zeros(t, (R, kernel.blocks(C, self.codes.block)), torch.float32) for _ in range(2)]
+        return kernel.Moments(mean, square, (scales[0], scales[1]))
 
 
-def _coded(t: Learnt) -> bool:
-    """Whether a parameter's moments take a byte each.
+class Adam4bit(Adam8bit):
+    """The same with half a byte each: `mean` and `square` (R, ceil(C / 2)), scales (R, ceil(C / 128)).
 
-    Raises:
-        NeedsError: they would, but rows are cut.
+    Memory: 1 byte a parameter and 8 a block of 128; 8 bytes a parameter of norms and biases.
     """
-    coded = len(t.whole) > 1 and math.prod(t.whole) >= SMALL
-    if coded and tuple(t.local.shape[1:]) != tuple(t.whole[1:]):
-        found = f"this rank holds {tuple(t.local.shape)} of the {tuple(t.whole)} of {t.name}"
-        raise NeedsError("8-bit AdamW, whose blocks lie in whole rows", found, "take another optimizer: fused-adamw")
-    return coded
 
-
-def _group(mine: Sequence[Learnt], optim: Optim, rounding: Rounding, seed: int, coded: bool) -> kernel.Group:
-    assert rounding != "kahan"
-    device = mine[0].local.device
-    weights = [_rows(t.local) if coded else t.local.view(1, -1) for t in mine]
-    return kernel.Group(
-        weights=weights,
-        moments=[_moments(w, coded) for w in weights],
-        counts=torch.zeros(len(mine), device=device),
-        decays=torch.tensor(
-            [optim.weight_decay if t.decays else 0.0 for t in mine], dtype=torch.float64, device=device
-        ),
-        words=torch.tensor([key_words(seed, t.name) for t in mine], dtype=torch.int64, device=device),
-        spans=[span(t.whole, t.local.shape, t.offset) for t in mine],
-        betas=optim.betas,
-        eps=torch.tensor(optim.eps).item(),
-        rounding=rounding,
-    )
+    codes = Nibbles()
 
 
 def _rows(t: Tensor) -> Tensor:
     """(R, C), the very storage; R may be 0."""
     return t.view(math.prod(t.shape[:-1]), t.shape[-1])
-
-
-def _moments(weight: Tensor, coded: bool) -> kernel.Moments:
-    R, C = weight.shape
-    mean, square = (weight.new_zeros(R, C, dtype=torch.uint8 if coded else torch.float32) for _ in range(2))
-    scales = [weight.new_zeros(R, kernel.blocks(C), dtype=torch.float32) for _ in range(2)]
-    return kernel.Moments(mean, square, (scales[0], scales[1]) if coded else None)
 
 
 def _update(group: kernel.Group) -> Update:

@@ -7,7 +7,7 @@ where they are rounded other than to the nearest, or updated in one launch on a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -36,6 +36,19 @@ class Learnt(Protocol):
     def offset(self) -> tuple[int, ...]: ...
 
 
+class Zeros(Protocol):
+    """Where optimizers get memory for the states of a parameter."""
+
+    def __call__(self, t: Learnt, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Zeros on the parameter's device; the first dimension is the parameter's, or of all its rows."""
+        ...
+
+
+def zeros_beside(t: Learnt, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """On the device, for good."""
+    return torch.zeros(tuple(shape), dtype=dtype, device=t.local.device)
+
+
 class Optimizer(Protocol):
     """What `update` calls and checkpoints read. State tensors are shaped like the parameter, or one value."""
 
@@ -55,6 +68,25 @@ class Optimizer(Protocol):
         ...
 
 
+class Housed(Optimizer, Protocol):
+    """An optimizer whose states may lie anywhere: it asks `Zeros` for them, and has them by the parameter's index."""
+
+    def held(self, i: int) -> Mapping[str, Tensor]:
+        """state's name -> local tensor, of the i-th parameter."""
+        ...
+
+
+class Make(Protocol):
+    """What makes an optimizer over parameters, its states where `zeros` gives them memory."""
+
+    def __call__(self, trained: Sequence[Learnt], *, zeros: Zeros) -> Housed: ...
+
+
+def whole(trained: Sequence[Learnt], make: Make) -> Optimizer:
+    """One optimizer over all, its states on the device."""
+    return make(trained, zeros=zeros_beside)
+
+
 class AdamW:
     """Decoupled weight decay; norms and biases never decay (`Trained.decays`).
 
@@ -66,11 +98,18 @@ class AdamW:
     """
 
     def __init__(
-        self, trained: Sequence[Learnt], optim: Optim, *, fused: bool, rounding: Rounding = "nearest", seed: int = 0
+        self,
+        trained: Sequence[Learnt],
+        optim: Optim,
+        *,
+        fused: bool,
+        rounding: Rounding = "nearest",
+        seed: int = 0,
+        zeros: Zeros = zeros_beside,
     ) -> None:
-        self.trained, self.optim, self.fused, self.rounding = list(trained), optim, fused, rounding
+        self.trained, self.optim, self.fused, self.rounding, self.zeros = list(trained), optim, fused, rounding, zeros
         local = [t.local for t in self.trained]
-        self.mean, self.square = ([torch.zeros_like(w) for w in local] for _ in range(2))
+        self.mean, self.square = (self._beside(range(len(local))) for _ in range(2))
         # Of which parameters the group has which: those that torch's AdamW does not serve.
         self.place: dict[int, int] = {}
         for i, w in enumerate(local):
@@ -80,6 +119,10 @@ class AdamW:
         self.count = [torch.zeros((), dtype=torch.float32, device=w.device) for w in local]
         if self.place:
             self._group(local, seed)
+
+    def _beside(self, at: Iterable[int]) -> list[Tensor]:
+        """A state shaped like each of these parameters."""
+        return [self.zeros(self.trained[i], self.trained[i].local.shape, self.trained[i].local.dtype) for i in at]
 
     def _group(self, local: list[Tensor], seed: int) -> None:
         """What the kernel updates, and by which call."""
@@ -92,7 +135,7 @@ class AdamW:
             means=[self.mean[i] for i in at],
             squares=[self.square[i] for i in at],
             counts=torch.zeros(len(at), dtype=torch.float32, device=device),
-            remainders=[torch.zeros_like(local[i]) for i in at] if self.rounding == "kahan" else None,
+            remainders=self._beside(at) if self.rounding == "kahan" else None,
             decays=torch.tensor(decays, dtype=torch.float64, device=device),
             words=torch.tensor(words, dtype=torch.int64, device=device),
             spans=[kernel.span(t.whole, t.local.shape, t.offset) for t in mine],
@@ -144,9 +187,10 @@ class AdamW:
                 )  # fmt: skip
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        rows = zip(self.trained, self.mean, self.square, self.count)
-        found = {t.name: {"mean": m, "square": s, "count": c} for t, m, s, c in rows}
-        if self.place and self.group.remainders is not None:
-            for i, k in self.place.items():
-                found[self.trained[i].name]["compensation"] = self.group.remainders[k]
+        return {t.name: self.held(i) for i, t in enumerate(self.trained)}
+
+    def held(self, i: int) -> dict[str, Tensor]:
+        found = {"mean": self.mean[i], "square": self.square[i], "count": self.count[i]}
+        if i in self.place and self.group.remainders is not None:
+            found["compensation"] = self.group.remainders[self.place[i]]
         return found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from optrush.technique import Technique
+from optrush.techniques.adam4bit import Adam4bit
 from optrush.techniques.adam8bit import Adam8bit
 from optrush.techniques.amp import Amp
+from optrush.techniques.apollo import Apollo
 from optrush.techniques.attention import Attention
 from optrush.techniques.bf16 import Bf16
 from optrush.techniques.compile import Compile
@@ -15,14 +17,20 @@ from optrush.techniques.fsdp import Fsdp
 from optrush.techniques.fused_adamw import FusedAdamW
 from optrush.techniques.fused_block import FusedBlock
 from optrush.techniques.fused_loss import FusedLoss
+from optrush.techniques.ia3 import Ia3
+from optrush.techniques.int8 import Int8
 from optrush.techniques.kahan import Kahan
 from optrush.techniques.loader import Loader
+from optrush.techniques.lora import Lora
 from optrush.techniques.max_autotune import MaxAutotune
 from optrush.techniques.memory_cap import MemoryCap
 from optrush.techniques.micro_batch import MicroBatch
+from optrush.techniques.muon import Muon
+from optrush.techniques.nf4 import Nf4
 from optrush.techniques.offload_activations import OffloadActivations
 from optrush.techniques.packing import Packing
 from optrush.techniques.pad import Pad
+from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.recompute import Recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 from optrush.techniques.sort_by_length import SortByLength
@@ -33,10 +41,17 @@ from optrush.techniques.wrap import Wrap
 ALL: tuple[type[Technique], ...] = (
     Amp,
     Bf16,
+    Nf4,
+    Int8,
+    Lora,
+    Ia3,
     StochasticRounding,
     Kahan,
     FusedAdamW,
     Adam8bit,
+    Adam4bit,
+    Muon,
+    Apollo,
     Attention,
     FusedBlock,
     Compile,
@@ -51,6 +66,7 @@ ALL: tuple[type[Technique], ...] = (
     Recompute,
     SelectiveRecompute,
     OffloadActivations,
+    PagedStates,
     UpdateInBackward,
     CudaGraphs,
     Ddp,

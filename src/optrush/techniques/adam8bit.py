@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from optrush.ledger import Rule, Work, like, live
@@ -49,5 +50,6 @@ class Adam8bit(Technique):
         demand_triton(self.name, job.setup.device)
         from optrush.optim.adam8bit import Adam8bit as Optimizer
 
-        job.optimizer = Optimizer(job.trained, job.run.optim, rounding=job.rounding, seed=job.run.seed)
+        make = partial(Optimizer, optim=job.run.optim, rounding=job.rounding, seed=job.run.seed)
+        job.optimizer = job.housing(job.trained, make)
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from optrush.ledger import Rule, live
@@ -42,5 +43,6 @@ class FusedAdamW(Technique):
 
         if any(t.local.dtype == torch.bfloat16 for t in job.trained):
             demand_triton(self.name, job.setup.device)
-        job.optimizer = AdamW(job.trained, job.run.optim, fused=True, rounding=job.rounding, seed=job.run.seed)
+        make = partial(AdamW, optim=job.run.optim, fused=True, rounding=job.rounding, seed=job.run.seed)
+        job.optimizer = job.housing(job.trained, make)
         return 1

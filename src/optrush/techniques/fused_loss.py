@@ -49,6 +49,8 @@ class FusedLoss(Technique):
         if self.impl == "chunked":
             return
         asked = f"fused-loss:impl={self.impl}"
+        found = "an objective that wants losses token by token, where this kernel has their sum's gradients at once"
+        yield Need(setup.dpo is None, f"`{asked}`", found, "take impl=chunked")
         yield gpu(asked, setup, (9, 0) if self.impl == "quack" else (8, 0))
         if self.impl == "liger":
             found, do = f"chunk={self.chunk}, where Liger cuts the rows itself", "leave chunk out"

@@ -69,6 +69,12 @@ class SelectiveRecompute(Technique):
             "no compiled blocks, whose partitioner alone knows a budget",
             "add --with compile, or take ops=products",
         )
+        yield Need(
+            self.budget is not None or self.ops == "attention" or Part.TRAINED not in setup.owned,
+            "`selective-recompute` keeps the output of every product",
+            "adapters, which make several of each",
+            "take ops=attention, or recompute",
+        )
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         """What is not kept lies in one block at a time; what makes it runs twice. Names: the baseline's."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from optrush.bench.peer import Peer, Work
+from optrush.bench.peer import LINEARS, Adapting, Work
 
 
-class Trainer(Peer):
+class Trainer(Adapting):
     """transformers.Trainer in autocast of bf16, torch's fused AdamW, attention through SDPA.
 
     liger: Liger's kernels, as `use_liger_kernel` puts them in.
     checkpointing: gradient checkpointing, which TRL's trainers turn on by default and Trainer does not.
     compile: `torch_compile`.
+    adapter: PEFT's LoRA on every linear of the blocks; `qlora` on a base that bitsandbytes holds in 4 bits.
     """
 
     liger: bool = True
@@ -24,17 +25,17 @@ class Trainer(Peer):
 
     @property
     def required(self) -> tuple[str, ...]:
-        return (*self.libraries, "liger-kernel") if self.liger else self.libraries
+        more = {None: (), "lora": ("peft",), "qlora": ("peft", "bitsandbytes")}[self.adapter]
+        return (*self.libraries, *more, *("liger-kernel",) * self.liger)
 
     @property
     def title(self) -> str:
         parts = ["Hugging Face Trainer", "Liger" * self.liger, "checkpointing" * self.checkpointing]
-        parts += ["torch_compile" * self.compile]
+        parts += ["torch_compile" * self.compile, f"{self.adapter} rank {self.rank}" if self.adapter else ""]
         return " + ".join(filter(None, parts)) + f", {self.weights} weights"
 
     def train(self, work: Work) -> None:
         """Its own loop on our rows, told of by a callback after each step."""
-        import torch
         import transformers
         from torch.utils.data import Dataset, SequentialSampler
 
@@ -74,9 +75,7 @@ class Trainer(Peer):
             def on_step_end(self, *_: object, **__: object) -> None:
                 work.step(losses[-1])
 
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            work.folder, dtype=getattr(torch, self.weights), attn_implementation="sdpa"
-        )
+        model = self._model(work)
         arguments = transformers.TrainingArguments(
             output_dir=str(work.scratch),
             max_steps=len(work.batches),
@@ -100,8 +99,30 @@ class Trainer(Peer):
             seed=work.run.seed,
             disable_tqdm=True,
         )
-        trainer = Ordered(model, arguments, train_dataset=rows, callbacks=[Clock()])
+        trainer: Any = Ordered(model, arguments, train_dataset=rows, callbacks=[Clock()])
         trainer.train()
         assert trainer.optimizer is not None
         states = (s for by_name in trainer.optimizer.state.values() for s in by_name.values())
         work.sees([p for p in model.parameters() if p.requires_grad], states)
+
+    def _model(self, work: Work) -> Any:
+        """The published model, or its adapters around it."""
+        import torch
+        import transformers
+
+        dtype = getattr(torch, self.weights)
+        quantised = None
+        if self.adapter == "qlora":
+            quantised = transformers.BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16,
+            )  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            work.folder, dtype=dtype, attn_implementation="sdpa", quantization_config=quantised
+        )
+        if self.adapter is None:
+            return model
+        import peft
+
+        settings = peft.LoraConfig(r=self.rank, lora_alpha=self.rank, target_modules=list(LINEARS), bias="none")
+        return peft.get_peft_model(model, settings)

@@ -1,20 +1,21 @@
-"""Unsloth, full fine-tuning of bf16 weights, in a plain loop around its model."""
+"""Unsloth in a plain loop around its model: full fine-tuning of bf16 weights, LoRA, or LoRA on a 4-bit base."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import ClassVar
 
-from optrush.bench.peer import Peer, Weights, Work
+from optrush.bench.peer import LINEARS, Adapting, Weights, Work
 from optrush.config import Run
 from optrush.hardware import Device
 from optrush.technique import Need
 
 
-class Unsloth(Peer):
-    """FastLanguageModel with `full_finetuning`, autocast of bf16, torch's fused AdamW.
+class Unsloth(Adapting):
+    """FastLanguageModel, autocast of bf16, torch's fused AdamW; `full_finetuning` where there is no adapter.
 
     checkpointing: its own gradient checkpointing ("unsloth"), which is its default.
+    adapter: its LoRA on every linear of the blocks, without dropout and biases; `qlora` on a base in 4 bits.
     """
 
     checkpointing: bool = True
@@ -25,8 +26,13 @@ class Unsloth(Peer):
     first: ClassVar[str | None] = "unsloth"  # it changes torch and transformers while they are imported
 
     @property
+    def required(self) -> tuple[str, ...]:
+        return (*self.libraries, "bitsandbytes")  # which it imports, whatever is trained
+
+    @property
     def title(self) -> str:
-        return "Unsloth" + " + its checkpointing" * self.checkpointing + f", {self.weights} weights"
+        what = f" {self.adapter} rank {self.rank}" if self.adapter else ""
+        return f"Unsloth{what}" + " + its checkpointing" * self.checkpointing + f", {self.weights} weights"
 
     def needs(self, run: Run, device: Device) -> Iterator[Need]:
         yield from super().needs(run, device)
@@ -42,15 +48,27 @@ class Unsloth(Peer):
         from unsloth import FastLanguageModel
 
         optim = work.run.optim
+        checkpointing = "unsloth" if self.checkpointing else False
         model, _ = FastLanguageModel.from_pretrained(
             str(work.folder),
             max_seq_length=work.run.batch.seq,
             dtype=torch.bfloat16,
-            load_in_4bit=False,
-            full_finetuning=True,
-            use_gradient_checkpointing="unsloth" if self.checkpointing else False,
+            load_in_4bit=self.adapter == "qlora",
+            full_finetuning=self.adapter is None,
+            use_gradient_checkpointing=checkpointing,
         )
-        if not self.checkpointing:  # its loader turns it on for full fine-tuning, whatever it was told
+        if self.adapter is not None:
+            model = FastLanguageModel.get_peft_model(
+                model,
+                r=self.rank,
+                lora_alpha=self.rank,
+                lora_dropout=0,
+                bias="none",
+                target_modules=list(LINEARS),
+                use_gradient_checkpointing=checkpointing,
+                random_state=work.run.seed,
+            )
+        elif not self.checkpointing:  # its loader turns it on for full fine-tuning, whatever it was told
             model.gradient_checkpointing_disable()
         model.train()
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -1,0 +1,140 @@
+"""The model card, README.md beside the weights: facts of the run, and nothing else.
+
+What a user named (models, files, folders) is text from outside, and a card is shown by others' pages. So it is escaped,
+for Markdown and for HTML; the block at the top is written as YAML by its own library. Paths stay here: of a folder, a
+file or a pattern only the name is said, whether it is still there or not. Whole is only what the hub calls something.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from optrush import __version__
+from optrush.bench import runs
+from optrush.bench.figures import clean
+from optrush.config import Run
+from optrush.console import count
+from optrush.data import files
+from optrush.data.read import form
+from optrush.technique import library
+
+NAME = "README.md"
+LICENCE = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}\Z")  # an identifier, as the hub lists them
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
+_MARKS = re.compile(r"""[\\`*_{}\[\]()#+.!|~:@$=^"']""")
+LOAD = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+```"""
+
+
+def card(run: Run, folder: Path, steps: int, base: Path | None, data: str = "") -> str:
+    """The card's text.
+
+    Args:
+        folder: the run's, with its metrics.jsonl.
+        steps: after which the weights were taken.
+        base: the folder of the model that the run began with; None: random weights of a shape.
+        data: what was read, in words.
+
+    Raises:
+        UserError: run.yaml or metrics.jsonl of the folder is damaged.
+    """
+    facts = [
+        ("base model", _base(run)),
+        ("objective", f"`{run.objective}`"),
+        ("data", escaped(_data(run)) + (f": {escaped(data)}" if data else "")),
+        ("steps", f"{steps:,}"),
+        ("techniques", escaped(", ".join(run.with_) or "none")),
+        *_measured(runs.read(folder), steps),
+        ("versions", f"optrush {__version__}, torch {torch.__version__}, transformers {library('transformers')}"),
+    ]
+    table = "\n".join(f"| {name} | {text} |" for name, text in facts)
+    parts = [
+        f"---\n{yaml.safe_dump(_front(run, base), sort_keys=False)}---",
+        f"# {escaped(folder.resolve().name)}",
+        f"Trained by optrush {__version__}.",
+        f"| | |\n|---|---|\n{table}",
+        f"## Loading\n\n{LOAD}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def escaped(text: object) -> str:
+    """Text from outside as Markdown that shows it as it is: no mark-up, no HTML, no link, one line."""
+    return html.escape(_MARKS.sub(r"\\\g<0>", clean(text)), quote=False)
+
+
+def _front(run: Run, base: Path | None) -> dict[str, Any]:
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["optrush"]}
+    if run.model.path is not None and HUB_ID.match(run.model.path) and not Path(run.model.path).exists():
+        front["base_model"] = run.model.path
+    if (licence := _licence(base)) is not None:
+        front["license"] = licence
+    return front
+
+
+def _licence(base: Path | None) -> str | None:
+    """The licence that the base model's own card names."""
+    if base is None or not (base / NAME).is_file():
+        return None
+    found = re.match(r"---\r?\n(.*?)\r?\n---\s", (base / NAME).read_text("utf-8", "replace"), re.DOTALL)
+    try:
+        front = yaml.safe_load(found[1]) if found else None
+    except (yaml.YAMLError, ValueError):  # not ours to mend
+        return None
+    licence = front.get("license") if isinstance(front, dict) else None
+    return licence if isinstance(licence, str) and LICENCE.match(licence) else None
+
+
+def _base(run: Run) -> str:
+    m = run.model
+    if m.path is None:
+        return f"random weights of the shape {escaped(m.shape)}, seed {run.seed}"
+    return escaped(_called(m.path))
+
+
+def _data(run: Run) -> str:
+    if run.data.random is not None:
+        return "random tokens"
+    if run.data.sample is not None:
+        return f"the sample {run.data.sample}"
+    return ", ".join(_called(o.path) for o in run.data.origins)
+
+
+def _called(path: str) -> str:
+    """An id of the hub as it is; of a path its last name."""
+    local = os.path.exists(path) or os.path.isdir(os.path.dirname(path)) or form(Path(path)) is not None
+    hub = files.HUB_ID.fullmatch(path.removeprefix(files.HUB))
+    return path if hub and (path.startswith(files.HUB) or not local) else Path(path).resolve().name
+
+
+def _measured(told: runs.Told, steps: int) -> list[tuple[str, str]]:
+    """The figures of metrics.jsonl up to the step."""
+    lines = [m for m in told.steps if m["step"] <= steps]
+    evals = [m for m in told.evals if m["step"] <= steps and m["eval_loss"] is not None]
+    found: list[tuple[str, str]] = []
+    if lines:
+        before = [0, *(m["step"] for m in lines)]
+        tokens = sum(m["tokens_per_s"] * m["step_s"] * (m["step"] - b) for m, b in zip(lines, before))
+        kind = {"cuda_allocated": "GiB allocated on the GPU", "rss": "GiB resident"}[lines[-1]["memory_kind"]]
+        found = [
+            ("tokens seen", f"about {count(tokens)}"),
+            ("tokens a second", f"{count(told.median('tokens_per_s') or 0.0)} (median of the logged steps)"),
+            ("peak memory", f"{max(m['peak_bytes'] for m in lines) / 2**30:.2f} {kind}"),
+        ]
+    if evals:
+        best = min(evals, key=lambda m: float(m["eval_loss"]))
+        found.append(("held-out loss", f"{evals[-1]['eval_loss']:.4f} at step {evals[-1]['step']:,}"))
+        found.append(("best held-out loss", f"{best['eval_loss']:.4f} at step {best['step']:,}"))
+    return found

@@ -1,0 +1,142 @@
+"""What adapters share that needs no torch: names of the linears they go to, and the ledger of a frozen model. Pure.
+
+Names are Hugging Face's, the last part of a module's: `q_proj`. A linear of our decoder holds several of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from optrush.config import nearest
+from optrush.ledger import Line, Rule, Work, add, freeze, live
+from optrush.technique import Need, Part, Setup
+
+if TYPE_CHECKING:
+    from optrush.shapes import ModelShape
+
+PIECES = {  # of each linear of our decoder
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+LINEARS = tuple(name for names in PIECES.values() for name in names)
+EVERY = ("auto", "all-linear")
+SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:]}
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+
+
+def last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
+    """The names that `targets` means in a model whose linears have these."""
+    if isinstance(asked, str):
+        return tuple(known) if asked in EVERY else SETS.get(asked, (asked,))
+    return tuple(asked)
+
+
+def named(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Need:
+    """Whether a model has what an option names."""
+    names = chosen(asked, known)
+    wrong = next((n for n in names if n not in known), None)
+    found, do = f"no {'linear' if option == 'targets' else 'such module'} is called {wrong}", ""
+    if wrong is not None:
+        do = nearest(wrong, known)
+    elif not names:
+        found, do = "no linears to choose from", f"name some: {', '.join(known)}" if known else "take another model"
+    text = asked if isinstance(asked, str) else f"[{', '.join(asked)}]"
+    return Need(wrong is None and bool(names), f"`{technique}:{option}={text}`", found, do)
+
+
+def whole(technique: str, save: Sequence[str], known: Collection[str], tied: bool) -> Iterator[Need]:
+    """Whether modules that are to be trained whole are there, and not one half of a tied pair."""
+    if save:
+        yield named(technique, "save", save, known)
+    alone = {EMBEDDING, HEAD} & set(save)
+    found = "embedding and head are one weight in this model"
+    asked = f"`{technique}:save=[{', '.join(save)}]`"
+    yield Need(not tied or len(alone) != 1, asked, found, f"name both, {EMBEDDING} and {HEAD}, or neither")
+
+
+def sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
+    """(width, rows of each piece) of a block's linears."""
+    s, q, kv = shape, shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+    return {
+        "qkv": (s.width, {"q_proj": q, "k_proj": kv, "v_proj": kv}),
+        "o": (q, {"o_proj": s.width}),
+        "gate_up": (s.width, {"gate_proj": s.ff_width, "up_proj": s.ff_width}),
+        "down": (s.ff_width, {"down_proj": s.width}),
+    }
+
+
+def predict(setup: Setup, save: Sequence[str], learnt: Sequence[int], keep: Collection[str]) -> Iterator[Rule]:
+    """Rules for a frozen model beside whose linears adapters learn.
+
+    Args:
+        save: modules trained whole; of norms the few values are not counted.
+        learnt: values of each parameter that a block's adapters have; of a model of unknown shape nobody asks.
+        keep: linears of a block whose adapters keep what enters them.
+    """
+    trained = {"embedding": EMBEDDING in save, "head": HEAD in save}
+    why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
+    yield freeze(f"[!a{''.join(name[0] for name, learns in trained.items() if learns)}]*", why)
+    if Part.LINEARS not in setup.owned:  # else their owner says how they are stored
+        yield live("weights.blocks", stays, role="product")
+    if not trained["embedding"]:
+        yield live("weights.embedding", stays, role="product")
+    if not trained["head"] and setup.shape is not None and not setup.shape.tied:
+        yield live("weights.head", stays, role="product")
+    if not any(trained.values()):
+        yield live("tied.*", why, gone=True)
+    yield live("casts.blocks", stays, gone=True)
+    if not trained["head"]:
+        yield live("casts*", stays, gone=True)
+        yield live("head.products", "the head's own gradient is not made", times=4 / 6)
+        if Part.HEAD in setup.owned:
+            yield live("head.gradient", "the head has none", gone=True)
+    yield live("backward.[qogd]*", "the weights' gradients are not made", times=0.5)
+    yield live("saved.normalised", "only the norms' own gradients read it", gone=True)
+    if setup.shape is not None:
+        yield from _inputs(setup, setup.shape, keep)
+        yield from _learnt(setup, setup.shape, list(trained.values()), learnt)
+
+
+def _inputs(setup: Setup, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
+    """A frozen product does not keep what enters it; an adapter may."""
+    yield live("saved.normed", "no frozen product keeps what enters it", gone=True)
+    yield live("saved.product", "no frozen product keeps what enters it", gone=True)
+    if "o" not in keep and Part.ATTENTION not in setup.owned:  # kernels keep what they gave
+        yield live("saved.attended", "no frozen product keeps what enters it", gone=True)
+    L, widths = setup.blocks, {name: width for name, (width, _) in sizes(shape).items()}
+    for name in sorted(set(keep) - {"o"}):
+        why = f"what enters {name}, kept for its adapter"
+        yield add(Line(f"saved.enters.{name}", why, L * widths[name], "product", "saved", True, L))
+
+
+def _learnt(setup: Setup, s: ModelShape, outer: Sequence[bool], learnt: Sequence[int]) -> Iterator[Rule]:
+    """Lines of what is trained, and the update's share."""
+    L, values = setup.blocks, setup.blocks * sum(learnt)
+    beside = s.vocab * s.width * (any(outer) if s.tied else sum(outer))
+    why = f"{values:,} parameters of adapters, in float32"
+    yield add(
+        Line("weights.adapters", why, values, "wide", "always", blocks=L),
+        Line("gradients.adapters", why, values, "wide", "gradient", blocks=L),
+        Line("states.adapters", f"{why}: a mean and a mean square each", 2 * values, "wide", "always", blocks=L),
+    )
+    share = (values + beside) / s.parameters
+    for name in ("update", "norm", *(["reduce"] if Part.DATA in setup.owned else [])):
+        yield live(name, "of what is trained", times=share)
+    if Part.OPTIMIZER not in setup.owned:
+        largest = s.vocab * s.width if beside else max(learnt)
+        launches = 14.0 * (L * len(learnt) + sum(outer))
+        yield live("update.loop", "of what is trained, see update.adapters", gone=True)
+        why = "two temporaries of the largest parameter that is trained"
+        yield add(
+            Line("update.adapters", why, 2 * largest, "wide", "update"),
+            Work("update.adapters", "one operator at a time", "step", values=11 * (values + beside), role="wide",
+                 launches=launches),
+        )  # fmt: skip

@@ -1,0 +1,55 @@
+"""Weights of a byte: each row in integers from -127 to 127 and one float32 scale, the row's largest magnitude.
+
+    codes   int8 (rows, width)       round(value * (127 / scale)), ties to even; a row of zeros has zeros
+    scales  float32 (rows,)
+
+    value = code * scale * (1 / 127), each operation rounded to float32, then once to the type that is asked for
+
+Only the weight is of 8 bits: products run in the type of their inputs. int8_triton.py gives the same bits.
+
+Source: Dettmers et al., https://arxiv.org/abs/2208.07339, its vector-wise quantisation of weights; the bytes are those
+of bitsandbytes 0.50 (https://github.com/bitsandbytes-foundation/bitsandbytes).
+Differs from the source: inputs are not quantised, so there are no outliers to be kept apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+MOST = 127.0
+PART = 1 / MOST
+
+
+def sizes(rows: int, width: int) -> dict[str, int]:
+    """Bytes of each part of a tensor."""
+    return {"codes": rows * width, "scales": 4 * rows}
+
+
+def quantise(values: Tensor) -> dict[str, Tensor]:
+    """The parts of a matrix of any floating type."""
+    wide = values.float()
+    scales = wide.abs().amax(1)
+    factor = (MOST / scales).masked_fill_(scales == 0, 0.0)
+    return {"codes": (wide * factor[:, None]).round_().to(torch.int8), "scales": scales}
+
+
+def dequantise(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
+    """Writes the values into `out`.
+
+    Args:
+        parts: of `quantise`, in its order and flat; perhaps longer than they need to be.
+        out: (rows, width), or (groups, rows of a group, width), of any floating type; a row lies together.
+    """
+    codes, scales = parts.values() if isinstance(parts, Mapping) else parts
+    if out.is_cuda:
+        from optrush.kernels.int8_triton import launch
+
+        launch(codes, scales, out)
+        return
+    width = out.shape[-1]
+    rows = out.numel() // width
+    values = codes.reshape(-1)[: rows * width].view(rows, width) * scales[:rows, None] * PART
+    out.copy_(values.view(out.shape))

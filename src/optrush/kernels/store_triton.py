@@ -1,0 +1,44 @@
+"""Stochastic rounding into bfloat16 tensors in one launch of a Triton kernel each; the reference is store.py.
+
+Only who launches it imports this module: torch brings Triton where there is a CUDA device. Triton's interpreter runs it
+on a CPU too, in the tests. One operator at a time the random bits alone would move some 600 bytes an element; here
+value and weight are all that is read and written.
+"""
+# Kernels are no Python functions: their arguments are typed by what is launched.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from optrush.kernels import store
+from optrush.kernels.adamw_triton import _mix, _stochastic
+
+BLOCK = 4096
+WARPS = 8
+
+
+@triton.jit(do_not_specialize=["size", "first"])
+def _store(target, value, found_inf, key, size, first, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK elements of `size`; target: the bits of bfloat16."""
+    if tl.load(found_inf) == 0:
+        j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        there = j < size
+        x = tl.load(value + j, mask=there, other=0.0)
+        bits = _mix((first + j).to(tl.uint32) ^ tl.load(key).to(tl.uint32))
+        bits = _mix(bits ^ tl.load(key + 1).to(tl.uint32)) >> SHIFT
+        tl.store(target + j, _stochastic(x, bits), mask=there)
+
+
+def stochastic(target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0) -> None:
+    """As `store.Store` says."""
+    if target.dtype == torch.float32:
+        return store.nearest(target, value, found_inf, key)
+    assert target.is_contiguous() and value.is_contiguous() and value.dtype == torch.float32
+    if size := target.numel():
+        bits, flag = target.view(torch.uint16), found_inf.view(torch.uint8)
+        _store[(triton.cdiv(size, BLOCK),)](bits, value, flag, key, size, first, shift, BLOCK, num_warps=WARPS)

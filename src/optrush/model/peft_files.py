@@ -1,0 +1,160 @@
+"""Adapters as PEFT keeps them: a folder of adapter_config.json and adapter_model.safetensors, written and read.
+
+Reading the configuration asks no torch, so that what does not fit is refused before anything is built. Pickled adapters
+(adapter_model.bin) are refused: they could run code when read.
+
+Source: the format is PEFT's, https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optrush.errors import NeedsError
+from optrush.frozen import EMBEDDING, HEAD, last
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from optrush.model.adapted import Beside, Model
+    from optrush.model.weights import Recipe
+
+CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+# Of PEFT's fields (version 0.21) those that do not say what the tensors mean, or that the tensors show.
+SILENT = frozenset({
+    "auto_mapping", "base_model_name_or_path", "feedforward_modules", "inference_mode", "layers_pattern",
+    "lora_dropout", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision", "target_modules",
+    "task_type",
+})  # fmt: skip
+# What others may say beside nothing (null, false, empty). Other first values mean another base: PiSSA changes it.
+HARMLESS: Mapping[str, tuple[Any, ...]] = {
+    "bias": ("none",), "init_lora_weights": (True, "gaussian"), "init_ia3_weights": (True,),
+}  # fmt: skip
+
+
+def adapters(model: Model) -> dict[str, Beside]:
+    """The adapters of a model by the canonical names of their linears; none where it is trained itself."""
+    return {name: linear.adapter for name, linear in model.linears() if linear.adapter is not None}  # type: ignore[misc]
+
+
+def write(folder: Path, model: Model, recipe: Recipe, trained: Mapping[str, Tensor], base: str) -> None:
+    """Writes both files into a folder that is there.
+
+    Args:
+        trained: all that the model has learnt by canonical name, whole, on the CPU; modules trained whole too.
+        base: the model that they belong to, as PEFT is to find it.
+    """
+    from safetensors.torch import save_file
+
+    from optrush.model.adapted import outside
+
+    found, theirs, saved = dict[str, "Tensor"](), adapters(model), set[str]()
+    modules = outside(model, recipe)
+    for name, adapter in theirs.items():
+        own = f"{name}.adapter."
+        mine = {p.removeprefix(own): t for p, t in trained.items() if p.startswith(own)}
+        found |= {key: t.contiguous().clone() for key, t in adapter.published(mine)}
+    for parameter, module in modules.items():
+        if parameter in trained:
+            # PEFT takes all modules whose names end so: `norm` would be every norm.
+            alone = all(last(m) == last(module) for m in modules.values() if m.endswith(last(module)))
+            saved.add(last(module) if alone else module)
+            found |= {key: trained[parameter].clone() for key in _whole(model, parameter, module)}
+    if model.ties and EMBEDDING in saved:
+        saved.add(HEAD)
+    config = {
+        "base_model_name_or_path": base, "task_type": "CAUSAL_LM", "inference_mode": True, "revision": None,
+        "auto_mapping": None, "modules_to_save": sorted(saved) or None,
+        "target_modules": sorted({last(m) for a in theirs.values() for m in a.hf}),
+        **next(iter(theirs.values())).settings(),
+    }  # fmt: skip
+    if config["peft_type"] == "IA3":
+        scaled = {last(m) for a in theirs.values() for m in a.hf if a.feedforward}
+        config["feedforward_modules"] = sorted(scaled)
+    save_file({PREFIX + key: t for key, t in found.items()}, folder / TENSORS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _whole(model: Model, parameter: str, module: str) -> Iterator[str]:
+    """Names under which a parameter trained whole is kept: a tied weight under both of its modules'."""
+    kind = parameter.rpartition(".")[2]
+    yield f"{module}.{kind}"
+    if model.ties and last(module) == EMBEDDING:
+        yield f"{HEAD}.{kind}"
+
+
+def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
+    """Holds an adapter's configuration against the one of a run; asks no torch.
+
+    Args:
+        wanted: PEFT's fields and what the run has there.
+
+    Raises:
+        NeedsError: the file and the field that does not fit.
+    """
+    asked, path = f"`{technique}:init={folder}`", Path(folder) / CONFIG
+    if not path.is_file():
+        raise NeedsError(asked, f"no {CONFIG} there", "name a folder that PEFT's save_pretrained or a run wrote")
+    if not (path.parent / TENSORS).is_file():
+        pickled = (path.parent / PICKLE).is_file()
+        found = f"only {PICKLE}, a pickle, which could run code when read" if pickled else f"no {TENSORS} there"
+        raise NeedsError(asked, found, "save it as safetensors (PEFT's save_pretrained does)")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        raise NeedsError(asked, f"{CONFIG} is no JSON object", "save the adapter again")
+    for field, value in wanted.items():
+        if (there := config.get(field, False if value is False else None)) != value:
+            do = f"make the two equal, or start without init (of this run: {value})"
+            raise NeedsError(asked, f"{field} {there!r} in {CONFIG}, and {value!r} here", do)
+    for field, there in config.items():
+        if there and field not in {*wanted, *SILENT} and there not in HARMLESS.get(field, ()):
+            raise NeedsError(asked, f"{field} {there!r} in {CONFIG}, which is not known here", "start without")
+
+
+def read(technique: str, folder: str, model: Model, recipe: Recipe, trained: Collection[str]) -> dict[str, Tensor]:
+    """An adapter's tensors as whole parameters of a model that has adapters, by canonical name.
+
+    Args:
+        trained: canonical names of parameters trained whole.
+
+    Raises:
+        NeedsError: a tensor that is missing, too many, or of another shape.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from optrush.model.adapted import outside
+
+    asked, do = f"`{technique}:init={folder}`", "give the rank, targets and save that it was trained with"
+    try:
+        tensors = {key.removeprefix(PREFIX): t for key, t in load_file(Path(folder) / TENSORS).items()}
+    except (SafetensorError, OSError) as error:
+        raise NeedsError(asked, f"{TENSORS}: {error}", "download it again") from None
+    shapes: dict[str, tuple[int, ...]] = {}
+    for adapter in adapters(model).values():
+        meta = {name: p.detach() for name, p in adapter.named_parameters()}
+        shapes |= {key: tuple(t.shape) for key, t in adapter.published(meta)}
+    of: dict[str, str] = {}  # parameter trained whole -> the tensor it is read from
+    for parameter, module in outside(model, recipe).items():
+        if parameter in trained:
+            keys = list(_whole(model, parameter, module))
+            shapes |= dict.fromkeys(keys, recipe.entries[parameter].shape)
+            of[parameter] = keys[0]
+    for key in sorted({*shapes, *tensors}):
+        if key not in tensors:
+            raise NeedsError(asked, f"no tensor {key} in {TENSORS}", do)
+        if key not in shapes:
+            raise NeedsError(asked, f"the tensor {key}, for which this run has no adapter", do)
+        if tuple(tensors[key].shape) != shapes[key]:
+            raise NeedsError(asked, f"{key} of shape {list(tensors[key].shape)}, not {list(shapes[key])}", do)
+    found = {parameter: tensors[key] for parameter, key in of.items()}
+    for name, adapter in adapters(model).items():
+        found |= {f"{name}.adapter.{own}": t for own, t in adapter.taken(tensors).items()}
+    return found

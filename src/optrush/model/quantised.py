@@ -1,0 +1,212 @@
+"""Linears whose frozen weight is held in 4 or 8 bits, and made dense where it multiplies: modules, products, filling.
+
+Under `linear.stored` lies for each piece of a linear (q, k, v; gate, up) what its published tensor was quantised to, as
+plain frozen parameters, e.g. `blocks.0.qkv.stored.q.codes`. They are bytes, held as views of a 16-bit float type, for
+FSDP2 gathers parameters: before torch 2.13 it refuses those of integers, and its policy would cast float32 scales. What
+it never casts is the type that products have, so it is that one (bfloat16 where they are float32). Nobody reads them as
+numbers. A cut anywhere is right, for only the gathered whole is ever decoded.
+
+The dense weight of one linear lives while it multiplies: forward, and again backward for the gradient of the input. It
+is not saved in between, and neither is the input: a frozen weight has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optrush.errors import NeedsError
+from optrush.kernels import int8, nf4
+from optrush.model.adapter import Adapter
+from optrush.model.decoder import Decoder, Linear
+from optrush.model.grown import Grown
+from optrush.model.quantised_files import Packed
+from optrush.model.weights import Entry, Recipe, Shape, Source
+
+
+@dataclass(frozen=True)
+class Form:
+    """How weights are held: the parts of a matrix, their bytes, and back."""
+
+    bits: int  # 4: kernels/nf4.py, 8: kernels/int8.py
+    double: bool = False  # scales of 4-bit weights are quantised too
+
+    def sizes(self, rows: int, width: int) -> dict[str, int]:
+        """Bytes of each part."""
+        return nf4.sizes(rows, width, self.double) if self.bits == 4 else int8.sizes(rows, width)
+
+    def quantise(self, values: Tensor) -> dict[str, Tensor]:
+        return nf4.quantise(values, self.double) if self.bits == 4 else int8.quantise(values)
+
+
+class Layout(NamedTuple):
+    """What a dense weight is made by: constants of a compiled graph."""
+
+    bits: int
+    parts: int  # of each piece
+    rows: tuple[int, ...]  # of each piece in one group
+    groups: int
+    width: int
+
+
+class Quantised(nn.Module):
+    """A linear's weight in another form; a `model.decoder.Stored`."""
+
+    def __init__(self, linear: Linear, form: Form, carrier: torch.dtype) -> None:
+        super().__init__()
+        for role, rows in linear.pieces:
+            piece = nn.Module()
+            for name, size in form.sizes(linear.groups * rows, linear.in_features).items():
+                held = torch.empty(-(-size // 2), dtype=carrier, device="meta")
+                piece.register_parameter(name, nn.Parameter(held, requires_grad=False))
+            self.add_module(role, piece)
+        rows_of = tuple(rows for _, rows in linear.pieces)
+        self.layout = Layout(form.bits, len(form.sizes(1, 1)), rows_of, linear.groups, linear.in_features)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """(rows, width), in the linear's own order of rows."""
+        return _dense([*self.parameters()], self.layout, dtype, "export")
+
+    def product(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """The linear's `product`; under autocast in its type, like any linear's."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        bias = None if bias is None else bias.to(dtype)
+        y: Tensor = _Product.apply(x.to(dtype), bias, self.layout, *self.parameters())  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layout: Layout, *parts: Tensor) -> Tensor:
+        ctx.layout = layout
+        ctx.save_for_backward(*parts)
+        return F.linear(x, _dense(parts, layout, x.dtype, "forward"), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        grad, dx, db = incoming[0], None, None  # (..., rows)
+        parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
+        if ctx.needs_input_grad[0]:
+            dx = grad @ _dense(parts, ctx.layout, grad.dtype, "backward")
+        if ctx.needs_input_grad[1]:
+            db = grad.flatten(0, -2).sum(0)
+        return dx, db, None, *[None] * len(parts)
+
+
+def _dense(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype, use: str) -> Tensor:
+    made: Tensor = dense([*parts], layout.bits, [*layout.rows], layout.groups, layout.width, dtype, use)
+    return made
+
+
+@torch.library.custom_op("optrush::dense", mutates_args=())
+def dense(
+    parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str
+) -> Tensor:
+    """The dense weight (rows, width) of a linear. One operator, so that a compiler keeps nothing of its inside.
+
+    Args:
+        parts: of each piece in turn, bytes as views of any type.
+        rows: of each piece in one group.
+        use: what for. A compiler makes one call of two that are equal, and would keep the weight from one to the other.
+    """
+    out = torch.empty(groups * sum(rows), width, dtype=dtype, device=parts[0].device)
+    grouped = out.view(groups, -1, width)
+    each = len(parts) // len(rows)
+    for i, target in enumerate(torch.split(grouped, list(rows), 1)):
+        first, *rest = (p.detach().view(torch.uint8) for p in parts[each * i : each * (i + 1)])
+        if bits == 8:
+            int8.dequantise((first.view(torch.int8), rest[0].view(torch.float32)), target)
+        elif len(rest) == 2:
+            nf4.dequantise((first, rest[0], rest[1].view(torch.float32)), target)
+        else:
+            nf4.dequantise((first, rest[0].view(torch.float32)), target)
+    return out
+
+
+@dense.register_fake
+def _(
+    parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str
+) -> Tensor:
+    return parts[0].new_empty((groups * sum(rows), width), dtype=dtype)
+
+
+def quantise(model: Decoder | Adapter, recipe: Recipe, form: Form, precision: torch.dtype | None) -> int:
+    """Replace the weights of all linears of the blocks, on the meta device; how many linears changed.
+
+    Args:
+        recipe: of the dense weights; is taught how to fill what replaces them.
+        precision: of products, where it is another than the weights'.
+    """
+    reader = _Reader(recipe, form)
+    _check(model, recipe, reader.source, form)
+    carrier = torch.float16 if precision == torch.float16 else torch.bfloat16
+    changed = 0
+    for name, linear in list(model.linears()):
+        stored = Quantised(linear, form, carrier)
+        entry = recipe.entries[f"{name}.weight"]
+        for (role, _), (hf, shape) in zip(linear.pieces, entry.hf_shapes(), strict=True):
+            for part in form.sizes(*shape):
+                recipe.fillers[f"{name}.stored.{role}.{part}"] = partial(reader.part, hf, shape, part)
+        recipe.fillers[f"{name}.weight"] = partial(reader.weight, entry, stored.layout)
+        linear.weight = None  # type: ignore[assignment]
+        linear.stored, linear.product = stored, stored.product
+        changed += 1
+    return changed
+
+
+def _check(model: Decoder | Adapter, recipe: Recipe, source: Source, form: Form) -> None:
+    """Raises NeedsError where a folder has packed what is no weight of a block's linear, or in another form."""
+    if not isinstance(source, Packed):
+        return
+    linears = {hf for name, _ in model.linears() for hf, _ in recipe.entries[f"{name}.weight"].pieces}
+    for name in sorted(set(source.states) - linears):
+        found = "no weight of a block's linear, and only those are held in 4 bits"
+        raise NeedsError(f"the packed tensor {name}", found, "start from the unquantised checkpoint")
+    scales = {True: "quantised scales", False: "float32 scales"}
+    for name, state in source.states.items():
+        double = "nested_offset" in state
+        if form != Form(4, double):
+            asked = f"{name} in {form.bits} bits" + (f" with {scales[form.double]}" if form.bits == 4 else "")
+            do = f"take --with nf4:double={str(double).lower()}, or start from the unquantised checkpoint"
+            raise NeedsError(asked, f"it is packed in 4 bits with {scales[double]}", do)
+
+
+class _Reader:
+    """Fills parts of quantised tensors. One tensor is held at a time, and always read whole, however little of it a
+    rank has: the offset of its scales is a mean over all of it."""
+
+    def __init__(self, recipe: Recipe, form: Form) -> None:
+        self.source = recipe.source.source if isinstance(recipe.source, Grown) else recipe.source
+        self.form = form
+        self.name, self.parts = "", dict[str, Tensor]()
+
+    def part(self, hf: str, shape: Shape, part: str, local: Tensor, offset: Shape) -> None:
+        """A `model.weights.Filler` of one part of the tensor that is published as `hf`."""
+        if self.name != hf:
+            self.parts = {}  # before the next is read
+            self.name, self.parts = hf, self._read(hf, shape, local.device)
+        found, held = self.parts[part][2 * offset[0] :][: 2 * local.numel()], local.view(torch.uint8)
+        held[: found.numel()].copy_(found)
+        held[found.numel() :].zero_()  # where the number of bytes is odd
+        if part == list(self.parts)[-1]:  # they are asked for in this order
+            self.name, self.parts = "", {}
+
+    def weight(self, entry: Entry, layout: Layout, local: Tensor, offset: Shape) -> None:
+        """A filler of the dense weight, for whoever measures it: the values that the parts stand for."""
+        parts = [p for hf, shape in entry.hf_shapes() for p in self._read(hf, shape, local.device).values()]
+        rectangle = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+        local.copy_(_dense(parts, layout, torch.float32, "fill")[rectangle])
+
+    def _read(self, hf: str, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+        if isinstance(self.source, Packed) and hf in self.source.states:
+            parts = self.source.parts(hf)
+        else:
+            parts = self.form.quantise(self.source.rows(hf, 0, shape[0], shape, device).to(device))
+        return {name: value.to(device).flatten().view(torch.uint8) for name, value in parts.items()}

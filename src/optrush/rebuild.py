@@ -1,0 +1,185 @@
+"""A run's folder -> its model with the parameters of a checkpoint, on one device and without the run's data.
+
+For what looks at a model after training (export). Only what decides which parameters there are and what they mean is
+rebuilt: the techniques that edit config.json or the weights, and under adapters the type that frozen weights are
+rounded to. Those that make training fast are left out, so that a machine which could not have trained the model can
+still export it.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from optrush import shards
+from optrush.assemble import assemble
+from optrush.best import POINTER
+from optrush.config import BatchSize, Data, Run, parse
+from optrush.errors import CheckpointError, ConfigError
+from optrush.job import Job
+from optrush.manifest import FOLDER, Manifest, damaged, find, verify
+from optrush.prepare import prepare
+from optrush.runfolder import RUN
+from optrush.technique import Part, Technique, build
+from optrush.techniques import ALL
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    job: Job
+    run: Run  # as its run.yaml has it
+    folder: Path
+    base: Path | None  # the folder of the model that the run began with
+    checkpoint: Manifest
+    passed: tuple[tuple[str, str], ...]  # newer checkpoints that are damaged, and how
+
+
+def read_run(place: Path) -> tuple[Path, Run]:
+    """The run in a folder, or of its run.yaml.
+
+    Raises:
+        ConfigError: there is none, or its run.yaml cannot be read.
+    """
+    folder = place.parent if place.name == RUN else place
+    file = folder / RUN
+    if not file.is_file():
+        found = f"no {RUN} in it" if folder.is_dir() else "no such folder"
+        raise ConfigError(f"the run {place}", found, "name a folder that `optrush train` has written")
+    try:
+        text = file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}", f"not UTF-8: {error.reason}", "restore it from a checkpoint's manifest") from None
+    return folder, parse(text, str(file))
+
+
+def choose(folder: Path, asked: str | None) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
+    """The checkpoint asked for; else the best one, if the run kept it; else the newest intact one.
+
+    Args:
+        asked: a folder, or a step.
+
+    Returns:
+        Its manifest, and the checkpoints that were passed over, with why.
+
+    Raises:
+        CheckpointError: there is none, none is intact, or the one asked for is damaged.
+    """
+    if asked is not None:
+        named = folder / FOLDER / f"step-{int(asked):06d}" if asked.isdecimal() else Path(asked)
+        if not named.is_dir():
+            there = ", ".join(p.name for p in find(folder)) or "none"
+            raise CheckpointError(f"--checkpoint {asked}", "no such checkpoint", f"there are: {there}")
+        return verify(named.resolve()), ()
+    passed: list[tuple[str, str]] = []
+    for path in dict.fromkeys([*_best(folder), *find(folder)]):
+        try:
+            return verify(path), tuple(passed)
+        except CheckpointError as error:
+            passed.append((path.name, error.found))
+    why = "; ".join(f"{name}: {found}" for name, found in passed) or "no checkpoint in it"
+    do = "train it first, or name a folder in which a run has saved (`train.save_every`)"
+    raise CheckpointError(f"the run {folder}", f"nothing to export: {why}", do)
+
+
+def _best(folder: Path) -> list[Path]:
+    file = folder / FOLDER / POINTER
+    if not file.is_file():
+        return []
+    try:
+        return [folder / FOLDER / f"step-{int(json.loads(file.read_bytes())['step']):06d}"]
+    except (ValueError, KeyError, TypeError) as error:
+        do = "delete it, or choose a checkpoint: --checkpoint STEP"
+        raise CheckpointError(f"{file}", f"it names no step: {error}", do) from None
+
+
+def rebuild(place: Path, asked: str | None = None) -> Rebuilt:
+    """The run's model with a checkpoint's parameters; see `choose` for which.
+
+    Raises:
+        UserError: no run there, no such checkpoint, or the model or the base it began with has changed since.
+    """
+    folder, run = read_run(place)
+    checkpoint, passed = choose(folder, asked)
+    prepared = prepare(_bare(run), ranks=1)
+    job = assemble(prepared, training=False)
+    _same(checkpoint, job)
+    restore(job, checkpoint)
+    job.model.eval()
+    return Rebuilt(job, run, folder, prepared.folder, checkpoint, passed)
+
+
+def _bare(run: Run) -> Run:
+    """The run as one process without data would begin it: one row of random tokens, and what decides the weights."""
+    built = build(ALL, run.with_)
+    with_ = {t.name: dict(run.with_[t.name]) for t in built if _decides(type(t))}
+    for t in built if any(Part.TRAINED in t.claims for t in built) else ():
+        if Part.TRAINED in t.claims:  # the checkpoint has what adapters began with, and what became of it
+            with_[t.name].pop("init", None)
+        elif Part.PRECISION in t.claims and t.name not in with_:  # the type, and nothing of how activations flow
+            with_[t.name] = {key: value for key, value in run.with_[t.name].items() if key == "dtype"}
+    seq = run.batch.seq
+    changes: dict[str, Any] = {
+        "objective": "pretrain",
+        "dpo": None,
+        "data": Data(random=1),
+        "batch": BatchSize(seq=seq, tokens=seq, micro_tokens=seq),
+        "with_": with_,
+    }
+    return run.model_copy(update=changes)
+
+
+def _decides(technique: type[Technique]) -> bool:
+    """Whether a technique edits the configuration of the model, or its weights."""
+    return technique.config is not Technique.config or technique.adapt is not Technique.adapt
+
+
+def _same(checkpoint: Manifest, job: Job) -> None:
+    """Refuses parameters of another model, adapters of another base, or adapters that meant something else."""
+    for name in ("config", "base"):
+        then, now = checkpoint.fingerprints.get(name), job.fingerprints.get(name)
+        if then != now:
+            what = "the model's config.json" if name == "config" else "the weights that the run did not train"
+            found = f"{what} changed since: {then or 'absent'} then, {now or 'absent'} now"
+            raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the model of `model.path`")
+    then, now = (prints.get("adapters", "absent") for prints in (checkpoint.fingerprints, job.fingerprints))
+    if then != now:
+        found = f"`adapters` was {then} and is {now}"
+        raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the old one in run.yaml")
+
+
+@torch.no_grad()
+def restore(job: Job, checkpoint: Manifest) -> None:
+    """Fills the trained parameters, and nothing else, from a checkpoint of any number of ranks.
+
+    Raises:
+        CheckpointError: it has other parameters, or a file cannot be read.
+    """
+    saved = {name.removeprefix("param/") for name in checkpoint.tensors if name.startswith("param/")}
+    if other := sorted(saved ^ {t.name for t in job.trained}):
+        where = "the checkpoint alone" if other[0] in saved else "the model alone"
+        raise _foreign(checkpoint, f"the parameter {other[0]} is in {where}")
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for t in job.trained:
+            entry = checkpoint.tensors[f"param/{t.name}"]
+            local, dtype = t.local, shards.DTYPES[t.local.dtype]
+            if (tuple(entry.shape), entry.dtype) != (t.whole, dtype):
+                raise _foreign(checkpoint, f"{t.name} is {entry.shape} {entry.dtype}, here {list(t.whole)} {dtype}")
+            for piece in entry.pieces:
+                try:
+                    if piece.file not in files:
+                        files[piece.file] = stack.enter_context(safe_open(checkpoint.path / piece.file, "pt"))
+                    values = files[piece.file].get_tensor(f"param/{t.name}")
+                except (OSError, SafetensorError) as error:
+                    raise damaged(checkpoint.path, piece.file, f"cannot be read: {error}") from None
+                local[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))] = values.to(local.device)
+
+
+def _foreign(checkpoint: Manifest, found: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint {checkpoint.path}", found, "name the run that saved it")

@@ -1,0 +1,294 @@
+"""Models that answer: which folder a name means, prompts through the chat template, transformers' own generate.
+
+A prompt is rendered exactly as training renders a conversation (data/template.py), and an answer ends where the
+model's generation config says or where its template ends a turn. What a model writes is text from outside: whatever is
+shown of it goes through `shown`, which lets no control character reach a terminal.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import unicodedata
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optrush.config import Data, Model, Run
+from optrush.data.chat import Tokens
+from optrush.data.document import Document
+from optrush.data.forged import any_of
+from optrush.data.rows import Message, Where
+from optrush.data.template import Template
+from optrush.data.tokenizer import open_tokenizer, turn_ends
+from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.model.locate import locate
+from optrush.model.plain import load_plain
+from optrush.rebuild import read_run
+from optrush.runfolder import RUN
+from optrush.sampling import Sampling
+from optrush.technique import library
+
+ADAPTER = "adapter_config.json"
+JOINERS = "\u200c\u200d"  # of letters and of emoji: no control of a terminal
+
+
+def shown(text: str) -> str:
+    """A model's text as it may reach a terminal or a page: no escape sequence, nothing that turns the writing."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" + JOINERS or unicodedata.category(c) == "Zs" else "\ufffd" for c in text
+    )
+
+
+# --- which folder
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model lies; `adapter` is a folder of PEFT's files that goes on top, `run` is what trained it."""
+
+    name: str
+    folder: Path
+    adapter: Path | None = None
+    run: Run | None = None
+
+
+def find(text: str) -> Place:
+    """What a name means: a run's folder (its model/, else its adapter/ on the base), or a model as anywhere else.
+
+    Raises:
+        ConfigError: nothing is there, or a run that has written no model yet.
+    """
+    path = Path(text).expanduser()
+    if (path / RUN).is_file() or path.name == RUN:
+        folder, run = read_run(path)
+        if (folder / "model" / "config.json").is_file():
+            return Place(text, folder / "model", None, run)
+        if (folder / "adapter" / ADAPTER).is_file():
+            return Place(text, _published(run, text), folder / "adapter", run)
+        raise ConfigError(f"to talk to {text}", "neither model/ nor adapter/ lies in it", f"optrush export {text}")
+    run_of = read_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
+    if (path / ADAPTER).is_file():
+        base = json.loads((path / ADAPTER).read_text("utf-8")).get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise ConfigError(f"the adapter {text}", f"{ADAPTER} names no base model", "name the run's folder")
+        return Place(text, _located(base), path, run_of)
+    return Place(text, _located(text), None, run_of)
+
+
+def base_of(place: Place, asked: str) -> Place:
+    """The model that a place's training began with.
+
+    Raises:
+        ConfigError: that is not known, or it was random.
+    """
+    if place.run is not None:
+        return Place(str(place.run.model.path), _published(place.run, asked))
+    if place.adapter is not None:
+        return Place(str(place.folder), place.folder)
+    raise ConfigError(asked, f"{place.name} is no run's folder: its base is not known", "name the run's folder")
+
+
+def _published(run: Run, asked: str) -> Path:
+    if run.model.path is None:
+        found = f"the run began with random weights of the shape {run.model.shape}"
+        raise ConfigError(f"the base model of {asked}", found, "leave --base out")
+    return _located(run.model.path)
+
+
+def _located(path: str) -> Path:
+    """A folder, a hub id or `tiny`, as a configuration names it."""
+    folder, _ = locate(Run(model=Model(path=path), objective="pretrain", data=Data(random=1), output="."))
+    assert folder is not None, "no shape was asked for"
+    return folder
+
+
+# --- a model that answers
+
+
+@dataclass(frozen=True)
+class Answer:
+    text: str
+    tokens: int
+    finish: str  # stop: it ended by itself; length: cut off; interrupted
+
+
+class Speaker:
+    """A model on a device, with its tokenizer, its chat template and the tokens that end its answers."""
+
+    def __init__(self, place: Place, template: str | None = None) -> None:
+        """`template`: a source for a model that has none of its own (a base beside what was trained from it)."""
+        self.name = place.name
+        self.tokenizer = open_tokenizer(_words(place))
+        if not self.tokenizer.chat_template:
+            self.tokenizer.chat_template = template
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = _loaded(place, self.device)
+        self.tokens = Tokens(self.tokenizer)
+        self.stops = self._stops()
+        self.template: Template | None = None
+        if self.tokenizer.chat_template:
+            self.template = Template(self.tokens.template(), self.tokenizer.special_tokens_map)
+        special = {str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special}
+        self._controls = any_of(special)
+        config = self.model.config
+        self.room: int | None = getattr(config, "max_position_embeddings", None)
+
+    def _stops(self) -> list[int]:
+        known = self.model.generation_config.eos_token_id
+        known = self.tokenizer.eos_token_id if known is None else known
+        listed = known if isinstance(known, list) else [] if known is None else [known]
+        ends = turn_ends(self.tokenizer) if self.tokenizer.chat_template else []
+        return list(dict.fromkeys([*listed, *ends]))
+
+    def ids(self, prompt: str | Sequence[Message], where: Where, tools: Sequence[Any] = ()) -> list[int]:
+        """The tokens of a conversation up to where its answer begins; of a text, as it stands.
+
+        Raises:
+            DataError: no template, a message that forges a turn, or more tokens than the model has positions.
+        """
+        if isinstance(prompt, str):
+            ids = list(self.tokenizer(prompt)["input_ids"])
+            ids = ids[:-1] if ids[-1:] == [self.tokenizer.eos_token_id] else ids  # some tokenizers end every text
+        else:
+            if self.template is None:
+                found, do = "its tokenizer has no chat template", "--plain continues texts as they stand"
+                raise DataError(f"a conversation with {self.name}", found, do)
+            for i, message in enumerate(prompt):
+                if found_ := self._controls.search(message.content):
+                    found = f"messages[{i}] holds the text {found_[0]}, a control token: a forged turn"
+                    raise DataError(f"the messages at {where}", found, "take it out, or write it otherwise")
+            text = self.template.render([self.template.shown(m) for m in prompt], where, tools, prompt=True)
+            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
+            raise DataError(f"the prompt at {where}", "it has no token", "write something")
+        if self.room is not None and len(ids) >= self.room:
+            found = f"{len(ids)} tokens, and the model has {self.room} positions"
+            raise DataError(f"the prompt at {where}", found, "make it shorter, or begin anew")
+        return ids
+
+    def settings(self, sampling: Sampling, longest: int) -> Any:
+        """transformers' generation config: the folder's own, with how to sample laid over it."""
+        made = copy.deepcopy(self.model.generation_config)
+        room = sampling.max_tokens if self.room is None else min(sampling.max_tokens, self.room - longest)
+        drawn: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if not sampling.greedy:
+            drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")} | {"do_sample": True}
+        pad = self.tokenizer.pad_token_id
+        pad = pad if pad is not None else (self.stops or [0])[0]
+        made.update(
+            **drawn, max_new_tokens=room, max_length=None, eos_token_id=self.stops or None, pad_token_id=pad,
+        )  # fmt: skip
+        return made
+
+    @torch.inference_mode()
+    def answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Answer]:
+        """An answer to each prompt, as one batch padded on the left."""
+        longest = max(map(len, prompts))
+        settings = self.settings(sampling, longest)
+        tokens = torch.full((len(prompts), longest), settings.pad_token_id)
+        mask = torch.zeros_like(tokens)
+        for i, ids in enumerate(prompts):
+            tokens[i, longest - len(ids) :] = torch.tensor(list(ids))
+            mask[i, longest - len(ids) :] = 1
+        torch.manual_seed(seed)
+        out = self.model.generate(
+            tokens.to(self.device), attention_mask=mask.to(self.device), generation_config=settings
+        )
+        return [self._answer(row) for row in out[:, longest:]]
+
+    def _answer(self, row: Tensor, interrupted: bool = False) -> Answer:
+        ids = row.tolist()
+        end = next((i for i, token in enumerate(ids) if token in self.stops), None)
+        kept = ids if end is None else ids[: end + 1]
+        finish = "stop" if end is not None else "interrupted" if interrupted else "length"
+        return Answer(self.tokenizer.decode(kept, skip_special_tokens=True), len(kept), finish)
+
+    def stream(self, ids: Sequence[int], sampling: Sampling, seed: int, told: Callable[[str], None]) -> Answer:
+        """Answers one prompt; `told` gets the text as it comes. Ctrl-C stops the answer, not the program."""
+        from transformers import TextIteratorStreamer
+
+        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        stop, made = Event(), list[Any]()
+
+        def work() -> None:
+            try:
+                prompt = torch.tensor([list(ids)], device=self.device)
+                torch.manual_seed(seed)
+                with torch.inference_mode():
+                    out = self.model.generate(
+                        prompt,
+                        attention_mask=torch.ones_like(prompt),
+                        streamer=streamer,
+                        stopping_criteria=[_On(stop)],
+                        generation_config=self.settings(sampling, len(ids)),
+                    )
+                made.append(out[0, len(ids) :])
+            except BaseException as error:  # told to who asked, who waits for the streamer's end
+                made.append(error)
+                streamer.end()  # type: ignore[no-untyped-call]
+
+        thread = Thread(target=work, daemon=True)
+        thread.start()
+        while thread.is_alive() or not streamer.text_queue.empty():
+            try:
+                for piece in streamer:
+                    told(piece)
+                break
+            except KeyboardInterrupt:
+                stop.set()
+        thread.join()
+        if isinstance(made[0], BaseException):
+            raise made[0]
+        return self._answer(made[0], stop.is_set())
+
+    @torch.inference_mode()
+    def nll(self, document: Document) -> tuple[float, int]:
+        """Negative log-likelihood of the document's targets in nats, and how many they are."""
+        ids = torch.tensor(document.ids[None].astype("int64"), device=self.device)
+        learnt = torch.tensor(document.targets[1:], device=self.device)
+        logits = self.model(ids, use_cache=False).logits[0, :-1].float()  # (T - 1, V)
+        each = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+        return each[learnt].double().sum().item(), int(learnt.sum())
+
+
+class _On:
+    """A stopping criterion that somebody else pulls."""
+
+    def __init__(self, stop: Event) -> None:
+        self.stop = stop
+
+    def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return torch.full((ids.shape[0],), self.stop.is_set(), device=ids.device)
+
+
+def _loaded(place: Place, device: torch.device) -> Any:
+    if place.adapter is None:
+        return load_plain(place.folder, None, device)
+    if library("peft") is None:
+        asked = f"the adapter {place.adapter}, which no merged model lies beside"
+        raise NeedsError(asked, "the package peft is not installed", "python -m pip install peft, or optrush export")
+    from peft import PeftModel
+
+    base = load_plain(place.folder, None, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name that it is about to drop
+        return PeftModel.from_pretrained(base, place.adapter).eval()
+
+
+def template_of(place: Place) -> str | None:
+    """The chat template of a model, without loading its weights."""
+    template: str | None = open_tokenizer(_words(place)).chat_template
+    return template
+
+
+def _words(place: Place) -> Path:
+    """The folder with the tokenizer: an adapter's own, where it brings one."""
+    own = place.adapter is not None and (place.adapter / "tokenizer.json").is_file()
+    return place.adapter if own and place.adapter is not None else place.folder

@@ -1,0 +1,92 @@
+"""APOLLO: full-parameter training whose optimizer keeps a sketch of each row instead of two moments a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from optrush.ledger import Line, Live, Rule, Work, add, like, live
+from optrush.technique import Numerics, Part, Setup, Technique, demand_triton
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+    from optrush.shapes import ModelShape
+
+ROOM = 1 << 24  # elements of a matrix that are updated at a time: their temporaries are small beside a model
+
+
+@dataclass(frozen=True)
+class Apollo(Technique):
+    """Steps each row of a matrix along its own gradient, by the length that AdamW has on a random sketch of it.
+
+    The sketch is `rank` values a row. Every matrix of more than `rank` columns, embeddings too; the rest by AdamW.
+
+    Source: https://arxiv.org/abs/2412.05270 (Zhu et al.)
+    Memory: 8 rank / C bytes a parameter of states in rows of C, whatever the weights' type; no momentum.
+    Work: 2 rank FLOP a parameter for the sketch; gradients and weights read twice and once, weights written.
+    Differs from the source: one length for each row of a fixed sketch by signs, whichever side is longer; embeddings
+        and head too; sqrt(C / rank) is counted in; no limit on how fast a norm grows, since the length is AdamW's.
+    """
+
+    rank: Annotated[int, Field(ge=1)] = 64
+
+    name = "apollo"
+    summary = "gradients as long as AdamW's steps, from a sketch of each row: hardly any states"
+    source = "https://arxiv.org/abs/2412.05270"
+    numerics = Numerics.DIFFERENT_MATHS
+    proof = "tests/techniques/test_apollo.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.OPTIMIZER})
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        """Of a model through transformers the rows are not known here: its states are left as AdamW's, too large."""
+        yield live("update.loop", "some rows at a time, and norms in one kernel", gone=True)
+        yield live("update", "weights and gradients only", times=3 / 7)
+        why = "gradients once more, and steps one operator at a time"
+        yield like("weights.*", Work("update.steps", why, "step", values=15.0, role="wide"))
+        if setup.shape is None:
+            return
+        s, flop = setup.shape, 0.0
+        whole = {"blocks": [(s.layers * rows, columns) for rows, columns in matrices(s)]}
+        whole |= {part: [(s.vocab, s.width)] for part in ("embedding", "head") if part == "embedding" or not s.tied}
+        for part, shapes in whole.items():
+            flop += sum(2.0 * rows * columns * self.rank for rows, columns in shapes if columns > self.rank)
+            values = sum(2.0 * rows * min(columns, self.rank) for rows, columns in shapes)
+            why = "two moments of a sketch of each row"
+            yield live(f"states.{part}", why, gone=True)
+            yield add(Line(f"states.rows of {part}", why, values, "wide", "always"))
+        vectors = s.parameters - s.width - sum(rows * columns for shapes in whole.values() for rows, columns in shapes)
+        why = "AdamW: a mean and a mean square each"
+        yield add(Line("states.vectors of blocks", why, 2.0 * vectors, "state", "always"))
+        yield add(Work("update.sketch", "gradients times signs", "step", flop=flop, launches=40 * (4 * s.layers + 1)))
+        why = "float32 copies of the rows under way"
+        when: Live = "backward" if Part.UPDATE in setup.owned else "update"
+        yield add(Line("update.rows", why, 3.0 * min(ROOM, s.vocab * s.width), "wide", when))
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # another path of the weights, and another learning rate: the user's to say
+
+    def optimizer(self, job: Job) -> int:
+        import torch
+
+        from optrush.optim.apollo import Apollo as Optimizer
+
+        if any(t.local.dtype == torch.bfloat16 for t in job.trained):
+            demand_triton(self.name, job.setup.device)
+        made = Optimizer(
+            job.trained, job.run.optim, rank=self.rank, room=ROOM, rounding=job.rounding, seed=job.run.seed
+        )
+        job.optimizer = made
+        rest = len(job.trained) - len(made.sketched)
+        job.notes.append(f"apollo sketches {len(made.sketched)} matrices, AdamW steps the other {rest} parameters")
+        return len(made.sketched)
+
+
+def matrices(s: ModelShape) -> list[tuple[int, int]]:
+    """Rows and columns of the matrices of one block, as they are stored."""
+    D, F, q, kv = s.width, s.ff_width, s.heads * s.head_width, s.kv_heads * s.head_width
+    return [(q + 2 * kv, D), (D, q), (2 * F, D), (D, F)]

@@ -1,0 +1,118 @@
+"""Learnt factors of keys, values and the feed-forward part's hidden values: the model itself stays frozen. IA3."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optrush import frozen
+from optrush.ledger import Line, Rule, add
+from optrush.model import peft_files
+from optrush.technique import Need, Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+OURS = ("k_proj", "v_proj", "down_proj")
+# Of families with other names, what PEFT 0.21 takes (peft/utils/constants.py).
+OTHERS = (
+    ("query_key_value", "dense_4h_to_h"),  # bloom, falcon, gpt_neox
+    ("q_proj", "k_proj", "fc2"),  # opt
+    ("q_proj", "v_proj", "fc2"),  # phi
+    ("q_proj", "v_proj", "fc_out"),  # gptj
+    ("q_proj", "v_proj", "c_proj"),  # gpt_neo
+)
+
+
+@dataclass(frozen=True)
+class Ia3(Technique):
+    """Multiplies keys and values, and what enters the down product, by a learnt factor each; factors begin at 1.
+
+    targets: `auto`, those three (of families with other names, what PEFT takes), or names: [q_proj, down_proj].
+    feedforward: those of the targets whose input is scaled instead of their output.
+    init: a folder of PEFT's to begin with, of the same targets.
+
+    Source: Liu et al., https://arxiv.org/abs/2205.05638
+    Memory: 16 bytes a factor, and of the model its weights alone, in the type of the products.
+    Work: 4 FLOPs a frozen weight and token instead of 6.
+    """
+
+    targets: str | tuple[str, ...] = "auto"
+    feedforward: tuple[str, ...] = ("down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj")
+    init: str | None = None
+
+    name = "ia3"
+    summary = "a frozen model, and learnt factors of keys, values and the feed-forward part; PEFT's files"
+    source = "https://arxiv.org/abs/2205.05638"
+    numerics = Numerics.DIFFERENT_MATHS
+    proof = "tests/parity/test_peft.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.TRAINED})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        if setup.native:
+            yield frozen.named(self.name, "targets", self._targets(frozen.LINEARS), frozen.LINEARS)
+            yield from self._apart(frozen.PIECES.values(), self._targets(frozen.LINEARS))
+        if self.init is not None:
+            peft_files.read_config(self.name, self.init, {"peft_type": "IA3"})
+
+    def _targets(self, known: Collection[str]) -> str | tuple[str, ...]:
+        """What `auto` means in a model whose linears have these names; `auto` where nobody knows."""
+        if self.targets != "auto":
+            return self.targets
+        return next((names for names in (OURS, *OTHERS) if {*names} <= {*known}), "auto")
+
+    def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Need]:
+        """Whether no module whose input is to be scaled shares it with another."""
+        names = {*frozen.chosen(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
+        for name, pieces in ((n, p) for n in sorted(names) for p in linears if n in p):
+            found = f"one product makes {', '.join(pieces)} of one input"
+            do = "leave it out of feedforward, or take model.implementation: transformers"
+            yield Need(len(pieces) == 1, f"`ia3:feedforward=[{name}]`", found, do)
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        learnt: list[int] = []
+        keep, left, names = set(), 0, {*frozen.chosen(self._targets(frozen.LINEARS), frozen.LINEARS)}
+        for linear, (width, pieces) in {} if setup.shape is None else frozen.sizes(setup.shape).items():
+            mine = {name: n for name, n in pieces.items() if name in names}
+            if not mine:
+                continue
+            inputs = bool({*mine} & {*self.feedforward})
+            learnt.append(width if inputs else sum(mine.values()))
+            keep |= {linear} if inputs else set()
+            left += 0 if inputs else sum(pieces.values())
+        yield from frozen.predict(setup, (), learnt, keep)
+        if left:
+            why = "what a linear gave, before it is scaled"
+            yield add(Line("saved.left", why, setup.blocks * left, "product", "saved", True, setup.blocks))
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # trains something else: the user's to say
+
+    def adapt(self, job: Job) -> int:
+        from optrush.errors import NeedsError
+        from optrush.model import adapted
+        from optrush.model.ia3 import Ia3 as Adapter
+
+        model, recipe = job.model, job.recipe
+        known = adapted.known(model, recipe)
+        targets = self._targets(known)
+        if targets == "auto":
+            found = f"linears of other names: {', '.join(known)}"
+            raise NeedsError("`ia3:targets=auto`", found, "name them: targets, and of these feedforward")
+        adapted.check(self.name, model, recipe, targets, ())
+        names = frozen.chosen(targets, known)
+        adapted.freeze(model, recipe, (), job.precision)
+        switch, places = adapted.Switch(), adapted.places(model, recipe, names)
+        for name, linear, modules in places:
+            inputs = bool({frozen.last(m) for m in modules} & {*names} & {*self.feedforward})
+            adapter = Adapter(linear, modules, names, switch, inputs)
+            adapted.place(name, linear, adapter, recipe, adapter.fillers())
+        if self.init is not None:
+            begun = peft_files.read(self.name, self.init, model, recipe, ())
+            recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
+        job.untrained = None if self.init is not None else switch.off  # off is not what it began with
+        job.fingerprints["adapters"] = f"ia3 of {', '.join(names)}"
+        return len(places)

@@ -1,0 +1,50 @@
+"""8-bit weights of the linears under what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optrush import stored
+from optrush.ledger import Rule
+from optrush.technique import Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+
+@dataclass(frozen=True)
+class Int8(Technique):
+    """Holds the weights of the blocks' linears as integers of a byte with a scale a row; dense while they multiply.
+
+    Quantised while they are read, a tensor at a time. Somebody else says what is trained; embedding, norms and head
+    stay as they are, and so do the products' inputs.
+
+    Source: Dettmers et al., https://arxiv.org/abs/2208.07339
+    Memory: 8 + 32 / D bits a weight of the linears; and one dense linear, while it multiplies.
+    Work: a linear's codes read and its dense weight written, once a forward pass and once a backward pass.
+    Differs from the source: products run in the type of their inputs, which are not quantised.
+    """
+
+    name = "int8"
+    summary = "frozen weights of the linears in 8-bit integers, dense while they multiply"
+    source = "https://arxiv.org/abs/2208.07339"
+    numerics = Numerics.DIFFERENT_MATHS
+    proof = "tests/techniques/test_int8.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.LINEARS})
+    wants = frozenset({Part.TRAINED})
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        yield from stored.predict(setup, 1 + (4 / setup.shape.width if setup.shape else 0))
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # changes what is computed: the user's to say
+
+    def adapt(self, job: Job) -> int:
+        stored.demand(self.name, job.setup.device)
+        from optrush.model.quantised import Form, quantise
+
+        return quantise(job.model, job.recipe, Form(8), job.precision)

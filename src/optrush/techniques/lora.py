@@ -1,0 +1,133 @@
+"""Low-rank adapters: the model stays frozen, beside its linears small matrices learn. LoRA, rsLoRA and DoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from optrush import frozen
+from optrush.ledger import Line, Rule, Work, add
+from optrush.model import peft_files
+from optrush.technique import Need, Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+
+@dataclass(frozen=True)
+class Lora(Technique):
+    """Adds alpha / rank * B A x to what a frozen linear gives, A and B of the given rank; B begins as zeros.
+
+    rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learnt length.
+    targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, or names: [q_proj, v_proj].
+    save: modules that are trained whole, beside them: embed_tokens, lm_head, names of norms.
+    init: a folder of PEFT's to begin with, of the same rank, targets and save.
+
+    Source: Hu et al., https://arxiv.org/abs/2106.09685; rsLoRA https://arxiv.org/abs/2312.03732, DoRA
+        https://arxiv.org/abs/2402.09353
+    Memory: 16 bytes a parameter of the adapters, and of the model its weights alone, in the type of the products.
+    Work: 4 FLOPs a frozen weight and token instead of 6, and 6 an adapter's.
+    Differs from the source: pieces of a fused linear (q, k, v; gate, up) share the products and one dropout mask;
+        adapters multiply in the type of the linear's output; dora drops nothing of the frozen product's input.
+    """
+
+    rank: Annotated[int, Field(ge=1)] = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rslora: bool = False
+    dora: bool = False
+    targets: str | tuple[str, ...] = "auto"
+    save: tuple[str, ...] = ()
+    init: str | None = None
+
+    name = "lora"
+    summary = "a frozen model, and low-rank adapters beside its linears; rsLoRA, DoRA, PEFT's files"
+    source = "https://arxiv.org/abs/2106.09685"
+    numerics = Numerics.DIFFERENT_MATHS
+    proof = "tests/parity/test_peft.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.TRAINED})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        if setup.native:  # others tell the names of their linears when they are there
+            yield frozen.named(self.name, "targets", self.targets, frozen.LINEARS)
+            tied = setup.shape is not None and setup.shape.tied
+            yield from frozen.whole(self.name, self.save, frozen.WHOLE, tied)
+        yield Need(
+            not self.dropout or Part.CAPTURE not in setup.owned,
+            f"`lora:dropout={self.dropout:g}`",
+            "a technique that records the step: nobody has proved that a replay draws anew",
+            "leave dropout out",
+        )
+        narrow = Part.WEIGHTS in setup.owned or setup.dtype == "bfloat16"
+        inside = sorted({*self.save} - {frozen.EMBEDDING, frozen.HEAD, "norm"})
+        yield Need(
+            not (inside and narrow and Part.DATA in setup.owned),
+            f"`lora:save=[{', '.join(self.save)}]` over several ranks",
+            f"{inside[0] if inside else ''} in bf16 beside adapters in float32, which are sharded together",
+            "leave norms of blocks out, or take --with amp instead of bf16 weights",
+        )
+        if self.init is not None:
+            peft_files.read_config(self.name, self.init, self._config())
+
+    def _config(self) -> dict[str, Any]:
+        """What an adapter to begin with must have been trained with; targets show in its tensors."""
+        return {
+            "peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.rslora,
+            "use_dora": self.dora,
+        }  # fmt: skip
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        """The frozen model, and beside it: h = A x of r values a piece and token, B laid out over all rows."""
+        learnt: list[int] = []
+        laid, keep, low, rows, r = 0, set(), 0, 0, self.rank
+        for linear, (width, pieces) in {} if setup.shape is None else frozen.sizes(setup.shape).items():
+            mine = [n for name, n in pieces.items() if name in frozen.chosen(self.targets, frozen.LINEARS)]
+            if not mine:
+                continue
+            keep.add(linear)
+            learnt += [len(mine) * r * width, r * sum(mine), *([sum(mine)] if self.dora else [])]
+            low += len(mine) * r
+            rows += sum(pieces.values())
+            laid += len(mine) * r * (sum(pieces.values()) + width)
+        yield from frozen.predict(setup, self.save, learnt, keep)
+        if not learnt:
+            return
+        L = setup.blocks
+        why = "A x of every adapter, n r values" + (", and what is scaled" if self.dora else "")
+        copies = "A and B in the products' type, B over all rows"
+        yield add(
+            Line("saved.low", why, L * (low + rows * self.dora), "product", "saved", True, L),
+            Line("saved.laid", copies, L * laid, "product", "saved", blocks=L),
+            Work("forward.adapters", "2 a value of A and of B over all rows", "token", 2 * L * laid),
+            Work("forward.added", "what a linear gave, read and written", "token", values=2 * L * rows, role="product"),
+            Work("backward.adapters", "4 likewise", "token", 4 * L * laid),
+        )
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # trains something else: the user's to say
+
+    def adapt(self, job: Job) -> int:
+        from optrush.model import adapted
+        from optrush.model.lora import Lora as Adapter
+        from optrush.model.lora import Settings
+
+        model, recipe = job.model, job.recipe
+        names = frozen.chosen(self.targets, adapted.known(model, recipe))
+        adapted.check(self.name, model, recipe, self.targets, self.save)
+        trained = adapted.freeze(model, recipe, self.save, job.precision)
+        settings, switch = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora), adapted.Switch()
+        places = adapted.places(model, recipe, names)
+        for name, linear, modules in places:
+            adapter = Adapter(linear, modules, names, switch, settings)
+            adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, job.run.seed))
+        if self.init is not None:
+            begun = peft_files.read(self.name, self.init, model, recipe, trained)
+            recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
+        job.untrained = None if trained or self.init is not None else switch.off  # off is not what it began with
+        job.fingerprints["adapters"] = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"
+        return len(places)

@@ -1,0 +1,117 @@
+"""Muon: the blocks' matrices are stepped along their momentum made orthogonal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from optrush.errors import NeedsError
+from optrush.ledger import Line, Rule, Work, add, like, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+    from optrush.shapes import ModelShape
+
+ROOM = 1 << 25  # elements of the matrices that are updated at a time: their temporaries are small beside a model
+INSTEAD = "take fused-adamw or adam8bit instead"
+
+
+@dataclass(frozen=True)
+class Muon(Technique):
+    """Steps each matrix of the blocks along its momentum with all singular values near 1; everything else by AdamW.
+
+    Query, key, value, gate and up are made orthogonal one by one, also where one tensor holds them together. The
+    step is as large as AdamW's: `optim.lr` and `optim.weight_decay` serve both parts.
+
+    Source: https://kellerjordan.github.io/posts/muon/ (Jordan et al.)
+    Memory: one value a parameter of the blocks' matrices instead of two; temporaries of 33 million elements.
+    Work: 10 r (2 r c + r^2) FLOP a step for each matrix of r <= c rows and columns, whatever the tokens.
+    Differs from the source: the step's size is 0.2 sqrt(max(rows, columns)) (https://arxiv.org/abs/2502.16982).
+    """
+
+    momentum: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    iterations: Annotated[int, Field(ge=1)] = 5
+
+    name = "muon"
+    summary = "momentum made orthogonal for the blocks' matrices, AdamW for the rest"
+    source = "https://kellerjordan.github.io/posts/muon/"
+    numerics = Numerics.DIFFERENT_MATHS
+    proof = "tests/techniques/test_muon.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.OPTIMIZER})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        yield Need(
+            Part.TRAINED not in setup.owned,
+            "`muon` updates the blocks' own matrices",
+            "a technique that freezes them and trains others in their place",
+            INSTEAD,
+        )
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        """Of a model through transformers the sizes are not known here: without its FLOPs and temporaries."""
+        yield live("states.blocks", "one momentum instead of two moments", gone=True)
+        why = "a momentum for each parameter of the blocks"
+        yield like("weights.blocks", Line("states.momentum", why, 1.0, "state", "always"))
+        yield live("update.loop", "all matrices of a shape together, the rest in one kernel", gone=True)
+        why = "momenta, and steps before and after the products, one operator at a time"
+        yield like("weights.blocks", Work("update.steps", why, "step", values=30.0, role="wide"))
+        if setup.shape is not None:
+            s = setup.shape
+            flop = s.layers * sum(2.0 * r * r * (2 * c + r) for r, c in map(sorted, pieces(s))) * self.iterations
+            why = f"{self.iterations} iterations of three products for each matrix"
+            yield add(Work("update.orthogonal", why, "step", flop=flop, launches=35 * 4 * s.layers))
+            why = "float32 steps of the matrices under way, and what makes them orthogonal"
+            width = 3.0 if setup.device.kind == "cuda" else 5.0  # products of bfloat16, or of float32
+            early = Part.UPDATE in setup.owned
+            values = width * at_once(s, alone=early)
+            yield add(Line("update.orthogonal", why, values, "wide", "backward" if early else "update"))
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # another path of the weights: the user's to say
+
+    def optimizer(self, job: Job) -> int:
+        import torch
+
+        from optrush.optim.muon import Muon as Optimizer
+        from optrush.optim.muon import Pieces
+
+        names = {t.name: t for t in job.trained}
+        found = {}
+        for name, linear in job.model.linears():
+            if (t := names.get(f"{name}.weight")) is not None:
+                if t.cut:
+                    held = f"this rank holds {tuple(t.local.shape)} of the {t.whole} of {t.name}"
+                    do = "take ddp instead of fsdp, or another optimizer: fused-adamw"
+                    raise NeedsError("`muon` makes whole matrices orthogonal", held, do)
+                found[t.name] = Pieces(linear.groups, tuple(rows for _, rows in linear.pieces))
+        if not found:
+            held = f"no trained linear in the blocks of this {job.hf['model_type']} model"
+            raise NeedsError("`muon` makes the blocks' matrices orthogonal", held, INSTEAD)
+        if any(t.local.dtype == torch.bfloat16 for t in job.trained):
+            demand_triton(self.name, job.setup.device)
+        job.optimizer = Optimizer(
+            job.trained, job.run.optim, found, momentum=self.momentum, iterations=self.iterations, room=ROOM,
+            rounding=job.rounding, seed=job.run.seed,
+        )  # fmt: skip
+        rest = len(job.trained) - len(found)
+        job.notes.append(f"muon steps {len(found)} matrices, AdamW the other {rest} parameters")
+        return len(found)
+
+
+def pieces(s: ModelShape) -> list[tuple[int, int]]:
+    """Rows and columns of the matrices of one block, taken apart."""
+    D, F, q, kv = s.width, s.ff_width, s.heads * s.head_width, s.kv_heads * s.head_width
+    return [(q, D), (kv, D), (kv, D), (D, q), (F, D), (F, D), (D, F)]
+
+
+def at_once(s: ModelShape, alone: bool) -> int:
+    """The most elements of matrices that are updated together: all layers' of a shape, as many as have room, or one."""
+    sizes = [r * c for r, c in pieces(s)]
+    stored = [sum(sizes[:3]), sizes[3], sum(sizes[4:6]), sizes[6]]  # qkv, o, gate_up, down
+    return max(n * (1 if alone else min(s.layers, max(1, ROOM // n))) for n in stored)

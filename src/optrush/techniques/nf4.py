@@ -1,0 +1,75 @@
+"""4-bit weights of the linears under what is trained: QLoRA's base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optrush import stored
+from optrush.errors import ConfigError
+from optrush.ledger import Rule
+from optrush.technique import Numerics, Part, Setup, Technique
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+
+@dataclass(frozen=True)
+class Nf4(Technique):
+    """Holds the weights of the blocks' linears as 4-bit NormalFloat, and makes each dense while it multiplies.
+
+    Quantised while they are read, a tensor at a time, to the bytes that bitsandbytes makes; folders that bitsandbytes
+    quantised are taken as they are. Somebody else says what is trained; embedding, norms and head stay as they are.
+
+    double: the scales are quantised too.
+
+    Source: Dettmers et al., https://arxiv.org/abs/2305.14314
+    Memory: 4.127 bits a weight of the linears, 4.5 without double; and one dense linear, while it multiplies.
+    Work: a linear's codes read and its dense weight written, once a forward pass and once a backward pass.
+    Differs from the source: values are quantised as the file has them, not rounded to a type of products before; no
+        paged optimizer.
+    """
+
+    double: bool = True
+
+    name = "nf4"
+    summary = "frozen weights of the linears in 4-bit NormalFloat, dense while they multiply"
+    source = "https://arxiv.org/abs/2305.14314"
+    numerics = Numerics.DIFFERENT_MATHS
+    proof = "tests/techniques/test_nf4.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.LINEARS})
+    wants = frozenset({Part.TRAINED})
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        yield from stored.predict(setup, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # changes what is computed: the user's to say
+
+    def config(self, hf: dict[str, Any]) -> int:
+        """Takes away what says that the folder is quantised: what is exported is not."""
+        said = hf.get("quantization_config") or {}
+        if not isinstance(said, dict):
+            raise ConfigError("`quantization_config` of config.json", f"{said!r}, no mapping", "download it again")
+        if said.get("quant_method") != "bitsandbytes":
+            return 0
+        kind = said.get("bnb_4bit_quant_type") if said.get("load_in_4bit") else "int8"
+        kind = f"{kind} in {said.get('bnb_4bit_quant_storage', 'uint8')}"
+        if kind != "nf4 in uint8":
+            do = "start from the unquantised checkpoint"
+            raise ConfigError("`nf4` on weights that bitsandbytes quantised", f"they are {kind}", do)
+        there = bool(said.get("bnb_4bit_use_double_quant"))
+        if there != self.double:
+            found = f"weights that were quantised {'with' if there else 'without'} it"
+            raise ConfigError(f"`nf4:double={self.double}`", found, f"take --with nf4:double={str(there).lower()}")
+        del hf["quantization_config"]
+        return 1
+
+    def adapt(self, job: Job) -> int:
+        stored.demand(self.name, job.setup.device)
+        from optrush.model.quantised import Form, quantise
+
+        return quantise(job.model, job.recipe, Form(4, self.double), job.precision)

@@ -1,0 +1,91 @@
+"""The optimizer's states in host memory, a piece of them on the device at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from optrush.errors import NeedsError
+from optrush.hardware import cpu
+from optrush.ledger import Line, Rule, add, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+    from optrush.optim.paged import Bus
+
+PIECE = 1 << 23  # weights whose states pass at once: of 8 bytes each 64 MiB, enough for the link's full rate (assumed)
+LEAST = 1 << 16  # weights of a parameter, below which its states stay on the device
+
+
+@dataclass(frozen=True)
+class PagedStates(Technique):
+    """States live in pinned host memory; in the update a piece is sent for while the one before it is updated.
+
+    Whatever AdamW owns the run (the baseline's, one kernel, or 8- or 4-bit moments) steps pieces of parameters as if
+    they were shards. Sent back beside the next piece's coming. Counts and states of small parameters stay.
+
+    Source: https://arxiv.org/abs/2305.14314 (Dettmers et al., QLoRA: paged optimizers)
+    Memory: on the device the states of two pieces of 8 Mi weights; all states in pinned host memory.
+    Work: each byte of states crosses the link to the host twice a step, there and back; a kernel a piece.
+    Differs from the source: copies ahead of their use instead of unified memory that moves on a page fault; always, not
+        only when memory runs out.
+    """
+
+    name = "paged-states"
+    summary = "the optimizer's states in pinned host memory, two pieces of them on the device"
+    source = "https://arxiv.org/abs/2305.14314"
+    numerics = Numerics.EXACT
+    proof = "tests/techniques/test_paged_states.py"
+    verified_on = ("cpu",)
+    claims = frozenset({Part.STATES})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        yield gpu(self.name, setup)
+
+    def predict(self, setup: Setup) -> Iterator[Rule]:
+        yield live("states.*", "on the host", stays=0)
+        yield add(Line("paging", "states of two pieces under way", 2 * 2 * PIECE, "state", "always"))
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # for what does not fit in any other way
+
+    def buses(self, job: Job) -> tuple[Bus, Bus]:
+        """What copies, to the device and from it."""
+        from optrush.optim.paged import Registered
+
+        return Registered(job.world.device), Registered(job.world.device)
+
+    def adapt(self, job: Job) -> int:
+        from optrush.optim.paged import Paged
+
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", job.setup.ranks))
+        memory_bytes = cpu().memory_bytes
+        room_bytes = None if memory_bytes is None else memory_bytes // here
+        inward, outward = self.buses(job)
+        job.housing = partial(Paged, inward=inward, outward=outward, room_bytes=room_bytes, piece=PIECE, least=LEAST)
+        return 0  # only what is paged counts
+
+    def optimizer(self, job: Job) -> int:
+        if Part.OPTIMIZER in job.setup.owned:
+            return 0
+        from optrush.optim.adamw import AdamW
+
+        make = partial(AdamW, optim=job.run.optim, fused=False, rounding=job.rounding, seed=job.run.seed)
+        job.optimizer = job.housing(job.trained, make)
+        return 0
+
+    def drive(self, job: Job) -> int:
+        from optrush.optim.paged import Paged
+
+        if job.optimizer is None:  # an evaluation has none
+            return 0
+        if not isinstance(job.optimizer, Paged):
+            found = f"{type(job.optimizer).__name__} keeps its states where it makes them"
+            do = "take fused-adamw, adam8bit or adam4bit, or leave paged-states out"
+            raise NeedsError("`paged-states` keeps an optimizer's states", found, do)
+        return len(job.optimizer.pairs)

@@ -1,0 +1,207 @@
+"""`objective: dpo` as a user meets it: it learns, every verb knows pairs, and what pairs cannot have is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_wrong_input import refused
+
+from optrush import config, hardware
+from optrush.errors import NeedsError
+from optrush.prepare import prepare
+
+from clirun import Found, base, metrics, write_rows
+
+Call = Callable[..., Found]
+Write = Callable[..., str]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-dpo-cpu.yaml"
+NAMES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin")
+SHORT = {"sample": "recipes", "path": None, "max_samples": 24, "too_long": "drop", "eval": 0.25}
+
+
+def preferences(**changes: Any) -> dict[str, Any]:
+    """A short run on pairs, of 4 rows of 512 a step."""
+    data = {**SHORT, **changes.pop("data", {})}
+    return {"objective": "dpo", "data": data, "batch": {"seq": 512, "tokens": 2048}, "train": {"epochs": 1}, **changes}
+
+
+def rows(n: int = 12) -> list[dict[str, Any]]:
+    return [{"prompt": f"Soup {i}? ", "chosen": "Yes, with two onions.", "rejected": "No."} for i in range(n)]
+
+
+def test_the_example_learns_which_answer_is_better(call: Call, here: Path) -> None:
+    """Four short steps of it: pairs that were held out are the right way round, from a coin's flip; and `eval`."""
+    run = yaml.safe_load(EXAMPLE.read_text())
+    run |= {"output": "out", "train": {"steps": 4, "log_every": 2}}
+    run["data"] |= {"max_samples": 40, "eval": 0.25}
+    run["batch"]["tokens"] = 2048
+    (here / "dpo.yaml").write_text(yaml.safe_dump(run))
+    found = call("train", "dpo.yaml")
+    assert found.code == 0, found.err
+    lines = metrics(here / "out")
+    first, last = [m for m in lines if "eval_loss" in m]
+    assert first["eval_loss"] == pytest.approx(0.693147, abs=1e-5) and first["eval_reward_margin"] == 0
+    assert last["eval_reward_accuracy"] >= 0.9 and last["eval_loss"] < 0.3 and last["eval_reward_margin"] > 1
+    for m in lines:
+        kind = "eval_" if "eval_loss" in m else ""
+        chosen, rejected, accuracy, margin = (m[f"{kind}{name}"] for name in NAMES)
+        assert margin == pytest.approx(chosen - rejected, abs=1e-4) and 0 <= accuracy <= 1
+    assert "pairs right" in found.err and (here / "out" / "report.html").is_file()
+    page = (here / "out" / "report.html").read_text()
+    assert "Reward margin" in page and "a pair" in page and "nats a target token" not in page
+    measured = json.loads(call("eval", "dpo.yaml", "--model", "out/model", "--json").out)
+    assert measured["loss"] == pytest.approx(last["eval_loss"], rel=1e-5)
+    assert measured["target_tokens"] == last["eval_target_tokens"] and measured["documents"] == 20
+    assert measured["reward_margin"] == pytest.approx(last["eval_reward_margin"], rel=1e-5)
+
+
+def test_a_dry_run_shows_both_answers(call: Call, write: Write) -> None:
+    facts = json.loads(call("train", write(**preferences()), "--dry-run", "--json").out)
+    shown = [document for row in facts["rows"] for document in row["documents"]]
+    assert [d["name"] for d in shown] == ["chosen", "rejected"] * (len(shown) // 2)
+    assert facts["data"]["documents"] == 36 and facts["data"]["held_out_documents"] == 12
+    assert facts["config"]["dpo"] == {"beta": 0.1, "loss": "sigmoid", "label_smoothing": 0.0, "reference": "auto"}
+    text = call("train", write(**preferences()), "--dry-run").out
+    assert "── chosen " in text and "── rejected " in text and not Path("out").exists()
+
+
+def test_rows_of_pairs_are_shown(call: Call, write: Write, here: Path) -> None:
+    write_rows(here / "pairs.jsonl", rows())
+    config = write(objective="dpo", data={"path": "pairs.jsonl", "eval": None})
+    found = json.loads(call("data", "show", config, "--packed", "--json").out)
+    assert all(
+        [d["name"] for d in s["documents"]] == ["chosen", "rejected"] for r in found["rows"] for s in r["samples"]
+    )
+
+
+def test_a_plan_counts_what_pairs_cost(call: Call, write: Write) -> None:
+    """Logits that are made again under fused-loss, and with an adapter the reference's pass; a search knows it too."""
+
+    def flop(*flags: str) -> dict[str, float]:
+        found = call("plan", write(**preferences(model={"path": "tiny"})), *flags, "--hardware", "h200", "--json")
+        assert found.code == 0, found.err
+        return {w["name"]: w["flop"] for w in json.loads(found.out)["work"]}
+
+    plain, fused, lora = flop(), flop("--with", "fused-loss"), flop("--with", "lora")
+    assert "head.again" not in plain and fused["head.again"] == pytest.approx(fused["head.products"] / 3)
+    assert lora["forward.gate_up"] == pytest.approx(2 * plain["forward.gate_up"]) and lora["reference.head"] > 0
+    given = flop("--with", "lora", "--set", "dpo.reference=precomputed")
+    assert given["forward.gate_up"] == pytest.approx(plain["forward.gate_up"]) and "reference.head" not in given
+
+
+def test_a_first_file_for_pairs(call: Call, here: Path) -> None:
+    write_rows(here / "pairs.jsonl", rows())
+    assert call("init", "train.yaml", "--model", "tiny", "--data", "pairs.jsonl").code == 0
+    run = yaml.safe_load((here / "train.yaml").read_text())
+    assert run["objective"] == "dpo" and run["dpo"]["reference"] == "auto" and run["data"]["too_long"] == "drop"
+    assert call("train", "train.yaml", "--dry-run").code == 0
+
+
+def test_a_streamed_run_with_an_adapter(call: Call, write: Write, here: Path) -> None:
+    """Nobody has read its rows before: but the adapter's reference needs none."""
+    write_rows(here / "pairs.jsonl", rows(40))
+    data = {"path": "pairs.jsonl", "stream": True, "eval": 0.2}
+    config = write(objective="dpo", data=data, train={"steps": 2, "epochs": None}, with_={"packing": {}, "lora": {}})
+    found = call("train", config)
+    assert found.code == 0, found.err
+    assert [m["step"] for m in metrics(here / "out") if "loss" in m] == [1, 2]
+    found = call("train", config, "--without", "lora", "--set", "output=other")
+    refused(found, "a reference for `objective: dpo`", "`data.stream`", "train an adapter", output="other")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "its block elsewhere": ({"objective": "sft", "dpo": {}}, ("`dpo` with `objective: sft`", "nothing there reads it")),
+    "smoothed ipo": (
+        preferences(dpo={"loss": "ipo", "label_smoothing": 0.1}), ("`dpo.loss: ipo`", "leave one of the two out"),
+    ),
+    "beta": (preferences(dpo={"beta": 0}), ("`dpo.beta`", "greater than 0")),
+    "half of the labels": (preferences(dpo={"label_smoothing": 0.5}), ("`dpo.label_smoothing`", "less than 0.5")),
+    "split": (preferences(data={"too_long": "split"}), ("`data.too_long: split`", "take data.too_long: error or drop")),
+    "truncate": (preferences(data={"too_long": "truncate"}), ("`data.too_long: truncate`", "never compared")),
+    "the prompt too": (preferences(data={"train_on": "all"}), ("`data.train_on: all`", "cancels out")),
+    "a stream": (
+        preferences(data={"stream": True}, dpo={"reference": "precomputed"}),
+        ("`dpo.reference: precomputed`", "`data.stream`", "reference: adapter"),
+    ),
+    "random tokens": (
+        {"objective": "dpo", "data": {"random": 64, "path": None, "eval": None}},
+        ("`data.random`", "objective: pretrain"),
+    ),
+    "conversations": ({"objective": "dpo"}, ("chat.jsonl:1 that is no pair", '"chosen"')),
+    "wrapped": (
+        preferences(data={"too_long": "error"}, with_={"wrap": {}}), ("--with wrap", "torn", "--with packing"),
+    ),
+    "no adapter": (
+        preferences(dpo={"reference": "adapter"}),
+        ("`dpo.reference: adapter`", "every weight is trained", "precomputed"),
+    ),
+    "too long": (
+        preferences(data={"too_long": "error"}, batch={"seq": 64, "tokens": 256}),
+        ("pairs of at most 64", "data.too_long: drop"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, call: Call, write: Write) -> None:
+    changes, says = REFUSED[name]
+    refused(call("train", write(**changes)), *says)
+
+
+@pytest.mark.parametrize("verb", [("train", "--dry-run"), ("data", "show", "--packed")])
+def test_wrapped_pairs_are_refused_by_all(verb: tuple[str, ...], call: Call, write: Write) -> None:
+    name, *flags = verb if verb[0] == "train" else verb[1:]
+    command = ("train",) if name == "train" else ("data", "show")
+    config = write(**preferences(data={"too_long": "error"}, with_={"wrap": {}}))
+    refused(call(*command, config, *flags), "--with wrap", "--with packing")
+
+
+def test_pairs_under_another_objective(call: Call, write: Write, here: Path) -> None:
+    write_rows(here / "pairs.jsonl", rows())
+    refused(call("train", write(data={"path": "pairs.jsonl"})), "pairs.jsonl:1", "or take objective: dpo")
+
+
+@pytest.mark.parametrize(
+    ("technique", "option", "says"),
+    [
+        ("fused-loss", "quack", "take impl=chunked"),
+        ("fused-loss", "liger", "take impl=chunked"),
+        ("attention", "cudnn", "take impl=varlen"),
+    ],
+)
+def test_kernels_that_cannot_serve_pairs(technique: str, option: str, says: str) -> None:
+    """Gradients made with the sum, before each pair's factor is known; rows of one document. On a GPU that has them."""
+    run = base(**preferences(with_={"bf16": {}, technique: {"impl": option}}))
+    run["model"] = {"shape": "llama-3.2-1b", "tokenizer": "tiny"}
+    with pytest.raises(NeedsError, match=option) as caught:
+        prepare(config.parse(yaml.safe_dump(run), "run.yaml"), ranks=1, device=hardware.named("h200")[0])
+    assert caught.value.do == says
+    other = config.parse(yaml.safe_dump(run | {"objective": "sft"}), "run.yaml")
+    prepare(other, ranks=1, device=hardware.named("h200")[0])
+
+
+def test_an_evaluation_needs_another_model(call: Call, write: Write) -> None:
+    refused(call("eval", write(**preferences())), "`optrush eval` of `objective: dpo`", "--model OUTPUT/model")
+
+
+@pytest.mark.skipif(bool(hardware.probe()), reason="a rung of its own device")
+@pytest.mark.parametrize("with_", [{"packing": {}}, {"packing": {}, "lora": {}}])
+def test_a_rung_is_measured_and_proved(with_: dict[str, Any], here: Path) -> None:
+    """Over two layouts the same pairs: the same losses."""
+    from optrush.bench import worker
+
+    write_rows(here / "pairs.jsonl", rows())
+    data = {"path": "pairs.jsonl", "eval": None}
+    run = base(objective="dpo", data=data, train={"steps": 2, "epochs": None}, with_=with_)
+    other = run | {"with": {name: o for name, o in with_.items() if name != "packing"}}
+    runs = [config.parse(yaml.safe_dump(r), "run.yaml") for r in (run, other)]
+    found = [worker.measure(r, runs[0], 1, 2, 3) for r in runs]
+    assert [f["proof"]["note"] for f in found] == [None, None]
+    for key in ("losses", "grad_norms"):
+        assert found[0]["proof"][key] == pytest.approx(found[1]["proof"][key], rel=2e-4)
+    assert len(found[0]["losses"]) == 2

@@ -1,0 +1,331 @@
+"""`optrush export`: what it writes is what was trained, what is not is refused, and a card that says nothing untrue."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from trained import run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from optrush import card, deliver, runfolder, verify
+from optrush.config import Run
+
+from clirun import Found
+
+Call = Callable[..., Found]
+TEXT = "Chop the onions, fry them in butter, and stir."
+
+
+@pytest.fixture
+def trained(cache: Path, here: Path) -> Path:
+    """A copy of the run, to change; its own model/ is taken away."""
+    shutil.copytree(run(cache), here / "run")
+    (here / "run" / "model").rename(here / "model")
+    return here / "run"
+
+
+def exported(call: Call, *arguments: str) -> dict[str, Any]:
+    found = call("export", *arguments, "--json")
+    assert found.code == 0, found.err
+    assert found.out.count("\n") == 1
+    return dict(json.loads(found.out))
+
+
+def refused(call: Call, *arguments: str) -> str:
+    """What is said, in three lines, where something must be changed."""
+    found = call("export", *arguments)
+    assert found.code == 2 and found.out == "", found
+    lines = found.err.strip().splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["asked", "found", "do"], found.err
+    return found.err
+
+
+@torch.no_grad()
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model(**AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")).logits
+
+
+def test_it_is_the_runs_own_model(call: Call, trained: Path, here: Path) -> None:
+    facts = exported(call, "run")
+    ours, theirs = load_file(trained / "model" / "model.safetensors"), load_file(here / "model" / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    assert {p.name for p in (trained / "model").iterdir()} == {p.name for p in (here / "model").iterdir()}
+    best = json.loads((trained / "checkpoints" / "best.json").read_text())["step"]
+    assert (facts["step"], facts["dtype"], facts["passed"]) == (best, "float32", [])
+    found = facts["compared"]
+    assert not found["rounded"] and found["agreement"] == 1.0
+    assert found["worst"] > 0 and found["relative"] == found["worst"] / found["scale"] <= found["tolerance"] == 1e-4
+    said = call("export", "run/run.yaml", "--out", "again")
+    assert said.code == 0 and said.out == "again\n" and "nothing was rounded" in said.err
+
+
+def test_any_checkpoint(call: Call, trained: Path, here: Path) -> None:
+    for asked in ("2", str(trained / "checkpoints" / "step-000002")):
+        shutil.rmtree("out", ignore_errors=True)
+        assert exported(call, "run", "--checkpoint", asked, "--out", "out")["step"] == 2
+        saved = load_file(trained / "checkpoints" / "step-000002" / "rank-0.safetensors")
+        written = load_file(here / "out" / "model.safetensors")
+        assert torch.equal(saved["param/embedding.weight"], written["model.embed_tokens.weight"])
+        assert torch.equal(saved["param/blocks.1.down.weight"], written["model.layers.1.mlp.down_proj.weight"])
+    assert "| steps | 2 |" in (here / "out" / "README.md").read_text()
+
+
+def test_the_best_before_the_newest(call: Call, trained: Path) -> None:
+    best = trained / "checkpoints" / "best.json"
+    for step in (2, 4):
+        best.write_text(json.dumps({"step": step, "eval_loss": 1.0}))
+        assert exported(call, "run", "--out", f"best{step}")["step"] == step
+    (trained / "checkpoints" / "step-000004" / "manifest.json").unlink()
+    facts = exported(call, "run", "--out", "newest")
+    assert facts["step"] == 6 and [name for name, _ in facts["passed"]] == ["step-000004"]
+    best.unlink()
+    assert exported(call, "run", "--out", "last")["step"] == 6
+    best.write_text("[]")
+    assert "names no step" in refused(call, "run", "--out", "none")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_converted_weights_say_what_that_changed(dtype: str, call: Call, trained: Path, here: Path) -> None:
+    facts = exported(call, "run", "--dtype", dtype, "--out", "half")
+    stored = load_file(here / "half" / "model.safetensors")
+    assert {str(t.dtype) for t in stored.values()} == {f"torch.{dtype}"}
+    assert json.loads((here / "half" / "config.json").read_text())["dtype"] == dtype
+    off = (logits(here / "half") - logits(here / "model")).abs().max().item()
+    found = facts["compared"]
+    assert found["rounded"] and found["worst"] > 1e-5, "rounding moves logits"
+    assert 0.2 < found["worst"] / off < 5, "of other tokens, but of the same size"
+
+
+def test_shards(call: Call, trained: Path, here: Path) -> None:
+    exported(call, "run", "--max-shard-gb", "0.002")
+    assert len(list((trained / "model").glob("*.safetensors"))) > 2
+    assert torch.equal(logits(trained / "model"), logits(here / "model"))
+
+
+def damage(tensor: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    """After the weights were written, one tensor of the folder is another."""
+    real = deliver.write_generation
+
+    def write(job: Any, folder: Path, source: Path | None) -> None:
+        real(job, folder, source)
+        tensors = load_file(folder / "model.safetensors")
+        tensors[tensor] = how(tensors[tensor].clone()).contiguous()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return write
+
+
+def nudge(t: torch.Tensor) -> torch.Tensor:
+    t[0] += 1.0
+    return t
+
+
+@pytest.mark.parametrize(
+    ("tensor", "how"),
+    [
+        ("model.layers.2.self_attn.q_proj.weight", lambda t: t.roll(32, 0)),  # heads in another order
+        ("model.layers.0.mlp.gate_proj.weight", lambda t: t.flip(0)),
+        ("model.norm.weight", lambda t: t.view(torch.uint8).bitwise_xor(1).view(t.dtype)),  # the last bits
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tensor_that_is_not_what_was_written_is_red(
+    tensor: str, how: Any, dtype: str, call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deliver, "write_generation", damage(tensor, how))
+    found = call("export", "run", "--out", "bad", "--dtype", dtype)
+    assert found.code == 1 and found.out == "", found
+    assert f"is not the trained model: {tensor} was written otherwise" in found.err
+    assert not (here / "bad").exists() and (here / "bad.tmp" / "config.json").is_file()
+    assert call("export", "run", "--out", "bad", "--no-verify", "--dtype", dtype).code == 0, "nobody looked"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tensor", "how"),
+    [
+        ("float32", "model.norm.weight", lambda t: t * 1.01),
+        ("float32", "model.layers.1.mlp.down_proj.weight", lambda t: t.flip(0)),
+        ("float32", "model.embed_tokens.weight", nudge),
+        ("bfloat16", "model.norm.weight", lambda t: t * 1.2),
+        ("bfloat16", "model.embed_tokens.weight", nudge),
+    ],
+)
+def test_other_logits_are_red(
+    dtype: str, tensor: str, how: Any, call: Call, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the bytes are what was meant and what was meant is wrong, as by a wrong layout."""
+    monkeypatch.setattr(deliver, "write_generation", damage(tensor, how))
+    monkeypatch.setattr(verify, "demand_bytes", lambda *_: None)
+    found = call("export", "run", "--out", "bad", "--dtype", dtype)
+    assert found.code == 1 and found.out == "", found
+    assert "is not the trained model: logits after reloading" in found.err and "largest difference" in found.err
+
+
+def test_a_nan_is_red() -> None:
+    one = torch.randn(3, 5)
+    found = verify.compare([one], [one.clone().fill_(float("nan"))], "", torch.float32, True)
+    assert not found.sound
+
+
+def test_neither_data_nor_the_training_machine_is_needed(call: Call, trained: Path) -> None:
+    """The data is gone, and a technique of the run needs a GPU."""
+    settings = yaml.safe_load((trained / "run.yaml").read_text())
+    settings["data"]["path"] = "/nowhere/chat.jsonl"
+    settings["with"] |= {"fp8": {}, "ddp": {}}
+    (trained / "run.yaml").write_text(yaml.safe_dump(settings))
+    facts = exported(call, "run")
+    assert "random tokens" in facts["compared"]["texts"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dtype"),
+    [
+        ("bf16", {"with_": "{bf16: {}, packing: {}, attention: {}}"}, "bfloat16"),
+        ("adapter", {"model": "{path: tiny, implementation: transformers}"}, "float32"),
+    ],
+)
+def test_other_runs(name: str, changes: dict[str, str], dtype: str, call: Call, cache: Path, here: Path) -> None:
+    """Nothing is rounded where the weights were trained in the type that they are written in."""
+    of = run(cache, name, **changes)
+    facts = exported(call, str(of), "--out", "out")
+    assert facts["dtype"] == dtype and not facts["compared"]["rounded"]
+    ours, theirs = load_file(here / "out" / "model.safetensors"), load_file(of / "model" / "model.safetensors")
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_damaged_checkpoints_are_passed_over(call: Call, trained: Path) -> None:
+    (trained / "checkpoints" / "best.json").unlink()
+    (trained / "checkpoints" / "step-000006" / "rank-0.safetensors").write_bytes(b"")
+    facts = exported(call, "run", "--out", "out")
+    assert facts["step"] == 4 and facts["passed"][0][0] == "step-000006" and "0 bytes" in facts["passed"][0][1]
+    assert "step-000006 was passed over" in call("export", "run", "--out", "out2").err
+    assert "has 0 bytes" in refused(call, "run", "--checkpoint", "6", "--out", "none")
+    for step in (2, 4):
+        (trained / "checkpoints" / f"step-{step:06d}" / "manifest.json").write_text("{}")
+    said = refused(call, "run", "--out", "none")
+    assert "nothing to export" in said and "step-000002: manifest.json has no digest" in said
+
+
+def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
+    assert "no such folder" in refused(call, "nowhere")
+    assert "no run.yaml in it" in refused(call, ".")
+    assert "there are: step-000006, step-000004, step-000002" in refused(call, "run", "--checkpoint", "3")
+    (here / "full").mkdir()
+    (here / "full" / "notes").write_text("")
+    assert "it is not empty" in refused(call, "run", "--out", "full")
+    assert "a file, no folder" in refused(call, "run", "--out", "chat.jsonl")
+    assert "is no folder" in refused(call, "run", "--out", "a/b")
+    assert "has no adapter" in refused(call, "run", "--adapter")
+    assert "leave one out" in refused(call, "run", "--adapter", "--dtype", "bfloat16")
+    shutil.rmtree(trained / "checkpoints")
+    assert "no checkpoint in it" in refused(call, "run")
+    (trained / "run.yaml").write_bytes(b"\xff")
+    assert "not UTF-8" in refused(call, "run")
+    assert not (trained / "model").exists() and not list(here.glob("*.tmp"))
+
+
+def test_another_model_than_was_trained(call: Call, trained: Path, model: Path, here: Path) -> None:
+    """The published model changed since; parameters that are the checkpoint's alone."""
+    shutil.copytree(model, here / "other")
+    settings = yaml.safe_load((trained / "run.yaml").read_text()) | {"model": {"path": "other"}}
+    (trained / "run.yaml").write_text(yaml.safe_dump(settings))
+    exported(call, "run", "--out", "same")
+    config = json.loads((here / "other" / "config.json").read_text())
+    (here / "other" / "config.json").write_text(json.dumps(config | {"rope_theta": 7.0}))
+    assert "the model's config.json changed since" in refused(call, "run", "--out", "none")
+
+
+def test_adapters(call: Call, cache: Path, here: Path) -> None:
+    """Merged in float32; or as PEFT's files, which give the same logits on the base."""
+    from peft import PeftModel
+
+    of = run(cache, "lora", with_="{lora: {rank: 4}, packing: {}}")
+    facts = exported(call, str(of), "--out", "merged")
+    assert facts["compared"]["relative"] < 1e-4
+    assert exported(call, str(of), "--out", "adapter", "--adapter")["compared"] is None
+    base = AutoModelForCausalLM.from_pretrained(cache / "optrush" / "tiny-1", dtype=torch.float32)
+    before = base(torch.arange(9)[None]).logits
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an old name
+        ours = PeftModel.from_pretrained(base, here / "adapter")(torch.arange(9)[None]).logits
+        merged = AutoModelForCausalLM.from_pretrained(here / "merged", dtype=torch.float32)
+        theirs = merged(torch.arange(9)[None]).logits
+    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max() and not torch.allclose(before, theirs, atol=1e-3)
+
+
+def test_weights_stored_in_few_bits_are_written_dense(call: Call, cache: Path, here: Path) -> None:
+    of = run(cache, "nf4", with_="{nf4: {}, lora: {rank: 4, targets: attention}, packing: {}}")
+    found = exported(call, str(of), "--out", "out")["compared"]
+    assert found["rounded"] and found["relative"] < 1e-4
+    dense, base = (load_file(f / "model.safetensors") for f in (here / "out", cache / "optrush" / "tiny-1"))
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert 0.01 < (dense[name] - base[name]).norm() / base[name].norm() < 0.2, "4 bits, and no adapter"
+
+
+EVIL = "<img src=x onerror=alert(1)> [click](https://evil.example) | `x` **b** \x1b[31m\nwww.evil.example # h"
+
+
+def test_the_card_is_escaped(trained: Path, here: Path) -> None:
+    text = card.escaped(EVIL)
+    assert "<" not in text and "\x1b" not in text and "\n" not in text
+    assert r"\[click\]\(https\://evil\.example\)" in text and r"\|" in text and r"www\.evil" in text
+    settings: dict[str, Any] = {"model": {"path": EVIL}, "objective": "sft", "data": {"path": EVIL}, "output": "x"}
+    odd = here / "a *folder* <b>"
+    trained.rename(odd)
+    written = card.card(Run.model_validate(settings), odd, 6, None)
+    body = written.partition("---\n\n")[2]
+    assert "<img" not in written and "<b>" not in written and r"\*folder\*" in body
+    front = yaml.safe_load(written.split("---\n")[1])
+    assert front == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["optrush"]}
+
+
+def test_what_the_card_says(call: Call, trained: Path, model: Path, here: Path) -> None:
+    """The base's licence, a hub id, and the run's own figures; no path of this machine."""
+    base = here / "base"
+    shutil.copytree(model, base)
+    (base / "README.md").write_text("---\nlicense: llama3.2\ntags: [x]\n---\n# Base\n")
+    changes: dict[str, Any] = {"model": {"path": "org/Some-1B"}, "objective": "sft", "data": {"path": str(here)}}
+    text = card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base, "8 documents")
+    front = yaml.safe_load(text.split("---\n")[1])
+    assert front["license"] == "llama3.2" and front["base_model"] == "org/Some-1B"
+    lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    evals = {m["step"]: m["eval_loss"] for m in lines if "eval_loss" in m}
+    assert f"| held-out loss | {evals[4]:.4f} at step 4 |" in text
+    assert f"| best held-out loss | {min(evals[s] for s in (0, 2, 4)):.4f} at step" in text
+    assert "8 documents" in text and str(here) not in text and "GiB resident" in text
+    for licence in ("[evil](x)", "a\nb: c", "", 7):
+        (base / "README.md").write_text(f"---\n{yaml.safe_dump({'license': licence})}---\n")
+        text = card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base)
+        assert "license" not in yaml.safe_load(text.split("---\n")[1])
+    (base / "README.md").write_text("---\na: [\n---\n")
+    card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base)
+
+
+def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, no memory, a run that is at work there."""
+    with runfolder.lock(trained):
+        assert "another run is at work there" in refused(call, "run")
+        exported(call, "run", "--out", "elsewhere")
+    errors = {
+        OSError(28, "No space left on device"): (2, "No space left on device"),
+        torch.OutOfMemoryError("CUDA out of memory"): (1, "CUDA_VISIBLE_DEVICES= optrush export"),
+    }
+    for error, (code, said) in errors.items():
+
+        def fail(*_: Any, error: BaseException = error) -> None:
+            raise error
+
+        monkeypatch.setattr(deliver, "write_generation", fail)
+        found = call("export", "run")
+        assert found.code == code and said in found.err and found.out == ""
+    assert not (trained / "model").exists() and not list(trained.glob("*.tmp"))

@@ -1,0 +1,76 @@
+"""`tracker:` as people write it: the short form and the long one, and what is refused before anything is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optrush import trackers
+from optrush.config import dump, parse
+from optrush.withheld import scrubbed
+
+from clirun import Found
+
+Call, Write = Callable[..., Found], Callable[..., str]
+
+
+def test_one_key_or_several(write: Write, here: Path) -> None:
+    """`tracker: wandb` is the mapping with its defaults; flags change either; run.yaml is read back to the same."""
+    text = Path(write(tracker="wandb")).read_text()
+    short = parse(text, "run.yaml")
+    assert short.tracker is not None and short.tracker.model_dump() == {
+        "name": "wandb", "project": "optrush", "run": None, "uri": None, "offline": False, "artifacts": "all",
+    }  # fmt: skip
+    long = parse(text, "run.yaml", sets=["tracker.offline=true", "tracker.artifacts=model"])
+    assert long.tracker == short.tracker.model_copy(update={"offline": True, "artifacts": "model"})
+    assert parse(dump(long), "again") == long
+    assert parse(text, "run.yaml", sets=["tracker=null"]).tracker is None
+
+
+@pytest.mark.parametrize(
+    ("tracker", "asked", "found", "do"),
+    [
+        ("mlfow", "`tracker`", "'mlfow'", "'mlflow', 'wandb' or 'trackio'"),
+        ({"name": "mlflow", "url": "x"}, "`tracker.url`", "no such key", "did you mean `uri`?"),
+        ({"project": "p"}, "`tracker.name`", "it is missing", "add `tracker.name:`"),
+        ("mlflow", "`tracker: mlflow`", "MLFLOW_TRACKING_URI", "tracker.offline: true"),
+        ("trackio", "`tracker: trackio`", "TRACKIO_SERVER_URL", "tracker.offline: true"),
+        ({"name": "mlflow", "uri": "http://h", "offline": True}, "`tracker.offline: true`", "`tracker.uri`", "leave"),
+        ({"name": "mlflow", "uri": "http://u:c4n4ry@h"}, "`tracker.uri`", "a user or password", "take it out"),
+        ({"name": "trackio", "uri": "http://h/?t=c4n4ry"}, "`tracker.uri`", "more than host and path", "environment"),
+        ("http://u:c4n4ry@h", "`tracker`", "http://***@h", "'mlflow', 'wandb' or 'trackio'"),
+    ],
+)
+def test_what_is_refused(
+    tracker: Any, asked: str, found: str, do: str, write: Write, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    got = call("train", write(tracker=tracker))
+    lines = got.err.splitlines()
+    assert got.code == 2 and len(lines) == 3 and not Path("out").exists(), got.err
+    for line, (head, text) in zip(lines, (("asked:", asked), ("found:", found), ("do:", do))):
+        assert line.startswith(head) and text in line
+    assert "c4n4ry" not in got.err
+
+
+def test_a_flag_with_a_password(write: Write, call: Call) -> None:
+    got = call("train", write(), "--set", "tracker=http://u:c4n4ry@h")
+    assert got.code == 2 and "c4n4ry" not in got.err and "***@h" in got.err
+
+
+@pytest.mark.parametrize("name", list(trackers.NAMES))
+def test_a_package_that_is_not_here(name: str, write: Write, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "library", lambda package: None)
+    got = call("train", write(tracker={"name": name, "offline": True}))
+    assert got.code == 2 and f"asked: `tracker: {name}`" in got.err and "is not installed" in got.err
+    assert f"do:    pip install 'optrush[{name}]'" in got.err and not Path("out").exists()
+
+
+def test_anothers_message_without_secrets() -> None:
+    environment = {"SOME_API_KEY": "c4n4ry", "PATH": "plainly", "A_TOKEN": "abc"}
+    text = "401 for http://me:pw@host/x with c4n4ry, plainly abc"
+    assert scrubbed(text, environment) == "401 for http://***@host/x with ***, plainly abc"

@@ -1,0 +1,277 @@
+"""The best checkpoint, kept and exported whatever happens; and TensorBoard's files, which no kill doubles."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_refusals import flip
+from torch.utils.tensorboard import SummaryWriter  # noqa: F401 - forked runs find it loaded
+
+from optrush import shards, step
+from optrush.best import Best, Keeper, recall
+from optrush.checkpoint import find
+
+from harness import ended, fork, told
+from runs import (
+    begun,
+    begun_on,
+    command,
+    configuration,
+    figures,
+    lines,
+    said,
+    trained,
+    trained_on,
+    wait_for,
+    write_data,
+    write_model,
+)  # fmt: skip
+
+TRAIN = {"steps": 12, "log_every": 1, "save_every": 5, "eval_every": 2, "keep": 1}
+
+
+def configured(home: Path, name: str, **changes: Any) -> tuple[Path, Path]:
+    """A run that learns words by heart that mean nothing, so that its held-out loss is best early."""
+    run = {"data__eval": 0.2, "train": TRAIN, "optim__lr": 3e-2, **changes}
+    return home / name, configuration(home, home / name, **run)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, data, and `reference`: a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("home")
+    write_model(folder / "model")
+    write_data(folder / "data.jsonl", 60)
+    output, config = configured(folder, "reference")
+    assert trained(config) == 0, said(config)
+    assert best_of(output)[0] not in (10, 12), f"no test of anything: {losses(output)}"
+    return folder
+
+
+def losses(output: Path) -> dict[int, float]:
+    return {m["step"]: m["eval_loss"] for m in lines(output) if "eval_loss" in m}
+
+
+def best_of(output: Path) -> tuple[int, float]:
+    """By the evaluations alone."""
+    return min(((n, loss) for n, loss in losses(output).items() if n), key=lambda pair: pair[1])
+
+
+def pointed(output: Path) -> tuple[int, float]:
+    found = json.loads((output / "checkpoints" / "best.json").read_text())
+    return found["step"], found["eval_loss"]
+
+
+def exported(output: Path) -> bytes:
+    return (output / "model" / "model.safetensors").read_bytes()
+
+
+def config_of(config: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(config.read_text())
+    return found
+
+
+def measured(config: Path, model: Path) -> float:
+    """The held-out loss of a model's folder, measured anew."""
+    log = config.with_suffix(".json")
+    alone = [flag for name in config_of(config)["with"] if name == "fsdp" for flag in ("--without", name)]
+    pid = fork(lambda: command("eval", str(config), "--model", str(model), "--json", *alone), log=log)
+    assert ended(pid) == 0, log.read_text()
+    return float(json.loads(log.read_text().splitlines()[-1])["loss"])
+
+
+def test_it_is_kept_and_exported(home: Path) -> None:
+    output = home / "reference"
+    at, loss = best_of(output)
+    assert pointed(output) == (at, loss)
+    assert [p.name for p in find(output)] == ["step-000012", f"step-{at:06d}"]  # keep: 1, and the best
+    assert measured(home / "reference.yaml", output / "model") == pytest.approx(loss, abs=1e-6)
+    assert f"best eval_loss {loss:.4f} at step {at}, exported" in said(home / "reference.yaml")
+    assert f"| steps | {at} |" in (output / "model" / "README.md").read_text()
+
+
+def test_asked_for_the_last(home: Path) -> None:
+    """`train.best: false` exports the last, `train.export: false` nothing; training is the same."""
+    for key in ("best", "export"):
+        output, config = configured(home, f"no-{key}", train={**TRAIN, key: False})
+        assert trained(config) == 0, said(config)
+        assert figures(output) == figures(home / "reference") and losses(output) == losses(home / "reference")
+        if key == "export":
+            assert not (output / "model").exists() and pointed(output) == best_of(output)
+        else:
+            assert measured(config, output / "model") == pytest.approx(losses(output)[12], abs=1e-6)
+            assert [p.name for p in find(output)] == ["step-000012"]
+            assert not (output / "checkpoints" / "best.json").exists()
+
+
+def same(output: Path, reference: Path) -> None:
+    assert figures(output) == figures(reference) and losses(output) == losses(reference)
+    assert pointed(output) == pointed(reference) and exported(output) == exported(reference)
+    assert [p.name for p in find(output)] == [p.name for p in find(reference)]
+
+
+@pytest.mark.parametrize("logged", [3, 11])
+def test_killed_and_resumed(home: Path, logged: int) -> None:
+    """Nothing that is lost in a kill is missed, the pointer included."""
+    output, config = configured(home, f"killed-{logged}")
+    pid = begun(config)
+    wait_for(output, logged)
+    os.kill(pid, signal.SIGKILL)
+    assert ended(pid) in (-9, 0)
+    (output / "checkpoints" / "best.json").unlink(missing_ok=True)  # as if killed before it was written
+    assert trained(config, "--resume", "auto") == 0, said(config)
+    same(output, home / "reference")
+
+
+def test_on_two_ranks(home: Path) -> None:
+    changes = {"with": {"packing": {}, "fsdp": {}}}
+    output, config = configured(home, "two", **changes)
+    assert trained_on(2, config) == [0, 0], said(config)
+    assert pointed(output) == best_of(output)
+    assert measured(config, output / "model") == pytest.approx(best_of(output)[1], abs=1e-6)
+    stopped, config = configured(home, "two-stopped", **changes)
+
+    def before() -> None:
+        begin = step.begin
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            if n == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            begin(job, n, steps)
+
+        step.begin = noted
+
+    pids = begun_on(2, config, before=before)
+    assert [ended(pid) for pid in pids] == [143, 143], said(config)
+    assert trained_on(2, config, "--resume", "auto") == [0, 0], said(config)
+    assert pointed(stopped) == pointed(output) and exported(stopped) == exported(output)
+
+
+def test_a_damaged_best_one(home: Path) -> None:
+    """Passed over aloud when the run is resumed; what is next best is exported."""
+    output, config = configured(home, "damaged")
+    assert trained(config) == 0, said(config)
+    at, _ = best_of(output)
+    flip(output / "checkpoints" / f"step-{at:06d}" / "rank-0.safetensors")
+    assert trained(config, "--resume", "auto") == 0, said(config)
+    (over,) = [m["passed_over"] for m in lines(output) if "passed_over" in m]
+    assert over[0]["checkpoint"] == f"step-{at:06d}"
+    assert measured(config, output / "model") == pytest.approx(losses(output)[12], abs=1e-6)
+
+
+def test_damaged_while_it_trained(home: Path) -> None:
+    """Exit 1, with what to do; the weights of another step are not exported for it."""
+    output, config = configured(home, "damaged-late")
+
+    def before() -> None:
+        begin = step.begin
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            if n == 12:
+                flip(output / "checkpoints" / f"step-{best_of(home / 'reference')[0]:06d}" / "rank-0.safetensors")
+            begin(job, n, steps)
+
+        step.begin = noted
+
+    assert trained(config, before=before) == 1, said(config)
+    assert "the best checkpoint" in said(config) and "--resume auto exports the next best" in said(config)
+    assert not (output / "model").exists()
+    assert trained(config, "--resume", "auto") == 0, said(config)
+
+
+def test_a_save_that_fails_is_not_the_best(home: Path) -> None:
+    """The disk is full at the best step: the best that was saved is exported."""
+    output, config = configured(home, "full")
+    best = best_of(home / "reference")[0]
+
+    def before() -> None:
+        begin, write = step.begin, shards.write
+
+        def full(*args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            shards.write = full if n == best else write
+            begin(job, n, steps)
+
+        step.begin = noted
+
+    assert trained(config, before=before) == 0, said(config)
+    assert [m["step"] for m in lines(output) if "save_failed" in m] == [best]
+    found = losses(output)
+    assert pointed(output) == min(((n, x) for n, x in found.items() if n not in (0, best)), key=lambda pair: pair[1])
+    told("best", 1, f"step {best} could not be saved, {pointed(output)[0]} is exported")
+
+
+def test_what_is_best(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    assert keeper.spared(2) is None
+    assert not keeper.judge(2, float("nan")) and keeper.judge(4, 1.0)
+    assert keeper.spared(4) == 4 and keeper.spared(5) is None
+    keeper.saved(4)
+    assert keeper.best == Best(4, 1.0) and pointed(tmp_path) == (4, 1.0)
+    assert not keeper.judge(6, 1.0), "the earlier of equals"
+    assert keeper.judge(8, 0.5)
+    assert keeper.spared(8) == 8 and keeper.spared(9) == 4, "not saved yet"
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert recall(tmp_path, 12) == (None, []), "no such checkpoint"
+    assert not (tmp_path / "checkpoints" / "best.json").exists()
+    (tmp_path / "checkpoints" / "best.json").write_text("{")
+    assert recall(tmp_path, 12) == (None, [])
+
+
+def test_a_best_one_of_a_future_that_was_left(home: Path) -> None:
+    """Told to go on from an older checkpoint, a run forgets what came after it."""
+    output, config = configured(home, "left", train={**TRAIN, "keep": 9})
+    assert trained(config) == 0, said(config)
+    assert trained(config, "--resume", str(output / "checkpoints" / "step-000002")) == 0, said(config)
+    same_but_kept = pointed(output), exported(output), losses(output)
+    assert same_but_kept == (pointed(home / "reference"), exported(home / "reference"), losses(home / "reference"))
+
+
+def scalars(output: Path) -> list[tuple[str, int, float]]:
+    """What TensorBoard would show."""
+    board = EventAccumulator(str(output / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    return sorted((tag, e.step, e.value) for tag in board.Tags()["scalars"] for e in board.Scalars(tag))
+
+
+def shown(output: Path) -> list[tuple[str, int, float]]:
+    pairs = ((m, k, v) for m in lines(output) for k, v in m.items() if k != "step" and isinstance(v, int | float))
+    return sorted((key, m["step"], pytest.approx(value, rel=1e-6)) for m, key, value in pairs)
+
+
+def test_tensorboard_shows_every_figure_once(home: Path) -> None:
+    """Also of runs that were killed: neither doubled nor missed."""
+    for name in ("reference", "killed-3", "killed-11"):
+        assert scalars(home / name) == shown(home / name) and len(shown(home / name)) > 12 * 5
+
+
+def test_tensorboard_on_a_full_disk(home: Path) -> None:
+    """The run goes on, and at its end the files have every figure."""
+    output, config = configured(home, "board-full", train={**TRAIN, "steps": 4})
+
+    def before() -> None:
+        import tensorboard.summary.writer.record_writer as record_writer
+
+        begin, write = step.begin, record_writer.RecordWriter.write
+
+        def full(*args: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            record_writer.RecordWriter.write = full if n == 3 else write
+            begin(job, n, steps)
+
+        step.begin = noted
+
+    assert trained(config, before=before) == 0, said(config)
+    assert scalars(output) == shown(output)

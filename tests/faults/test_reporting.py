@@ -1,0 +1,258 @@
+"""Trackers: what they are told, a server that is not there, one that dies, secrets that must not be written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optrush import step
+from optrush.checkpoint import find
+
+from harness import ended, told
+from runs import (
+    begun,
+    configuration,
+    lines,
+    said,
+    trained,
+    trained_on,
+    wait_for,
+    write_data,
+    write_model,
+)
+
+SERVER = Path(__file__).with_name("mlflow_server.py")
+TRAIN = {"steps": 12, "log_every": 1, "save_every": 3, "eval_every": 4}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    write_model(folder / "model")
+    write_data(folder / "data.jsonl")
+    return folder
+
+
+def tracked(home: Path, name: str, tracker: Any, **changes: Any) -> tuple[Path, Path]:
+    """A run's folder and its configuration; it holds a fifth of the data out."""
+    output = home / name
+    run = {"data__eval": 0.2, "train": TRAIN, "tracker": tracker, **changes}
+    return output, configuration(home, output, **run)
+
+
+class Server:
+    """The stand-in for MLflow's server, which may die and come back."""
+
+    def __init__(self, log: Path) -> None:
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self.log, self.uri = log, f"http://127.0.0.1:{self.port}"
+        self.begin()
+
+    def begin(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-S", str(SERVER), str(self.port), str(self.log)])
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port)).close()
+                return
+            except OSError:
+                time.sleep(0.02)
+
+    def die(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def asked(self, end: str) -> list[dict[str, Any]]:
+        """Requests whose path ends so, in order."""
+        found = [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+        return [r for r in found if r["path"].endswith(end)]
+
+    def figures(self) -> list[tuple[str, float, int]]:
+        return [
+            (m["key"], m["value"], int(m["step"]))
+            for request in self.asked("runs/log-batch") for m in request["body"].get("metrics", [])
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path / "requests.jsonl")
+    yield made
+    made.die()
+
+
+def figures(output: Path) -> list[tuple[str, float, int]]:
+    """Every number of metrics.jsonl as a tracker must have it."""
+    return [
+        (key, float(value), line["step"])
+        for line in lines(output) if "loss" in line or "eval_loss" in line
+        for key, value in line.items() if key != "step" and isinstance(value, int | float)
+    ]  # fmt: skip
+
+
+def pausing(pause_s: float) -> Callable[[], None]:
+    """Makes each step last a while."""
+
+    def before() -> None:
+        begin = step.begin
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            time.sleep(pause_s)
+            begin(job, n, steps)
+
+        step.begin = noted
+
+    return before
+
+
+def test_mlflow_is_told_everything(home: Path, server: Server) -> None:
+    output, config = tracked(home, "told", {"name": "mlflow", "uri": server.uri, "project": "p", "run": "first"})
+    assert trained(config) == 0, said(config)
+    assert server.figures() == figures(output) and len(figures(output)) > 12 * 5
+    (made,) = server.asked("runs/create")
+    assert made["body"]["run_name"] == "first" and server.asked("experiments/create")[0]["body"]["name"] == "p"
+    params = {p["key"]: p["value"] for r in server.asked("runs/log-batch") for p in r["body"].get("params", [])}
+    assert params["optim.lr"] == "0.01" and params["with.packing"] == "{}" and params["train.steps"] == "12"
+    sent = {r["path"].partition("artifacts/1/0f/artifacts/")[2]: r["size"] for r in server.asked("")}
+    assert sent["model/model.safetensors"] == (output / "model" / "model.safetensors").stat().st_size
+    assert {"run.yaml", "model/README.md"} <= set(sent)
+    for path in find(output):
+        assert f"checkpoints/{path.name}/manifest.json" in sent
+    assert server.asked("runs/update")[-1]["body"]["status"] == "FINISHED"
+    assert "lines and" in said(config) and "MLflow" in said(config)
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb", "trackio"])
+def test_a_server_that_is_not_there(home: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 2 before step 0, in three lines, and nothing is written."""
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    output, config = tracked(home, f"nobody-{tracker}", {"name": tracker, "uri": "http://127.0.0.1:9"})
+    assert trained(config) == 2, said(config)
+    assert all(f"{part}: " in said(config) for part in ("asked", "found")) and "tracker.offline: true" in said(config)
+    assert not output.exists()
+
+
+def test_on_two_ranks(home: Path, server: Server) -> None:
+    """The first reports for all; where nobody answers, both are refused."""
+    tracker = {"name": "mlflow", "uri": server.uri, "artifacts": "none"}
+    output, config = tracked(home, "two", tracker, **{"with": {"packing": {}, "ddp": {}}})
+    assert trained_on(2, config) == [0, 0], said(config)
+    assert server.figures() == figures(output) and len(server.asked("runs/create")) == 1
+    server.die()
+    assert trained_on(2, config, "--set", f"output={output}-2") == [2, 2], said(config)
+    assert not Path(f"{output}-2").exists()
+
+
+def test_a_server_that_dies_costs_no_training(home: Path, server: Server) -> None:
+    """Said once; the run ends soon after its last step, with exit 0, and says what the tracker has not."""
+    output, config = tracked(home, "dies", {"name": "mlflow", "uri": server.uri})
+    pid = begun(config, before=pausing(0.2))
+    wait_for(output, 4)
+    while not server.figures():
+        time.sleep(0.05)
+    server.die()
+    assert ended(pid) == 0, said(config)
+    assert (output / "model" / "model.safetensors").exists() and lines(output)[-1]["step"] == 12
+    (line,) = [m for m in lines(output) if "tracker" in m]
+    assert "refused" in line["tracker"] or "Connection" in line["tracker"]
+    assert "lines not" in said(config)
+    had = server.figures()
+    assert 0 < len(had) < len(figures(output))
+    server.begin()  # and when it is there again, the same command tells it the rest, to the same run
+    assert trained(config, "--resume", "auto") == 0, said(config)
+    assert server.figures() == figures(output)
+    assert len(server.asked("runs/create")) == 1
+    told("tracker", 1, f"died after {len(had)} figures of {len(figures(output))}; a resumed run told the rest")
+
+
+def test_a_server_that_comes_back(home: Path, server: Server) -> None:
+    output, config = tracked(home, "comes-back", {"name": "mlflow", "uri": server.uri, "artifacts": "none"})
+    pid = begun(config, before=pausing(0.4))
+    wait_for(output, 2)
+    server.die()
+    wait_for(output, 5)
+    server.begin()
+    assert ended(pid) == 0, said(config)
+    assert server.figures() == figures(output) and not server.asked("manifest.json")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_resumed_it_is_one_run(home: Path, server: Server, number: signal.Signals) -> None:
+    """Killed or stopped: lines that the tracker has are not told again."""
+    output, config = tracked(home, f"again-{number}", {"name": "mlflow", "uri": server.uri})
+    pid = begun(config, before=pausing(0.2))
+    wait_for(output, 5)
+    while not server.figures():
+        time.sleep(0.05)
+    os.kill(pid, number)
+    assert ended(pid) == (-9 if number == signal.SIGKILL else 143), said(config)
+    if number == signal.SIGTERM:
+        assert server.asked("runs/update")[-1]["body"]["status"] == "KILLED"
+    assert trained(config, "--resume", "auto") == 0, said(config)
+    assert len(server.asked("runs/create")) == 1
+    assert server.asked("runs/update")[-1]["body"]["status"] == "FINISHED"
+    kept = [(key, at) for key, _, at in server.figures()]
+    assert kept == [(key, at) for key, _, at in figures(output)] and len(set(kept)) == len(kept)
+
+
+CANARIES = {
+    "WANDB_API_KEY": "c4n4ryWandb" + "0" * 29,
+    "HF_TOKEN": "hf_c4n4ryHub",
+    "MLFLOW_TRACKING_PASSWORD": "c4n4ryMlflow",
+    "TRACKIO_WRITE_TOKEN": "c4n4ryTrackio",
+    "AWS_SECRET_ACCESS_KEY": "c4n4ryAws",
+}
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb", "trackio"])
+def test_offline_and_nothing_secret(home: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own files, under the run's folder, hold the figures; no file there holds a secret of the environment."""
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    output, config = tracked(home, f"offline {tracker}", {"name": tracker, "offline": True})
+    assert trained(config) == 0, said(config)
+    last = [m for m in lines(output) if "loss" in m][-1]["loss"]
+    folder = output / "tracker"
+    if tracker == "wandb":
+        (file,) = folder.rglob("*.wandb")
+        assert b"eval_target_tokens" in file.read_bytes() and repr(last).encode() in file.read_bytes()
+    elif tracker == "trackio":
+        (file,) = folder.glob("*.db")
+        rows = sqlite3.connect(file).execute("select step, metrics from metrics").fetchall()
+        assert any(at == 12 and json.loads(text).get("loss") == last for at, text in rows)
+    else:
+        database = sqlite3.connect(folder / "mlflow.db")
+        rows = database.execute("select key, value, step from metrics order by rowid").fetchall()
+        assert sorted(rows) == sorted(figures(output))
+        assert [*folder.rglob("artifacts/model/model.safetensors")]
+    assert json.loads((output / "tracker.json").read_text())["step"] == {"loss": 12, "eval_loss": 12}
+    sent = len(find(output)) + 1  # the model
+    assert f": {len(lines(output))} lines and {sent} artifacts told\n" in said(config)
+    for path in [*output.rglob("*"), config.with_suffix(".log")]:
+        assert not path.is_file() or b"c4n4ry" not in path.read_bytes(), path
+
+
+def test_a_password_in_the_configuration(home: Path) -> None:
+    """Refused, without saying it again; nothing is written."""
+    for key, tracker in (
+        ("tracker.uri", {"name": "mlflow", "uri": "http://me:c4n4ry@127.0.0.1:9"}),
+        ("tracker.uri", {"name": "trackio", "uri": "http://127.0.0.1:9/?write_token=c4n4ry"}),
+        ("tracker.run", {"name": "wandb", "run": "https://c4n4ry@host/run"}),
+    ):
+        output, config = tracked(home, "password", tracker)
+        assert trained(config) == 2, said(config)
+        assert f"asked: `{key}`" in said(config) and "c4n4ry" not in said(config)
+        assert not output.exists()
+        config.with_suffix(".log").unlink()

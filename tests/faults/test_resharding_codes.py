@@ -1,0 +1,47 @@
+"""Moments that are codes, over ranks: what 1 rank saved goes on over 2 and 4 (uneven rows), and back, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optrush.checkpoint import restore, save
+from optrush.manifest import find
+from optrush.optim.adam8bit import Adam4bit, Adam8bit
+
+import harness
+from harness import advance, holds, meta, ranks, run, small_job
+
+
+@pytest.mark.parametrize("kind", [Adam8bit, Adam4bit])
+def test_codes_are_cut_like_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Adam8bit]) -> None:
+    monkeypatch.setitem(harness.SHAPES, "embed", (65, 129))  # odd rows, odd columns, two blocks of 128 and one of 256
+
+    def coded(how: str) -> Any:
+        job = small_job(tmp_path, how)
+        job.optimizer = kind(job.trained, job.run.optim)
+        assert "mean_scale" in job.optimizer.state()["embed"]
+        return job
+
+    def moved(n: int, before: int) -> bool:
+        """Loads what `before` ranks saved and saves it again."""
+        job = coded("rows" if n > 1 else "whole")
+        if before:
+            restore(job, find(tmp_path / str(before))[0], {})
+        else:
+            advance(job, 2)
+        job.run = job.run.model_copy(update={"output": str(tmp_path / f"{n}")})
+        good = holds(job, 2)
+        save(job, 2, meta(2))
+        return good
+
+    assert run(lambda: not moved(1, 0)) == 0
+    for n, before in ((2, 1), (4, 2)):
+        assert ranks(n, lambda n=n, before=before: moved(n, before)) == [True] * n
+    job = coded("whole")
+    restore(job, find(tmp_path / "4")[0], {})
+    assert holds(job, 2)
+    job.optimizer.state()["embed"]["mean"][-1, -1] ^= 16
+    assert not holds(job, 2), "half a byte would be seen"

@@ -1,0 +1,136 @@
+"""Optimizers made of torch's own operators, on a GPU: the rounding kernel, waiting, the same steps as on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from optrush import step
+from optrush.assemble import assemble
+from optrush.config import parse
+from optrush.job import Job
+from optrush.kernels import store
+from optrush.kernels.adamw_update import key_words, step_key
+from optrush.prepare import prepare
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+BASE = """
+model: tiny
+objective: sft
+data: {sample: recipes, max_samples: 60, too_long: split}
+batch: {seq: 512, tokens: 4096, micro_tokens: 4096}
+optim: {lr: 1e-3, schedule: constant, warmup: 0, clip: null}
+train: {steps: 6}
+output: unused
+"""
+NAMES = ("muon", "apollo:rank=16")
+
+
+@pytest.mark.parametrize("size", [1, 4096, 3 * 4096 + 5, 1 << 22])
+def test_the_kernel_has_the_references_bits(size):
+    from optrush.kernels.store_triton import stochastic
+
+    value = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    value[::97] = float("inf")
+    for shift, bad in ((0, False), (16, False), (0, True)):
+        key = step_key(torch.tensor([key_words(3, "a")]), torch.tensor([5.0]))[0]
+        sides = [torch.ones(size, dtype=torch.bfloat16, device=device) for device in ("cpu", "cuda", "cuda")]
+        for side, write in zip(sides, (store.stochastic, store.stochastic, stochastic), strict=True):
+            on = side.device
+            write(side, value.to(on), torch.tensor(bad, device=on), key.to(on), shift, 1 << 33)
+        assert torch.equal(sides[0], sides[1].cpu()) and torch.equal(sides[0], sides[2].cpu())
+
+
+def job_of(*withs: str) -> Job:
+    job = assemble(prepare(parse(BASE, "test", withs=withs)))
+    job.begin = partial(step.begin, job, steps=6)
+    return job
+
+
+def steps(job: Job, n: int, waits: bool = True) -> list[tuple[float, float, bool]]:
+    plan, found = job.stream.plan(None, 6), []
+    for k in range(n):
+        batches = job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
+        torch.cuda.set_sync_debug_mode("error" if k >= 2 and not waits else "default")
+        try:
+            job.begin(k + 1)
+            loss = job.gradients(batches, sum(b.n_terms for b in batches))
+            norm, skipped = job.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append((loss.item(), norm.item(), bool(skipped.item())))
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("withs", [("amp",), ("bf16",), ("bf16", "update-in-backward")], ids="+".join)
+def test_a_step_never_waits_for_the_device(withs, name):
+    job = job_of("packing", "attention:impl=varlen", *withs, name)
+    assert not job.optimizer.reads_host
+    found = steps(job, 5, waits=False)
+    assert found[-1][0] < found[0][0] and not any(skipped for _, _, skipped in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_steps_as_a_cpu(name):
+    """From equal weights and gradients: to float32's digits, or for products of bfloat16 to theirs."""
+    job = job_of(name)
+    before = [t.local.cpu().clone() for t in job.trained]
+    state = [{k: s.cpu() for k, s in by.items()} for by in job.optimizer.state().values()]
+    for t in job.trained:
+        g = torch.Generator().manual_seed(t.local.numel())
+        t.parameter.grad = torch.randn(t.whole, generator=g).cuda()
+    grads = [t.parameter.grad.cpu().clone() for t in job.trained]
+    job.optimizer.step(torch.tensor(1e-2).cuda(), torch.tensor(1.0).cuda(), torch.tensor(False).cuda())
+    cpu = job_on_cpu(name)
+    for t, w, g in zip(cpu.trained, before, grads, strict=True):
+        t.local.copy_(w)
+        t.parameter.grad = g
+    cpu.optimizer.step(torch.tensor(1e-2), torch.tensor(1.0), torch.tensor(False))
+    assert all(set(a) == set(b) for a, b in zip(state, cpu.optimizer.state().values(), strict=True))
+    for a, b in zip(job.trained, cpu.trained, strict=True):
+        torch.testing.assert_close(a.local.cpu(), b.local, rtol=1e-3, atol=5e-4, msg=a.name)
+
+
+def job_on_cpu(name: str) -> Job:
+    """The same job, its weights moved and its optimizer made again there."""
+    job = job_of(name)
+    for t in job.trained:
+        t.parameter.data = t.parameter.data.cpu()
+    (technique,) = prepare(parse(BASE, "test", withs=(name,))).techniques
+    technique.optimizer(job)
+    return job
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bad_update_changes_nothing(name):
+    job = job_of("bf16", name)
+    steps(job, 1)
+    before = [t.local.clone() for t in job.trained]
+    states = [s.clone() for by in job.optimizer.state().values() for s in by.values()]
+    for t in job.trained:
+        t.parameter.grad = torch.full_like(t.local, float("nan"))
+    _, skipped = job.update()
+    assert skipped.item() and all(torch.equal(t.local, w) for t, w in zip(job.trained, before, strict=True))
+    after = [s for by in job.optimizer.state().values() for s in by.values()]
+    assert all(torch.equal(a, b) for a, b in zip(after, states, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_learns(name):
+    job = job_of("packing", "bf16", name)
+    plan, first, last = job.stream.plan(None, 6), 0.0, 0.0
+    for k in range(100):
+        batches = job.stream.batches(k % 6, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
+        job.begin(k % 6 + 1)
+        last = job.gradients(batches, sum(b.n_terms for b in batches)).item()
+        first = first or last
+        job.update()
+    assert last < 0.8 * first

@@ -1,0 +1,71 @@
+"""Frozen weights in 4 and 8 bits on the device: the kernels' bits, bitsandbytes' bytes, a linear's products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optrush.kernels import int8, nf4
+from optrush.model.decoder import Linear
+from optrush.model.quantised import Form, quantise
+from optrush.model.weights import Entry, Memory, Recipe
+
+pytestmark = [
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+SHAPES = [(64, 64), (48, 48), (7, 9), (3, 65), (1000, 100), (4096, 1536)]
+FORMS = [Form(4, True), Form(4, False), Form(8)]
+
+
+def drawn(shape, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(0)
+    return (torch.randn(shape, generator=draw) * torch.randn(shape, generator=draw).abs() * 0.1).to(dtype)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_kernel_is_the_reference_to_the_bit(form, shape):
+    parts = form.quantise(drawn(shape))
+    module = nf4 if form.bits == 4 else int8
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        want, found = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype, device="cuda")
+        module.dequantise(parts, want)
+        module.dequantise({n: p.cuda() for n, p in parts.items()}, found)
+        assert torch.equal(found.cpu(), want)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_are_those_of_bitsandbytes_on_the_device(shape):
+    bnb = pytest.importorskip("bitsandbytes.functional")
+    for dtype in (torch.bfloat16, torch.float32):
+        values = drawn(shape, dtype).cuda()
+        codes, state = bnb.quantize_4bit(values, compress_statistics=True, quant_type="nf4")
+        parts = nf4.quantise(values, True)
+        assert torch.equal(parts["codes"], codes.view(-1)) and torch.equal(parts["absmax"], state.absmax)
+        assert torch.equal(parts["nested"], torch.cat((state.state2.absmax, state.offset[None])))
+        out = torch.empty_like(values)
+        nf4.dequantise(parts, out)
+        assert torch.equal(out, bnb.dequantize_4bit(codes, state))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_linear_multiplies_by_what_its_bytes_stand_for(form, compiled):
+    at = {"device": torch.device("meta"), "dtype": torch.bfloat16}
+    linear = Linear(256, (("gate", 1), ("up", 1)), groups=320, bias=False, **at)
+    recipe = Recipe(
+        {"x.weight": Entry((640, 256), (("g", 1), ("u", 1)), 320)}, Memory({n: drawn((320, 256)) for n in "gu"})
+    )
+    quantise(type("Holder", (), {"linears": lambda self: [("x", linear)]})(), recipe, form, None)
+    linear.to_empty(device="cuda")
+    for name, p in linear.named_parameters(prefix="x"):
+        recipe.fill(name, p.detach(), (0,))
+    call = torch.compile(linear, fullgraph=True) if compiled else linear
+    x = drawn((4, 32, 256), torch.bfloat16).cuda().requires_grad_()
+    y = call(x)
+    (found,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    want = torch.nn.functional.linear(x, linear.dense(torch.bfloat16))
+    (wanted,) = torch.autograd.grad(want, x, torch.ones_like(want))
+    assert torch.equal(y, want) and torch.equal(found, wanted)

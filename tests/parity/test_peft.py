@@ -1,0 +1,266 @@
+"""Adapters against PEFT's own on the same transformers model: losses, every gradient, files both ways, merging."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from optrush import config
+from optrush.export import write_model
+from optrush.model import peft_files
+from optrush.model.adapted import outside
+
+from parity_models import FAMILIES, SIZES, packed, reference, save
+from trials import apart, assembled
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks for it
+]
+EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+NEOX = {
+    **{k: v for k, v in SIZES.items() if k not in ("head_dim", "num_key_value_heads")}, "model_type": "gpt_neox",
+    "hidden_size": 32, "hidden_act": "gelu", "rotary_pct": 0.5,
+}  # fmt: skip
+KINDS = {**FAMILIES, "gpt_neox": NEOX}
+R, ALPHA = 4, 6
+
+# name: (family, implementation, our options, PEFT's)
+LORA = {
+    "all": ("llama", "native", {}, {"target_modules": EVERY}),
+    "attention": ("llama-tied", "native", {"targets": "attention"}, {"target_modules": EVERY[:4]}),
+    "mlp": ("qwen2", "native", {"targets": "mlp"}, {"target_modules": EVERY[4:]}),
+    "names": ("qwen2", "native", {"targets": ["q_proj", "v_proj"]}, {"target_modules": ["q_proj", "v_proj"]}),
+    "one of two": ("llama", "native", {"targets": ["up_proj", "k_proj"]}, {"target_modules": ["up_proj", "k_proj"]}),
+    "rslora": ("qwen3", "native", {"rslora": True}, {"target_modules": EVERY, "use_rslora": True}),
+    "dora": ("llama", "native", {"dora": True}, {"target_modules": EVERY, "use_dora": True}),
+    "dora, some": (
+        "qwen2", "native", {"dora": True, "rslora": True, "targets": ["q_proj", "v_proj", "gate_proj"]},
+        {"target_modules": ["q_proj", "v_proj", "gate_proj"], "use_dora": True, "use_rslora": True},
+    ),
+    "transformers": ("llama", "transformers", {}, {"target_modules": EVERY}),
+    "transformers, dora": ("qwen2", "transformers", {"dora": True}, {"target_modules": EVERY, "use_dora": True}),
+    "neox": (
+        "gpt_neox", "transformers", {},
+        {"target_modules": ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]},
+    ),
+    "head too": (
+        "llama", "native", {"save": ["lm_head", "input_layernorm", "norm"]},
+        {"target_modules": EVERY, "modules_to_save": ["input_layernorm", "lm_head", "model.norm"]},
+    ),
+    "embedding too": (
+        "mistral", "transformers", {"save": ["embed_tokens"]},
+        {"target_modules": EVERY, "modules_to_save": ["embed_tokens"]},
+    ),
+    "tied, both": (
+        "llama-tied", "native", {"save": ["embed_tokens", "lm_head"], "targets": "mlp"},
+        {"target_modules": EVERY[4:], "modules_to_save": ["embed_tokens", "lm_head"]},
+    ),
+}  # fmt: skip
+IA3 = {
+    "ia3": ("llama", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
+    "ia3, qwen2": ("qwen2", "native", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
+    "ia3, transformers": ("llama", "transformers", {}, {"target_modules": ["k_proj", "v_proj", "down_proj"]}),
+    "ia3, names": (
+        "llama", "native", {"targets": ["q_proj", "up_proj", "o_proj"], "feedforward": ["o_proj"]},
+        {"target_modules": ["q_proj", "up_proj", "o_proj"], "feedforward_modules": ["o_proj"]},
+    ),
+    "ia3, neox": (
+        "gpt_neox", "transformers", {},
+        {"target_modules": ["query_key_value", "dense_4h_to_h"], "feedforward_modules": ["dense_4h_to_h"]},
+    ),
+}  # fmt: skip
+CASES = LORA | IA3
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A family's folder, written by transformers once."""
+
+    @functools.cache
+    def made(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        save(reference(KINDS[family]), folder)
+        return folder
+
+    return made
+
+
+def theirs(folder: Path, case: str, dtype: torch.dtype = torch.float32):
+    """The case as PEFT has it, its adapters drawn away from what they begin as."""
+    _, _, _, options = CASES[case]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    if case in IA3:
+        made = IA3Config(**{"feedforward_modules": ["down_proj"], **options}, task_type="CAUSAL_LM")
+    else:
+        made = LoraConfig(r=R, lora_alpha=ALPHA, lora_dropout=0.0, task_type="CAUSAL_LM", **options)
+    model = get_peft_model(model, made)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    if case == "tied, both":  # PEFT has two copies of the one weight
+        parts = dict(model.named_parameters())
+        one, other = (parts[k] for k in sorted(parts) if "modules_to_save" in k)
+        other.data.copy_(one)
+    return model.train()
+
+
+def run(folder: Path, output: Path, case: str, *sets: str, **with_):
+    _, implementation, options, _ = CASES[case]
+    technique = {"ia3": options} if case in IA3 else {"lora": {"rank": R, "alpha": ALPHA, **options}}
+    next(iter(technique.values())).update(with_.pop("init", {}))
+    text = yaml.safe_dump({
+        "model": {"path": str(folder), "implementation": implementation}, "objective": "pretrain",
+        "data": {"random": 8}, "batch": {"seq": 20, "tokens": 40, "micro_tokens": 40}, "train": {"steps": 2},
+        "output": str(output), "with": technique | with_,
+    })  # fmt: skip
+    return config.parse(text, "case.yaml", sets)
+
+
+def job_of(folders, tmp_path, case, peft, **with_):
+    """Our job of the case, begun with what PEFT's model has saved."""
+    peft.save_pretrained(tmp_path / "theirs")
+    init = {"init": {"init": str(tmp_path / "theirs")}}
+    job = assembled(run(folders(CASES[case][0]), tmp_path / "run", case, **init, **with_))
+    assert job.untrained is None, "without the adapter it is not what it was before training"
+    return job
+
+
+def logits_of(model, batch):
+    return model(input_ids=batch.tokens, position_ids=batch.positions.long(), use_cache=False).logits.float()
+
+
+def loss_of(model, batch):
+    return torch.nn.functional.cross_entropy(
+        logits_of(model, batch).flatten(0, 1), batch.labels.flatten(), reduction="sum"
+    )
+
+
+def ours_of(job, batch):
+    return job.model.head.logits(job.model(batch.tokens, batch.positions, batch.documents)).float()
+
+
+def plain(name: str) -> str:
+    """A parameter of PEFT's model as its files call it."""
+    name = name.removeprefix(peft_files.PREFIX).replace("modules_to_save.default.", "")
+    return name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(".default", "")
+
+
+def gradients(job) -> dict[str, torch.Tensor]:
+    """Under the names of PEFT's files."""
+    found = {}
+    for name, adapter in peft_files.adapters(job.model).items():
+        own = {
+            t.name.removeprefix(f"{name}.adapter."): t.parameter.grad for t in job.trained if t.name.startswith(name)
+        }
+        found |= dict(adapter.published(own))
+    modules = outside(job.model, job.recipe)
+    return found | {f"{modules[t.name]}.weight": t.parameter.grad for t in job.trained if t.name in modules}
+
+
+BATCH = packed([[5, 7, 3], [19, 1]], 20, 61)
+REAL = torch.tensor([[True] * 15 + [False] * 5, [True] * 20])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_losses_and_gradients(folders, tmp_path, case):
+    peft = theirs(folders(CASES[case][0]), case)
+    job = job_of(folders, tmp_path, case, peft)
+    loss, want = job.loss(BATCH), loss_of(peft, BATCH)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-5)
+    loss.backward()
+    want.backward()
+    wanted = {plain(n): p.grad for n, p in peft.named_parameters() if p.requires_grad}
+    if case == "tied, both":
+        wanted["model.embed_tokens.weight"] += wanted.pop("lm_head.weight")
+    found = gradients(job)
+    assert found.keys() == wanted.keys() and len(found) > 1
+    assert max(apart(found[n], g) for n, g in wanted.items()) < 1e-4
+    assert not any(p.grad is not None for p in job.model.parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize("case", ["all", "dora", "ia3", "transformers"])
+def test_bfloat16(folders, tmp_path, case):
+    """Of gradients the direction: at this width each value is a sum of a few rounded ones."""
+    peft = theirs(folders(CASES[case][0]), case, torch.bfloat16)
+    job = job_of(folders, tmp_path, case, peft, bf16={})
+    assert {t.local.dtype for t in job.trained} == {torch.float32}
+    loss, want = job.loss(BATCH), loss_of(peft, BATCH)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-2)
+    loss.backward()
+    want.backward()
+    wanted = {plain(n): p.grad for n, p in peft.named_parameters() if p.requires_grad}
+    found = gradients(job)
+    a, b = (torch.cat([g[n].flatten().double() for n in wanted]) for g in (found, wanted))
+    assert (a - b).norm() < 0.05 * b.norm()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_both_ways(folders, tmp_path, case):
+    """PEFT reads what we write, and transformers the merged model: the same logits as ours."""
+    folder = folders(CASES[case][0])
+    peft = theirs(folder, case)
+    job = job_of(folders, tmp_path, case, peft)
+    with torch.no_grad():
+        for t in job.trained:
+            t.local.mul_(1.1)
+        job.model.eval()
+        ours = ours_of(job, BATCH)
+        assert apart(ours[REAL], logits_of(peft, BATCH)[REAL]) > 1e-3, "it has learnt something"
+        (tmp_path / "run.yaml").write_text(config.dump(job.run))
+        model = write_model(job, tmp_path, 2, folder)
+        read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
+        merged = AutoModelForCausalLM.from_pretrained(model).eval()
+        assert apart(logits_of(read, BATCH)[REAL], ours[REAL]) < 1e-5
+        assert apart(logits_of(merged, BATCH)[REAL], ours[REAL]) < 1e-5
+    written, kept = (load_file(d / "adapter_model.safetensors") for d in (tmp_path / "adapter", tmp_path / "theirs"))
+    assert {n: (t.shape, t.dtype) for n, t in written.items()} == {n: (t.shape, t.dtype) for n, t in kept.items()}
+    ours_, theirs_ = (json.loads((tmp_path / d / "adapter_config.json").read_text()) for d in ("adapter", "theirs"))
+    for key, value in ours_.items():
+        same = sorted(theirs_[key]) if isinstance(theirs_[key], list) else theirs_[key]
+        assert value == same or key == "base_model_name_or_path", key
+    assert ours_["base_model_name_or_path"] == str(folder)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def first(job) -> dict[str, torch.Tensor]:
+    """What adapters hold, under the names of PEFT's files."""
+    adapters = peft_files.adapters(job.model).values()
+    return {key: t for a in adapters for key, t in a.published({n: p.detach() for n, p in a.named_parameters()})}
+
+
+def test_it_begins_as_the_model_itself(folders, tmp_path):
+    """A is drawn as PEFT draws it, alike for a fused linear and its pieces; B is zero; the logits are the model's."""
+    base = AutoModelForCausalLM.from_pretrained(folders("llama"))
+    found = []
+    for implementation in ("native", "transformers"):
+        job = assembled(run(folders("llama"), tmp_path, "all", f"model.implementation={implementation}"))
+        assert apart(ours_of(job, BATCH)[REAL], logits_of(base, BATCH)[REAL]) < 1e-5
+        found.append(first(job))
+    native, other = found
+    assert native.keys() == other.keys() and all(torch.equal(native[n], other[n]) for n in native)
+    drawn = [t for n, t in native.items() if "lora_A" in n]
+    assert all(0.8 < t.abs().max() * t.shape[1] ** 0.5 <= 1 for t in drawn)
+    assert len({t[0, 0].item() for t in drawn}) == len(drawn)
+    assert not any(t.any() for n, t in native.items() if "lora_B" in n)
+
+
+def test_dora_begins_with_the_lengths_of_the_rows(folders, tmp_path):
+    folder, options = folders("qwen2"), CASES["dora, some"][3]
+    found = first(assembled(run(folder, tmp_path, "dora, some")))
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    peft = get_peft_model(base, LoraConfig(r=R, task_type="CAUSAL_LM", **options))
+    wanted = {plain(n): p for n, p in peft.named_parameters() if "magnitude" in n}
+    assert len(wanted) == 6
+    for name, p in wanted.items():
+        torch.testing.assert_close(found[name], p.detach())

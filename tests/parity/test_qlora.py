@@ -1,0 +1,294 @@
+"""QLoRA against PEFT on bitsandbytes' linears, in a folder that bitsandbytes quantised: losses, gradients, bytes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_peft import EVERY, gradients, logits_of, loss_of, plain
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from optrush import config
+from optrush.errors import ConfigError, NeedsError
+from optrush.kernels import nf4
+from optrush.prepare import prepare
+
+from parity_models import SIZES, packed, reference, save
+from trials import apart, assembled
+
+pytest.importorskip("bitsandbytes")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT asks for it
+]
+# Widths that are multiples of 64: of others bitsandbytes' CPU kernel makes wrong values.
+LLAMA = {
+    **SIZES, "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+}  # fmt: skip
+QWEN = {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True}
+BATCH = packed([[5, 7, 3], [19, 1]], 20, 61)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(dense, quantised by bitsandbytes), both written by transformers."""
+
+    @functools.cache
+    def made(family: str, double: bool = True) -> tuple[Path, Path]:
+        dense = tmp_path_factory.mktemp("dense")
+        save(reference({"llama": LLAMA, "qwen2": QWEN}[family]), dense)
+        four = tmp_path_factory.mktemp("four")
+        opened(dense, double=double).save_pretrained(four)
+        return dense, four
+
+    return made
+
+
+def opened(folder: Path, dtype=torch.float32, double=True):
+    """transformers' model with bitsandbytes' linears; all else, and the products, in that type."""
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    done = "quantization_config" in json.loads((folder / "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, device_map="cpu", attn_implementation="eager",
+        **({} if done else {"quantization_config": how}),
+    )  # fmt: skip
+    for module in model.modules():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = dtype
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.to(dtype)
+    return model
+
+
+def run(folder: Path, output: Path, **with_):
+    text = yaml.safe_dump({
+        "model": {"path": str(folder)}, "objective": "pretrain", "data": {"random": 8},
+        "batch": {"seq": 20, "tokens": 40, "micro_tokens": 40}, "train": {"steps": 2}, "output": str(output),
+        "with": with_,
+    })  # fmt: skip
+    return config.parse(text, "case.yaml")
+
+
+def theirs(model, **options):
+    """PEFT's adapters on it, drawn away from what they begin as."""
+    torch.manual_seed(4)
+    made = LoraConfig(r=4, lora_alpha=6, lora_dropout=0.0, task_type="CAUSAL_LM", target_modules=EVERY, **options)
+    peft = get_peft_model(model, made)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for p in peft.parameters():
+            if p.requires_grad:
+                p.data = p.data.float()  # autocast_adapter_dtype does so for half ones
+                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    return peft.train()
+
+
+CASES = {
+    "llama": ("llama", True, {}, {}),
+    "qwen2, tied, biases": ("qwen2", True, {}, {}),
+    "once": ("llama", False, {}, {}),
+    "dora": ("llama", True, {"dora": True}, {"use_dora": True}),
+}
+
+
+def learnt(folders, tmp_path, case, dtype):
+    """Loss and gradients of the first batch: PEFT's, and ours begun with what PEFT's model has saved."""
+    family, double, options, peft_options = CASES[case]
+    _, four = folders(family, double)
+    peft = theirs(opened(four, dtype), **peft_options)
+    peft.save_pretrained(tmp_path / "theirs")
+    lora = {"rank": 4, "alpha": 6.0, "init": str(tmp_path / "theirs"), **options}
+    beside = {"bf16": {}} if dtype == torch.bfloat16 else {}
+    job = assembled(run(four, tmp_path / "run", nf4={"double": double}, lora=lora, **beside))
+    loss, want = job.loss(BATCH), loss_of(peft, BATCH)
+    loss.backward()
+    want.backward()
+    wanted = {plain(n): p.grad for n, p in peft.named_parameters() if p.requires_grad}
+    found = gradients(job)
+    assert found.keys() == wanted.keys() and len(found) >= 28
+    return (want.item(), wanted), (loss.item(), found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_losses_and_gradients(folders, tmp_path, case):
+    (want, wanted), (loss, found) = learnt(folders, tmp_path, case, torch.float32)
+    assert loss == pytest.approx(want, rel=1e-5)
+    assert max(apart(found[n], g) for n, g in wanted.items()) < 1e-4
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2, tied, biases"])
+def test_bfloat16(folders, tmp_path, case):
+    """Both round, each at places of its own: ours are no further from float32's gradients than PEFT's."""
+    (_, exact), _ = learnt(folders, tmp_path, case, torch.float32)
+    (want, wanted), (loss, found) = learnt(folders, tmp_path, case, torch.bfloat16)
+    assert loss == pytest.approx(want, rel=1e-2)
+    right, ours, peft = (torch.cat([g[n].flatten().double() for n in exact]) for g in (exact, found, wanted))
+    assert (ours - right).norm() < 1.25 * (peft - right).norm() and (ours - right).norm() < 0.2 * right.norm()
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_the_bytes_are_those_of_the_file(folders, tmp_path, double):
+    """Taken as they are; and what we quantise ourselves from the dense folder is the same."""
+    dense, four = folders("llama", double)
+    held = load_file(four / "model.safetensors")
+    jobs = [assembled(run(f, tmp_path / "run", nf4={"double": double}, lora={})) for f in (four, dense)]
+    for i in range(2):
+        for name, hf in (("q", "self_attn.q_proj"), ("down", "mlp.down_proj")):
+            weight = f"model.layers.{i}.{hf}.weight"
+            state = json.loads(bytes(held[f"{weight}.quant_state.bitsandbytes__nf4"].tolist()))
+            want = {"codes": held[weight], "absmax": held[f"{weight}.absmax"]}
+            if double:
+                offset = torch.tensor([state["nested_offset"]])
+                want["nested"] = torch.cat((held[f"{weight}.nested_absmax"], offset))
+            for job in jobs:
+                block = job.model.blocks[str(i)]
+                piece = getattr({"q": block.qkv, "down": block.down}[name].stored, name)
+                for part, value in want.items():
+                    raw = value.flatten().view(torch.uint8)
+                    assert torch.equal(getattr(piece, part).view(torch.uint8)[: raw.numel()], raw), (weight, part)
+
+
+def test_fresh_magnitudes_are_of_what_multiplies(folders, tmp_path):
+    _, four = folders("llama")
+    job = assembled(run(four, tmp_path / "run", nf4={}, lora={"dora": True}))
+    made = LoraConfig(task_type="CAUSAL_LM", target_modules=EVERY, use_dora=True)
+    peft = get_peft_model(opened(four), made)
+    wanted = {plain(n): p for n, p in peft.named_parameters() if "magnitude" in n}
+    found = {}
+    for _, linear in job.model.linears():
+        own = dict(linear.adapter.named_parameters())
+        found |= {n: p for n, p in linear.adapter.published(own) if "magnitude" in n}
+    assert found.keys() == wanted.keys() and all(apart(found[n].detach(), w.detach()) < 1e-6 for n, w in wanted.items())
+
+
+def test_logits_without_training_are_transformers_own(folders, tmp_path):
+    _, four = folders("llama")
+    job = assembled(run(four, tmp_path / "run", nf4={}, lora={}))
+    with torch.no_grad():
+        ours = job.model.head.logits(job.model(BATCH.tokens, BATCH.positions, BATCH.documents))
+        real = BATCH.labels != -100
+        assert apart(ours[real], logits_of(opened(four).train(), BATCH)[real]) < 1e-5
+
+
+# What is refused.
+
+
+def changed(folders, tmp_path, edit=None, config_edit=None, family="llama", double=True):
+    """A copy of the quantised folder with other tensors, or another config.json."""
+    folder = tmp_path / "changed"
+    shutil.copytree(folders(family, double)[1], folder)
+    if edit is not None:
+        tensors = load_file(folder / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if config_edit is not None:
+        hf = json.loads((folder / "config.json").read_text())
+        config_edit(hf)
+        (folder / "config.json").write_text(json.dumps(hf))
+    return folder
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+STATE = f"{Q}.quant_state.bitsandbytes__nf4"
+
+
+def said(tensors, **values):
+    state = json.loads(bytes(tensors[STATE].tolist())) | values
+    tensors[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+
+def test_without_nf4(folders, tmp_path):
+    _, four = folders("llama")
+    for with_ in ({}, {"lora": {}}, {"int8": {}, "lora": {}}):
+        with pytest.raises(NeedsError) as caught:
+            prepare(run(four, tmp_path / "run", **with_))
+        assert "method bitsandbytes" in caught.value.found and caught.value.do == "add --with nf4 --with lora"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"quant_method": "gptq"}, "method gptq"),
+        ({"quant_method": "fp8"}, "method fp8"),
+        ({"bnb_4bit_quant_type": "fp4"}, "they are fp4 in uint8"),
+        ({"bnb_4bit_quant_storage": "bfloat16"}, "they are nf4 in bfloat16"),
+        ({"load_in_4bit": False, "load_in_8bit": True}, "they are int8"),
+    ],
+)
+def test_other_methods(folders, tmp_path, values, text):
+    folder = changed(folders, tmp_path, config_edit=lambda hf: hf["quantization_config"].update(values))
+    with pytest.raises((NeedsError, ConfigError), match=text) as caught:
+        prepare(run(folder, tmp_path / "run", nf4={}, lora={}))
+    assert "unquantised" in caught.value.do
+
+
+def test_scales_quantised_otherwise_than_asked(folders, tmp_path):
+    for double in (True, False):
+        _, four = folders("llama", double)
+        with pytest.raises(ConfigError, match=f"nf4:double={not double}") as caught:
+            prepare(run(four, tmp_path / "run", nf4={"double": not double}, lora={}))
+        assert caught.value.do == f"take --with nf4:double={str(double).lower()}"
+
+
+def test_a_config_that_does_not_say_so(folders, tmp_path):
+    folder = changed(folders, tmp_path, config_edit=lambda hf: hf.pop("quantization_config"))
+    with pytest.raises(NeedsError, match="is packed in 4 bits") as caught:
+        assembled(run(folder, tmp_path / "run"))
+    assert caught.value.do == "add --with nf4 --with lora"
+
+
+def test_through_transformers(folders, tmp_path):
+    _, four = folders("llama")
+    asked = run(four, tmp_path / "run", nf4={}, lora={})
+    model = asked.model.model_copy(update={"implementation": "transformers"})
+    with pytest.raises(NeedsError, match="runs through transformers"):
+        assembled(asked.model_copy(update={"model": model}))
+
+
+def repacked(tensors):
+    """The head packed as well."""
+    made = nf4.quantise(tensors["lm_head.weight"], True)
+    for end in (".quant_map", ".nested_quant_map"):
+        tensors[f"lm_head.weight{end}"] = tensors[f"{Q}{end}"].clone()
+    state = json.loads(bytes(tensors[STATE].tolist()))
+    state |= {"shape": list(tensors["lm_head.weight"].shape), "nested_offset": made["nested"][-1].item()}
+    mark = "lm_head.weight.quant_state.bitsandbytes__nf4"
+    tensors[mark] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    tensors |= {
+        "lm_head.weight": made["codes"][:, None], "lm_head.weight.absmax": made["absmax"],
+        "lm_head.weight.nested_absmax": made["nested"][:-1].clone(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda t: said(t, blocksize=128), "blocks of 128"),
+        (lambda t: said(t, quant_type="fp4"), "quant_type fp4"),
+        (lambda t: said(t, nested_blocksize=512), "their scales in blocks of 512"),
+        (lambda t: said(t, shape=[32, 64]), r"of shape \[32, 64\]"),
+        (lambda t: t.update({STATE: t[STATE][:-3].clone()}), "cannot be read"),
+        (lambda t: t.update({f"{Q}.quant_map": t[f"{Q}.quant_map"] * 2}), "quant_map has other values"),
+        (lambda t: t.pop(f"{Q}.nested_quant_map"), "nested_quant_map has other values"),
+        (lambda t: t.pop(f"{Q}.absmax"), "bytes of .*absmax"),
+        (lambda t: t.update({Q: t[Q][:-1].clone()}), "2048 bytes of"),
+        (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight"),
+        (repacked, "the packed tensor lm_head.weight"),
+    ],
+)
+def test_damaged_or_foreign_packing(folders, tmp_path, edit, text):
+    folder = changed(folders, tmp_path, edit)
+    with pytest.raises(NeedsError, match=text) as caught:
+        assembled(run(folder, tmp_path / "run", nf4={}, lora={}))
+    assert caught.value.asked and caught.value.found and caught.value.do

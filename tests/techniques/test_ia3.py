@@ -1,0 +1,116 @@
+"""Learnt factors among the other techniques; tests/parity/test_peft.py holds them against PEFT."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from optrush.errors import NeedsError
+from optrush.export import write_adapter
+from optrush.prepare import prepare
+from optrush.technique import build
+from optrush.techniques import ALL
+from optrush.techniques.ia3 import Ia3
+
+from trials import assembled, first_gradients, furthest, golden_run, micro, steps, weights
+
+CLOSE = 1e-5
+
+
+def learning(box, **with_):
+    """A job whose factors have left 1."""
+    job = assembled(golden_run(box, packed=True, **{"ia3": {}, **with_}))
+    for t in job.trained:
+        t.local.copy_(1 + 0.2 * torch.cos(torch.arange(t.offset[0], t.offset[0] + len(t.local))))
+    return job
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"recompute": {}},
+        {"selective_recompute": {"ops": "attention"}},
+        {"attention": {}, "fused_block": {}, "fused_loss": {"chunk": 64}},
+    ],
+    ids=str,
+)
+def test_same_gradients_beside(box, beside):
+    want_loss, want = first_gradients(learning(box))
+    loss, grads = first_gradients(learning(box, **beside))
+    assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < CLOSE
+    assert {n.rpartition(".")[0] for n in want} == {
+        f"blocks.{i}.{name}.adapter" for i in (0, 1) for name in ("qkv", "down")
+    }
+
+
+def shared(box, with_):
+    job = learning(box, **with_)
+    return list(steps(job, 2)), weights(job)
+
+
+@pytest.mark.parametrize("with_", [{"ddp": {}}, {"fsdp": {}}], ids=str)
+def test_ranks_agree_with_one_process(box, pair, with_):
+    want, after = shared(box, {})
+    for found, mine in pair(shared, box, with_):
+        assert found == [pytest.approx(line, rel=CLOSE) for line in want] and furthest(mine, after) < CLOSE
+
+
+def test_only_factors_move_and_only_while_they_are_on(box):
+    job, base = learning(box), assembled(golden_run(box, packed=True))
+    frozen = {n: p.detach().clone() for n, p in job.model.named_parameters() if not p.requires_grad}
+    before = weights(job)
+    list(steps(job, 5))
+    assert all(torch.equal(p, frozen[n]) for n, p in job.model.named_parameters() if n in frozen) and frozen
+    assert all(not torch.equal(w, before[n]) for n, w in weights(job).items())
+    batch = micro(job)
+    with job.untrained(), torch.no_grad():
+        assert torch.equal(job.loss(batch), base.loss(batch))
+    assert not torch.equal(job.loss(batch), base.loss(batch))
+
+
+def test_factors_near_one_are_not_rounded_away(box):
+    """In bf16 the next value after 1 is 1.0078."""
+    job = assembled(golden_run(box, packed=True, ia3={}, bf16={}))
+    batch, found = micro(job), []
+    for factor in (1.0, 1.003):
+        with torch.no_grad():
+            for t in job.trained:
+                t.local.fill_(factor)
+            found.append(job.loss(batch).item())
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "sets", "text"),
+    [
+        ({"targets": ["k_prj"]}, [], "did you mean `k_proj`"),
+        ({"targets": ["gate_proj"], "feedforward": ["gate_proj"]}, [], "one product makes gate_proj, up_proj"),
+        ({"targets": ["c_attn"]}, ["model.implementation=transformers"], "no linear is called c_attn"),
+        ({"init": "/nowhere"}, [], "no adapter_config.json there"),
+    ],
+)
+def test_what_it_refuses(box, options, sets, text):
+    with pytest.raises(NeedsError) as caught:
+        assembled(golden_run(box, sets=sets, ia3=options))
+    assert text in str(caught.value) and "`ia3:" in caught.value.asked and caught.value.do
+
+
+def test_auto_where_nobody_knows_the_names(box):
+    made = Ia3()
+    assert made._targets(["query_key_value", "dense", "dense_4h_to_h"]) == ("query_key_value", "dense_4h_to_h")
+    job = assembled(golden_run(box, sets=["model.implementation=transformers"]))
+    for _, linear in job.model.linears():
+        assert linear.adapter is None
+    for name, entry in list(job.recipe.entries.items()):  # a family whose linears nobody has met
+        pieces = tuple((hf.replace("_proj.", "_map."), n) for hf, n in entry.pieces)
+        job.recipe.entries[name] = type(entry)(entry.shape, pieces, entry.groups)
+    with pytest.raises(NeedsError, match="linears of other names: q_map"):
+        made.adapt(job)
+
+
+def test_an_adapter_of_another_kind_is_refused(box, tmp_path):
+    folder = write_adapter(learning(box), tmp_path / "adapter")
+    assert first_gradients(learning(box, ia3={"init": str(folder)}))[0]
+    with pytest.raises(NeedsError, match=r"peft_type .IA3. in adapter_config\.json, and .LORA. here"):
+        prepare(golden_run(box, lora={"init": str(folder)}))
+    assert build(ALL, {"ia3": {"targets": ["k_proj"]}}) == [Ia3(targets=("k_proj",))]

@@ -1,0 +1,475 @@
+"""Adapters among the other techniques: same gradients, frozen bits, dtypes, resuming, ranks, memory, messages.
+
+tests/parity/test_peft.py holds the adapters themselves against PEFT.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from optrush import baseline, checkpoint, plan
+from optrush.config import parse
+from optrush.errors import ConflictError, NeedsError, NoEffectError
+from optrush.export import write_adapter
+from optrush.model import offload, peft_files
+from optrush.model.weights import Memory, Recipe, native_entries
+from optrush.prepare import prepare
+from optrush.technique import build
+from optrush.techniques import ALL
+from optrush.techniques.lora import Lora
+from optrush.techniques.offload_activations import OffloadActivations
+from optrush.train import evaluate
+
+import memory
+from golden.make_golden import CASES
+from trials import apart, assembled, first_gradients, furthest, golden_run, micro, steps, weights
+
+CLOSE = 1e-5
+SOME = {"targets": ["q_proj", "v_proj", "up_proj", "down_proj"], "rank": 4}
+
+
+def learning(box, case="untied", classes=ALL, rows=2, **with_):
+    """A job whose adapters have learnt something already, so that every gradient is there."""
+    with_ = {"lora": SOME, **with_}
+    run = golden_run(box, CASES[case], packed=True, rows=rows, sets=with_.pop("sets", ()), **with_)
+    job = assembled(run, classes)
+    for t in job.trained:
+        if t.name.endswith(".b"):
+            generator = torch.Generator().manual_seed(len(t.name))
+            whole = torch.randn(t.whole, generator=generator) * 0.1
+            t.local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(t.offset, t.local.shape))])
+    return job
+
+
+# Beside other techniques.
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"recompute": {}},
+        {"selective_recompute": {"ops": "attention"}},
+        {"attention": {}, "fused_block": {}, "fused_loss": {"chunk": 64}},
+        {"fused_adamw": {}},
+        {"adam8bit": {}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dora", [False, True])
+def test_same_gradients_beside(box, beside, dora):
+    options = {**SOME, "dora": dora}
+    want_loss, want = first_gradients(learning(box, lora=options))
+    job = learning(box, lora=options, **beside)
+    loss, grads = first_gradients(job)
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    assert furthest(grads, want) < CLOSE
+    _, _, skipped = next(steps(job, 1))
+    assert not skipped
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+def test_compiled(box):
+    """Full graphs: of the first block, into which no gradient goes back, and of all others; and with adapters off."""
+    torch._dynamo.reset()
+    counters.clear()
+    want_loss, want = first_gradients(learning(box, lora={**SOME, "dora": True}))
+    job = learning(box, lora={**SOME, "dora": True}, compile={}, attention={}, recompute={"every": 2})
+    loss, grads = first_gradients(job)
+    assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < CLOSE
+    assert counters["stats"]["unique_graphs"] <= 5 and not counters["graph_break"]
+    batch, base = micro(job), evaluate_on(assembled(golden_run(box, packed=True)))
+    with job.untrained(), torch.no_grad():
+        assert (job.loss(batch) / batch.n_terms).item() == pytest.approx(base, rel=1e-6)
+    assert furthest(first_gradients(job)[1], want) > CLOSE, "the next step"
+    torch._dynamo.reset()
+
+
+class Now:
+    """Copies at once, for there is no CUDA device here."""
+
+    kind = "cpu"
+
+    def copy(self, pairs):
+        for to, of in pairs:
+            to.copy_(of)
+
+    def wait(self, mark):
+        pass
+
+    def page(self, size):
+        return torch.empty(size, dtype=torch.uint8)
+
+
+def test_offloaded_and_updated_in_the_backward_pass(box, monkeypatch):
+    @dataclasses.dataclass(frozen=True)
+    class Here(OffloadActivations):
+        def needs(self, setup):
+            yield from ()
+
+        def lane(self, job):
+            return Now()
+
+    monkeypatch.setattr(offload.Offload.__init__, "__kwdefaults__", {"page": 4096, "least": 256})
+    classes = [Here if t is OffloadActivations else t for t in ALL]
+    want = first_gradients(learning(box))
+    found = first_gradients(learning(box, classes=classes, offload_activations={"keep": 0}))
+    assert found[0] == want[0] and furthest(found[1], want[1]) == 0
+    sets = ["batch.tokens=768", "batch.micro_tokens=768", "optim.clip=null"]
+    plain, ours = (learning(box, sets=sets, **more) for more in ({}, {"update_in_backward": {}}))
+    assert list(steps(ours, 3)) == [pytest.approx(line, rel=CLOSE) for line in steps(plain, 3)]
+    assert furthest(weights(ours), weights(plain)) < CLOSE
+
+
+def test_fp8_keeps_its_products(box):
+    job = learning(box, lora={**SOME, "targets": "attention"}, fp8={}, sets=["batch.micro_tokens=96"])
+    linears = dict(job.model.linears())
+    assert linears["blocks.0.down"].product is linears["blocks.0.qkv"].adapter.inner
+    (loss, norm, skipped), *_ = steps(job, 1)
+    want = next(steps(learning(box, lora={**SOME, "targets": "attention"}), 1))
+    assert loss == pytest.approx(want[0], rel=0.02) and norm == pytest.approx(want[1], rel=0.2) and not skipped
+
+
+class Shapes(TorchDispatchMode):
+    """Shapes of what products give."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.name().partition("::")[2].split(".")[0] in ("mm", "addmm", "bmm"):
+            self.seen |= {tuple(t.shape) for t in tree_leaves(out)}
+        return out
+
+
+@pytest.mark.parametrize("beside", [{}, {"fused_loss": {"chunk": 64}}, {"fused_block": {}}], ids=str)
+def test_no_frozen_weight_has_a_gradient_made(box, beside):
+    job = learning(box, rows=1, **beside)
+    shapes = {
+        s for p in job.model.parameters() if not p.requires_grad and p.dim() > 1 for s in (p.shape, p.shape[::-1])
+    }
+    batch = micro(job)
+    with Shapes() as found:
+        job.loss(batch).backward()
+    assert found.seen and not found.seen & shapes
+    everything = assembled(golden_run(box, packed=True, rows=1, **beside))
+    with Shapes() as found:
+        everything.loss(batch).backward()
+    assert found.seen & shapes, "this test would see one"
+
+
+# What stays.
+
+
+def test_frozen_bits_stay(box):
+    job = learning(box, sets=["optim.lr=1e-2", "batch.tokens=192", "batch.micro_tokens=96", "train.steps=50"])
+    before = {n: p.detach().clone() for n, p in job.model.named_parameters() if not p.requires_grad}
+    learnt, first = weights(job), evaluate_on(job)
+    list(steps(job, 50))
+    assert evaluate_on(job) < first - 0.3
+    assert all(torch.equal(p, before[n]) for n, p in job.model.named_parameters() if n in before)
+    assert all(not torch.equal(w, learnt[n]) for n, w in weights(job).items()) and len(before) > 10
+
+
+def evaluate_on(job):
+    batch = micro(job)
+    return (job.losses([batch]) / batch.n_terms).item()
+
+
+@pytest.mark.parametrize("beside", [{}, {"recompute": {}}], ids=str)
+def test_untrained_is_the_model_before(box, beside):
+    job, base = learning(box, **beside), assembled(golden_run(box, packed=True))
+    batch, want = micro(job), evaluate_on(base)
+    for _ in range(2):
+        assert evaluate_on(job) != pytest.approx(want, rel=1e-3)
+        with job.untrained(), torch.no_grad():
+            assert (job.loss(batch) / batch.n_terms).item() == pytest.approx(want, rel=1e-6)
+    assert furthest(first_gradients(job)[1], first_gradients(learning(box))[1]) < CLOSE
+    assert learning(box, lora={**SOME, "save": ["norm"]}).untrained is None
+
+
+def test_dropout_is_for_training(box):
+    job = learning(box, lora={**SOME, "dropout": 0.3})
+    plain = learning(box)
+    assert evaluate_on(job) == evaluate_on(plain)
+    want = first_gradients(job)
+    assert furthest(first_gradients(learning(box, lora={**SOME, "dropout": 0.3}, recompute={}))[1], want[1]) < CLOSE
+    assert furthest(want[1], first_gradients(plain)[1]) > 0.01
+
+
+@pytest.mark.parametrize("case", ["tied", "untied"])
+@pytest.mark.parametrize("stream", ["float32", "half"])
+def test_types_under_mixed_precision(box, case, stream):
+    """Frozen matrices in the products' type; norms, adapters, what is trained whole in float32; the stream as ever."""
+    save = ["embed_tokens", "lm_head"] if stream == "half" else []
+    job = learning(box, case, lora={**SOME, "save": save}, amp={"stream": stream})
+    for name, p in job.model.named_parameters():
+        narrow = p.dim() > 1 and not p.requires_grad
+        assert p.dtype == (torch.bfloat16 if narrow else torch.float32), name
+    seen = []
+    job.model.blocks["1"].register_forward_hook(lambda module, inputs, out: seen.append(out.dtype))
+    (loss, _, skipped), *_ = steps(job, 1)
+    assert {*seen} == {torch.float32 if stream == "float32" else torch.bfloat16} and not skipped
+    wide = learning(box, case, lora={**SOME, "save": save})
+    assert loss == pytest.approx(next(steps(wide, 1))[0], rel=2e-3)
+    assert all(s.dtype == torch.float32 for held in job.optimizer.state().values() for s in held.values())
+
+
+def test_bf16_leaves_adapters_wide(box):
+    job = learning(box, lora={**SOME, "save": ["lm_head"]}, bf16={}, stochastic_rounding={})
+    assert {t.name: t.local.dtype for t in job.trained if "adapter" not in t.name} == {"head.weight": torch.bfloat16}
+    assert {t.local.dtype for t in job.trained if "adapter" in t.name} == {torch.float32}
+    assert {p.dtype for p in job.model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    with pytest.raises(NoEffectError, match="stochastic-rounding"):
+        learning(box, bf16={}, stochastic_rounding={})
+
+
+def test_a_resumed_run_goes_on_to_the_bit(box, tmp_path):
+    def fresh():
+        return learning(box, lora={**SOME, "dora": True, "dropout": 0.1}, sets=[f"output={tmp_path}", "train.steps=6"])
+
+    whole = fresh()
+    want = list(steps(whole, 6))
+    job = fresh()
+    assert list(steps(job, 3)) == want[:3]
+    saved = checkpoint.save(job, 3, checkpoint.Meta("id", 0, fingerprints=job.fingerprints))
+    again = fresh()
+    checkpoint.restore(again, saved, again.fingerprints)
+    for _ in range(3):
+        next(again.batches)
+    assert list(steps(again, 3, first=4)) == want[3:]
+    assert all(torch.equal(w, weights(again)[n]) for n, w in weights(whole).items())
+    with safe_open(saved / "rank-0.safetensors", "pt") as file:
+        assert all(".adapter." in name for name in file.keys())  # noqa: SIM118
+    other = learning(box, lora={**SOME, "alpha": 8}, sets=[f"output={tmp_path}"])
+    with pytest.raises(checkpoint.CheckpointError, match="adapters"):
+        checkpoint.restore(other, saved, other.fingerprints)
+
+
+# Over ranks.
+
+SHARED = [{"ddp": {}}, {"fsdp": {}, "recompute": {}}, {"fsdp": {"stage": 2}, "amp": {}}, {"fsdp": {}, "bf16": {}}]
+
+
+def shared(box, case, options, with_, out):
+    """Two steps' figures, first gradients, and what this rank's checkpoint would hold, in bytes."""
+    loss, grads = first_gradients(learning(box, case, lora=options, **with_))
+    job = learning(box, case, lora=options, **with_)
+    found = list(steps(job, 2))
+    write_adapter(job, out)
+    return loss, grads, found, sum(t.local.numel() for t in job.trained)
+
+
+@pytest.mark.parametrize("with_", SHARED, ids=str)
+def test_ranks_agree_with_one_process(box, pair, tmp_path, with_):
+    case, options = ("tied", {**SOME, "dora": True}) if "amp" in with_ else ("untied", {**SOME, "save": ["lm_head"]})
+    alone = {k: v for k, v in with_.items() if k in ("amp", "bf16")}
+    want_loss, want, want_steps, numbers = shared(box, case, options, alone, tmp_path / "alone")
+    near = 0.03 if alone else 1e-5
+    for loss, grads, found, mine in pair(shared, box, case, options, with_, tmp_path / "adapter"):
+        assert loss == pytest.approx(want_loss, rel=near / 10)
+        assert furthest(grads, want) < (0.1 if alone else 1e-5)  # bf16: of the largest value
+        assert found == [pytest.approx(line, rel=near) for line in want_steps]
+        assert mine == pytest.approx(numbers / (1 + ("fsdp" in with_)), rel=0.01)
+    kept = [dict(tensors(tmp_path / name)) for name in ("alone", "adapter")]
+    assert kept[0].keys() == kept[1].keys()
+    assert alone or all(apart(kept[1][n], t) < 1e-3 for n, t in kept[0].items())
+
+
+def tensors(folder: Path):
+    with safe_open(folder / peft_files.TENSORS, "pt") as file:
+        yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+
+
+def drawn(box, with_):
+    return weights(assembled(golden_run(box, packed=True, lora={"dora": True}, **with_)))
+
+
+def test_shards_begin_as_the_whole(box, pair):
+    want = drawn(box, {})
+    for found in pair(drawn, box, {"fsdp": {}}):
+        assert all(torch.equal(found[n], w) for n, w in want.items())
+
+
+# The ledger.
+
+
+def filled_by_nobody(folder, hf, implementation, dtype, seed, growth=None):
+    model = memory.build(hf, dtype)
+    recipe = Recipe(native_entries(model), Memory({}))
+    object.__setattr__(recipe, "fill", lambda *_: None)
+    return model, recipe
+
+
+@pytest.mark.parametrize(
+    ("shape", "withs", "rows", "T", "times"),
+    [
+        ("llama-3.2-1b", ["amp", "fused-adamw", "attention", "lora"], 2, 1024, 1),
+        (
+            "llama-3.2-1b",
+            ["bf16", "fused-adamw", "attention", "fused-loss:chunk=1024", "lora:rank=64,targets=attention"],
+            4,
+            1024,
+            2,
+        ),
+        ("llama-3.2-1b", ["bf16", "fused-adamw", "attention", "recompute", "lora:dora=true,targets=mlp"], 2, 1024, 1),
+        ("qwen2.5-0.5b", ["amp", "fused-adamw", "attention", "ia3"], 2, 1024, 1),
+        ("qwen2.5-0.5b", ["bf16", "fused-adamw", "attention", "fused-block", "lora"], 2, 1024, 2),
+    ],
+)
+def test_memory_is_what_was_said(tmp_path, shape, withs, rows, T, times):
+    text = f"""
+model: {{shape: {shape}}}
+objective: pretrain
+data: {{random: 32}}
+batch: {{seq: {T}, tokens: {rows * T * times}, micro_tokens: {rows * T}}}
+train: {{steps: 4}}
+output: {tmp_path / "output"}
+"""
+    run = parse(text, "case", (), withs)
+    said = plan.predict(run, "h200")
+    with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(run) as job:
+        states = sum(s.numel() for by in job.optimizer.state().values() for s in by.values() if s.dim())
+        learnt = sum(t.parameter.numel() for t in job.trained)
+        found = memory.track(job, 1, supposed=True)
+    lines = {i.name: i.bytes for i in said.lines}
+    assert states == 2 * learnt
+    assert lines["states.adapters"] == pytest.approx(4 * states, rel=0.001)
+    assert lines["weights.adapters"] == pytest.approx(4 * learnt, rel=0.001)
+    assert not {n for n in lines if n.startswith(("gradients.", "states."))} - {"gradients.adapters", "states.adapters"}
+    assert said.peak_bytes - baseline.CUBLAS_BYTES == pytest.approx(found.peak, rel=0.05)
+
+
+def test_speed_is_said(tmp_path):
+    text = """
+model: {shape: llama-3.1-8b}
+objective: pretrain
+data: {random: 64}
+batch: {seq: 4096, tokens: 8192, micro_tokens: 4096}
+output: unused
+with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
+"""
+    run = parse(text, "x")
+    plain = plan.predict(run, "h200")
+    ours = plan.predict(run.model_copy(update={"with_": {**run.with_, "lora": {}}}), "h200")
+    assert 1.2 < ours.tokens_per_s / plain.tokens_per_s < 1.5
+    assert ours.peak_bytes < 0.5 * plain.peak_bytes
+    again = parse(text, "x", ["model.implementation=transformers"], ["lora"], ["compile"])
+    assert plan.predict(again, "h200").peak_bytes < plain.peak_bytes
+
+
+# Messages.
+
+
+@pytest.mark.parametrize(
+    ("options", "with_", "sets", "text"),
+    [
+        ({"targets": ["q_prj"]}, {}, [], "did you mean `q_proj`"),
+        ({"targets": "mpl"}, {}, [], "no linear is called mpl"),
+        ({"targets": []}, {}, [], "no linears to choose from"),
+        ({"save": ["lm_haed"]}, {}, [], "did you mean `lm_head`"),
+        ({"save": ["lm_head"]}, {}, ["model.path={box}/tied"], "name both, embed_tokens and lm_head"),
+        ({"save": ["q_norm"]}, {}, [], "no such module is called q_norm"),
+        ({"targets": ["c_attn"]}, {}, ["model.implementation=transformers"], "no linear is called c_attn"),
+        ({"save": ["embed_tokens"]}, {}, ["model.path={box}/tied", "model.implementation=transformers"], "name both"),
+        ({"init": "{box}/nowhere"}, {}, [], "no adapter_config.json there"),
+        ({"dropout": 0.1}, {"cuda_graphs": {}}, [], "a replay draws anew"),
+    ],
+)
+def test_what_it_refuses(box, options, with_, sets, text):
+    options = {k: v.format(box=box) if isinstance(v, str) else v for k, v in options.items()}
+    with pytest.raises(NeedsError) as caught:
+        assembled(golden_run(box, sets=[s.format(box=box) for s in sets], lora=options, **with_))
+    assert text in str(caught.value) and "`lora:" in caught.value.asked and caught.value.do
+
+
+def test_norms_of_bf16_blocks_are_not_sharded(box):
+    run = golden_run(box, lora={"save": ["input_layernorm"]}, bf16={}, fsdp={})
+    with pytest.raises(NeedsError, match="input_layernorm in bf16 beside adapters in float32"):
+        prepare(run, ranks=2)
+
+
+def test_one_owner_of_what_is_trained(box):
+    with pytest.raises(ConflictError, match="which parameters are trained"):
+        prepare(golden_run(box, lora={}, ia3={}))
+
+
+def test_options_come_as_lists_and_on_the_command_line(box):
+    (made,) = build(ALL, {"lora": {"targets": ["q_proj"], "save": ["lm_head"], "rank": 2}})
+    assert made == Lora(rank=2, targets=("q_proj",), save=("lm_head",))
+    run = parse(
+        (box / "x.yaml").read_text() if (box / "x.yaml").exists() else TEXT, "x", (), ["lora:rank=8,targets=mlp"]
+    )
+    assert build(ALL, run.with_) == [Lora(rank=8, targets="mlp")]
+
+
+TEXT = "model: tiny\nobjective: pretrain\ndata: {random: 8}\noutput: x\n"
+
+
+@pytest.fixture
+def kept(box, tmp_path):
+    """A folder with an adapter of SOME."""
+    return write_adapter(learning(box), tmp_path / "adapter")
+
+
+def spoil(folder, **changes):
+    path = folder / peft_files.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "text"),
+    [
+        ({"r": 8}, {}, "r 8 in adapter_config.json, and 4 here"),
+        ({"peft_type": "IA3"}, {}, "peft_type 'IA3'"),
+        ({}, {"alpha": 4}, "lora_alpha 32"),
+        ({"use_dora": True}, {}, "use_dora True"),
+        ({"bias": "all"}, {}, "bias 'all' in adapter_config.json, which is not known here"),
+        ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern"),
+        ({}, {"targets": "all-linear"}, "no tensor model.layers.0.mlp.gate_proj.lora_A.weight"),
+        ({}, {"targets": ["q_proj"]}, "for which this run has no adapter"),
+        ({}, {"save": ["lm_head"]}, "no tensor lm_head.weight"),
+    ],
+)
+def test_a_foreign_adapter_is_refused(box, kept, changes, options, text):
+    spoil(kept, **changes)
+    with pytest.raises(NeedsError) as caught:
+        learning(box, lora={**SOME, **options, "init": str(kept)})
+    assert text in str(caught.value) and f"`lora:init={kept}`" == caught.value.asked and caught.value.do
+
+
+def test_files_that_are_none(box, kept):
+    def said():
+        with pytest.raises(NeedsError) as caught:
+            learning(box, lora={**SOME, "init": str(kept)})
+        return str(caught.value)
+
+    whole = dict(tensors(kept))
+    save_file(whole | {next(iter(whole)): torch.zeros(3, 3)}, kept / peft_files.TENSORS)
+    assert "of shape [3, 3], not" in said()
+    (kept / peft_files.TENSORS).write_bytes(b"no")
+    assert peft_files.TENSORS in said()
+    (kept / peft_files.TENSORS).rename(kept / peft_files.PICKLE)
+    assert "a pickle, which could run code when read" in said()
+    (kept / peft_files.CONFIG).write_text("[]")
+    (kept / peft_files.TENSORS).touch()
+    assert "no JSON object" in said()
+
+
+def test_evaluation_sees_adapters(box):
+    job = learning(box, sets=[f"data.eval={box}/text.jsonl"])
+    with job.untrained():
+        before = evaluate(job)
+    assert evaluate(job) != before

@@ -1,0 +1,383 @@
+"""Frozen linears in fewer bits: the same maths as with the dense values they stand for, whatever runs beside them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch._dynamo.utils import counters
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from optrush import assemble, checkpoint, plan
+from optrush.config import dump, parse
+from optrush.errors import ConflictError, NeedsError
+from optrush.export import write_model
+from optrush.hardware import NAMED
+from optrush.kernels import nf4
+from optrush.prepare import prepare
+from optrush.shapes import SHAPES
+from optrush.technique import Numerics, Part, Technique
+from optrush.techniques import ALL
+from optrush.train import evaluate
+
+from golden.make_golden import SIZES
+from memory import Tracker, known
+from trials import apart, assembled, golden_run, micro, steps, weights
+
+FORMS = {"nf4": {"nf4": {}}, "single": {"nf4": {"double": False}}, "int8": {"int8": {}}}
+LORA = {"lora": {"rank": 4, "alpha": 16.0}}
+LARGEST = 2 * SIZES["intermediate_size"] * SIZES["hidden_size"]  # values of the largest linear, gate and up
+OP = "optrush.dense.default"
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch._dynamo")
+
+
+@dataclass(frozen=True)
+class Norms(Technique):
+    """Trains the norms, all else is frozen: another owner of what is trained than the adapters."""
+
+    name = "norms"
+    summary = source = proof = "norms"
+    numerics = Numerics.DIFFERENT_MATHS
+    verified_on = ("cpu",)
+    claims = frozenset({Part.TRAINED})
+
+    def adapt(self, job):
+        for name, p in job.model.named_parameters():
+            p.requires_grad_("norm" in name)
+        return 1
+
+
+def job_of(box, with_, **options):
+    return assembled(golden_run(box, packed=True, **with_, **options), (*ALL, Norms))
+
+
+def given(job, source):
+    """The job with the dense values that another holds in fewer bits."""
+    with torch.no_grad():
+        for (_, linear), (_, other) in zip(job.model.linears(), source.model.linears(), strict=True):
+            linear.weight.copy_(other.dense(linear.weight.dtype))
+    return job
+
+
+def played(job, n=3):
+    """Losses and norms of the first steps, and the trained weights after them."""
+    return [line[:2] for line in steps(job, n)], weights(job)
+
+
+def assert_equal(one, other):
+    assert one[0] == other[0] and one[1].keys() == other[1].keys()
+    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+# The same maths: losses, norms and what was learnt, to the bit.
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("beside", [{}, {"amp": {}}, {"bf16": {"rounding": "nearest"}}], ids=str)
+def test_equal_to_dense_weights_of_these_values(box, form, beside):
+    ours = job_of(box, {**FORMS[form], **LORA, **beside})
+    plain = given(job_of(box, {**LORA, **beside}), ours)
+    first = [linear.dense(torch.float32) for _, linear in ours.model.linears()]
+    assert_equal(played(ours), played(plain))
+    assert all(torch.equal(a, linear.dense(torch.float32)) for a, (_, linear) in zip(first, ours.model.linears()))
+    assert all("stored" not in name for name in weights(ours))
+
+
+def test_equal_whoever_says_what_is_trained(box):
+    ours = job_of(box, {"nf4": {}, "norms": {}})
+    assert_equal(played(ours), played(given(job_of(box, {"norms": {}}), ours)))
+
+
+def test_it_is_not_the_unquantised_model(box):
+    """What the proofs above could hide: how far 4 and 8 bits are from the weights of the file."""
+    want, _ = played(job_of(box, LORA), 1)
+    off = {form: abs(played(job_of(box, {**FORMS[form], **LORA}), 1)[0][0][0] - want[0][0]) for form in FORMS}
+    assert 0 < off["int8"] < 0.1 * off["nf4"] < 0.01 * want[0][0]
+
+
+BESIDE = [
+    {"recompute": {}}, {"selective_recompute": {"ops": "attention"}}, {"update_in_backward": {}},
+    {"fused_block": {}}, {"fused_adamw": {}}, {"fused_loss": {"chunk": 32}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", BESIDE, ids=lambda b: next(iter(b)))
+def test_beside_others(box, beside):
+    ours = job_of(box, {"nf4": {}, **LORA, **beside})
+    assert_equal(played(ours), played(given(job_of(box, {**LORA, **beside}), ours)))
+
+
+def test_a_bias_that_is_trained_has_its_gradient(tmp_path):
+    from optrush.model.decoder import Linear
+    from optrush.model.quantised import Form, quantise
+    from optrush.model.weights import Entry, Memory, Recipe
+
+    at = {"device": torch.device("meta"), "dtype": torch.float32}
+    linear = Linear(48, (("gate", 1), ("up", 1)), groups=5, bias=True, **at)
+    parts = {name: torch.randn(5, 48) for name in ("g", "u")}
+    recipe = Recipe({"x.weight": Entry((10, 48), (("g", 1), ("u", 1)), 5)}, Memory(parts))
+    holder = type("Holder", (), {"linears": lambda self: [("x", linear)]})()
+    assert quantise(holder, recipe, Form(4), None) == 1 and linear.weight is None
+    linear.to_empty(device="cpu")
+    for name, p in linear.named_parameters(prefix="x"):
+        if "bias" not in name:
+            recipe.fill(name, p.detach(), (0,))
+    torch.nn.init.normal_(linear.bias)
+    x, g = torch.randn(3, 4, 48, requires_grad=True), torch.randn(3, 4, 10)
+    found = torch.autograd.grad(linear(x), (x, linear.bias), g)
+    y = torch.nn.functional.linear(x, linear.dense(torch.float32), linear.bias)
+    want = torch.autograd.grad(y, (x, linear.bias), g)
+    assert all(map(torch.equal, found, want)) and torch.equal(linear(x), y)
+    rows = torch.empty(4, 48)
+    recipe.fill("x.weight", rows, (3, 0))
+    assert torch.equal(rows, linear.dense(torch.float32)[3:7]), "whoever measures the weight gets what multiplies"
+
+
+# Compiled: a full graph, and nothing dense is kept for the backward pass.
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("beside", [{"selective_recompute": {"ops": "attention"}}, {"amp": {}}], ids=str)
+def test_compiled(box, monkeypatch, beside):
+    """Through all of torch's compiler but the code it writes, which takes half a minute."""
+    real, kept = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda f, mode=None, **kwargs: real(f, backend="aot_eager", **kwargs))
+    torch._dynamo.reset()
+    counters.clear()
+    ours = job_of(box, {"nf4": {}, "compile": {}, **LORA, **beside}, rows=8)
+    inner = ours.loss
+
+    def watched(batch):
+        with saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):
+            return inner(batch)
+
+    ours.loss = watched
+    found = played(ours)
+    compiled = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    assert compiled <= 4, "block 0, whose input needs no gradient; block 1; norm; loss"
+    want = played(job_of(box, {"nf4": {}, **LORA, **beside}, rows=8))
+    for (a, norm), (b, other) in zip(found[0], want[0], strict=True):
+        assert a == pytest.approx(b, rel=1e-3 if beside else 1e-5) and norm == pytest.approx(other, rel=2e-2)
+    matrices = {tuple(linear.dense(torch.float32).shape) for _, linear in ours.model.linears()}
+    assert kept and not (matrices | {shape[::-1] for shape in matrices}) & {*kept}, (
+        "no dense weight waits for the backward pass"
+    )
+
+
+# Memory.
+
+
+class Watching(Tracker):
+    """Also the most bytes of dense weights that are alive at once."""
+
+    dense = 0
+
+    def hold(self, t, op):
+        super().hold(t, op)
+        self.dense = max(self.dense, sum(p.bytes for p in self.pieces.values() if p.op == OP))
+
+
+@pytest.mark.parametrize("beside", [{}, {"recompute": {}}], ids=str)
+def test_one_dense_linear_at_a_time(box, beside):
+    job = job_of(box, {"nf4": {}, **LORA, **beside})
+    tracker = Watching()
+    known(tracker, job)
+    with tracker:
+        list(steps(job, 2))
+    assert tracker.dense == 4 * LARGEST
+
+
+DEEP = {**SHAPES["llama-3.2-1b"], **SIZES, "num_hidden_layers": 24, "tie_word_embeddings": True, "rope_scaling": None}
+
+
+def test_the_model_is_never_dense_as_a_whole(tmp_path, monkeypatch):
+    """While it is filled, beside what stays lie a few copies of one tensor."""
+    monkeypatch.setitem(SHAPES, "deep", DEEP)
+    text = f"""
+model: {{shape: deep}}
+objective: pretrain
+data: {{random: 16}}
+batch: {{seq: 32, tokens: 64, micro_tokens: 64}}
+output: {tmp_path / "run"}
+with: {{nf4: {{}}, lora: {{}}}}
+"""
+    seen, materialise = {}, assemble.materialise
+
+    def watched(job):
+        tracker = Tracker()
+        with tracker:
+            materialise(job)
+        held = sum(p.numel() * p.element_size() for p in job.model.parameters())
+        seen.update(peak=tracker.peak, held=held)
+
+    monkeypatch.setattr(assemble, "materialise", watched)
+    job = assembled(parse(text, "deep.yaml"))
+    tensor = 4 * SIZES["intermediate_size"] * SIZES["hidden_size"]
+    dense = 4 * sum(linear.in_features * linear.out_features for _, linear in job.model.linears())
+    assert dense > 70 * tensor and seen["peak"] - seen["held"] < 10 * tensor
+    stored = sum(p.nbytes for _, linear in job.model.linears() for p in linear.stored.parameters())
+    assert 8 * stored / (dense / 4) == pytest.approx(4.127, rel=0.02)
+
+
+def test_a_checkpoint_holds_nothing_of_the_base_and_resumes(box):
+    run = golden_run(box, packed=True, nf4={}, **LORA)
+    straight = assembled(run)
+    want = [line[:2] for line in steps(straight, 4)]
+    stopped = assembled(run)
+    found = [line[:2] for line in steps(stopped, 2)]
+    path = checkpoint.save(stopped, 2, checkpoint.Meta("00ff", 0, fingerprints={}))
+    names = [n for file in path.glob("*.safetensors") for n in safe_open(file, "pt").keys()]  # noqa: SIM118
+    assert names and all("adapter" in name for name in names)
+    again = assembled(run)
+    checkpoint.restore(again, path, {})
+    for _ in range(2):
+        next(again.batches)
+    assert found + [line[:2] for line in steps(again, 2, first=3)] == want
+    assert again.fingerprints["base"] == straight.fingerprints["base"]
+
+
+# Two ranks.
+
+
+def bytes_of(t: torch.Tensor) -> bytes:
+    return bytes(t.detach().contiguous().view(torch.uint8).tolist())
+
+
+def sharded(box, with_):
+    """(figures of three steps, bytes of the stored parameters while they are gathered, whether they are cut)."""
+    job = job_of(box, with_)
+    held = {name: p for name, p in job.model.named_parameters() if ".stored." in name}
+    gathered, cut = {}, all(isinstance(p, DTensor) for p in held.values())
+    block = job.model.blocks["1"]
+
+    def look(*_):
+        for name, p in block.named_parameters():
+            if ".stored." in name and not isinstance(p, DTensor):
+                gathered[name] = bytes_of(p)
+
+    block.qkv.register_forward_hook(look)
+    figures = [line[:2] for line in steps(job, 3)]
+    local = {n: p.to_local() if isinstance(p, DTensor) else p for n, p in held.items()}
+    return figures, gathered, cut, sum(p.nbytes for p in local.values())
+
+
+POLICIES = [("nf4", {}), ("nf4", {"amp": {}}), ("single", {"amp": {"dtype": "fp16"}}), ("int8", {"bf16": {}})]
+
+
+@pytest.mark.parametrize(("form", "beside"), POLICIES, ids=str)
+def test_cut_over_two_ranks_and_gathered_whole(box, pair, form, beside):
+    """No policy of FSDP2 touches the bytes: not those that cast to bf16 or fp16, nor none."""
+    with_ = {**FORMS[form], **LORA, **beside}
+    alone = job_of(box, with_)
+    want = {n: bytes_of(p) for n, p in alone.model.blocks["1"].named_parameters() if ".stored." in n}
+    whole = sum(p.nbytes for n, p in alone.model.named_parameters() if ".stored." in n)
+    figures = [line[:2] for line in steps(alone, 3)]
+    both = pair(sharded, box, {**with_, "fsdp": {}})
+    assert both[0][0] == both[1][0]
+    for found, gathered, cut, held in both:
+        assert gathered == want and cut and held < 0.55 * whole
+        for a, b in zip(found, figures, strict=True):
+            assert a == pytest.approx(b, rel=2e-2 if beside else 1e-5)
+
+
+def test_whole_on_two_ranks(box, pair):
+    figures = [line[:2] for line in steps(job_of(box, {"nf4": {}, **LORA}), 3)]
+    for found, _, cut, _ in pair(sharded, box, {"nf4": {}, "ddp": {}, **LORA}):
+        assert not cut
+        for a, b in zip(found, figures, strict=True):
+            assert a == pytest.approx(b, rel=1e-5)
+
+
+# What comes out: a model that transformers loads.
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_merged_and_exported(box, tmp_path, form):
+    job = job_of(box, {**FORMS[form], **LORA}, sets=[f"data.eval={box}/text.jsonl"])
+    list(steps(job, 3))
+    (tmp_path / "run.yaml").write_text(dump(job.run))
+    folder = write_model(job, tmp_path, 3, box / "untied")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    batch = micro(job)
+    documents = batch.positions[0].eq(0).nonzero().flatten().tolist()
+    rows = batch.tokens[:1, : documents[1]]
+    with torch.no_grad():
+        hidden = job.model(batch.tokens, batch.positions, batch.documents)
+        assert apart(model(rows).logits, job.model.head.logits(hidden)[:1, : documents[1]]) < 1e-5
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    again = assembled(golden_run(box, packed=True, sets=[f"model.path={folder}", f"data.eval={box}/text.jsonl"]))
+    assert evaluate(again)[0] == pytest.approx(evaluate(job)[0], rel=1e-5)
+
+
+# Models through transformers, and what is refused.
+
+
+def test_through_transformers(box):
+    sets = ["model.implementation=transformers"]
+    ours = job_of(box, {"nf4": {}, **LORA}, sets=sets)
+    native = job_of(box, {"nf4": {}, **LORA})
+    found, want = played(ours)[0], played(native)[0]
+    assert [a for pair in found for a in pair] == pytest.approx([a for pair in want for a in pair], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_somebody_must_say_what_is_trained(box, name):
+    with pytest.raises(NeedsError, match="nobody owns which parameters are trained"):
+        prepare(golden_run(box, **{name: {}}))
+    with pytest.raises(ConflictError, match="the products of the blocks' linears"):
+        prepare(golden_run(box, **{name: {}, "fp8": {}}))
+
+
+def test_a_gpu_without_what_builds_kernels(box, monkeypatch):
+    from optrush import stored
+
+    monkeypatch.setattr("optrush.technique.installed", lambda *names: None)
+    monkeypatch.setattr("optrush.technique.library", lambda name: "3")
+    with pytest.raises(NeedsError, match="needs a C compiler"):
+        stored.demand("nf4", NAMED["h200"])
+
+
+# What it predicts.
+
+
+RUN = """
+model: {shape: llama-3.1-8b}
+objective: pretrain
+data: {random: 64}
+batch: {seq: 4096, tokens: 8192, micro_tokens: 4096}
+output: unused
+with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}, lora: {}}
+"""
+
+
+@pytest.mark.parametrize(("form", "bits"), [("nf4", 4.127), ("single", 4.5), ("int8", 8.0078)])
+def test_what_it_predicts(form, bits):
+    run = parse(RUN, "x")
+    ours = plan.predict(run.model_copy(update={"with_": {**run.with_, **FORMS[form]}}), "h200")
+    plain = plan.predict(run, "h200")
+    of = {line.name: line.bytes for line in ours.lines}
+    blocks = next(line.bytes for line in plain.lines if line.name == "weights.blocks") / 2
+    assert 8 * of["weights.blocks"] / blocks == pytest.approx(bits, abs=1e-3)
+    saved = blocks * (2 - bits / 8)
+    assert plain.peak_bytes - ours.peak_bytes == pytest.approx(saved, rel=0.02)
+    work = {e.name: e.seconds for e in ours.work}
+    extra = sum(s for name, s in work.items() if "pack" in name)
+    assert 0 < extra < 0.06 * sum(work.values()) and ours.tokens_per_s < plain.tokens_per_s
+
+
+def test_the_prediction_is_what_is_held(box):
+    """Of a model whose linears are nearly all: bytes of the blocks' weights as torch counts them."""
+    job = job_of(box, {"nf4": {}, **LORA})
+    held = sum(p.nbytes for n, p in job.model.named_parameters() if ".stored." in n)
+    values = sum(linear.in_features * linear.out_features for _, linear in job.model.linears())
+    pieces = [
+        rows * linear.groups * linear.in_features for _, linear in job.model.linears() for _, rows in linear.pieces
+    ]
+    exact = sum(sum(nf4.sizes(1, n, True).values()) for n in pieces)
+    assert exact <= held <= exact + 2 * 3 * len(pieces) and held / values == pytest.approx(0.516, rel=0.02)

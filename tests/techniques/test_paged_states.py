@@ -1,0 +1,390 @@
+"""Paged states are exact: the same bits with any of the AdamWs, with states that pass through two small slots.
+
+Here is no CUDA device, so the copies are played: `Late` does them when somebody waits for them, and spoils until then
+what they write; `Early` does them at once. A stream may do either, or anything between. `tests/gpu/test_optimizers.py`
+has the streams themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from optrush import assemble, plan
+from optrush.checkpoint import Meta, restore, save
+from optrush.config import Optim, parse
+from optrush.errors import NeedsError, NoEffectError
+from optrush.manifest import find
+from optrush.optim.adam8bit import Adam4bit, Adam8bit
+from optrush.optim.adamw import AdamW, whole
+from optrush.optim.paged import Paged, Rows
+from optrush.prepare import prepare
+from optrush.rehearse import release
+from optrush.shapes import SHAPES, ModelShape
+from optrush.techniques import ALL, paged_states
+from optrush.techniques.paged_states import PagedStates
+from optrush.train import evaluate
+
+from golden.sgd import Sgd
+from trials import assembled, golden_run, steps, weights
+from trials import whole as gathered
+
+PIECE, LEAST = 1500, 300  # the golden matrices have some thousand elements: several pieces each
+
+
+class Early:
+    """A bus whose copies happen at once."""
+
+    kind = "cpu"
+
+    def __init__(self):
+        self.copied = 0
+
+    def copy(self, pairs):
+        for to, of in pairs:
+            to.copy_(of)
+            self.copied += of.nbytes
+        return 0
+
+    def wait(self, mark): ...
+
+    def settle(self, mark): ...
+
+    def page(self, size):
+        return torch.zeros(size, dtype=torch.uint8)
+
+
+class Late(Early):
+    """A bus whose copies happen when they are waited for; until then what they write is spoilt."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue, self.done = [], 0
+
+    def copy(self, pairs):
+        for to, _ in pairs:
+            to.view(torch.uint8).fill_(0xFF)
+        self.queue.append(pairs)
+        return self.done + len(self.queue)
+
+    def wait(self, mark):
+        while self.done < mark:
+            super().copy(self.queue.pop(0))
+            self.done += 1
+
+    settle = wait
+
+
+BUSES = list(itertools.product((Late, Early), repeat=2))
+
+
+def classes(kinds=(Late, Late)):
+    """ALL with the technique as it may run without a GPU."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Here(PagedStates):
+        def needs(self, setup):
+            return iter(())
+
+        def buses(self, job):
+            return kinds[0](), kinds[1]()
+
+    return [Here if t is PagedStates else t for t in ALL]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(paged_states, "PIECE", PIECE)
+    monkeypatch.setattr(paged_states, "LEAST", LEAST)
+
+
+def everything(job):
+    """Weights and states, whole or this rank's."""
+    found = {f"{n} {k}": s.clone() for n, by in job.optimizer.state().items() for k, s in by.items()}
+    return found | {n: gathered(w) for n, w in weights(job).items()}
+
+
+def trained(box, kinds=(Late, Late), n=8, **with_):
+    job = assembled(golden_run(box, packed=True, **with_), classes(kinds))
+    return list(steps(job, n)), everything(job)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+OPTIMIZERS = [
+    {}, {"fused_adamw": {}}, {"adam8bit": {}}, {"adam4bit": {}},
+    {"bf16": {}}, {"bf16": {}, "fused_adamw": {}}, {"bf16": {}, "kahan": {}}, {"bf16": {}, "adam4bit": {}},
+    {"fused_adamw": {}, "update_in_backward": {}}, {"bf16": {}, "adam8bit": {}, "update_in_backward": {}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("with_", OPTIMIZERS, ids=str)
+def test_equal_bits_over_eight_steps(box, with_):
+    base = trained(box, **with_)
+    for kinds in BUSES if with_ == {"fused_adamw": {}} else BUSES[:1]:
+        found = trained(box, kinds, paged_states={}, **with_)
+        assert found[0] == base[0], "losses and norms"
+        assert same(found[1], base[1])
+
+
+@pytest.mark.parametrize("broken", ["inward", "outward"])
+def test_these_tests_would_see_what_nobody_waits_for(box, broken):
+    run = golden_run(box, packed=True, fused_adamw={}, paged_states={})
+    base, job = assembled(run, classes()), assembled(run, classes())
+    getattr(job.optimizer, broken).wait = lambda mark: None
+    list(steps(base, 3)), list(steps(job, 3))
+    assert not same(everything(base), everything(job))
+
+
+def test_these_tests_would_see_a_slot_that_is_taken_too_early(box, monkeypatch):
+    """Sent for without asking who has the slot: early copies overwrite what late ones have still to fetch."""
+    base = trained(box, (Early, Late), 3, fused_adamw={}, paged_states={})
+    send_for = Paged._send_for
+
+    def hasty(self, k, rows):
+        with mock.patch.object(self, "left", [None, None]):
+            return send_for(self, k, rows)
+
+    monkeypatch.setattr(Paged, "_send_for", hasty)
+    assert not same(trained(box, (Early, Late), 3, fused_adamw={}, paged_states={})[1], base[1])
+
+
+# The machinery, by itself.
+
+OPTIM = Optim(lr=1e-2, weight_decay=0.1)
+SIZES = {
+    "a": (70, 96),
+    "small": (9, 11),
+    "b": (100, 33),
+    "cube": (40, 8, 16),
+    "norm": (500,),
+    "one": (),
+    "none": (0, 64),
+}
+MAKES = {
+    "loop": lambda t, **k: AdamW(t, OPTIM, fused=False, rounding="kahan", **k),
+    "fused": lambda t, **k: AdamW(t, OPTIM, fused=True, rounding="stochastic", **k),
+    "8": lambda t, **k: Adam8bit(t, OPTIM, rounding="stochastic", **k),
+    "4": lambda t, **k: Adam4bit(t, OPTIM, **k),
+}
+
+
+def parameters(dtype=torch.bfloat16):
+    g = torch.Generator().manual_seed(3)
+    return [
+        SimpleNamespace(
+            name=name, local=torch.randn(shape, generator=g).to(dtype), grad=None, decays=len(shape) > 1, whole=shape,
+            offset=(0,) * len(shape),
+        )
+        for name, shape in SIZES.items()
+    ]  # fmt: skip
+
+
+def paged(found, make, kinds=(Late, Late), piece=PIECE, **options):
+    return Paged(found, make, kinds[0](), kinds[1](), piece=piece, least=LEAST, **options)
+
+
+def stepped(found, ours, step, *, bad=False, only=None):
+    g = torch.Generator().manual_seed(step)
+    for t in found:
+        t.grad = torch.randn(t.whole, generator=g).to(t.local.dtype)
+    ours.step(torch.tensor(1e-2 / step), torch.tensor(2.0), torch.tensor(bad), only)
+
+
+def held(found, ours):
+    states = {f"{n} {k}": s.clone() for n, by in ours.state().items() for k, s in by.items()}
+    return states | {t.name: t.local.clone() for t in found}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("piece", [1000, 4000, 1 << 20])
+@pytest.mark.parametrize("name", MAKES)
+def test_any_pieces(name, piece, dtype):
+    """Steps of all, of some (of neighbouring pieces or not), and one that is skipped: it changes no bit."""
+    one, other = parameters(dtype), parameters(dtype)
+    base, ours = whole(one, MAKES[name]), paged(other, MAKES[name], piece=piece)
+    assert (ours.reads_host, ours.rounding) == (base.reads_host, base.rounding)
+    for step, only in enumerate((None, [0, 3], None, [2], [0, 1, 2, 3, 4, 5, 6], [1]), 1):
+        stepped(one, base, step, only=only), stepped(other, ours, step, only=only)
+        assert same(held(one, base), held(other, ours)), step
+        before = held(other, ours)
+        stepped(other, ours, 9, bad=True)
+        assert same(held(other, ours), before)
+
+
+def test_what_lies_where():
+    """Slots as large as the states of two pieces; host states of parameters, to the byte; the rest on the device."""
+    found = parameters()
+    ours = paged(found, MAKES["fused"])
+    sizes = [sum(r.local.numel() for r in ours.rows if isinstance(r, Rows) and ours.piece[ours.rows.index(r)] == k)
+             for k in range(max(ours.piece.values()) + 1)]  # fmt: skip
+    assert len(sizes) > 5 and max(sizes) <= max(PIECE, 16 * 128), "16 rows of the cube are more than a piece"
+    assert max(s.numel() for s in ours.slots) <= 2 * 2 * 16 * 128 + 8 * 512, "two bfloat16 a weight, and alignment"
+    slots = {s.untyped_storage().data_ptr() for s in ours.slots}
+    for name, by in ours.state().items():
+        assert not any(s.untyped_storage().data_ptr() in slots for s in by.values()), name
+    stay = {r.name for i, r in enumerate(ours.rows) if i not in ours.piece}
+    assert stay == {"small", "one", "none"}
+    stepped(found, ours, 1)
+    moved = sum(2 * t.local.nbytes for t in found if t.name not in stay)
+    ours.state()
+    assert ours.inward.copied == ours.outward.copied == moved, "each byte there and back"
+
+
+def test_neighbours_share_pieces_and_pieces_take_turns():
+    ours = paged(parameters(), MAKES["fused"], piece=4000)
+    names = {k: {ours.rows[i].name for i, at in ours.piece.items() if at == k} for k in set(ours.piece.values())}
+    assert {"b", "cube"} <= set.union(*names.values()) and any(len(n) > 1 for n in names.values())
+    order = []
+    for what in ("_send_for",):
+        inner = getattr(ours, what)
+        setattr(ours, what, lambda k, rows, inner=inner: (order.append(("send for", k)), inner(k, rows))[1])
+    step = ours.inner.step
+    ours.inner.step = lambda *args, only: (
+        order.append(("step", {ours.piece.get(i) for i in only})),
+        step(*args, only=only),
+    )
+    stepped(ours.trained, ours, 1)
+    assert order[:6] == [
+        ("step", {None}),
+        ("send for", 0),
+        ("send for", 1),
+        ("step", {0}),
+        ("send for", 2),
+        ("step", {1}),
+    ]
+
+
+def test_what_is_loaded_counts_for_all_rows():
+    """A checkpoint writes a parameter's count once; rows behind its first follow."""
+    one, other = parameters(), parameters()
+    base, ours = whole(one, MAKES["4"]), paged(other, MAKES["4"])
+    for step in (1, 2, 3):
+        stepped(one, base, step)
+    for t, fresh in zip(one, other, strict=True):
+        fresh.local.copy_(t.local)
+        for kind, state in ours.state()[t.name].items():
+            state.copy_(base.state()[t.name][kind])
+    stepped(one, base, 4), stepped(other, ours, 4)
+    assert same(held(one, base), held(other, ours))
+
+
+def test_host_memory_that_is_not_there():
+    size = sum(2 * t.local.nbytes for t in parameters() if t.local.numel() >= LEAST)
+    paged(parameters(), MAKES["fused"], room_bytes=size)
+    with pytest.raises(NeedsError, match="pinned host memory for optimizer states") as error:
+        paged(parameters(), MAKES["fused"], room_bytes=size - 1)
+    assert "for each process" in error.value.found and "--with adam8bit or adam4bit" in error.value.do
+
+    class Full(Late):
+        def page(self, size):
+            raise RuntimeError("CUDA error: out of memory\nand more")
+
+    with pytest.raises(NeedsError) as error:
+        paged(parameters(), MAKES["fused"], (Late, Full))
+    assert error.value.found.endswith("gives no more: CUDA error: out of memory")
+
+
+# In a run.
+
+
+@pytest.mark.parametrize("with_", [{"fused_adamw": {}}, {"bf16": {}, "adam8bit": {}}], ids=str)
+@pytest.mark.parametrize("first", [True, False])
+def test_checkpoints_go_either_way(box, tmp_path, with_, first):
+    """Saved with states on the host and resumed without, and the other way round: the same bits as straight on."""
+    kinds = [with_ | ({"paged_states": {}} if here else {}) for here in (first, not first)]
+    runs = [golden_run(box, packed=True, sets=[f"output={tmp_path}"], **k) for k in kinds]
+    job, again = (assembled(run, classes()) for run in runs)
+    list(steps(job, 2))
+    save(job, 2, Meta("00ff", position=0))
+    list(steps(job, 2, first=3))
+    for _ in range(2):
+        next(again.batches)
+    restore(again, find(tmp_path)[0], {})
+    list(steps(again, 2, first=3))
+    assert same(everything(job), everything(again))
+
+
+def halves(box, with_):
+    with mock.patch.multiple(paged_states, PIECE=PIECE, LEAST=LEAST):
+        return trained(box, n=3, **with_)
+
+
+@pytest.mark.parametrize("beside", [{"fsdp": {}, "adam4bit": {}}, {"ddp": {}, "fused_adamw": {}}], ids=str)
+def test_on_two_ranks(box, pair, beside):
+    """Each pages what it holds; of whole parameters the same bits, of halves within the sums' order."""
+    base, ours = pair(halves, box, beside), pair(halves, box, beside | {"paged_states": {}})
+    for (figures, states), (want, others) in zip(ours, base, strict=True):
+        assert figures == want and same(states, others)
+
+
+def test_evaluation_has_no_optimizer(box):
+    sets = [f"data.eval={box}/text.jsonl"]
+    job = assembled(golden_run(box, packed=True, sets=sets, paged_states={}), classes(), training=False)
+    assert job.optimizer is None and evaluate(job)[1] > 0
+
+
+def test_a_job_that_did_not_fit_is_released(box):
+    job = assembled(golden_run(box, packed=True, fused_adamw={}, paged_states={}), classes())
+    list(steps(job, 1))
+    release(job)
+
+
+# What it refuses.
+
+
+def test_a_cpu_has_no_other_memory(box):
+    with pytest.raises(NeedsError, match="needs a CUDA device"):
+        prepare(golden_run(box, paged_states={}))
+
+
+@pytest.mark.parametrize("other", ["sgd", "muon"])
+def test_other_optimizers_are_refused(box, other):
+    with pytest.raises(NeedsError, match="keeps its states where it makes them") as error:
+        assembled(golden_run(box, packed=True, paged_states={}, **{other: {}}), [*classes(), Sgd])
+    assert "`paged-states`" in error.value.asked and "adam4bit" in error.value.do
+
+
+def test_nothing_to_page_is_an_error(box, monkeypatch):
+    monkeypatch.setattr(paged_states, "LEAST", 1 << 30)
+    with pytest.raises(NoEffectError, match="paged-states"):
+        assembled(golden_run(box, packed=True, paged_states={}), classes())
+
+
+def test_the_baselines_own_is_what_assembly_makes(box, monkeypatch):
+    """The AdamW that it makes where nobody owns the optimizer has the arguments of assembly's."""
+    made = []
+    monkeypatch.setattr(assemble, "AdamW", lambda t, o, **k: made.append({"optim": o, **k}) or AdamW(t, o, **k))
+    assembled(golden_run(box, packed=True))
+    job = assembled(golden_run(box, packed=True, paged_states={}), classes())
+    ours = job.optimizer.inner
+    theirs = {"optim": ours.optim, "fused": ours.fused, "rounding": ours.rounding, "seed": job.run.seed}
+    assert made == [theirs | {"optim": made[0]["optim"]}] and ours.optim == made[0]["optim"]
+
+
+# The plan.
+
+LLAMA = "{{model: {{shape: llama-3.2-1b}}, objective: pretrain, data: {{random: 64}}, output: o, with: {{{}}}}}"
+
+
+def test_its_memory_is_predicted(monkeypatch):
+    monkeypatch.setattr(paged_states, "PIECE", 1 << 23)
+    n = ModelShape.read(SHAPES["llama-3.2-1b"]).parameters
+    for with_, each in (("fused-adamw: {}", 8), ("bf16: {}, fused-adamw: {}", 4), ("adam8bit: {}", 2 * (1 + 4 / 256)),
+                        ("bf16: {}, adam4bit: {}", 1 + 8 / 128)):  # fmt: skip
+        plain, found = (
+            plan.predict(parse(LLAMA.format(w), "test"), "h200") for w in (with_, with_ + ", paged-states: {}")
+        )
+        assert found.host_bytes == pytest.approx(each * n) and plain.host_bytes == 0
+        lines = {line.name: line.bytes for line in found.lines}
+        assert not any(name.startswith("states.") for name in lines)
+        assert lines["paging"] == 2 * 2 * (1 << 23) * (2 if "bf16" in with_ else 4)
+        assert plain.peak_bytes - found.peak_bytes == pytest.approx(each * n - lines["paging"], rel=1e-3)
+        assert found.tokens_per_s < plain.tokens_per_s

@@ -1,0 +1,179 @@
+"""4-bit and 8-bit weights: the bytes of bitsandbytes, its values back, arithmetic on paper, and the Triton kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from optrush.kernels import int8, nf4
+from optrush.model.decoder import Linear
+from optrush.model.quantised import Form, Quantised, dense
+
+CPU = torch.device("cpu")
+SHAPES = [(64, 64), (48, 48), (7, 9), (3, 65), (1, 1), (1000, 100), (130, 896)]  # blocks that cross rows, odd ends
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def drawn(shape, dtype=torch.float32, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=draw) * torch.randn(shape, generator=draw).abs() * 0.1).to(dtype)
+
+
+@pytest.fixture(scope="module")
+def bnb():
+    return pytest.importorskip("bitsandbytes.functional")
+
+
+def back(bnb, codes, state, dtype):
+    """What bitsandbytes makes of it. Taken flat: for rows of a multiple of 16 but not of 64, its CPU kernel counts
+    blocks by rows, and gives wrong values."""
+    n = state.shape.numel()
+    if n % 64 == 0:
+        state.shape = torch.Size((1, n))
+        return bnb.dequantize_4bit(codes, state).view(-1)
+    scales = state.absmax if not state.nested else bnb.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    pairs = torch.stack((codes.view(-1) >> 4, codes.view(-1) & 15), -1).view(-1)[:n]
+    return (state.code[pairs.int()] * scales.repeat_interleave(64)[:n]).to(dtype)
+
+
+# The bytes.
+
+
+def test_the_two_tables(bnb):
+    assert torch.equal(nf4.table(CPU), bnb.get_4bit_type("nf4", device="cpu"))
+    assert torch.equal(nf4.dynamic_map(CPU), bnb.create_dynamic_map())
+
+
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_and_values_are_those_of_bitsandbytes(bnb, shape, double):
+    for dtype in DTYPES:
+        values = drawn(shape, dtype)
+        codes, state = bnb.quantize_4bit(values, compress_statistics=double, quant_type="nf4")
+        parts = nf4.quantise(values, double)
+        assert torch.equal(parts["codes"], codes.view(-1)) and torch.equal(parts["absmax"], state.absmax)
+        if double:
+            assert torch.equal(parts["nested"], torch.cat((state.state2.absmax, state.offset[None])))
+        out = torch.empty(shape, dtype=dtype)
+        nf4.dequantise(parts, out)
+        assert torch.equal(out.view(-1), back(bnb, codes, state, dtype))
+        assert {n: p.numel() * p.element_size() for n, p in parts.items()} == nf4.sizes(*shape, double)
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s != (1, 1)], ids=str)
+def test_bytes_of_a_row_are_those_of_bitsandbytes(bnb, shape):
+    values = drawn(shape)
+    codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(values.clone())
+    parts = int8.quantise(values)
+    assert torch.equal(parts["codes"], codes) and torch.equal(parts["scales"], scales)
+    out = torch.empty(shape)
+    int8.dequantise(parts, out)
+    assert torch.equal(out, torch.ops.bitsandbytes.int8_vectorwise_dequant(codes, scales))
+
+
+def test_zeros_stay_zeros():
+    for shape in SHAPES:
+        for form in (Form(4, True), Form(4, False), Form(8)):
+            out = torch.ones(shape)
+            (nf4 if form.bits == 4 else int8).dequantise(form.quantise(torch.zeros(shape)), out)
+            assert not out.any()
+
+
+# The arithmetic, against one of its own.
+
+
+def test_the_nearest_of_sixteen():
+    values = drawn((40, 80), seed=3)
+    out = torch.empty(values.shape)
+    nf4.dequantise(nf4.quantise(values, False), out)
+    flat = values.double().numpy().reshape(-1, 64)
+    most = np.abs(flat).max(1, keepdims=True)
+    table = np.array(nf4.VALUES)
+    want = table[np.abs(flat[..., None] / most[..., None] - table).argmin(-1)] * most
+    assert np.abs(out.double().numpy().reshape(want.shape) - want).max() <= 1e-7 * most.max()
+
+
+def test_what_double_costs_and_saves():
+    values = drawn((512, 1024), seed=4)
+    errors = []
+    for double in (False, True):
+        out = torch.empty(values.shape)
+        nf4.dequantise(nf4.quantise(values, double), out)
+        errors.append(((out - values).norm() / values.norm()).item())
+    assert errors[0] < errors[1] < 1.02 * errors[0] and 0.05 < errors[0] < 0.15
+    bits = [8 * sum(nf4.sizes(4096, 4096, double).values()) / 4096**2 for double in (False, True)]
+    assert bits == pytest.approx([4.5, 4.127], abs=1e-3)
+
+
+def test_chunks_change_nothing(monkeypatch):
+    values = drawn((37, 91))
+    want = nf4.quantise(values, True)
+    monkeypatch.setattr(nf4, "CHUNK", 256)
+    assert all(torch.equal(part, want[name]) for name, part in nf4.quantise(values, True).items())
+
+
+# The operator: pieces of a fused linear, each where its rows are.
+
+
+@pytest.mark.parametrize("form", [Form(4, True), Form(4, False), Form(8)], ids=str)
+@pytest.mark.parametrize("width", [64, 48, 33])
+@pytest.mark.parametrize("pieces", [(("q", 6), ("k", 2), ("v", 2)), (("gate", 1), ("up", 1)), (("o", 5),)], ids=str)
+def test_rows_lie_where_the_linear_has_them(form, width, pieces):
+    groups = 3
+    linear = Linear(width, pieces, groups=groups, bias=False, device=torch.device("meta"), dtype=torch.float32)
+    parts, wanted = [], []
+    for i, (_, rows) in enumerate(pieces):
+        values = drawn((groups * rows, width), seed=i)
+        made = form.quantise(values)
+        out = torch.empty(values.shape)
+        (nf4 if form.bits == 4 else int8).dequantise(made, out)
+        wanted.append(out.view(groups, rows, width))
+        for part in made.values():
+            raw = part.flatten().view(torch.uint8)
+            parts.append(torch.nn.functional.pad(raw, (0, raw.numel() % 2)).view(torch.bfloat16))
+    layout = Quantised(linear, form, torch.bfloat16).layout
+    found = dense(parts, layout.bits, list(layout.rows), layout.groups, width, torch.float32, "test")
+    assert torch.equal(found, torch.cat(wanted, 1).flatten(0, 1))
+
+
+# The Triton kernels.
+
+
+def interpreted():
+    from optrush.kernels import int8_triton, nf4_triton
+
+    for shape in (*SHAPES[:4], (12, 896), (130, 64)):
+        values = drawn(shape)
+        # Not bfloat16: the interpreter cuts where a GPU rounds to the nearest. tests/gpu has it.
+        for dtype in (torch.float32, torch.float16):
+            for name, form in (("nf4", Form(4, True)), ("nf4", Form(4, False)), ("int8", Form(8))):
+                parts, want = form.quantise(values), torch.empty(shape, dtype=dtype)
+                (nf4 if name == "nf4" else int8).dequantise(parts, want)
+                wide = torch.full((shape[0], 3, shape[1]), 7.0, dtype=dtype)  # rows of others between
+                target = wide[:, 1:2]
+                if name == "nf4":
+                    nf4_triton.launch(parts["codes"], parts["absmax"], parts.get("nested"), target)
+                else:
+                    int8_triton.launch(parts["codes"], parts["scales"], target)
+                assert torch.equal(target[:, 0], want), (shape, dtype, form)
+                assert (wide[:, [0, 2]] == 7).all(), "it writes where it should"
+    print("equal")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton here")
+def test_the_kernels_are_the_references_to_the_bit():
+    paths = [*map(str, Path(__file__).parents[1:2]), str(Path(nf4.__file__).parents[2])]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith("equal\n"), done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    interpreted()
