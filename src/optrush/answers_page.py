@@ -12,7 +12,7 @@ from typing import Any
 
 from optrush.bench import charts
 from optrush.runfolder import put
-from optrush.talk import shown
+from optrush.shown import shown
 
 MOST = 500  # rows on a page
 

@@ -214,6 +214,6 @@ def _asked(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
     if Part.HEAD in setup.owned:
         why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
         yield ledger.add(Work("head.again", why, "token", flop))
-    if setup.dpo.reference == "adapter" or (setup.dpo.reference == "auto" and Part.TRAINED in setup.owned):
+    if setup.dpo.reference != "precomputed" and setup.undoable:
         yield ledger.live("forward.*", "and once more without what is trained, as the reference", times=2)
         yield ledger.add(Work("reference.head", "the head of that pass, 2 a weight of it", "token", flop))

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from optrush.config import Run
 from optrush.distributed import from_first
 from optrush.errors import CheckpointError
 from optrush.launch import launched
-from optrush.manifest import FOLDER, verify
+from optrush.manifest import FOLDER, Manifest, verify
 from optrush.runfolder import METRICS, put
 
 POINTER = "best.json"
@@ -57,19 +59,33 @@ class Keeper:
             _point(self.output, self.best)
 
 
-def recall(output: Path, done: int) -> tuple[Best | None, list[tuple[Path, str]]]:
+def comparable(run: Run, fingerprints: Mapping[str, str], before: Manifest) -> bool:
+    """Whether the held-out loss of a checkpoint measures what the run's own do: one loss, of the same data."""
+    now = run.model_dump(mode="json", by_alias=True)
+    alike = all(before.config.get(key) == now[key] for key in ("objective", "dpo"))
+    return alike and all(before.fingerprints.get(k) == fingerprints.get(k) for k in ("data", "template", "tokenizer"))
+
+
+def recall(output: Path, done: int, alike: Callable[[Manifest], bool]) -> tuple[Best | None, list[tuple[Path, str]]]:
     """The best checkpoint of the steps done, as the folder shows it, and better ones that are damaged, with why.
 
     Every rank calls it, after metrics.jsonl was cut back; rank 0 reads.
+
+    Args:
+        alike: whether a checkpoint's loss compares with the run's own.
     """
-    step, loss, damaged = json.loads(from_first(json.dumps(_recall(output, done) if launched()[0] == 0 else None)))
+    step, loss, damaged = json.loads(
+        from_first(json.dumps(_recall(output, done, alike) if launched()[0] == 0 else None))
+    )
     best = None if step is None else Best(step, loss)
     if launched()[0] == 0:
         _point(output, best)
     return best, [(Path(path), why) for path, why in damaged]
 
 
-def _recall(output: Path, done: int) -> tuple[int | None, float | None, list[tuple[str, str]]]:
+def _recall(
+    output: Path, done: int, alike: Callable[[Manifest], bool]
+) -> tuple[int | None, float | None, list[tuple[str, str]]]:
     losses = dict(_pointed(output))
     for line in (output / METRICS).read_text().splitlines():
         found = json.loads(line)
@@ -81,11 +97,10 @@ def _recall(output: Path, done: int) -> tuple[int | None, float | None, list[tup
         if not path.is_dir():
             continue
         try:
-            verify(path)
+            if alike(verify(path)):
+                return step, losses[step], damaged
         except CheckpointError as error:
             damaged.append((str(path), error.found))
-        else:
-            return step, losses[step], damaged
     return None, None, damaged
 
 

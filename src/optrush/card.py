@@ -27,7 +27,6 @@ from optrush.technique import library
 
 NAME = "README.md"
 LICENCE = re.compile(r"[A-Za-z0-9][\w.+-]{0,63}\Z")  # an identifier, as the hub lists them
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 _MARKS = re.compile(r"""[\\`*_{}\[\]()#+.!|~:@$=^"']""")
 LOAD = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -77,7 +76,7 @@ def escaped(text: object) -> str:
 
 def _front(run: Run, base: Path | None) -> dict[str, Any]:
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["optrush"]}
-    if run.model.path is not None and HUB_ID.match(run.model.path) and not Path(run.model.path).exists():
+    if run.model.path is not None and _of_hub(run.model.path):
         front["base_model"] = run.model.path
     if (licence := _licence(base)) is not None:
         front["license"] = licence
@@ -114,9 +113,14 @@ def _data(run: Run) -> str:
 
 def _called(path: str) -> str:
     """An id of the hub as it is; of a path its last name."""
+    data = path.removeprefix(files.HUB)
+    return path if (data != path and files.HUB_ID.fullmatch(data)) or _of_hub(path) else Path(path).resolve().name
+
+
+def _of_hub(path: str) -> bool:
+    """Whether it reads as an id of the hub, and neither it nor its folder lies here."""
     local = os.path.exists(path) or os.path.isdir(os.path.dirname(path)) or form(Path(path)) is not None
-    hub = files.HUB_ID.fullmatch(path.removeprefix(files.HUB))
-    return path if hub and (path.startswith(files.HUB) or not local) else Path(path).resolve().name
+    return files.HUB_ID.fullmatch(path) is not None and not local
 
 
 def _measured(told: runs.Told, steps: int) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ from optrush.commands import plan as planning
 from optrush.commands import report as reporting
 from optrush.commands import train as training
 from optrush.errors import ConfigError, RunError, UserError
+from optrush.shown import shown
 
 app = typer.Typer(
     name="optrush",
@@ -97,12 +98,13 @@ def _run() -> int:
             raise
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not error.everywhere:
-            print(error if rank == "0" else f"rank {rank}:\n{error}", file=sys.stderr)
+            print(shown(f"{error}" if rank == "0" else f"rank {rank}:\n{error}"), file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except OSError as error:
         if debug or error.filename is None or error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EROFS):
             raise
-        print(ConfigError(f"{error.filename}", f"{error.strerror}", "give a path that can be used"), file=sys.stderr)
+        refusal = ConfigError(f"{error.filename}", f"{error.strerror}", "give a path that can be used")
+        print(shown(str(refusal)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn, track
 
 from optrush.launch import launched
+from optrush.shown import shown
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 QUIET_S, EVERY_S = 2.0, 5.0  # what is over sooner needs no bar; how often the rest is told in lines
@@ -73,11 +74,11 @@ class Bar:
         if self.progress is None or self.task is None:
             eta = (time.monotonic() - self.begun) / max(1, step - self.first) * (self.total - step)
             rest = f"  ETA {eta:.0f} s" if "loss" in m and step < self.total else ""
-            err.print(f"step {step}/{self.total}  {text}{rest}", markup=False)
+            err.print(shown(f"step {step}/{self.total}  {text}{rest}"), markup=False)
         elif "loss" in m:
             self.progress.update(self.task, completed=step, description=text)
         else:
-            err.print(f"step {step}/{self.total}  {text}", markup=False)
+            err.print(shown(f"step {step}/{self.total}  {text}"), markup=False)
 
 
 def passing(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
@@ -97,4 +98,4 @@ def passing(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
 def say(text: str) -> None:
     """A line, now and then, of what takes long; on the first rank alone."""
     if launched()[0] == 0:
-        err.print(text, markup=False)
+        err.print(shown(text), markup=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import glob
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from optrush import (
 )
 from optrush.assemble import Started, assemble, start
 from optrush.bench.report import write_run
-from optrush.best import Keeper, recall
+from optrush.best import Keeper, comparable, recall
 from optrush.board import Board
 from optrush.data import quarantine
 from optrush.data.live import Live
@@ -129,7 +130,7 @@ def showing(job: Job, plan: Plan, reporter: Reporter | None) -> Iterator[Say]:
             yield say
     finally:
         board.close()
-        if reporter is not None and reporter.following:
+        if reporter is not None and reporter.following and sys.exc_info()[0] is not KeyboardInterrupt:  # at once
             console.say(reporter.end())
 
 
@@ -139,6 +140,7 @@ def fitting(
     manifest: checkpoint.Manifest | None,
     allow: frozenset[str],
     today: datetime.date | None,
+    refer: Callable[[Job, Prepared], None] = reference.fill,
 ) -> tuple[Job, Plan]:
     """The job, rehearsed, where the run stands; assembled anew with smaller micro-batches for as long as it must be.
 
@@ -151,7 +153,7 @@ def fitting(
         plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
         refusal: UserError | None = None
         if run.dpo is not None:  # of the weights that no checkpoint has changed yet
-            refusal = rehearse.guarded(job, partial(reference.fill, job, prepared))
+            refusal = rehearse.guarded(job, partial(refer, job, prepared))
         if manifest is not None and refusal is None:
             checkpoint.restore(job, manifest, job.fingerprints, allow)
             position = job.stream.seek(manifest.step, manifest.position)
@@ -187,7 +189,7 @@ def _drive(
     skips = (0, 0) if manifest is None else (manifest.skipped, manifest.skipped_in_a_row)
     run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
     meter = Meter(job, output / "metrics.jsonl" if say else None, plan.total, say or _silent, skips)
-    keeper, damaged = keeping(job, plan, manifest)
+    keeper, damaged = keeping(job, plan)
     passed = [*passed, *damaged]
     if passed and manifest is not None:
         over = [{"checkpoint": path.name, "reason": why} for path, why in passed]
@@ -198,7 +200,7 @@ def _drive(
     job.told = lambda what: meter.write({"step": meter.last, **what})
     job.batches = batches(job, plan)
     if reporter is not None:
-        reporter.follow(run_id)
+        reporter.follow(run_id, plan.done, job.fingerprints)
 
     unsaved: dict[int, str] = {}
 
@@ -251,14 +253,12 @@ def _drive(
     return Outcome(0, output, tuple(meter.evals) if plan.done == 0 else tuple(meter.evals[-1:]))
 
 
-def keeping(job: Job, plan: Plan, manifest: checkpoint.Manifest | None) -> tuple[Keeper | None, list[tuple[Path, str]]]:
+def keeping(job: Job, plan: Plan) -> tuple[Keeper | None, list[tuple[Path, str]]]:
     """Who keeps the best checkpoint, if the run has one; and better ones that are damaged."""
     if job.evaluation is None or job.run.train.save_every is None or not job.run.train.best:
         return None, []
     output = Path(job.run.output)
-    if manifest is not None and manifest.fingerprints.get("data") != job.fingerprints.get("data"):
-        return Keeper(output), []  # losses of other data compare with nothing
-    best, damaged = recall(output, plan.done)
+    best, damaged = recall(output, plan.done, partial(comparable, job.run, job.fingerprints))
     return Keeper(output, best), damaged
 
 
@@ -383,8 +383,10 @@ def absolute(run: config.Run) -> config.Run:
     held = full(d.eval) if isinstance(d.eval, str) else d.eval
     data = d.model_copy(update={"path": whole, "eval": held, "clean": clean, "cache": full(d.cache)})
     path = run.model.path if run.model.path == "tiny" else full(run.model.path)
+    template = run.model.chat_template  # a folder of that name is none: `chatml` may be meant
+    template = full(template) if template is not None and Path(template).is_file() else template
     model = run.model.model_copy(
-        update={"path": path, "chat_template": full(run.model.chat_template), "tokenizer": full(run.model.tokenizer)}
+        update={"path": path, "chat_template": template, "tokenizer": full(run.model.tokenizer)}
     )
     return run.model_copy(
         update={

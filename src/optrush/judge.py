@@ -102,11 +102,13 @@ def verdicts(path: Path, known: Sequence[Case]) -> dict[int, Verdict]:
     """
     marks = {case.row: case.mark for case in known}
     found: dict[int, Verdict] = {}
-    for n, row in enumerate(_rows(path) if path.is_file() else [], 1):
-        if row.get("verdict") not in ("answer", "other", "tie") or marks.get(row.get("row", 0)) != row.get("mark"):
+    begun = path.is_file() and path.stat().st_size > 0  # empty: stopped before the first
+    for n, row in enumerate(_rows(path) if begun else [], 1):
+        at, verdict = row.get("row"), row.get("verdict")
+        if type(at) is not int or verdict not in ("answer", "other", "tie") or marks.get(at, "") != row.get("mark"):
             what = "a verdict on other answers" if "verdict" in row else "no verdict"
             raise DataError(f"the verdicts in {path}:{n}", what, f"delete {path.name}, and judge again")
-        found[row["row"]] = row["verdict"]
+        found[at] = verdict
     return found
 
 

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from optrush import console, distributed, step
+from optrush import console, distributed, reference, step
 from optrush.assemble import start
+from optrush.config import Dpo
 from optrush.data.batch import IGNORE
 from optrush.data.loader import reading
 from optrush.errors import ConfigError
@@ -47,6 +48,7 @@ class Floor:
 
     loss: float = 0.0
     example: str = ""
+    do: str = "take one of the two out, or say in the prompt which is meant"
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,13 @@ def overfit(prepared: Prepared, count: int, most: int = STEPS) -> Verdict:
     warmup = optim.warmup if optim.warmup < 1 else 0.03  # so many steps of a whole run are too many of this one
     flat = optim.model_copy(update={"schedule": "constant", "warmup": warmup})
     prepared = dataclasses.replace(prepared, run=prepared.run.model_copy(update={"optim": flat}))
-    job, plan = fitting(prepared, start(prepared), None, frozenset(), None)
+    job, plan = fitting(prepared, start(prepared), None, frozenset(), None, reference.blank)
     if plan.total < count:
         raise ConfigError(f"--overfit {count}", f"a run of {plan.total} steps", f"take --overfit {plan.total} at most")
     source = batches(job, plan)
     with reading(source):
         windows = list(islice(source, count))
+    windows = reference.beside(job, windows)
     terms = [job.total(sum(b.n_terms for b in window)) for window in windows]
     if job.world.rank == 0:
         console.say(job.describe())
@@ -183,18 +186,12 @@ def _same(watched: list[tuple[Any, torch.Tensor]]) -> int:
 def _floor(job: Job, windows: Windows) -> Floor:
     """What is left of the loss for a model that knows these batches by heart.
 
-    Tokens: of targets that follow the same beginning of a document, the entropy. Pairs: that of the labels, where
-    `label_smoothing` says that some are the wrong way round.
+    Tokens: of targets that follow the same beginning of a document, the entropy. Pairs: see `_floor_of_pairs`.
     """
     if job.run.dpo is not None:
-        e = job.run.dpo.label_smoothing
-        smooth = -(e * math.log(e) + (1 - e) * math.log(1 - e)) if e and job.run.dpo.loss == "sigmoid" else 0.0
-        return Floor(smooth, f"label_smoothing {e} takes so many pairs to be the wrong way round" if smooth else "")
+        return _floor_of_pairs(job.run.dpo, _answers(windows), job.tokenizer)
     own = _follows(windows)
-    everyone: defaultdict[int, Counter[int]] = defaultdict(Counter)
-    for text in distributed.gather(json.dumps([(h, list(c.items())) for h, (c, _) in own.items()])):
-        for h, counts in json.loads(text):
-            everyone[h].update(dict(counts))
+    everyone = _everyone({h: counts for h, (counts, _) in own.items()})
     rest = {h: _entropy(list(c.values())) for h, c in everyone.items() if len(c) > 1}
     if not rest:
         return Floor()
@@ -202,6 +199,57 @@ def _floor(job: Job, windows: Windows) -> Floor:
     mine = _example(job.tokenizer, own[worst][1], everyone[worst]) if worst in own else ""
     example = next(text for text in distributed.gather(mine) if text)
     return Floor(sum(rest.values()) / sum(c.total() for c in everyone.values()), example)
+
+
+def _everyone(own: dict[int, Counter[int]]) -> dict[int, Counter[int]]:
+    """These counts of all ranks together."""
+    everyone: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for text in distributed.gather(json.dumps([(h, list(c.items())) for h, c in own.items()])):
+        for h, counts in json.loads(text):
+            everyone[h].update(dict(counts))
+    return everyone
+
+
+def _floor_of_pairs(settings: Dpo, own: dict[int, tuple[Counter[int], list[list[int]]]], tokenizer: Any) -> Floor:
+    """Of n pairs of the same two documents, m of them the other way round, the loss that is left at the best margin.
+
+    sigmoid: n times the entropy of a label that is 1 in (n - m) (1 - e) + m e of n cases, e the `label_smoothing`.
+    ipo: m (n - m) / (n beta^2), for its margin z must be 1 / (2 beta) and -1 / (2 beta) at once.
+    """
+    e, everyone = settings.label_smoothing, _everyone({h: counts for h, (counts, _) in own.items()})
+
+    def left(counts: Counter[int]) -> float:
+        n, m = counts.total(), counts[1]
+        if settings.loss == "ipo":
+            return m * (n - m) / (n * settings.beta**2)
+        return _entropy([x for x in ((n - m) * (1 - e) + m * e, m * (1 - e) + (n - m) * e) if x])
+
+    floor = sum(map(left, everyone.values())) / max(1, sum(c.total() for c in everyone.values()))
+    both = [h for h, counts in everyone.items() if len(counts) > 1]
+    if not both:
+        smooth = f"label_smoothing {e} takes so many pairs to be the wrong way round" if floor else ""
+        return Floor(floor, smooth, "take a smaller dpo.label_smoothing, or let it go on: --overfit-steps")
+    worst = max(both, key=lambda h: left(everyone[h]))
+    ends = [f"...{tokenizer.decode(ids)[-SHOWN_chars:]}" for ids in own[worst][1]] if worst in own else []
+    example = next(t for t in distributed.gather(f"{ends[0]!r} and {ends[1]!r}" if ends else "") if t)
+    counts = everyone[worst]
+    found = f"{example} are each chosen over the other ({counts[0]} x and {counts[1]} x)"
+    return Floor(floor, found, "take one of the two pairs out, or say in the prompt which answer is meant")
+
+
+def _answers(windows: Windows) -> dict[int, tuple[Counter[int], list[list[int]]]]:
+    """By a number that stands for two documents in one order: how often that one (0) or the other (1) is chosen, and
+    the tokens of the two."""
+    found: dict[int, tuple[Counter[int], list[list[int]]]] = {}
+    for batch in (b for window in windows for b in window):
+        for b, p in batch.extra["pairs"].nonzero().tolist():
+            ids = batch.documents.ids[b]
+            two = [batch.tokens[b][ids == 2 * p + side].tolist() for side in (0, 1)]
+            swapped = two[1] < two[0]
+            ordered = two[::-1] if swapped else two
+            h = hash(tuple(map(tuple, ordered)))
+            found.setdefault(h, (Counter(), ordered))[0][int(swapped)] += 1
+    return found
 
 
 def _follows(windows: Windows) -> dict[int, tuple[Counter[int], list[int]]]:
@@ -221,7 +269,7 @@ def _follows(windows: Windows) -> dict[int, tuple[Counter[int], list[int]]]:
     return found
 
 
-def _entropy(counts: Sequence[int]) -> float:
+def _entropy(counts: Sequence[float]) -> float:
     """Summed over the targets, in nats."""
     whole = sum(counts)
     return -sum(n * math.log(n / whole) for n in counts)
@@ -254,7 +302,7 @@ def diagnose(seen: Seen) -> tuple[str, str, str]:
     floor = seen.floor
     if floor.loss > NEAR and seen.after < 1.2 * floor.loss + NEAR:
         found = f"the data contradicts itself; no model gets below {floor.loss:.4f}: {floor.example}"
-        return "contradictory targets", found, "take one of the two out, or say in the prompt which is meant"
+        return "contradictory targets", found, floor.do
     ups = sum(max(0.0, b - a) for a, b in pairwise(losses))
     downs = sum(max(0.0, a - b) for a, b in pairwise(losses))
     if seen.after > seen.before or ups > JUMPS * (ups + downs):

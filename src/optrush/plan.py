@@ -192,10 +192,11 @@ def room(device: Device) -> float | None:
 
 
 def _scene(run: Run, hardware: str, classes: Sequence[type[Technique]]) -> _Scene:
-    """Everything but the techniques and the micro-batch, checked."""
+    """Everything but the micro-batch and the techniques (save who says what is trained), checked."""
     device, ranks = named(hardware)
     batch = run.batch.model_copy(update={"micro_tokens": run.batch.seq})
-    prepared = prepare(run.model_copy(update={"with_": {}, "batch": batch}), classes, 1, device)
+    kept = {c.name: run.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in run.with_}
+    prepared = prepare(run.model_copy(update={"with_": kept, "batch": batch}), classes, 1, device)
     if prepared.setup.rows % ranks:
         rows = prepared.setup.rows
         do = f"take {max(1, rows // ranks) * ranks * run.batch.seq}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optrush import hardware
+from optrush import hardware, withheld
 from optrush.config import Dpo, Run
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
@@ -99,6 +99,7 @@ def prepare(
 
         setup = dataclasses.replace(setup, micro_rows=choose(techniques, setup, hf))
     setup = settle(techniques, setup)
+    check_reference(setup)
     if here:  # before hours of tokenising; a plan may suppose another machine
         for technique in techniques:
             demand(technique)
@@ -151,8 +152,9 @@ def check(run: Run) -> None:
     """The rules between the fields of `data:` and the objective; reads nothing.
 
     Raises:
-        ConfigError: none or several of path, sample, random; random tokens where conversations are needed.
+        ConfigError: none or several of path, sample, random; random tokens where conversations are needed; a password.
     """
+    withheld.refuse(run)
     d = run.data
     if run.objective == "pretrain" and d.train_on == "last":
         raise ConfigError("`data.train_on: last`", "`objective: pretrain` learns every token", "objective: sft")
@@ -199,3 +201,32 @@ def check_dpo(run: Run) -> None:
     if d.stream and settings.reference == "precomputed":
         found = "`data.stream`, whose rows nobody has read before step 0"
         raise ConfigError("`dpo.reference: precomputed`", found, "leave data.stream out, or take reference: adapter")
+
+
+def check_reference(setup: Setup) -> None:
+    """The rule between `dpo.reference` and who says what is trained.
+
+    Raises:
+        NeedsError: the untrained model is to be asked in every step, and nobody can undo the training.
+    """
+    if setup.dpo is None or setup.dpo.reference != "adapter" or setup.undoable:
+        return
+    found = "every weight is trained, and nothing keeps what it was"
+    do = "train an adapter (optrush techniques), or take dpo.reference: precomputed"
+    if Part.TRAINED in setup.owned:
+        found = "what is trained cannot be undone: whole weights are, or the adapter began from a folder (save, init)"
+        do = "leave save and init out, or take dpo.reference: precomputed"
+    raise NeedsError("`dpo.reference: adapter`", found, do)
+
+
+def dense(run: Run, classes: Sequence[type[Technique]] = ALL) -> tuple[Run, list[str]]:
+    """The run for a model that was trained and exported, whose weights are whole, with adapters in them.
+
+    Returns:
+        It without the techniques that say what is trained, and those that ask for one that does: they would lay
+        adapters over what was learnt, and quantise it again; and their names.
+    """
+    gone = [c.name for c in classes if Part.TRAINED in c.claims | c.wants and c.name in run.with_]
+    kept = {name: options for name, options in run.with_.items() if name not in gone}
+    settings = run.dpo and run.dpo.model_copy(update={"reference": "auto"})
+    return run.model_copy(update={"with_": kept, "dpo": settings}), gone

@@ -256,6 +256,7 @@ def parts(ledger: Ledger, tokens: float, rates: Rates) -> dict[str, float]:
     for work, _, alone, _ in _each(ledger, tokens, rates):
         if work.unit != "link":  # which runs beside them
             found[_part(work)] += alone
+    found["optimizer"] += _paged(ledger, rates)[1]  # which the update waits for
     return found
 
 

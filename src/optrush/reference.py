@@ -13,7 +13,7 @@ import io
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,18 +23,19 @@ from torch import Tensor
 
 from optrush import console, distributed
 from optrush.assemble import assemble
-from optrush.data import shard, stream
+from optrush.data import files, shard, stream
 from optrush.data.cache import root
 from optrush.data.corpus import Source
 from optrush.data.streamed import Streamed
 from optrush.data.tokenising import no_room
-from optrush.errors import ConfigError
+from optrush.errors import ConfigError, UserError
 from optrush.job import Batch, Job
+from optrush.model.weights import value_files
 from optrush.objectives import dpo
 from optrush.prepare import Prepared
 from optrush.technique import Numerics
 
-FORMAT = 1  # part of every key
+FORMAT = 2  # part of every key
 
 
 def fill(job: Job, prepared: Prepared, *, training: bool = True) -> None:
@@ -48,16 +49,54 @@ def fill(job: Job, prepared: Prepared, *, training: bool = True) -> None:
         ConfigError: the rows to train on are not there before the run.
         DataError: what was found cannot be kept.
     """
-    run, train, held = job.run, job.sources.train, job.evaluation
-    if run.dpo is None or dpo.by_adapter(run.dpo, job.untrained):
+    held = job.evaluation
+    if not _asked(job):
         return
     if training:
-        if isinstance(train, Streamed):
-            found = "`data.stream`: nobody has read its rows before step 0, and every weight is trained"
-            raise ConfigError("a reference for `objective: dpo`", found, "leave data.stream out, or train an adapter")
-        job.stream.reference = _found(job, prepared, train, "pairs to train on")
+        job.stream.reference = _found(job, prepared, _counted(job), "pairs to train on")
     if held is not None:
         job.evaluation = replace(held, reference=_found(job, prepared, held.source, "pairs held out"))
+
+
+def blank(job: Job, prepared: Prepared) -> None:
+    """As `fill`, with zeros: for who takes few batches and asks `beside`. The rehearsal needs no more than room."""
+    if _asked(job):
+        job.stream.reference = np.zeros((len(_counted(job)), 2), np.float32)
+        if (held := job.evaluation) is not None:
+            job.evaluation = replace(held, reference=np.zeros((len(held.source), 2), np.float32))
+
+
+def beside(job: Job, windows: list[list[Batch]]) -> list[list[Batch]]:
+    """These batches with the reference of their own pairs, by the model as it is; every rank calls it. Keeps nothing.
+
+    Args:
+        windows: on each rank as many batches.
+    """
+    if not _asked(job):
+        return windows
+    samples = dict.fromkeys(s for window in windows for batch in window for s in batch.samples)
+    places = {sample: n for n, sample in enumerate(samples)}
+    found = _scored(job, (batch for window in windows for batch in window), len(places), places.__getitem__).cpu()
+
+    def filled(batch: Batch) -> Batch:
+        there, known = batch.extra["pairs"], torch.zeros_like(batch.extra["reference"])  # (B, P), (B, P, 2)
+        known[there] = found[[places[sample] for sample in batch.samples]]
+        return replace(batch, extra={**batch.extra, "reference": known})
+
+    return [[filled(batch) for batch in window] for window in windows]
+
+
+def _asked(job: Job) -> bool:
+    """Whether batches need a reference."""
+    return job.run.dpo is not None and not dpo.by_adapter(job.run.dpo, job.untrained)
+
+
+def _counted(job: Job) -> Source:
+    """The pairs to train on; ConfigError where they are not there before the run."""
+    if isinstance(job.sources.train, Streamed):
+        found = "`data.stream`: nobody has read its rows before step 0, and what is trained cannot be undone"
+        raise ConfigError("a reference for `objective: dpo`", found, "leave data.stream out, or train an adapter")
+    return job.sources.train
 
 
 def against(prepared: Prepared, before: Prepared, data: str | None, say: Callable[[str], None]) -> Job:
@@ -67,17 +106,35 @@ def against(prepared: Prepared, before: Prepared, data: str | None, say: Callabl
         prepared: of the trained model; adapters are merged into it, so none can be left out of it again.
         before: of the other one, which is gone when this returns.
         data: as `assemble` takes it.
+
+    Raises:
+        ConfigError: the two read the pairs as different tokens, whose likelihoods cannot be compared.
     """
     other = assemble(_precomputed(before), training=False, data=data, progress=say)
     fill(other, before, training=False)
     assert other.evaluation is not None
-    known = other.evaluation.reference
+    known, read, begun = other.evaluation.reference, _read(other.evaluation.source), other.fingerprints
     del other
     gc.collect()
     job = assemble(_precomputed(prepared), training=False, data=data, progress=say)
     assert job.evaluation is not None
+    if _read(job.evaluation.source) != read:
+        parts = {"tokenizer": "tokenizer", "template": "chat template"}
+        differ = " and ".join(said for part, said in parts.items() if job.fingerprints[part] != begun[part])
+        models = [p.run.model.path or p.run.model.shape for p in (prepared, before)]
+        found = f"the pairs are other tokens for {models[0]} than for {models[1]}: another {differ}"
+        do = "give a model with the tokenizer and the chat template of CONFIG's"
+        raise ConfigError("`optrush eval` of `objective: dpo`", found, do)
     job.evaluation = replace(job.evaluation, reference=known)
     return job
+
+
+def _read(source: Source) -> str:
+    """A hash of the tokens and targets of all documents."""
+    sha = hashlib.sha256()
+    for document in (d for i in range(len(source)) for d in source.documents(i)):
+        sha.update(f"{len(document)} ".encode() + document.ids.tobytes() + document.targets.tobytes())
+    return sha.hexdigest()
 
 
 def _precomputed(prepared: Prepared) -> Prepared:
@@ -105,7 +162,8 @@ def _found(job: Job, prepared: Prepared, source: Source, what: str) -> np.ndarra
 
 def _key(job: Job, prepared: Prepared, source: Source) -> str:
     """All that decides about the figures: the pairs, the model, and in which precision and with which maths it runs."""
-    model: Mapping[str, str] = {k: v for k, v in job.fingerprints.items() if k in ("config", "tokenizer", "base")}
+    model = {k: v for k, v in job.fingerprints.items() if k in ("config", "tokenizer")}
+    model["base"] = _values(job, prepared)
     other = {t.name: job.run.with_.get(t.name) for t in prepared.techniques if t.numerics is Numerics.DIFFERENT_MATHS}
     added = hashlib.sha256()  # what an adapter begins with may come from a file of its own
     for t in job.trained:
@@ -116,28 +174,49 @@ def _key(job: Job, prepared: Prepared, source: Source) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def _values(job: Job, prepared: Prepared) -> str:
+    """A hash of every byte of the model's files: a sample of them would take one model for another."""
+    if prepared.folder is None:
+        return job.fingerprints["base"]
+    found, error = "", None
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a machine; the cache knows files that did not change
+        try:
+            found = files.fingerprint(value_files(prepared.folder), root(job.run.data.cache))
+        except UserError as e:
+            error = e
+    distributed.agree(error)
+    return " ".join(sorted({*distributed.gather(found)} - {""}))
+
+
 def passed(job: Job, source: Source, what: str) -> np.ndarray:
     """One forward pass over all pairs, through the same callables as an evaluation."""
     world, setup = job.world, job.setup
-    found = torch.zeros(len(source), 2, device=world.device)
-    score = job.score
-
-    def noted(hidden: Tensor, batch: Batch) -> Tensor:
-        values = dpo.log_probabilities(job.model.head, hidden, batch)[batch.extra["pairs"]]  # (pairs, 2)
-        found[torch.tensor(batch.samples, dtype=torch.int64, device=world.device)] = values.float()
-        return values.sum()
-
     rows = stream.evaluation(
         source, T=setup.seq, micro_rows=setup.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
         packed=job.model.isolates,
     )  # fmt: skip
+    batches = console.passing(rows, rows.batches, f"the reference of {len(source):,} {what}")
+    found = _scored(job, batches, len(source), lambda sample: sample)
+    return np.asarray(job.share(found).cpu().numpy())  # each rank has its own pairs, and zeros
+
+
+def _scored(job: Job, batches: Iterable[Batch], n: int, place: Callable[[int], int]) -> Tensor:
+    """(n, 2) float32: the log-probabilities of the pairs in these batches, sample i in row place(i)."""
+    device, score = job.world.device, job.score
+    found = torch.zeros(n, 2, device=device)
+
+    def noted(hidden: Tensor, batch: Batch) -> Tensor:
+        values = dpo.log_probabilities(job.model.head, hidden, batch)[batch.extra["pairs"]]  # (pairs, 2)
+        found[torch.tensor([place(sample) for sample in batch.samples], device=device).long()] = values.float()
+        return values.sum()
+
     job.score = noted
     try:
-        for batch in console.passing(rows, rows.batches, f"the reference of {len(source):,} {what}"):
+        for batch in batches:
             job.losses([batch])
     finally:
         job.score = score
-    return np.asarray(job.share(found).cpu().numpy())  # each rank has its own pairs, and zeros
+    return found
 
 
 def _kept(folder: Path, key: str) -> np.ndarray | None:

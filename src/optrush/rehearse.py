@@ -84,6 +84,9 @@ def release(job: Job) -> None:
         storage = (t.to_local() if isinstance(t, DTensor) else t).untyped_storage()
         if storage.resizable():
             storage.resize_(0)
+    del held
+    if empty := getattr(job.optimizer, "release", None):  # memory of another kind than torch's
+        empty()
     for parameter in job.model.parameters():
         parameter.grad = None
     gc.collect()

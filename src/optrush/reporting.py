@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +44,9 @@ class Reporter:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         config = run.model_dump(mode="json", by_alias=True)
+        # What decides the figures: a run that goes on with the same repeats what it has told.
+        self.course = {k: v for k, v in config.items() if k not in ("output", "tracker", "train")}
+        self.course |= {key: config["train"][key] for key in ("steps", "epochs")}
         self._tell({"tracker": options.model_dump(), "config": config, "output": str(output)})
         if self._within(IMPORT_S, "loaded"):
             self._within(ANSWER_S, "ready")
@@ -58,10 +62,15 @@ class Reporter:
         do = "start the server or mend its address and login, or set `tracker.offline: true`"
         raise ConfigError("to report the run to `tracker`", found, do)
 
-    def follow(self, run_id: str) -> None:
-        """From here on the run's folder is told to the tracker."""
+    def follow(self, run_id: str, done: int, fingerprints: Mapping[str, str]) -> None:
+        """From here on the run's folder is told to the tracker.
+
+        Args:
+            done: steps that the run goes on from.
+        """
         self.following = True
-        self._tell({"follow": run_id})
+        course = json.dumps([self.course, dict(fingerprints)], sort_keys=True)
+        self._tell({"follow": run_id, "done": done, "course": sha256(course.encode()).hexdigest()[:16]})
 
     def news(self) -> str | None:
         """What went wrong, said once; never waits."""
@@ -86,7 +95,9 @@ class Reporter:
         text = f"{self.name}: {done['lines']} lines and {done['artifacts']} artifacts told"
         if done["gone"]:
             text += f"; replaced before they were sent: {', '.join(done['gone'])}"
-        if done["error"] is not None:
+        if done["refused"]:
+            text += f"; not sent: {', '.join(done['refused'])} ({done['error']})"
+        if done["error"] is not None and (done["left"] or not done["refused"]):
             text += f"; {done['left']} lines not, nor what came after them ({done['error']})"
         return text
 

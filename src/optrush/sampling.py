@@ -9,6 +9,8 @@ from typing import Any
 from optrush.config import nearest, scalar
 from optrush.errors import ConfigError
 
+COLDEST, HOTTEST = 1e-3, 1e3  # beyond, dividing logits by it leaves no finite numbers, or no differences
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -23,7 +25,11 @@ class Sampling:
     def __post_init__(self) -> None:
         """Raises ConfigError for what no draw can be made with."""
         wrong = (
-            ("temperature", self.temperature > 0, "above 0; --greedy draws nothing"),
+            (
+                "temperature",
+                COLDEST <= self.temperature <= HOTTEST,
+                f"of {COLDEST} to {HOTTEST}; --greedy draws nothing",
+            ),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("top_k", self.top_k >= 0, "0 (all of them) or more"),
             ("max_tokens", self.max_tokens >= 1, "1 or more"),

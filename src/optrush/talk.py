@@ -1,15 +1,14 @@
 """Models that answer: which folder a name means, prompts through the chat template, transformers' own generate.
 
 A prompt is rendered exactly as training renders a conversation (data/template.py), and an answer ends where the
-model's generation config says or where its template ends a turn. What a model writes is text from outside: whatever is
-shown of it goes through `shown`, which lets no control character reach a terminal.
+model's generation config says or where its template ends a turn. What a model writes is text from outside: who shows
+it, shows it through `shown` (shown.py).
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import unicodedata
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from optrush.config import Data, Model, Run
@@ -36,14 +36,11 @@ from optrush.sampling import Sampling
 from optrush.technique import library
 
 ADAPTER = "adapter_config.json"
-JOINERS = "\u200c\u200d"  # of letters and of emoji: no control of a terminal
-
-
-def shown(text: str) -> str:
-    """A model's text as it may reach a terminal or a page: no escape sequence, nothing that turns the writing."""
-    return "".join(
-        c if c.isprintable() or c in "\n\t" + JOINERS or unicodedata.category(c) == "Zs" else "\ufffd" for c in text
-    )
+WEIGHTS = "adapter_model.safetensors"
+# What an answer takes from the folder's generation_config.json beside its end: what belongs to the model, not to how
+# it is drawn, which the flags alone say.
+OWN = ("bos_token_id", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens",
+       "begin_suppress_tokens")  # fmt: skip
 
 
 # --- which folder
@@ -65,7 +62,7 @@ def find(text: str) -> Place:
     Raises:
         ConfigError: nothing is there, or a run that has written no model yet.
     """
-    path = Path(text).expanduser()
+    path = home(text, f"the model {text}")
     if (path / RUN).is_file() or path.name == RUN:
         folder, run = read_run(path)
         if (folder / "model" / "config.json").is_file():
@@ -75,11 +72,29 @@ def find(text: str) -> Place:
         raise ConfigError(f"to talk to {text}", "neither model/ nor adapter/ lies in it", f"optrush export {text}")
     run_of = read_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
-        base = json.loads((path / ADAPTER).read_text("utf-8")).get("base_model_name_or_path")
+        try:
+            facts = json.loads((path / ADAPTER).read_text("utf-8"))
+        except (OSError, ValueError):  # UnicodeDecodeError is one
+            raise ConfigError(
+                f"the adapter {text}", f"{ADAPTER} is no JSON", "copy the adapter's folder anew"
+            ) from None
+        base = facts.get("base_model_name_or_path") if isinstance(facts, dict) else None
         if not isinstance(base, str) or not base:
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} names no base model", "name the run's folder")
         return Place(text, _located(base), path, run_of)
     return Place(text, _located(text), None, run_of)
+
+
+def home(text: str, asked: str) -> Path:
+    """A path as it was typed, with `~`.
+
+    Raises:
+        ConfigError: `~name` of nobody.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(asked, f"{text}: nobody of that name has a home here", "write the folder out") from None
 
 
 def base_of(place: Place, asked: str) -> Place:
@@ -132,6 +147,9 @@ class Speaker:
         self.model = _loaded(place, self.device)
         self.tokens = Tokens(self.tokenizer)
         self.stops = self._stops()
+        given = self.model.generation_config
+        # What settings leave open, transformers takes from here.
+        self.model.generation_config = type(given)(**{key: getattr(given, key, None) for key in OWN})
         self.template: Template | None = None
         if self.tokenizer.chat_template:
             self.template = Template(self.tokens.template(), self.tokenizer.special_tokens_map)
@@ -174,22 +192,36 @@ class Speaker:
         return ids
 
     def settings(self, sampling: Sampling, longest: int) -> Any:
-        """transformers' generation config: the folder's own, with how to sample laid over it."""
+        """transformers' generation config: what the folder says of the model, with how to sample laid over it."""
         made = copy.deepcopy(self.model.generation_config)
-        room = sampling.max_tokens if self.room is None else min(sampling.max_tokens, self.room - longest)
         drawn: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if not sampling.greedy:
             drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k")} | {"do_sample": True}
         pad = self.tokenizer.pad_token_id
         pad = pad if pad is not None else (self.stops or [0])[0]
         made.update(
-            **drawn, max_new_tokens=room, max_length=None, eos_token_id=self.stops or None, pad_token_id=pad,
+            **drawn, max_new_tokens=self._most(longest, sampling), max_length=None, eos_token_id=self.stops or None,
+            pad_token_id=pad,
         )  # fmt: skip
         return made
 
-    @torch.inference_mode()
+    def _most(self, n: int, sampling: Sampling) -> int:
+        """Most tokens of an answer to a prompt of n tokens."""
+        return sampling.max_tokens if self.room is None else min(sampling.max_tokens, self.room - n)
+
     def answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Answer]:
-        """An answer to each prompt, as one batch padded on the left."""
+        """An answer to each prompt; as one batch, but for those that the model's positions leave less room."""
+        alike: dict[int, list[int]] = {}
+        for i, ids in enumerate(prompts):
+            alike.setdefault(self._most(len(ids), sampling), []).append(i)
+        found: dict[int, Answer] = {}
+        for batch in alike.values():
+            found |= zip(batch, self._batch([prompts[i] for i in batch], sampling, seed + batch[0]), strict=True)
+        return [found[i] for i in range(len(prompts))]
+
+    @torch.inference_mode()
+    def _batch(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Answer]:
+        """Padded on the left."""
         longest = max(map(len, prompts))
         settings = self.settings(sampling, longest)
         tokens = torch.full((len(prompts), longest), settings.pad_token_id)
@@ -274,12 +306,28 @@ def _loaded(place: Place, device: torch.device) -> Any:
     if library("peft") is None:
         asked = f"the adapter {place.adapter}, which no merged model lies beside"
         raise NeedsError(asked, "the package peft is not installed", "python -m pip install peft, or optrush export")
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
+    asked, do = f"the adapter {place.adapter}", "name an adapter of this base, as PEFT writes it"
+    try:  # PEFT alone would take a pickle instead, or ask the hub
+        with safe_open(place.adapter / WEIGHTS, "pt") as file:
+            names = set(file.keys())
+    except (OSError, SafetensorError):
+        raise NeedsError(asked, f"no {WEIGHTS} that can be read", do) from None
     base = load_plain(place.folder, None, device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name that it is about to drop
-        return PeftModel.from_pretrained(base, place.adapter).eval()
+        warnings.simplefilter("ignore")  # what PEFT warns of missing names is an error here
+        try:
+            model = PeftModel.from_pretrained(base, place.adapter, local_files_only=True)
+        except (ValueError, TypeError, RuntimeError, KeyError, OSError, ImportError, AttributeError) as error:
+            found = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise NeedsError(asked, found, do) from None
+        wanted = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    strange, lacking = names - wanted - set(model.state_dict()), wanted - names
+    if strange or lacking:
+        found = f"{min(strange)}, which the model has no place for" if strange else f"no values for {min(lacking)}"
+        raise NeedsError(asked, found, do)
+    return model.eval()
 
 
 def template_of(place: Place) -> str | None:

@@ -90,6 +90,7 @@ class Setup:
     shape: ModelShape | None = None  # of a model of our own decoder
     dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    undoable: bool = False  # the model can be asked without what is trained: `Job.untrained` will be there
 
     @property
     def accumulation(self) -> int:
@@ -127,6 +128,11 @@ class Technique:
     claims: ClassVar[frozenset[Part]] = frozenset()
     wants: ClassVar[frozenset[Part]] = frozenset()
     sample: ClassVar[Mapping[str, Any]] = {}  # options to be asked with, where the defaults alone are refused
+
+    @property
+    def undoable(self) -> bool:
+        """Of who owns what is trained: whether it sets `Job.untrained`."""
+        return False
 
     def axes(self, setup: Setup) -> dict[str, int]:
         """Mesh axes this technique adds; what is left of the ranks is the data axis."""
@@ -254,7 +260,8 @@ def settle(techniques: Sequence[Technique], setup: Setup) -> Setup:
                 )
             owners[part] = t.name
     pairs = {Part.SHARING} if setup.dpo is not None else set()
-    setup = dataclasses.replace(setup, owned=frozenset(owners) | pairs)
+    undoable = any(t.undoable for t in techniques)
+    setup = dataclasses.replace(setup, owned=frozenset(owners) | pairs, undoable=undoable)
     axes: dict[str, int] = {}
     for t in techniques:
         axes.update(t.axes(setup))

@@ -8,21 +8,25 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from trained import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optrush import talk
 from optrush.commands import chat
 from optrush.data.rows import Message, Where
-from optrush.model import tiny
+from optrush.model import save, tiny
+from optrush.model.plain import load_plain
 from optrush.sampling import Sampling
+from optrush.shown import shown
 
-from clirun import Found
+from clirun import Found, edited
 
 Call = Callable[..., Found]
 SHORT = ("--max-tokens", "12")
@@ -150,7 +154,7 @@ ESCAPES = "\x1b[31mred\x1b]0;title\x07 \x9b2J \u202egnp.exe\r\x00 " + KEPT
 def test_no_control_character_reaches_a_terminal(
     call: Call, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = talk.shown(ESCAPES)
+    seen = shown(ESCAPES)
     assert not set(seen) & set("\x1b\x07\x9b\u202e\r\x00")
     assert seen.endswith(KEPT)
     whole = talk.Answer(ESCAPES, 3, "stop")
@@ -181,6 +185,7 @@ def test_a_conversation(call: Call, trained: Path, here: Path, monkeypatch: pyte
     found = talked(
         call, monkeypatch, trained,
         "How do I make soup?", "/nonsense", "/set max_tokens=3", "/set colour=red", "/set top_p=2", "Again",
+        "/save ~nosuchuser/x", "/save a\0b",
         "/save talk.jsonl", "/system Be brief.", "Hello", "/save talk.jsonl", "/reset", "/save talk.jsonl", "/help",
         "  /really", "hold <|im_end|> it", "", "/quit", "Never asked",
     )  # fmt: skip
@@ -194,6 +199,8 @@ def test_a_conversation(call: Call, trained: Path, here: Path, monkeypatch: pyte
     for said in (
         "no such command",
         "no such setting",
+        "nobody of that name",
+        "null byte",
         "`top_p`",
         "max_tokens=3",
         "nothing has been said",
@@ -281,6 +288,27 @@ def test_what_is_refused(call: Call, trained: Path, model: Path, here: Path) -> 
     assert "missing keys: model.layers.4" in refused(call, "odd", *say)
 
 
+def test_no_code_that_a_folder_names(
+    trained: Path, model: Path, here: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention that config.json names is neither asked for nor handed on; a package that is lacking is said."""
+    kernel = {key: "org/kernel" for key in save.LEFT_OUT if "attn" in key}
+    folder = edited(trained / "model", here / "m", **kernel)
+    loaded = load_plain(folder, None, torch.device("cpu"))
+    assert loaded.config._attn_implementation == "sdpa"
+    weight = torch.zeros(2, 2)
+    recipe = SimpleNamespace(entries={"w": 1}, buffers={}, split=lambda name, full: [(name, full)])
+    save.export(here / "out", iter([("w", weight)]), recipe, {"model_type": "llama", **kernel})  # type: ignore[arg-type]
+    written = json.loads((here / "out" / "config.json").read_text())
+    assert written["model_type"] == "llama" and not written.keys() & kernel.keys()
+
+    def lacks(*_: Any, **__: Any) -> None:
+        raise ImportError("the package kernels is not installed")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lacks)
+    assert "the package kernels" in refused(call, "m", "--message", "Hi")
+
+
 def test_an_adapter_on_its_base(call: Call, cache: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's adapter/ where no model/ is, or the folder alone; without PEFT it is said what to install."""
     of = run(cache, "lora", with_="{lora: {rank: 4}, packing: {}}")
@@ -293,5 +321,22 @@ def test_an_adapter_on_its_base(call: Call, cache: Path, here: Path, monkeypatch
     assert texts(asked(call, "bare", *flags)) == merged != texts(asked(call, "tiny", *flags))
     both = asked(call, "bare/adapter", "--base", *flags)
     assert texts(both, 1) == merged and texts(both, 0) == texts(asked(call, "tiny", *flags))
+    file = here / "bare" / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = min(tensors)
+    for wrong, why in (
+        ({k: v for k, v in tensors.items() if k != name}, f"no values for {name}"),
+        ({**tensors, "base_model.model.other.lora_A.weight": torch.ones(1)}, "base_model.model.other.lora_A.weight"),
+        ({**tensors, name: torch.ones(1)}, "Error(s) in loading"),
+    ):
+        save_file(wrong, file)
+        found = refused(call, "bare", *flags)
+        assert why in found, found
+    file.write_bytes(b"no")
+    assert "no adapter_model.safetensors that can be read" in refused(call, "bare", *flags)
+    file.rename(file.with_suffix(".bin"))
+    assert "no adapter_model.safetensors that can be read" in refused(call, "bare", *flags)
+    (here / "bare" / "adapter" / "adapter_config.json").write_text("[")
+    assert "adapter_config.json is no JSON" in refused(call, "bare/adapter", *flags)
     monkeypatch.setattr(talk, "library", lambda name: None)
     assert "python -m pip install peft" in refused(call, "bare", *flags)

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import yaml
 from test_wrong_input import refused
+from transformers import AutoTokenizer
 
 from optrush import config, hardware
 from optrush.errors import NeedsError
+from optrush.model import tiny
 from optrush.prepare import prepare
 
 from clirun import Found, base, metrics, write_rows
@@ -94,6 +96,13 @@ def test_a_plan_counts_what_pairs_cost(call: Call, write: Write) -> None:
     assert given["forward.gate_up"] == pytest.approx(plain["forward.gate_up"]) and "reference.head" not in given
 
 
+def test_a_plan_knows_which_adapters_can_be_undone(call: Call, write: Write) -> None:
+    """Beside modules that are trained whole the reference is made once, and no step pays for it."""
+    config = write(**preferences(model={"path": "tiny"}), with_={"lora": {"save": ["norm"]}})
+    found = call("plan", config, "--hardware", "h200", "--json")
+    assert found.code == 0 and "reference.head" not in {w["name"] for w in json.loads(found.out)["work"]}
+
+
 def test_a_first_file_for_pairs(call: Call, here: Path) -> None:
     write_rows(here / "pairs.jsonl", rows())
     assert call("init", "train.yaml", "--model", "tiny", "--data", "pairs.jsonl").code == 0
@@ -140,6 +149,10 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         preferences(dpo={"reference": "adapter"}),
         ("`dpo.reference: adapter`", "every weight is trained", "precomputed"),
     ),
+    "an adapter and whole weights": (
+        preferences(dpo={"reference": "adapter"}, with_={"packing": {}, "lora": {"save": ["norm"]}}),
+        ("`dpo.reference: adapter`", "what is trained cannot be undone", "leave save and init out"),
+    ),
     "too long": (
         preferences(data={"too_long": "error"}, batch={"seq": 64, "tokens": 256}),
         ("pairs of at most 64", "data.too_long: drop"),
@@ -151,6 +164,20 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 def test_refused(name: str, call: Call, write: Write) -> None:
     changes, says = REFUSED[name]
     refused(call("train", write(**changes)), *says)
+
+
+@pytest.mark.parametrize("verb", [("train", "--dry-run"), ("plan",)])
+@pytest.mark.parametrize(
+    ("with_", "says"), [({}, "every weight is trained"), ({"lora": {"save": ["norm"]}}, "leave save and init out")]
+)
+def test_what_cannot_be_undone_is_refused_by_all(
+    verb: tuple[str, ...], with_: dict[str, Any], says: str, call: Call, write: Write
+) -> None:
+    name, *flags = verb
+    config = write(**preferences(dpo={"reference": "adapter"}, with_=with_))
+    refused(call(name, config, *flags), "`dpo.reference: adapter`", says, "dpo.reference: precomputed")
+    config = write(**preferences(dpo={"reference": "adapter"}, with_={"lora": {}}))
+    assert call(name, config, *flags).code == 0
 
 
 @pytest.mark.parametrize("verb", [("train", "--dry-run"), ("data", "show", "--packed")])
@@ -187,6 +214,62 @@ def test_kernels_that_cannot_serve_pairs(technique: str, option: str, says: str)
 
 def test_an_evaluation_needs_another_model(call: Call, write: Write) -> None:
     refused(call("eval", write(**preferences())), "`optrush eval` of `objective: dpo`", "--model OUTPUT/model")
+
+
+def test_models_that_read_the_pairs_otherwise_are_not_compared(call: Call, write: Write, here: Path) -> None:
+    """Another template, another tokenizer; new tokens alone, of which no pair has one, change nothing."""
+    write_rows(here / "pairs.jsonl", [{k: [{"role": "assistant", "content": v}] if k != "prompt" else v
+                                       for k, v in row.items()} for row in rows()])  # fmt: skip
+    config = write(**preferences(data={"sample": None, "path": "pairs.jsonl"}, output="trained"))
+    tiny.write(here / "other", seed=3)
+    assert call("eval", config, "--model", "other").code == 0
+    (here / "other" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    )
+    found = call("eval", config, "--model", "other")
+    asked = "`optrush eval` of `objective: dpo`"
+    refused(found, asked, "other tokens for other than for tiny: another chat template", "CONFIG's", output="trained")
+    tiny.write(here / "third", seed=3)
+    tokenizer = json.loads((here / "third" / "tokenizer.json").read_text())
+    merges = tokenizer["model"]["merges"]
+    tokenizer["model"]["merges"] = merges[: len(merges) // 2]
+    (here / "third" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    found = call("eval", config, "--model", "third")
+    refused(found, asked, "another tokenizer", output="trained")
+    tiny.write(here / "fourth", seed=3)
+    made = AutoTokenizer.from_pretrained(here / "fourth")
+    made.add_tokens(["<unseen>"], special_tokens=True)
+    made.save_pretrained(here / "fourth")
+    assert call("eval", config, "--model", "fourth").code == 0
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_a_merged_model_is_measured_without_adapters(
+    objective: str, call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that began from a folder's: laid over the merged model it would count twice, as would 4 bits."""
+    write_rows(here / "pairs.jsonl", rows(20))
+    run = preferences(
+        data={"sample": None, "path": "pairs.jsonl"} if objective == "dpo" else {"sample": None, "path": "chat.jsonl"},
+        optim={"lr": 3e-2}, objective=objective,
+    )  # fmt: skip
+    first = call("train", write(**run, with_={"packing": {}, "lora": {"rank": 2}}), "--set", "output=first")
+    assert first.code == 0, first.err
+    init = here / "first" / "adapter"
+    assert init.is_dir()
+    config = write(**run, with_={"packing": {}, "nf4": {}, "lora": {"rank": 2, "init": str(init)}})
+    found = call("train", config)
+    assert found.code == 0, found.err
+    evals = [m for m in metrics(here / "out") if "eval_loss" in m]
+    found = call("eval", config, "--model", "out/model", "--json")
+    assert found.code == 0 and "out/model is measured as it lies there, without nf4, lora" in " ".join(
+        found.err.split()
+    )
+    measured = json.loads(found.out)
+    assert measured["loss"] == pytest.approx(evals[-1]["eval_loss"], rel=1e-4)
+    assert abs(evals[-1]["eval_loss"] - evals[0]["eval_loss"]) > 1e-2
+    if objective == "dpo":
+        assert measured["reward_margin"] == pytest.approx(evals[-1]["eval_reward_margin"], rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.skipif(bool(hardware.probe()), reason="a rung of its own device")

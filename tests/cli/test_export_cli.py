@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from trained import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush import card, deliver, runfolder, verify
+from optrush import card, deliver, rebuild, runfolder, verify
 from optrush.config import Run
 
 from clirun import Found
@@ -147,6 +147,8 @@ def test_a_tensor_that_is_not_what_was_written_is_red(
     assert found.code == 1 and found.out == "", found
     assert f"is not the trained model: {tensor} was written otherwise" in found.err
     assert not (here / "bad").exists() and (here / "bad.tmp" / "config.json").is_file()
+    assert "bad.tmp, where it would be written first, is there" in refused(call, "run", "--out", "bad")
+    shutil.rmtree(here / "bad.tmp")
     assert call("export", "run", "--out", "bad", "--no-verify", "--dtype", dtype).code == 0, "nobody looked"
 
 
@@ -227,6 +229,7 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     assert "is no folder" in refused(call, "run", "--out", "a/b")
     assert "has no adapter" in refused(call, "run", "--adapter")
     assert "leave one out" in refused(call, "run", "--adapter", "--dtype", "bfloat16")
+    assert "an adapter is one file" in refused(call, "run", "--adapter", "--max-shard-gb", "2")
     shutil.rmtree(trained / "checkpoints")
     assert "no checkpoint in it" in refused(call, "run")
     (trained / "run.yaml").write_bytes(b"\xff")
@@ -252,7 +255,8 @@ def test_adapters(call: Call, cache: Path, here: Path) -> None:
     of = run(cache, "lora", with_="{lora: {rank: 4}, packing: {}}")
     facts = exported(call, str(of), "--out", "merged")
     assert facts["compared"]["relative"] < 1e-4
-    assert exported(call, str(of), "--out", "adapter", "--adapter")["compared"] is None
+    found = exported(call, str(of), "--out", "adapter", "--adapter")
+    assert found["compared"] is None and found["dtype"] is None
     base = AutoModelForCausalLM.from_pretrained(cache / "optrush" / "tiny-1", dtype=torch.float32)
     before = base(torch.arange(9)[None]).logits
     with torch.no_grad(), warnings.catch_warnings():
@@ -261,6 +265,30 @@ def test_adapters(call: Call, cache: Path, here: Path) -> None:
         merged = AutoModelForCausalLM.from_pretrained(here / "merged", dtype=torch.float32)
         theirs = merged(torch.arange(9)[None]).logits
     assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max() and not torch.allclose(before, theirs, atol=1e-3)
+
+
+def test_adapters_that_meant_something_else(call: Call, cache: Path, here: Path) -> None:
+    shutil.copytree(run(cache, "lora", with_="{lora: {rank: 4}, packing: {}}"), here / "run")
+    settings = yaml.safe_load((here / "run" / "run.yaml").read_text())
+    settings["with"]["lora"]["alpha"] = 2.0
+    (here / "run" / "run.yaml").write_text(yaml.safe_dump(settings))
+    for more in ((), ("--adapter",)):
+        said = refused(call, "run", "--out", "none", *more)
+        assert "`adapters` was lora, scaling 8," in said and "and is lora, scaling 0.5," in said
+
+
+def test_a_base_that_training_rounded_and_a_folder_that_is_gone(call: Call, cache: Path, here: Path) -> None:
+    """Under amp frozen matrices multiply in bf16, and so they are written. What adapters began with is not needed."""
+    of, begun = run(cache, "lora", with_="{lora: {rank: 4}, packing: {}}"), cache / "begun"
+    shutil.copytree(of / "adapter", begun)
+    lora = f"{{rank: 4, init: {begun}}}"
+    of = run(cache, "amp", with_=f"{{amp: {{stream: half}}, lora: {lora}, packing: {{}}}}")
+    shutil.rmtree(begun)
+    facts = exported(call, str(of), "--checkpoint", "6", "--out", "out")
+    assert facts["dtype"] == "bfloat16"
+    assert rebuild._bare(rebuild.read_run(of)[1]).with_["amp"] == {}, "compared in float32, without its stream"
+    ours, theirs = load_file(here / "out" / "model.safetensors"), load_file(of / "model" / "model.safetensors")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
 def test_weights_stored_in_few_bits_are_written_dense(call: Call, cache: Path, here: Path) -> None:
@@ -309,6 +337,48 @@ def test_what_the_card_says(call: Call, trained: Path, model: Path, here: Path) 
         assert "license" not in yaml.safe_load(text.split("---\n")[1])
     (base / "README.md").write_text("---\na: [\n---\n")
     card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base)
+
+
+def test_the_card_has_no_path_of_what_is_gone(trained: Path, here: Path) -> None:
+    (here / "notes").mkdir()
+    named = {
+        f"{here}/gone/base": "base", f"{here}/*/chat-*.jsonl": "chat-*.jsonl", "notes/gone": "gone",
+        "secret/rows.jsonl": "rows.jsonl", "../secret": "secret", "org/Set:train": "org/Set:train",
+        "hub:org/Set": "hub:org/Set",
+    }  # fmt: skip
+    for path, name in named.items():
+        settings: dict[str, Any] = {"model": {"path": path}, "objective": "sft", "data": {"path": path}, "output": "x"}
+        text = card.card(Run.model_validate(settings), trained, 6, None)
+        assert f"| base model | {card.escaped(name)} |" in text and f"| data | {card.escaped(name)} |" in text
+        assert str(here) not in text and "secret/" not in text
+
+
+def test_what_others_made_is_left(call: Call, cache: Path, trained: Path, here: Path) -> None:
+    """Folders called as export's own; of a run at work, and of whoever."""
+    for folder in (here / "other.tmp", here / "other.tmp.tmp", here / "other.old.tmp", trained / "model.tmp"):
+        folder.mkdir()
+        (folder / "config.json").write_text("mine")
+
+    def untouched() -> bool:
+        return all((f / "config.json").read_text() == "mine" for f in (here / "other.tmp", trained / "model.tmp"))
+
+    assert "where it would be written first, is there" in refused(call, "run", "--out", "other") and untouched()
+    with runfolder.lock(trained):
+        for more in ((), ("--out", "run/model"), ("--out", str(here / "run" / "adapter"))):
+            assert "another run is at work there" in refused(call, "run", *more) and untouched()
+    exported(call, "run", "--out", "run/model", "--no-verify")
+    assert not (trained / "model.tmp").exists(), "what a kill left"
+    (here / "other.tmp").rename(here / "kept")
+    exported(call, str(run(cache, "lora", with_="{lora: {rank: 4}, packing: {}}")), "--out", "other", "--adapter")
+    assert all((here / f / "config.json").is_file() for f in ("kept", "other.tmp.tmp", "other.old.tmp"))
+
+
+def test_data_that_cannot_be_read_is_not_there(call: Call, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(verify.read, "attempts", fail)
+    assert "random tokens" in exported(call, "run")["compared"]["texts"]
 
 
 def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +17,12 @@ import torch
 from trained import ROWS, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush import answers_page, judge
+from optrush import answers_page, judge, talk
 from optrush.data.prompts import prompts
 from optrush.data.rows import Chat, Completion, Message
 from optrush.errors import DataError
 from optrush.model import tiny
+from optrush.sampling import Sampling
 
 from clirun import Found, write_rows
 
@@ -118,6 +120,42 @@ def test_the_answers_are_transformers_own(call: Call, trained: Path, model: Path
     )
     assert same["likelier"]["ties"] == 2 and same["likelier"]["rate"] is None
     assert not list(here.glob("*.part"))
+
+
+def test_a_neighbour_takes_no_room(trained: Path, here: Path) -> None:
+    """Each answer is as long as alone, whatever else is in the batch; the likeliest token forever, so none ends."""
+    folder = shutil.copytree(trained / "model", here / "m")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
+    speaker = talk.Speaker(talk.find("m"))
+    speaker.stops = []
+    prompts = [list(range(300, 300 + n)) for n in (20, 4, 22, 5)]
+    sampling = Sampling(greedy=True, max_tokens=12)
+    found = speaker.answers(prompts, sampling, 0)
+    assert [a.tokens for a in found] == [4, 12, 2, 12]
+    assert found == [speaker.answers([ids], sampling, 0)[0] for ids in prompts]
+
+
+def test_how_to_draw_is_the_flags_word(trained: Path, here: Path) -> None:
+    """Beams, several answers or other cuts in the folder's generation config change neither greedy nor drawn answers;
+    a penalty of the model's own does.
+    """
+    folder = shutil.copytree(trained / "model", here / "m")
+    file = folder / "generation_config.json"
+    given = json.loads(file.read_text())
+    prompts = [list(range(300, 306)), list(range(310, 313))]
+    answers = []
+    for more in ({}, {"num_beams": 3, "num_return_sequences": 3, "return_dict_in_generate": True, "min_p": 0.9,
+                      "typical_p": 0.1, "do_sample": True, "max_length": 7, "stop_strings": ["a"]},
+                 {"repetition_penalty": 9.0}):  # fmt: skip
+        file.write_text(json.dumps(given | more))
+        speaker = talk.Speaker(talk.find("m"))
+        answers.append([
+            speaker.answers(prompts, Sampling(greedy=greedy, temperature=2.0, top_p=1.0, max_tokens=9), 3)
+            for greedy in (True, False)
+        ])  # fmt: skip
+    assert answers[0] == answers[1] and [len(a) for a in answers[0]] == [2, 2]
+    assert answers[2][0] != answers[0][0]
 
 
 def test_one_model_and_the_seed(call: Call, trained: Path, here: Path) -> None:
@@ -234,8 +272,18 @@ def test_judging_is_blind_and_goes_on(call: Call, here: Path, monkeypatch: pytes
     answers[2]["other"] = "another"
     write_rows(here / "a.jsonl", answers)
     assert "a verdict on other answers" in refused(call, "--judge", "a.jsonl")
-    (here / "a.verdicts.jsonl").write_text("{}\n")
-    assert "no verdict" in refused(call, "--judge", "a.jsonl")
+    for verdict, why in (
+        ({}, "no verdict"),
+        ({"verdict": "tie"}, "other answers"),
+        ({"verdict": "tie", "row": [1]}, "other answers"),
+        ({"verdict": "tie", "row": 99}, "other"),
+    ):
+        write_rows(here / "a.verdicts.jsonl", [verdict])
+        assert why in refused(call, "--judge", "a.jsonl")
+    (here / "a.verdicts.jsonl").unlink()
+    for _ in range(2):  # left at once, which leaves an empty file
+        assert judged(call, monkeypatch, "q\n").code == 0
+    assert (here / "a.verdicts.jsonl").read_bytes() == b""
 
 
 def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
@@ -253,6 +301,14 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     (here / "c.html").write_text("")
     assert "c.html exists" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "c.jsonl")
     assert "generate first" in refused(call, "tiny", "--judge", "a.jsonl")
+    assert "--batch beside it" in refused(call, "--judge", "a.jsonl", "--batch", "2")
+    assert "--system with --plain" in refused(call, *some, "--plain", "--system", "x")
+    assert "--temperature with --greedy" in refused(call, *some, "--greedy", "--temperature", "0.7")
+    assert "--top-p with --greedy" in refused(call, *some, "--greedy", "--top-p", "0.9")
+    for value in ("1e-42", "0", "nan", "inf"):
+        assert "`temperature`" in refused(call, *some, "--temperature", value)
+    assert call("generate", *some, "--seed", str(2**63)).code == 2
+    assert "nobody of that name" in refused(call, "~nosuchuser/x", *some[1:])
     assert "No such file" in refused(call, "--judge", "a.jsonl")
     write_rows(here / "one.jsonl", [{"prompt": "x", "answer": "y"}])
     assert "--base or --against" in refused(call, "--judge", "one.jsonl")

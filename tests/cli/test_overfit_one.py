@@ -7,9 +7,11 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +23,7 @@ from test_wrong_input import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optrush import overfit as module
-from optrush.config import parse
+from optrush.config import Dpo, parse
 from optrush.data.batch import collate
 from optrush.data.document import Document
 from optrush.job import Job
@@ -165,6 +167,58 @@ def test_pairs(call: Call, write: Write, here: Path) -> None:
     smooth = document(call("train", config, "--overfit", "1", "--set", "dpo.label_smoothing=0.2", "--json"), 0)
     floor = -0.2 * math.log(0.2) - 0.8 * math.log(0.8)
     assert smooth["floor"] == pytest.approx(floor) and floor < smooth["loss"] <= 1.01 * floor
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
+def test_pairs_that_contradict_each_other(loss: str, call: Call, write: Write, here: Path) -> None:
+    """A over B twice and B over A once, of one prompt: the loss goes down to what is left, and no further."""
+    ask, good, bad = (
+        {"role": r, "content": c} for r, c in (("user", "Soup?"), ("assistant", "Yes"), ("assistant", "No"))
+    )
+    a, b = ({"prompt": [ask], "chosen": [x], "rejected": [y]} for x, y in ((good, bad), (bad, good)))
+    write_rows(here / "pairs.jsonl", [a, b, a])
+    config = write(**{**SMALL, "data": {"path": "pairs.jsonl", "eval": None}}, objective="dpo", dpo={"loss": loss})
+    more = ["--set", "batch.tokens=384", "--set", f"dpo.beta={1 if loss == 'ipo' else 0.1}"]
+    answer = document(call("train", config, "--overfit", "1", *more, "--json"), 0)
+    floor = 2 / 9 if loss == "ipo" else (math.log(3) - 2 / 3 * math.log(2))
+    assert answer["terms"] == 6 and answer["floor"] == pytest.approx(floor)
+    assert floor < answer["loss"] <= 1.01 * floor
+    assert re.search(r"are each chosen over the other \((4 x and 2|2 x and 4) x\)", answer["found"])
+
+
+def test_the_floor_of_pairs() -> None:
+    """Against the least value that a search over the margin finds; what to do is said for pairs."""
+    counts = Counter({0: 5, 1: 2})
+    own = {1: (counts, [[5], [6]]), 2: (Counter({1: 3}), [[7], [8]])}
+    tokenizer = SimpleNamespace(decode=str)
+    margins = torch.linspace(-40, 40, 400_001, dtype=torch.float64)
+    for settings in (Dpo(label_smoothing=0.1), Dpo(), Dpo(loss="ipo", beta=0.2)):
+        e, half = settings.label_smoothing, 1 / (2 * settings.beta)
+
+        def one(z: torch.Tensor) -> torch.Tensor:
+            if settings.loss == "ipo":  # noqa: B023
+                return (z - half).square()  # noqa: B023
+            return -(1 - e) * torch.nn.functional.logsigmoid(z) - e * torch.nn.functional.logsigmoid(-z)  # noqa: B023
+
+        least = (5 * one(margins) + 2 * one(-margins)).min() + 3 * one(margins).min()
+        found = module._floor_of_pairs(settings, own, tokenizer)
+        assert found.loss == pytest.approx(least.item() / 10, rel=1e-6, abs=1e-9)
+        assert found.example == "'...[5]' and '...[6]' are each chosen over the other (5 x and 2 x)"
+        assert "one of the two pairs" in diagnose(seen(floor=found, after=found.loss, losses=[9.0, found.loss]))[2]
+    smooth = module._floor_of_pairs(Dpo(label_smoothing=0.1), {2: own[2]}, tokenizer)
+    assert "label_smoothing 0.1" in smooth.example and "smaller dpo.label_smoothing" in smooth.do
+    assert module._floor_of_pairs(Dpo(), {2: own[2]}, tokenizer).loss == 0
+
+
+def test_only_the_pairs_that_are_shown_get_a_reference(call: Call, write: Write, here: Path) -> None:
+    """And the cache has none of them."""
+    rows = [{"prompt": f"Soup {i}? ", "chosen": "Yes, with two onions.", "rejected": "No."} for i in range(40)]
+    write_rows(here / "pairs.jsonl", rows)
+    config = write(**{**SMALL, "data": {"path": "pairs.jsonl", "eval": 0.2, "cache": "kept"}}, objective="dpo")
+    found = call("train", config, "--overfit", "2", "--json")
+    answer = document(found, 0)
+    assert answer["first_loss"] == pytest.approx(math.log(2), abs=1e-6) and answer["loss"] <= 0.05
+    assert "the reference of" not in found.err and not (here / "kept" / "reference").exists()
 
 
 def test_what_follows_a_beginning() -> None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from optrush import trackers
+from optrush import console, trackers
 from optrush.config import dump, parse
+from optrush.errors import ConfigError
+from optrush.prepare import prepare
+from optrush.shown import shown
 from optrush.withheld import scrubbed
 
 from clirun import Found
@@ -39,6 +42,8 @@ def test_one_key_or_several(write: Write, here: Path) -> None:
         ("mlflow", "`tracker: mlflow`", "MLFLOW_TRACKING_URI", "tracker.offline: true"),
         ("trackio", "`tracker: trackio`", "TRACKIO_SERVER_URL", "tracker.offline: true"),
         ({"name": "mlflow", "uri": "http://h", "offline": True}, "`tracker.offline: true`", "`tracker.uri`", "leave"),
+        ({"name": "mlflow", "uri": "sqlite:///a.db"}, "`tracker: mlflow`", "sqlite:///a.db", "tracker.offline: true"),
+        ({"name": "trackio", "uri": "http://h"}, "`tracker: trackio`", "no TRACKIO_WRITE_TOKEN", "set TRACKIO_WRITE"),
         ({"name": "mlflow", "uri": "http://u:c4n4ry@h"}, "`tracker.uri`", "a user or password", "take it out"),
         ({"name": "trackio", "uri": "http://h/?t=c4n4ry"}, "`tracker.uri`", "more than host and path", "environment"),
         ("http://u:c4n4ry@h", "`tracker`", "http://***@h", "'mlflow', 'wandb' or 'trackio'"),
@@ -47,7 +52,7 @@ def test_one_key_or_several(write: Write, here: Path) -> None:
 def test_what_is_refused(
     tracker: Any, asked: str, found: str, do: str, write: Write, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("MLFLOW_TRACKING_URI", "TRACKIO_SERVER_URL"):
+    for name in ("MLFLOW_TRACKING_URI", "TRACKIO_SERVER_URL", "TRACKIO_WRITE_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     got = call("train", write(tracker=tracker))
     lines = got.err.splitlines()
@@ -60,6 +65,31 @@ def test_what_is_refused(
 def test_a_flag_with_a_password(write: Write, call: Call) -> None:
     got = call("train", write(), "--set", "tracker=http://u:c4n4ry@h")
     assert got.code == 2 and "c4n4ry" not in got.err and "***@h" in got.err
+
+
+def test_no_verb_writes_a_password(write: Write, call: Call, here: Path) -> None:
+    """Every verb that reads a configuration refuses it, and leaves no file behind."""
+    config = write(tracker={"name": "mlflow", "uri": "http://u:c4n4ry@h"})
+    before = sorted(here.iterdir())
+    for verb in (("bench", config, "--out", "records"), ("plan", config, "--out", "best.yaml"),
+                 ("data", "show", config), ("calibrate", config)):  # fmt: skip
+        got = call(*verb)
+        assert got.code == 2 and "asked: `tracker.uri`" in got.err and "c4n4ry" not in got.err + got.out, (verb, got)
+    run = parse(Path(config).read_text(), "run.yaml")
+    with pytest.raises(ConfigError, match="an address with a user or password"):
+        prepare(run)
+    assert sorted(here.iterdir()) == before
+
+
+def test_an_error_moves_no_terminal(call: Call, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.yaml").write_text('model: "\\e[2J\\e]0;x\\a"\nobjective: sft\noutput: out\ndata: {random: 1}\nbatch: 1\n')
+    for arguments in (("train", "bad.yaml"), ("chat", "no\x1b[31mwhere")):
+        got = call(*arguments)
+        assert got.code == 2 and got.err.startswith("asked: ") and not set(got.err) & set("\x1b\a"), got.err
+    assert "\ufffd[31mwhere" in got.err
+    console.say("\x1b[2Jhe said")
+    assert capsys.readouterr().err == "\ufffd[2Jhe said\n"
+    assert shown("\x1b\n\t") == "\ufffd\n\t"
 
 
 @pytest.mark.parametrize("name", list(trackers.NAMES))

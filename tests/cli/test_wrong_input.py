@@ -154,7 +154,7 @@ VALUES: dict[str, Case] = {
     "unknown technique": (
         {"with": {"pakcing": {}}}, [], ("the technique `pakcing`", "no such technique", "did you mean `packing`?"),
     ),
-    "unknown technique by flag": ({}, ["--with", "zzz"], ("the technique `zzz`", "known: adam8bit, amp, attention")),
+    "unknown technique by flag": ({}, ["--with", "zzz"], ("the technique `zzz`", "known: adam4bit, adam8bit, amp")),
     "unknown option": (
         {"with": {"attention": {"imp": "sdpa"}}}, [], ("`attention: imp`", "no such option", "did you mean `impl`?"),
     ),

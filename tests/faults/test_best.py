@@ -15,8 +15,9 @@ from test_refusals import flip
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401 - forked runs find it loaded
 
 from optrush import shards, step
-from optrush.best import Best, Keeper, recall
-from optrush.checkpoint import find
+from optrush.best import Best, Keeper, comparable, recall
+from optrush.checkpoint import find, verify
+from optrush.config import Dpo, parse
 
 from harness import ended, fork, told
 from runs import (
@@ -222,10 +223,35 @@ def test_what_is_best(tmp_path: Path) -> None:
     assert keeper.judge(8, 0.5)
     assert keeper.spared(8) == 8 and keeper.spared(9) == 4, "not saved yet"
     (tmp_path / "metrics.jsonl").write_text("")
-    assert recall(tmp_path, 12) == (None, []), "no such checkpoint"
+    assert recall(tmp_path, 12, bool) == (None, []), "no such checkpoint"
     assert not (tmp_path / "checkpoints" / "best.json").exists()
     (tmp_path / "checkpoints" / "best.json").write_text("{")
-    assert recall(tmp_path, 12) == (None, [])
+    assert recall(tmp_path, 12, bool) == (None, [])
+
+
+def test_losses_that_do_not_compare(home: Path) -> None:
+    """Of other held-out data: what was better before the change is not the best, however often the run is resumed."""
+    output, config = configured(home, "other")
+    assert trained(config) == 0, said(config)
+    before = best_of(output)
+    for steps in (14, 16):
+        flags = ("--set", "data.eval=0.3", "--set", f"train.steps={steps}", "--allow-change", "data")
+        assert trained(config, "--resume", "auto", *flags, "--allow-change", "schedule") == 0, said(config)
+        found = {n: loss for n, loss in losses(output).items() if n > 12}
+        assert min(found.values()) > before[1], "no test of anything"
+        assert pointed(output) == min(found.items(), key=lambda pair: pair[1])
+
+
+def test_what_compares(home: Path) -> None:
+    run = parse((home / "reference" / "run.yaml").read_text(), "run.yaml")
+    marks = {"data": "a", "template": "b", "tokenizer": "c", "order": "d"}
+    manifest = verify(find(home / "reference")[0])
+    before = manifest.model_copy(update={"fingerprints": marks})
+    assert comparable(run, marks | {"order": "e"}, before)
+    for key in ("data", "template", "tokenizer"):
+        assert not comparable(run, marks | {key: "x"}, before), key
+    assert not comparable(run.model_copy(update={"dpo": Dpo(loss="ipo")}), marks, before)
+    assert not comparable(run.model_copy(update={"objective": "sft"}), marks, before)
 
 
 def test_a_best_one_of_a_future_that_was_left(home: Path) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from optrush import step
+from optrush import reporting, step
 from optrush.checkpoint import find
+from optrush.config import Tracker
+from optrush.trackers import follow
 
 from harness import ended, told
 from runs import (
@@ -138,6 +140,7 @@ def test_mlflow_is_told_everything(home: Path, server: Server) -> None:
 def test_a_server_that_is_not_there(home: Path, tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 2 before step 0, in three lines, and nothing is written."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("TRACKIO_WRITE_TOKEN", "0" * 40)
     output, config = tracked(home, f"nobody-{tracker}", {"name": tracker, "uri": "http://127.0.0.1:9"})
     assert trained(config) == 2, said(config)
     assert all(f"{part}: " in said(config) for part in ("asked", "found")) and "tracker.offline: true" in said(config)
@@ -205,6 +208,131 @@ def test_resumed_it_is_one_run(home: Path, server: Server, number: signal.Signal
     assert server.asked("runs/update")[-1]["body"]["status"] == "FINISHED"
     kept = [(key, at) for key, _, at in server.figures()]
     assert kept == [(key, at) for key, _, at in figures(output)] and len(set(kept)) == len(kept)
+
+
+def test_another_course_is_another_run(home: Path, server: Server) -> None:
+    """What was told of steps that are done otherwise now cannot be taken back: a new run has the whole history. An
+    extended run goes on with its own, and sends its new model.
+    """
+    output, config = tracked(home, "course", {"name": "mlflow", "uri": server.uri}, **{"train": {**TRAIN, "keep": 9}})
+    assert trained(config) == 0, said(config)
+    first = len(server.figures())
+    assert trained(config, "--resume", str(output / "checkpoints" / "step-000003"), "--set", "optim.lr=0.02") == 0
+    assert len(server.asked("runs/create")) == 2, said(config)
+    assert server.figures()[first:] == figures(output)
+    models = [r for r in server.asked("model/model.safetensors") if r["size"]]
+    assert trained(config, "--resume", "auto", "--set", "optim.lr=0.02", "--set", "train.steps=15") == 0, said(config)
+    assert len(server.asked("runs/create")) == 2 and server.figures()[first:] == figures(output)
+    best = json.loads((output / "checkpoints" / "best.json").read_text())["step"]
+    again = [r for r in server.asked("model/model.safetensors") if r["size"]]
+    assert len(again) == len(models) + (best > 12), f"the best one is of step {best}"
+
+
+class Choosy:
+    """A tracker that takes no checkpoints, and notes the rest."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def answer(self) -> None: ...
+
+    def start(self, config: Any, fresh: str, known: str | None) -> str:
+        return known or fresh
+
+    def metrics(self, step: int, values: Any) -> None:
+        self.got.append(step)
+
+    def artifact(self, path: Path, kind: str) -> None:
+        if kind == "checkpoint":
+            raise ValueError("too large")
+        self.got.append(path.name)
+
+    def finish(self, status: str) -> None:
+        self.got.append(status)
+
+
+def told_of(output: Path, tracker: Choosy, done: int, course: str, status: str) -> tuple[str, dict[str, Any]]:
+    """One process's work: the run's id there, and what it says at its end."""
+    messages: list[dict[str, Any]] = []
+    follower = follow.Follower(tracker, Tracker(name="wandb"), {}, output, messages.append)
+    follower.follow("fresh", done, course)
+    follower.turn()
+    follower.end(status)
+    os.close(follower.held)
+    return follower.known["id"], messages[-1]["done"]
+
+
+def write_run(output: Path, *steps: int) -> None:
+    """A run's folder with a checkpoint and a model, as far as a follower looks at them."""
+    for folder in ("checkpoints/step-000002", "model"):
+        (output / folder).mkdir(parents=True, exist_ok=True)
+    (output / "checkpoints" / "step-000002" / "manifest.json").write_text("{}")
+    (output / "model" / "model.safetensors").write_bytes(bytes(steps))
+    (output / "run.yaml").write_text("a")
+    (output / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": 1.5}}\n' for n in steps))
+
+
+def test_what_a_tracker_refuses_holds_up_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model and the end arrive, and what did not is named; a model of the same name is sent when it is another."""
+    monkeypatch.setattr(follow, "PATIENCE_S", 0.0)
+    write_run(tmp_path, 1, 2)
+    tracker = Choosy()
+    name, done = told_of(tmp_path, tracker, 0, "a", "finished")
+    assert tracker.got == [1, 2, "run.yaml", "model", "finished"] and name == "fresh"
+    assert done["refused"] == ["step-000002"] and done["error"] == "ValueError: too large" and done["left"] == 0
+    for steps, new in (((1, 2), []), ((1, 2, 3), [3, "model"])):
+        write_run(tmp_path, *steps)
+        tracker = Choosy()
+        assert told_of(tmp_path, tracker, 2, "a", "finished")[0] == "fresh"
+        assert tracker.got == [*new, "finished"]
+    write_run(tmp_path, 1, 2)  # cut back to step 2; repeated as it was, or not
+    assert told_of(tmp_path, Choosy(), 2, "a", "stopped")[0] == "fresh"
+    tracker = Choosy()
+    other = told_of(tmp_path, tracker, 2, "b", "stopped")[0]
+    assert other != "fresh" and tracker.got == [1, 2, "run.yaml", "stopped"]
+
+
+def test_each_line_is_read_once(tmp_path: Path) -> None:
+    write_run(tmp_path, 1, 2)
+    tracker = Choosy()
+    follower = follow.Follower(tracker, Tracker(name="wandb", artifacts="none"), {}, tmp_path, lambda what: None)
+    follower.follow("fresh", 0, "a")
+    read, loads = [0], json.loads
+
+    def counted(text: Any) -> Any:
+        read[0] += 1
+        return loads(text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(follow.json, "loads", counted)
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            for end in ("", '{"step": 3, "lo', 'ss": 1.5}\n'):
+                file.write(end)
+                file.flush()
+                assert follower.turn()
+    os.close(follower.held)
+    assert tracker.got == [1, 2, "run.yaml", 3] and read == [3]
+
+
+def test_a_second_interrupt_leaves_at_once(home: Path, server: Server) -> None:
+    """Without waiting for what is still to be sent."""
+    _, config = tracked(home, "interrupted", {"name": "mlflow", "uri": server.uri})
+
+    def before() -> None:
+        begin = step.begin
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            if n == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)
+            begin(job, n, steps)
+
+        def waits(self: Any) -> str:
+            raise AssertionError("it waited")
+
+        step.begin, reporting.Reporter.end = noted, waits
+
+    assert trained(config, before=before) == 130, said(config)
 
 
 CANARIES = {

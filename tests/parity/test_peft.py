@@ -102,6 +102,7 @@ def theirs(folder: Path, case: str, dtype: torch.dtype = torch.float32):
         made = IA3Config(**{"feedforward_modules": ["down_proj"], **options}, task_type="CAUSAL_LM")
     else:
         made = LoraConfig(r=R, lora_alpha=ALPHA, lora_dropout=0.0, task_type="CAUSAL_LM", **options)
+    torch.manual_seed(2)  # PEFT draws A from torch's own generator
     model = get_peft_model(model, made)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -191,18 +192,18 @@ def test_same_losses_and_gradients(folders, tmp_path, case):
 
 @pytest.mark.parametrize("case", ["all", "dora", "ia3", "transformers"])
 def test_bfloat16(folders, tmp_path, case):
-    """Of gradients the direction: at this width each value is a sum of a few rounded ones."""
+    """Both round, each at places of its own: from float32's gradients ours are about as far as PEFT's."""
     peft = theirs(folders(CASES[case][0]), case, torch.bfloat16)
+    exact = theirs(folders(CASES[case][0]), case)
     job = job_of(folders, tmp_path, case, peft, bf16={})
     assert {t.local.dtype for t in job.trained} == {torch.float32}
-    loss, want = job.loss(BATCH), loss_of(peft, BATCH)
+    loss, want, right = job.loss(BATCH), loss_of(peft, BATCH), loss_of(exact, BATCH)
     assert loss.item() == pytest.approx(want.item(), rel=1e-2)
-    loss.backward()
-    want.backward()
-    wanted = {plain(n): p.grad for n, p in peft.named_parameters() if p.requires_grad}
-    found = gradients(job)
-    a, b = (torch.cat([g[n].flatten().double() for n in wanted]) for g in (found, wanted))
-    assert (a - b).norm() < 0.05 * b.norm()
+    for each in (loss, want, right):
+        each.backward()
+    made = [{plain(n): p.grad for n, p in m.named_parameters() if p.requires_grad} for m in (exact, peft)]
+    right, other, ours = (torch.cat([g[n].flatten().double() for n in made[0]]) for g in (*made, gradients(job)))
+    assert (ours - right).norm() < max(1.5 * (other - right).norm(), 0.02 * right.norm())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -248,6 +248,21 @@ def test_a_config_that_does_not_say_so(folders, tmp_path):
     assert caught.value.do == "add --with nf4 --with lora"
 
 
+def test_a_config_that_says_nothing_or_another_thing(folders, tmp_path):
+    """The tensors say in which form they are; read as another their values would be none."""
+    silent = changed(folders, tmp_path, config_edit=lambda hf: hf.pop("quantization_config"))
+    for with_, text in (({"nf4": {"double": False}}, "quantised scales"), ({"int8": {}}, "in 8 bits")):
+        with pytest.raises(NeedsError, match=text) as caught:
+            assembled(run(silent, tmp_path / "run", lora={}, **with_))
+        assert caught.value.do.startswith("take --with nf4:double=true")
+    assembled(run(silent, tmp_path / "run", lora={}, nf4={}))
+    shutil.rmtree(silent)
+    odd = changed(folders, tmp_path, config_edit=lambda hf: hf.update(quantization_config=["nf4"]))
+    for with_, kind in (({"nf4": {}, "lora": {}}, ConfigError), ({}, NeedsError)):
+        with pytest.raises(kind, match="no mapping"):
+            prepare(run(odd, tmp_path / "run", **with_))
+
+
 def test_through_transformers(folders, tmp_path):
     _, four = folders("llama")
     asked = run(four, tmp_path / "run", nf4={}, lora={})
@@ -271,6 +286,16 @@ def repacked(tensors):
     }  # fmt: skip
 
 
+def single(tensors):
+    """One tensor whose scales are not quantised among others whose are."""
+    made = nf4.quantise(torch.randn(json.loads(bytes(tensors[STATE].tolist()))["shape"]), False)
+    state = {k: v for k, v in json.loads(bytes(tensors[STATE].tolist())).items() if not k.startswith("nested")}
+    tensors[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    for end in (".nested_absmax", ".nested_quant_map"):
+        tensors.pop(f"{Q}{end}")
+    tensors |= {Q: made["codes"][:, None], f"{Q}.absmax": made["absmax"]}
+
+
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
@@ -284,6 +309,15 @@ def repacked(tensors):
         (lambda t: t.pop(f"{Q}.absmax"), "bytes of .*absmax"),
         (lambda t: t.update({Q: t[Q][:-1].clone()}), "2048 bytes of"),
         (lambda t: t.pop("model.norm.weight"), "tensor model.norm.weight"),
+        (lambda t: said(t, nested_offset=float("nan")), "nested_offset nan"),
+        (lambda t: said(t, nested_offset="x"), "cannot be read"),
+        (lambda t: t.update({f"{Q}.absmax": t[f"{Q}.absmax"].view(torch.int8)}), "absmax.* as torch.uint8"),
+        (
+            lambda t: t.update({f"{Q}.nested_absmax": t[f"{Q}.nested_absmax"].view(torch.int32)}),
+            "nested.* as torch.float32",
+        ),
+        (lambda t: t.update({Q: t[Q].view(torch.int8)}), "as torch.uint8"),
+        (single, "packed in 4 bits with float32 scales"),
         (repacked, "the packed tensor lm_head.weight"),
     ],
 )

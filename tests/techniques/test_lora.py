@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from optrush import baseline, checkpoint, plan
 from optrush.config import parse
-from optrush.errors import ConflictError, NeedsError, NoEffectError
+from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
 from optrush.export import write_adapter
 from optrush.model import offload, peft_files
 from optrush.model.weights import Memory, Recipe, native_entries
@@ -366,6 +366,14 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
     ours = plan.predict(run.model_copy(update={"with_": {**run.with_, "lora": {}}}), "h200")
     assert 1.2 < ours.tokens_per_s / plain.tokens_per_s < 1.5
     assert ours.peak_bytes < 0.5 * plain.peak_bytes
+    for more in ([], ["nf4"]):
+        without, dora = (
+            plan.predict(parse(text, "x", (), [lora, *more]), "h200") for lora in ("lora", "lora:dora=true")
+        )
+        added = {w.name for w in dora.work} - {w.name for w in without.work}
+        stored = {"forward.measured.packed", "forward.measured.unpacked"} if more else set()
+        assert added == {"forward.lengths", "forward.measured", "forward.scaled", "backward.scaled"} | stored
+        assert 0.7 < dora.tokens_per_s / without.tokens_per_s < 0.99
     again = parse(text, "x", ["model.implementation=transformers"], ["lora"], ["compile"])
     assert plan.predict(again, "h200").peak_bytes < plain.peak_bytes
 
@@ -438,6 +446,12 @@ def spoil(folder, **changes):
         ({"use_dora": True}, {}, "use_dora True"),
         ({"bias": "all"}, {}, "bias 'all' in adapter_config.json, which is not known here"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights 'pissa'"),
+        ({"init_lora_weights": "olora"}, {}, "init_lora_weights 'olora'"),
+        ({"alora_invocation_tokens": [3]}, {}, "alora_invocation_tokens [3]"),
+        ({"use_bdlora": {"nblocks": 2}}, {}, "use_bdlora"),
+        ({"loftq_config": {"loftq_bits": 4}}, {}, "loftq_config"),
+        ({"of_tomorrow": True}, {}, "of_tomorrow True"),
         ({}, {"targets": "all-linear"}, "no tensor model.layers.0.mlp.gate_proj.lora_A.weight"),
         ({}, {"targets": ["q_proj"]}, "for which this run has no adapter"),
         ({}, {"save": ["lm_head"]}, "no tensor lm_head.weight"),
@@ -448,6 +462,24 @@ def test_a_foreign_adapter_is_refused(box, kept, changes, options, text):
     with pytest.raises(NeedsError) as caught:
         learning(box, lora={**SOME, **options, "init": str(kept)})
     assert text in str(caught.value) and f"`lora:init={kept}`" == caught.value.asked and caught.value.do
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": False, "alpha_pattern": None, "use_bdlora": None, "layers_to_transform": []},
+        {"init_lora_weights": "gaussian", "loftq_config": {}, "of_tomorrow": None},
+    ],
+)
+def test_what_changes_nothing_is_taken(box, kept, changes):
+    spoil(kept, **changes)
+    learning(box, lora={**SOME, "init": str(kept)})
+
+
+@pytest.mark.parametrize("alpha", [float("inf"), float("nan"), 0.0])
+def test_an_alpha_that_is_no_factor(box, alpha):
+    with pytest.raises(ConfigError, match="lora: alpha"):
+        prepare(golden_run(box, lora={"alpha": alpha}))
 
 
 def test_files_that_are_none(box, kept):

@@ -91,6 +91,26 @@ def test_evaluation_is_halved_too(box):
     assert loss == pytest.approx(plain[0], rel=1e-6) and targets == plain[1] and job.setup.micro_rows == 1
 
 
+def test_a_halved_evaluation_counts_its_figures_once(box):
+    """What the micro-batches before the one that failed had added is not added again."""
+    job = assembled(golden_run(box, rows=4, packed=True, micro_batch={}))
+    counted = job.figures["rows"] = torch.zeros(())
+    inner, calls = job.loss, []
+
+    def loss(batch):
+        calls.append(len(batch.tokens))
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError(SAID)
+        counted.add_(len(batch.tokens))
+        return inner(batch)
+
+    job.loss = loss
+    batches = next(job.batches)
+    counted.fill_(100)  # of windows before this one
+    job.losses(batches)
+    assert calls == [4, 4, 2, 2, 2, 2] and counted == 108
+
+
 def test_one_row_and_other_errors_are_raised(box):
     job = assembled(golden_run(box, rows=4, packed=True, micro_batch={}, scarce={"rows": 0}), CLASSES)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):

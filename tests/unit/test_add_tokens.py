@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from optrush import config, plan
 from optrush.data.rows import Chat, Message, Text, Where
 from optrush.data.tokenizer import CHATML, add_tokens, open_tokenizer, open_tokens, turn_ends
 from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.fit import absolute
 from optrush.model.grown import Grown
 from optrush.model.vocabulary import Growth, grow
 from optrush.model.weights import Entry, Memory, Recipe
@@ -75,6 +77,27 @@ def test_tokens_are_added_in_turn_and_saved(box, tmp_path):
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.encode("w1<a>w2 <b>", add_special_tokens=False) == [8, 80, 9, 81]
     assert again.decode([8, 80, 9], skip_special_tokens=True).replace(" ", "") == "w1w2", "they are special"
+
+
+def test_a_token_that_was_not_special_becomes_it(box, tmp_path):
+    """Under its id and with its ways, in the files too; then a message may not hold it, and ChatML may name it."""
+    made = tokenizer(box)
+    made.add_tokens([AddedToken(token, special=False, lstrip=True) for token in TOKENS])
+    made.save_pretrained(tmp_path / "plain")
+    made = open_tokenizer(tmp_path / "plain")
+    ids = made.convert_tokens_to_ids(list(TOKENS))
+    assert not made.added_tokens_decoder[ids[0]].special
+    assert add_tokens(made, TOKENS) == () and made.convert_tokens_to_ids(list(TOKENS)) == ids and len(made) == 82
+    made.save_pretrained(tmp_path / "again")
+    for folder in ("plain", "again"):
+        tokens = open_tokens(run(box, add_tokens=list(TOKENS), chat_template="chatml"), tmp_path / folder)
+        assert tokens is not None
+        added = [tokens.tokenizer.added_tokens_decoder[i] for i in ids]
+        assert (
+            all(t.special and t.lstrip for t in added) and tokens.tokenizer.decode(ids, skip_special_tokens=True) == ""
+        )
+        with pytest.raises(DataError, match="im_end"):
+            tokens.document(Chat((Message("user", "w1"), Message("assistant", "w2<|im_end|>"))), "assistant", HERE)
 
 
 def test_tokens_that_cannot_be(box, tmp_path):
@@ -139,6 +162,17 @@ def test_a_file_of_that_name_comes_first(box, tmp_path, monkeypatch):
     tokens = open_tokens(run(box, chat_template="chatml"), box / "untied")
     assert tokens is not None and tokens.template() == "{{ messages[0]['content'] }}"
     assert turn_ends(tokens.tokenizer) == [], "it leaves the answer out"
+
+
+def test_a_folder_of_that_name_is_no_template(box, tmp_path, monkeypatch):
+    """A run's own file still says `chatml`, where a path would mean nothing; a file's path is made absolute."""
+    monkeypatch.chdir(tmp_path)
+    Path("chatml").mkdir()
+    asked = run(box, chat_template="chatml", add_tokens=list(TOKENS))
+    assert absolute(asked).model.chat_template == "chatml"
+    assert open_tokens(absolute(asked), box / "untied") is not None
+    Path("mine.jinja").write_text("x")
+    assert absolute(run(box, chat_template="mine.jinja")).model.chat_template == str(tmp_path / "mine.jinja")
 
 
 # --- how far the vocabulary grows

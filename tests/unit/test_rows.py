@@ -58,6 +58,21 @@ def test_every_kind_is_known_by_its_keys():
         assert row(prompt=prompt, chosen=turns, rejected=other, score_chosen=7) == pair
 
 
+@pytest.mark.parametrize(
+    ("prompt", "chosen", "rejected"),
+    [
+        ("\n\nHuman: Soup?\n\nAssistant: ", "Yes.", "No."),
+        ("\n\nHuman: Soup?\n\nAssistant: ", "Soup is good.", "Sour."),  # words stay whole
+        ("Soup? ", "Yes", "Yes, please"),
+        ("Soup?\n", " Yes", "No"),
+        ("", "Yes", "Yeah"),
+    ],
+)
+def test_two_texts_have_their_prompt_in_common(prompt, chosen, rejected):
+    want = Pair(Completion(prompt, chosen), Completion(prompt, rejected))
+    assert row(chosen=prompt + chosen, rejected=prompt + rejected) == want
+
+
 def test_exactly_one_kind_is_meant():
     assert why(text="a", messages=[]) == "both 'text' and 'messages'; which one is meant cannot be known"
     assert "both 'messages' and 'rejected'" in why(messages=[ASK, ANSWER], chosen="a", rejected="b")
@@ -99,6 +114,7 @@ def test_exactly_one_kind_is_meant():
         ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}, "chosen and rejected are the same"),
         ({"chosen": "a", "rejected": [ASK, ANSWER]}, "chosen is a string, rejected is a list"),
         ({"prompt": "a", "chosen": "a", "rejected": ""}, "rejected is empty"),
+        ({"chosen": "ask: ", "rejected": "ask: No"}, "chosen behind what both begin with is empty"),
         ({"chosen": [ASK, ANSWER], "rejected": [ASK]}, "rejected: no assistant turn follows the prompt"),
         ({"chosen": [ANSWER], "rejected": [ASK, ANSWER]}, "chosen and rejected do not begin with the same prompt"),
         ({"chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER, ASK]}, "chosen: no assistant turn follows"),

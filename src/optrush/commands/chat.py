@@ -14,8 +14,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optrush.commands.options import Json
-from optrush.commands.sampling import Greedy, MaxTokens, Plain, Seed, System, Temperature, TheModel, TopK, TopP, drawn
+from optrush.commands.sampling import (
+    Greedy,
+    MaxTokens,
+    Plain,
+    Seed,
+    System,
+    Temperature,
+    TheModel,
+    TopK,
+    TopP,
+    demand_used,
+    drawn,
+)
 from optrush.errors import ConfigError, UserError
+from optrush.shown import shown
 
 if TYPE_CHECKING:
     from optrush.data.rows import Message
@@ -32,6 +45,7 @@ HELP = """\
 
 
 def chat(
+    context: typer.Context,
     model: TheModel,
     base: Annotated[bool, typer.Option("--base", help="the model that a run began with beside it")] = False,
     system: System = None,
@@ -54,8 +68,7 @@ def chat(
     """
     if as_json and not message:
         raise ConfigError("--json", "no --message: a conversation in a terminal is no document", "give both")
-    if plain and system is not None:
-        raise ConfigError("--system with --plain", "a text that is continued has no system prompt", "leave one out")
+    demand_used(context)
     from optrush.sampling import Sampling
 
     sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
@@ -133,6 +146,8 @@ class Session:
         Raises:
             ConfigError: no such command, or it cannot be done.
         """
+        from optrush.talk import home
+
         name, _, rest = line[1:].partition(" ")
         rest = rest.strip()
         if name == "quit":
@@ -148,7 +163,7 @@ class Session:
             self.sampling = self.sampling.changed(rest)
             return ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(self.sampling).items())
         if name == "save" and rest:
-            return self._save(Path(rest).expanduser())
+            return self._save(home(rest, line))
         if name in ("help", "?"):
             return HELP
         raise ConfigError(line, "no such command", "/help lists them; a space before / sends it to the model")
@@ -160,8 +175,9 @@ class Session:
         try:
             with file.open("a", encoding="utf-8") as opened:
                 opened.write(json.dumps(said, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise ConfigError(f"/save {file}", f"{error.strerror}", "name another file") from None
+        except (OSError, ValueError) as error:  # a name with a zero in it
+            found = getattr(error, "strerror", None) or f"{error}"
+            raise ConfigError(f"/save {file}", found, "name another file") from None
         return f"appended to {file}"
 
 
@@ -171,18 +187,18 @@ def _converse(session: Session) -> None:
         import_module("readline")  # arrow keys and a history in input()
     asks = sys.stdin.isatty()
     if asks:
-        print(f"{session.speakers[-1].name}; /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+        print(f"{shown(session.speakers[-1].name)}; /help lists the commands, Ctrl-D leaves", file=sys.stderr)
     for line in _lines("> " if asks else ""):
         try:
             if line.startswith("/"):
                 said = session.command(line.rstrip())
                 if said is None:
                     return
-                print(said, file=sys.stderr)
+                print(shown(said), file=sys.stderr)
             elif line.strip():
                 session.turn(line.lstrip(" ") if line.lstrip(" ").startswith("/") else line)
         except UserError as error:
-            print(error, file=sys.stderr)
+            print(shown(str(error)), file=sys.stderr)
 
 
 def _lines(prompt: str) -> Iterator[str]:
@@ -208,8 +224,6 @@ class _Lines:
     def __enter__(self) -> None: ...
 
     def told(self, n: int, piece: str) -> None:
-        from optrush.talk import shown
-
         if n != self.at and len(self.names) > 1:
             sys.stdout.write(("\n\n" if self.at >= 0 else "") + f"--- {shown(self.names[n])}\n")
         self.at = n
@@ -236,8 +250,6 @@ class _Columns:
         self.live.start()
 
     def told(self, n: int, piece: str) -> None:
-        from optrush.talk import shown
-
         self.texts[n] += shown(piece)
         self.live.update(self._table(max(4, self.console.height - 6)), refresh=True)
 

@@ -15,8 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from optrush.commands.options import Json
-from optrush.commands.sampling import Greedy, MaxTokens, Plain, Seed, System, Temperature, TopK, TopP, drawn
+from optrush.commands.sampling import (
+    Greedy,
+    MaxTokens,
+    Plain,
+    Seed,
+    System,
+    Temperature,
+    TopK,
+    TopP,
+    demand_used,
+    drawn,
+    given,
+)
 from optrush.errors import ConfigError
+from optrush.shown import shown
 
 if TYPE_CHECKING:
     from optrush.data.prompts import Prompt
@@ -28,6 +41,7 @@ SAYS_EVERY_s = 10.0  # off a terminal
 
 
 def generate(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="a run's folder, a Hugging Face folder or hub id, tiny")
     ] = None,
@@ -63,14 +77,16 @@ def generate(
     was preferred to the other, with a 95 % interval.
     """
     if judge is not None:
-        if model is not None or prompts is not None or out is not None:
-            found = "a model or files beside it"
+        others = given(context, context.params.keys() - {"model", "judge", "seed", "as_json"})
+        if model is not None or others:
+            found = f"{min(others)} beside it" if others else "a model beside it"
             raise ConfigError(f"--judge {judge}", found, "generate first; then: optrush generate --judge FILE.jsonl")
         _judge(judge, 0 if seed is None else seed, as_json)
         return
     if model is None or prompts is None or out is None:
         do = "optrush generate MODEL --prompts FILE --out FILE.jsonl"
         raise ConfigError("optrush generate", "no MODEL, --prompts or --out", do)
+    demand_used(context)
     if base and against is not None:
         raise ConfigError(f"--base with --against {against}", "one other model is asked", "leave one of the two out")
     if judge_by is not None and not base and against is None:
@@ -206,7 +222,6 @@ def _judge(path: Path, seed: int, as_json: bool) -> None:
 def _asked(case: Case, done: int, total: int) -> Verdict | None:
     """What a person says of one pair; None: no more."""
     from optrush.answers_page import text_of
-    from optrush.talk import shown
 
     first, second = case.sides
     print(f"\n=== {done + 1} of {total}\n{shown(text_of(case.prompt))}", file=sys.stderr)

@@ -34,6 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document, for
 def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str]) -> Run:
     """The YAML with its flags, checked."""
     from optrush.config import parse
+    from optrush.withheld import refuse
 
     if not path.is_file():
         raise ConfigError(f"the configuration {path}", "no such file", "name a YAML file; examples/ has some")
@@ -41,7 +42,9 @@ def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str])
         text = path.read_text()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
-    return parse(text, str(path), sets, withs, withouts)
+    run = parse(text, str(path), sets, withs, withouts)
+    refuse(run)  # whatever a verb does with it, it may write it down
+    return run
 
 
 def launches(ranks: int) -> bool:

@@ -151,6 +151,7 @@ def evaluate(
 
     The mean negative log-likelihood a target token, natural logarithm. On --data; else on what CONFIG holds out
     (`data.eval`); else on all its data. The model is CONFIG's, not the trained one: for that, --model OUTPUT/model.
+    It is measured as it lies there: techniques that would train part of it, or quantise what they freeze, are left out.
     Of pairs the mean loss a pair and the rewards: those of --model, against CONFIG's.
     """
     rows: list[str] = []
@@ -164,9 +165,10 @@ def evaluate(
         raise ConfigError("`optrush eval` of `objective: dpo`", alone, "give the trained one: --model OUTPUT/model")
     from optrush import distributed, reference
     from optrush.assemble import assemble
-    from optrush.prepare import prepare
+    from optrush.prepare import dense, prepare
     from optrush.train import evaluate as measure
 
+    run, gone = dense(run) if model else (run, [])
     if launches(ranks):
         from optrush import launch
 
@@ -174,6 +176,8 @@ def evaluate(
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush.console import say
 
+    if gone:
+        say(f"{model} is measured as it lies there, without {', '.join(gone)}")
     if data is None and isinstance(run.data.eval, str):
         data = run.data.eval
     with distributed.leaving():

@@ -7,6 +7,7 @@ and what would change its meaning and is not understood is an error with the row
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,13 @@ def _pair(found: dict[str, Any]) -> Pair:
     chosen, rejected = _answer(found, "chosen"), _answer(found, "rejected")
     if isinstance(chosen, Completion) != isinstance(rejected, Completion):
         raise _Bad(f"chosen is {kind(found['chosen'])}, rejected is {kind(found['rejected'])}")
+    if isinstance(chosen, Completion) and isinstance(rejected, Completion) and found.get("prompt") is None:
+        common = os.path.commonprefix([chosen.completion, rejected.completion])  # noqa: RUF071 - of characters
+        n = max((i for i, char in enumerate(common, 1) if char.isspace()), default=0)  # words stay whole
+        chosen, rejected = (
+            Completion(common[:n], _full(side.completion[n:], f"{name} behind what both begin with"))
+            for name, side in (("chosen", chosen), ("rejected", rejected))
+        )
     if isinstance(chosen, Chat) and isinstance(rejected, Chat):
         both = list(zip(chosen.messages, rejected.messages))
         alike = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), len(both))
@@ -205,7 +213,6 @@ def _answer(found: dict[str, Any], key: str) -> Chat | Completion:
     prompt, answer = found.get("prompt"), found[key]
     if isinstance(answer, str):
         _refuse(found, ("tools",), "the row")
-        # Two strings without a prompt: what they have in common weighs the same on both sides.
         return Completion("" if prompt is None else _full(prompt, "prompt"), _full(answer, key))
     turns = _turns(answer, key)
     if prompt is None:
@@ -256,9 +263,6 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise _Bad(f"tools[{i}] is no object with the name of a function")
     return tuple(tools)
-
-
-# --- turns
 
 
 def _turns(found: Any, name: str) -> tuple[Message, ...]:
@@ -351,9 +355,6 @@ def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
         function = {"name": _full(inner.get("name"), f"{at}.name"), "arguments": arguments}
         calls.append({"type": "function", **number, "function": function})
     return tuple(calls)
-
-
-# --- values
 
 
 def _content(found: Any, name: str) -> str:

@@ -24,7 +24,7 @@ from optrush.data.document import Document
 from optrush.data.rows import Where
 from optrush.errors import DataError
 
-FORMAT = 2  # part of every key: shards of another format are other shards
+FORMAT = 3  # part of every key: shards of another format are other shards
 HERE = "\0"  # stands for the row's place in the text of an error
 TEMPORARY = ".tmp-"
 STALE_S = 86400.0  # after which a temporary file of another machine is taken for dead

@@ -61,12 +61,14 @@ def open_tokenizer(folder: Path) -> Any:
 def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
     """Gives a tokenizer special tokens; those that it did not have, in the order of their ids.
 
+    One that it had and that was not special is from now on, under its id.
+
     Raises:
         ConfigError: one that is a word of its vocabulary, or that it does not read back as one token.
     """
     from tokenizers import AddedToken
 
-    vocabulary, added = tokenizer.get_vocab(), {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    vocabulary, added = tokenizer.get_vocab(), {str(t): t for t in tokenizer.added_tokens_decoder.values()}
     for token in tokens:
         if token != token.strip():
             raise ConfigError(_asked(token), "white space at its ends, which templates cut off", "leave it out")
@@ -74,7 +76,11 @@ def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
             found = "a word of this tokenizer's vocabulary: every text that has it would be read otherwise"
             raise ConfigError(_asked(token), found, "take one that no text has, such as <|im_start|>")
     fresh = tuple(token for token in tokens if token not in vocabulary)
-    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in fresh], special_tokens=True)
+    given = [AddedToken(t, special=True, normalized=False) for t in fresh]
+    for old in (added[t] for t in tokens if t in added and not added[t].special):
+        ways = {way: getattr(old, way) for way in ("single_word", "lstrip", "rstrip", "normalized")}
+        given.append(AddedToken(str(old), special=True, **ways))
+    tokenizer.add_tokens(given, special_tokens=True)
     for token in tokens:
         own = tokenizer.convert_tokens_to_ids(token)
         for around in AROUND:

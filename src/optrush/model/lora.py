@@ -144,7 +144,7 @@ class Lora(Beside):
         return fill
 
     def _measured(self, recipe: Recipe, weight: str, dtype: torch.dtype) -> Filler:
-        """Lengths of the rows of the weight in that type: of one stored in another form, before it takes it."""
+        """Lengths of the rows of the weight in that type; of one stored in another form, of what it stands for."""
 
         def fill(local: Tensor, offset: Shape) -> None:
             each, group = sum(self.chosen_sizes), sum(self.sizes)

@@ -27,8 +27,8 @@ PREFIX = "base_model.model."
 # Of PEFT's fields (version 0.21) those that do not say what the tensors mean, or that the tensors show.
 SILENT = frozenset({
     "auto_mapping", "base_model_name_or_path", "feedforward_modules", "inference_mode", "layers_pattern",
-    "lora_dropout", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision", "target_modules",
-    "task_type",
+    "lora_dropout", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision",
+    "target_modules", "task_type",
 })  # fmt: skip
 # What others may say beside nothing (null, false, empty). Other first values mean another base: PiSSA changes it.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {

@@ -22,7 +22,7 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
     Raises:
         NeedsError: transformers does not know it, its weights are pickles, or they do not fit its config.json.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     Folder(folder)  # refuses pickles, and an index that leaves the folder
@@ -30,11 +30,14 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        # Whatever attention config.json names, which may be code on the hub. It goes before the argument alone.
+        config._attn_implementation = "sdpa"
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", local_files_only=True, use_safetensors=True, trust_remote_code=False,
-            output_loading_info=True,
+            folder, config=config, dtype=dtype or "auto", local_files_only=True, use_safetensors=True,
+            trust_remote_code=False, attn_implementation="sdpa", output_loading_info=True,
         )  # fmt: skip
-    except (ValueError, OSError, RuntimeError, KeyError) as error:
+    except (ValueError, OSError, RuntimeError, KeyError, ImportError) as error:
         found = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise NeedsError(asked, found, "name a folder that transformers loads") from None
     finally:

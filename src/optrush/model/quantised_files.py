@@ -97,7 +97,7 @@ class Packed:
         found = {part: self._read(name + end).reshape(-1) for part, end in PARTS.items() if self._has(name + end)}
         if "nested" in found:
             offset = torch.tensor([state["nested_offset"]], dtype=torch.float32)
-            found["nested"] = torch.cat((found["nested"].float(), offset))
+            found["nested"] = torch.cat((found["nested"], offset)).to(found["nested"].dtype)  # checked below
         nested = "nested_offset" in state
         for part, size in nf4.sizes(state["rows"], state["width"], nested).items():
             kind = torch.uint8 if part == "codes" or (nested and part == "absmax") else torch.float32

@@ -14,6 +14,9 @@ from optrush.errors import CheckpointError
 from optrush.model.weights import INDEX, SINGLE, Recipe
 from optrush.shapes import ARCHITECTURES, HF
 
+# Of config.json: the old name of `dtype`; and which attention computes the model, which may name code on the hub.
+LEFT_OUT = ("torch_dtype", "attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+
 
 class _Shards:
     """Writes tensors into numbered files as they come; names them at the end, when their number is known."""
@@ -90,7 +93,7 @@ def export(
     for hf_name, buffer in recipe.buffers.items():
         shards.add(hf_name, buffer)
     shards.close()
-    config = {key: value for key, value in hf.items() if key != "torch_dtype"}
+    config = {key: value for key, value in hf.items() if key not in LEFT_OUT}
     config["dtype"] = str(dtype).removeprefix("torch.")
     if not config.get("architectures"):
         config["architectures"] = [ARCHITECTURES[config["model_type"]]]

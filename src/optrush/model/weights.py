@@ -37,6 +37,7 @@ Filler = Callable[[Tensor, Shape], None]
 """Writes the rectangle of one parameter that begins at an offset and has the given tensor's shape into that tensor."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPARED_ROWS = 8192  # rows of a duplicated head compared at a time
+EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
 
 
 class Source(Protocol):
@@ -328,22 +329,36 @@ def load(
 
 
 def fingerprint(folder: Path | None, seed: int) -> str:
-    """What tells one folder's values from another's without reading all of them: names, sizes, every 64th MiB.
+    """What tells one folder's values from another's without reading all of them: a sample of every tensor.
 
-    For weights that are not trained, and so not saved: a resumed run must find those it began with.
+    For weights that are not trained, and so not saved: a resumed run must find those it began with. Of each file the
+    name, the size, the header, every 64th MiB, and of each tensor the first and the last 4 KiB. Values that differ
+    between these alone are not told apart.
     """
     if folder is None:
         return f"drawn, seed {seed}"
     sha = hashlib.sha256()
-    for name in sorted(set(Folder(folder).files.values())):
-        path = folder / name
+    for path in value_files(folder):
         size = path.stat().st_size
-        sha.update(f"{name} {size}".encode())
+        sha.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            for at in range(0, size, 64 << 20):
+            begins = 8 + int.from_bytes(file.read(8), "little")
+            header = file.read(begins - 8)
+            sha.update(header)
+            tensors = [t["data_offsets"] for name, t in json.loads(header).items() if name != "__metadata__"]
+            pieces = [(at, 1 << 20) for at in range(0, size, 64 << 20)]
+            pieces += [
+                (begins + at, EDGE_bytes) for first, end in tensors for at in (first, max(first, end - EDGE_bytes))
+            ]
+            for at, length in sorted(pieces):
                 file.seek(at)
-                sha.update(file.read(1 << 20))
+                sha.update(file.read(length))
     return sha.hexdigest()
+
+
+def value_files(folder: Path) -> list[Path]:
+    """The files of a folder that hold its weights."""
+    return [folder / name for name in sorted(set(Folder(folder).files.values()))]
 
 
 def drawn(hf: HF, seed: int, constants: Mapping[str, float]) -> Drawn:

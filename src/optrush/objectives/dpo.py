@@ -76,11 +76,11 @@ def by_adapter(settings: Dpo, untrained: Untrained | None) -> bool:
     """Whether the reference is the model itself, with what was trained undone, asked in every step.
 
     Raises:
-        NeedsError: it is asked for, and nobody can undo the training.
+        NeedsError: it is asked for, and nobody can undo the training (a technique that says it can, and did not).
     """
     if settings.reference == "adapter" and untrained is None:
-        found = "every weight is trained, and nothing keeps what it was"
-        do = "train an adapter (optrush techniques), or take dpo.reference: precomputed"
+        found = "what is trained cannot be undone: whole weights are, or the adapter began from a folder (save, init)"
+        do = "leave save and init out, or take dpo.reference: precomputed"
         raise NeedsError("`dpo.reference: adapter`", found, do)
     return settings.reference != "precomputed" and untrained is not None
 

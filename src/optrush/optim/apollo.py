@@ -21,7 +21,7 @@ from torch import Tensor
 
 from optrush.config import Optim
 from optrush.errors import NeedsError
-from optrush.kernels.adamw_update import Rounding, factors, key_words, random_bits, sqrt, step_key
+from optrush.kernels.adamw_update import Rounding, factors, key_words, random_bits, runs, sqrt, step_key
 from optrush.kernels.store import store
 from optrush.optim.adamw import AdamW, Learnt
 
@@ -32,11 +32,9 @@ LEAST = 1e-18  # of a sketch's length, where float32's squares end: a row of zer
 class Sketched:
     """States of one matrix (R, C)."""
 
+    at: int  # among the sketched ones
     mean: Tensor  # (R, r) float32
     square: Tensor
-    count: Tensor  # (1,) float32, updates so far
-    decay: Tensor  # (1,) float64
-    words: Tensor  # (1, 2) int64, `key_words`
 
 
 class Apollo:
@@ -64,40 +62,46 @@ class Apollo:
         self.signs: dict[int, Tensor] = {}  # by columns C: (C, r) of -1 and 1, in the weights' type
         for i, t in enumerate(self.trained):
             if len(t.whole) == 2 and t.whole[1] > rank:
-                self.sketched[i] = self._sketch(t, seed)
+                self.sketched[i] = self._sketch(t, len(self.sketched))
                 self.signs.setdefault(t.whole[1], _signs(t.whole[1], rank, seed, t.local))
         if not self.sketched:
             found = f"no matrix of this model has more than {rank} columns"
             raise NeedsError(f"APOLLO with a sketch of {rank} values a row", found, "take a smaller rank")
+        mine, device = [self.trained[i] for i in self.sketched], next(iter(self.signs.values())).device
+        decays = [optim.weight_decay if t.decays else 0.0 for t in mine]
+        self.counts = torch.zeros(len(mine), device=device)  # updates so far
+        self.decays = torch.tensor(decays, dtype=torch.float64, device=device)
+        self.words = torch.tensor([key_words(seed, t.name) for t in mine], dtype=torch.int64, device=device)
         rest = [i for i in range(len(self.trained)) if i not in self.sketched]
         self.rest = {i: k for k, i in enumerate(rest)}
         self.adamw = AdamW([self.trained[i] for i in rest], optim, fused=True, rounding=rounding, seed=seed)
-        self.store = store(rounding, next(iter(self.signs.values())).device)
+        self.store = store(rounding, device)
 
-    def _sketch(self, t: Learnt, seed: int) -> Sketched:
+    def _sketch(self, t: Learnt, at: int) -> Sketched:
         if t.local.shape[1] != t.whole[1]:
             found = f"this rank holds {tuple(t.local.shape)} of the {tuple(t.whole)} of {t.name}"
             raise NeedsError("APOLLO, which sketches whole rows", found, "take another optimizer: fused-adamw")
-        device, wide = t.local.device, torch.float32
-        mean, square = (torch.zeros(len(t.local), self.rank, dtype=wide, device=device) for _ in range(2))
-        decay = torch.tensor([self.optim.weight_decay if t.decays else 0.0], dtype=torch.float64, device=device)
-        words = torch.tensor([key_words(seed, t.name)], dtype=torch.int64, device=device)
-        return Sketched(mean, square, torch.zeros(1, device=device), decay, words)
+        mean, square = (torch.zeros(len(t.local), self.rank, device=t.local.device) for _ in range(2))
+        return Sketched(at, mean, square)
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
         chosen = range(len(self.trained)) if only is None else only
         if rest := [self.rest[i] for i in chosen if i in self.rest]:
             self.adamw.step(lr, grad_scale, found_inf, only=rest)
-        for i in chosen:
-            if i in self.sketched and (grad := self.trained[i].grad) is not None:
-                self._step(i, grad, lr, grad_scale.float(), found_inf.bool())
+        mine = {self.sketched[i].at: i for i in chosen if i in self.sketched and self.trained[i].grad is not None}
+        for first, last in runs(list(mine)):
+            here = slice(first, last)
+            self.counts[here].add_((~found_inf.bool()).float())
+            keys = step_key(self.words[here], self.counts[here])
+            numbers = factors(self.counts[here], self.decays[here], self.optim.betas, lr, grad_scale.float())
+            for at in range(first, last):
+                self._step(mine[at], numbers[at - first], keys[at - first], found_inf.bool())
 
     @torch.no_grad()
-    def _step(self, i: int, grad: Tensor, lr: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
-        t, held = self.trained[i], self.sketched[i]
-        held.count.add_((~found_inf).float())
-        key = step_key(held.words, held.count)[0]
-        keep, size, root, inverse = factors(held.count, held.decay, self.optim.betas, lr, grad_scale)[0].unbind()
+    def _step(self, i: int, numbers: Tensor, key: Tensor, found_inf: Tensor) -> None:
+        t, held, grad = self.trained[i], self.sketched[i], self.trained[i].grad
+        assert grad is not None
+        keep, size, root, inverse = numbers.unbind()
         R, C = t.local.shape
         signs = self.signs[C].to(grad.dtype)
         rows = max(1, self.room // C)
@@ -127,7 +131,7 @@ class Apollo:
                 found[t.name] = rest[t.name]
             else:
                 held = self.sketched[i]
-                found[t.name] = {"mean": held.mean, "square": held.square, "count": held.count[0]}
+                found[t.name] = {"mean": held.mean, "square": held.square, "count": self.counts[held.at]}
         return found
 
 

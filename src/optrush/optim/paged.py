@@ -35,6 +35,7 @@ from optrush.model.offload import ALIGNED, Lane, Pair, Streams
 from optrush.optim.adamw import Learnt, Make, zeros_beside
 
 ROWS = 16  # rows are cut at multiples of it: then what is aligned stays aligned
+EVEN = 32  # weights: a row of a multiple of them is aligned by itself, whatever bytes its states take
 
 
 class Bus(Lane, Protocol):
@@ -156,6 +157,7 @@ class Paged:
         self.host: list[dict[str, Tensor]] = []  # of each parameter
         self.pairs: dict[int, list[Pair]] = {i: [] for i in self.piece}  # on the device, on the host
         self.counts: tuple[list[Tensor], list[Tensor]] = ([], [])  # of rows behind a parameter's first, and of those
+        self.pages: list[Tensor] = []  # the very objects: who made them may give memory back when they go
         needed = sum(s.nbytes for i in self.piece for s in held[i].values() if s.dim())
         if room_bytes is not None and needed > room_bytes:
             raise _refusal(needed, f"it has {room_bytes / 2**30:.1f} GiB for each process")
@@ -169,6 +171,7 @@ class Paged:
                 else:
                     shape = (t.local.shape[0], *state.shape[1:])
                     page = self._page(math.prod(shape) * state.itemsize, needed)
+                    self.pages.append(page)
                     self.host[-1][name] = page.view(state.dtype).view(shape)
                     parts = torch.split(self.host[-1][name], [held[i][name].shape[0] for i in rows])
                     for i, part in zip(rows, parts, strict=True):
@@ -210,6 +213,11 @@ class Paged:
             self.outward.wait(self.left[k % 2])
         return self.inward.copy([pair for i in rows for pair in self.pairs[i]])
 
+    def release(self) -> None:
+        """Gives back host memory and slots; there is no state afterwards."""
+        self.state()  # when nothing is under way
+        self.pairs, self.host, self.slots, self.pages = {}, [], [], []
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         for mark in self.left:
             if mark is not None:
@@ -223,7 +231,8 @@ def _rows(t: Learnt, piece: int, least: int) -> Iterator[Learnt]:
     if size < least or not size or not shape:
         yield t
         return
-    at_once = max(ROWS, piece * shape[0] // size // ROWS * ROWS)
+    step = 1 if size // shape[0] % EVEN == 0 else ROWS
+    at_once = max(step, piece * shape[0] // size // step * step)
     for first in range(0, shape[0], at_once):
         yield Rows(t, first, min(first + at_once, shape[0]))
 
@@ -248,6 +257,5 @@ def _aligned(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 def _refusal(needed: int, found: str) -> NeedsError:
     asked = f"{needed / 2**30:.1f} GiB of pinned host memory for optimizer states"
-    return NeedsError(
-        asked, f"the machine gives no more: {found}", "take --with adam8bit or adam4bit, or a smaller model"
-    )
+    do = "take states of fewer bytes (adam8bit, adam4bit), fewer processes on this machine, or a smaller model"
+    return NeedsError(asked, f"the machine gives no more: {found}", do)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.ledger import Line, Live, Rule, Work, add, like, live
-from optrush.technique import Numerics, Part, Setup, Technique, demand_triton
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
     from optrush.shapes import ModelShape
 
+LAUNCHES = 340  # for all matrices together: powers by squaring
 ROOM = 1 << 24  # elements of a matrix that are updated at a time: their temporaries are small beside a model
 
 
@@ -41,6 +42,13 @@ class Apollo(Technique):
     verified_on = ("cpu",)
     claims = frozenset({Part.OPTIMIZER})
 
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        do = "take fused-adamw or adam8bit instead"
+        found = "a technique that freezes them and trains others in their place"
+        yield Need(Part.TRAINED not in setup.owned, "`apollo` updates the model's own matrices", found, do)
+        found = "a technique that keeps them elsewhere"
+        yield Need(Part.STATES not in setup.owned, "`apollo` makes its states where the weights are", found, do)
+
     def predict(self, setup: Setup) -> Iterator[Rule]:
         """Of a model through transformers the rows are not known here: its states are left as AdamW's, too large."""
         yield live("update.loop", "some rows at a time, and norms in one kernel", gone=True)
@@ -61,7 +69,8 @@ class Apollo(Technique):
         vectors = s.parameters - s.width - sum(rows * columns for shapes in whole.values() for rows, columns in shapes)
         why = "AdamW: a mean and a mean square each"
         yield add(Line("states.vectors of blocks", why, 2.0 * vectors, "state", "always"))
-        yield add(Work("update.sketch", "gradients times signs", "step", flop=flop, launches=40 * (4 * s.layers + 1)))
+        launches = LAUNCHES + 40 * (4 * s.layers + 1)
+        yield add(Work("update.sketch", "gradients times signs", "step", flop=flop, launches=launches))
         why = "float32 copies of the rows under way"
         when: Live = "backward" if Part.UPDATE in setup.owned else "update"
         yield add(Line("update.rows", why, 3.0 * min(ROOM, s.vocab * s.width), "wide", when))

@@ -50,10 +50,15 @@ class Ia3(Technique):
     verified_on = ("cpu",)
     claims = frozenset({Part.TRAINED})
 
+    @property
+    def undoable(self) -> bool:
+        return self.init is None  # the model without it is not what it began with
+
     def needs(self, setup: Setup) -> Iterator[Need]:
         if setup.native:
             yield frozen.named(self.name, "targets", self._targets(frozen.LINEARS), frozen.LINEARS)
             yield from self._apart(frozen.PIECES.values(), self._targets(frozen.LINEARS))
+            yield self._within(frozen.chosen(self._targets(frozen.LINEARS), frozen.LINEARS))
         if self.init is not None:
             peft_files.read_config(self.name, self.init, {"peft_type": "IA3"})
 
@@ -70,6 +75,13 @@ class Ia3(Technique):
             found = f"one product makes {', '.join(pieces)} of one input"
             do = "leave it out of feedforward, or take model.implementation: transformers"
             yield Need(len(pieces) == 1, f"`ia3:feedforward=[{name}]`", found, do)
+
+    def _within(self, names: Collection[str]) -> Need:
+        """Whether what `feedforward` names is among the targets; its default names more than any model has."""
+        wrong = next((n for n in self.feedforward if n not in names), "")
+        asked, found = f"`ia3:feedforward=[{', '.join(self.feedforward)}]`", f"{wrong} is none of the targets"
+        do = f"take some of {', '.join(names)}, or add it to the targets"
+        return Need(not wrong or self.feedforward == Ia3.feedforward, asked, found, do)
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         learnt: list[int] = []
@@ -104,6 +116,8 @@ class Ia3(Technique):
             raise NeedsError("`ia3:targets=auto`", found, "name them: targets, and of these feedforward")
         adapted.check(self.name, model, recipe, targets, ())
         names = frozen.chosen(targets, known)
+        if not (need := self._within(names)).met:
+            raise NeedsError(need.asked, need.found, need.do)
         adapted.freeze(model, recipe, (), job.precision)
         switch, places = adapted.Switch(), adapted.places(model, recipe, names)
         for name, linear, modules in places:
@@ -113,6 +127,7 @@ class Ia3(Technique):
         if self.init is not None:
             begun = peft_files.read(self.name, self.init, model, recipe, ())
             recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
-        job.untrained = None if self.init is not None else switch.off  # off is not what it began with
-        job.fingerprints["adapters"] = f"ia3 of {', '.join(names)}"
+        job.untrained = switch.off if self.undoable else None
+        scaled = ", ".join(n for n in names if n in self.feedforward) or "none"
+        job.fingerprints["adapters"] = f"ia3 of {', '.join(names)}, inputs of {scaled}"
         return len(places)

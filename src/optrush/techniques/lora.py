@@ -29,13 +29,14 @@ class Lora(Technique):
     Source: Hu et al., https://arxiv.org/abs/2106.09685; rsLoRA https://arxiv.org/abs/2312.03732, DoRA
         https://arxiv.org/abs/2402.09353
     Memory: 16 bytes a parameter of the adapters, and of the model its weights alone, in the type of the products.
-    Work: 4 FLOPs a frozen weight and token instead of 6, and 6 an adapter's.
+    Work: 4 FLOPs a frozen weight and token instead of 6, and 6 an adapter's; dora 2 r n a weight and micro-batch, for
+        W A^T of n pieces in one linear, and each weight read twice more, or made dense once more.
     Differs from the source: pieces of a fused linear (q, k, v; gate, up) share the products and one dropout mask;
         adapters multiply in the type of the linear's output; dora drops nothing of the frozen product's input.
     """
 
     rank: Annotated[int, Field(ge=1)] = 16
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     rslora: bool = False
     dora: bool = False
@@ -50,6 +51,10 @@ class Lora(Technique):
     proof = "tests/parity/test_peft.py"
     verified_on = ("cpu",)
     claims = frozenset({Part.TRAINED})
+
+    @property
+    def undoable(self) -> bool:
+        return not self.save and self.init is None  # the model without an `init` is not what it began with
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         if setup.native:  # others tell the names of their linears when they are there
@@ -84,6 +89,7 @@ class Lora(Technique):
         """The frozen model, and beside it: h = A x of r values a piece and token, B laid out over all rows."""
         learnt: list[int] = []
         laid, keep, low, rows, r = 0, set(), 0, 0, self.rank
+        weights, crossed = 0, 0
         for linear, (width, pieces) in {} if setup.shape is None else frozen.sizes(setup.shape).items():
             mine = [n for name, n in pieces.items() if name in frozen.chosen(self.targets, frozen.LINEARS)]
             if not mine:
@@ -93,6 +99,8 @@ class Lora(Technique):
             low += len(mine) * r
             rows += sum(pieces.values())
             laid += len(mine) * r * (sum(pieces.values()) + width)
+            weights += sum(pieces.values()) * width
+            crossed += len(mine) * r * (sum(pieces.values()) * width + len(mine) * r * (sum(pieces.values()) + width))
         yield from frozen.predict(setup, self.save, learnt, keep)
         if not learnt:
             return
@@ -106,6 +114,19 @@ class Lora(Technique):
             Work("forward.added", "what a linear gave, read and written", "token", values=2 * L * rows, role="product"),
             Work("backward.adapters", "4 likewise", "token", 4 * L * laid),
         )
+        if self.dora:
+            yield add(
+                Work("forward.lengths", "W A^T and B (A A^T), the second in float32", "micro", 2 * L * crossed),
+                Work("forward.measured", "W read twice for lengths", "micro", values=2 * L * weights, role="product"),
+                Work("forward.scaled", "the sum read and written", "token", values=2 * L * rows, role="product"),
+                Work("backward.scaled", "both gradients of a product", "token", values=4 * L * rows, role="product"),
+            )
+        if self.dora and Part.LINEARS in setup.owned:
+            why = "W made dense once more, for the lengths"
+            yield add(
+                Work("forward.measured.packed", why, "micro", values=L * weights, role="stored"),
+                Work("forward.measured.unpacked", why, "micro", values=L * weights, role="product"),
+            )
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
@@ -128,6 +149,6 @@ class Lora(Technique):
         if self.init is not None:
             begun = peft_files.read(self.name, self.init, model, recipe, trained)
             recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
-        job.untrained = None if trained or self.init is not None else switch.off  # off is not what it began with
+        job.untrained = switch.off if self.undoable else None
         job.fingerprints["adapters"] = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"
         return len(places)

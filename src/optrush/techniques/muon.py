@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from optrush.shapes import ModelShape
 
 ROOM = 1 << 25  # elements of the matrices that are updated at a time: their temporaries are small beside a model
+ELSEWHERE = ("`muon` makes its states where the weights are", "a technique that keeps them elsewhere")
 INSTEAD = "take fused-adamw or adam8bit instead"
 
 
@@ -51,6 +52,7 @@ class Muon(Technique):
             "a technique that freezes them and trains others in their place",
             INSTEAD,
         )
+        yield Need(Part.STATES not in setup.owned, *ELSEWHERE, INSTEAD)
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         """Of a model through transformers the sizes are not known here: without its FLOPs and temporaries."""

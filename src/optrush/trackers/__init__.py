@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from optrush import withheld
-from optrush.config import Run
+from optrush.config import LOGIN, Run
 from optrush.config import Tracker as Options
 from optrush.errors import ConfigError, NeedsError
 from optrush.technique import library
@@ -57,7 +57,7 @@ def check(run: Run) -> None:
     """Whether the run can be reported as asked, as far as that can be said without asking a server.
 
     Raises:
-        UserError: a password in an address, a missing package, no server named.
+        UserError: a password in an address, a missing package, no server named, or none that can be one.
     """
     withheld.refuse(run)
     if run.tracker is None:
@@ -71,7 +71,16 @@ def check(run: Run) -> None:
         raise ConfigError("`tracker.offline: true`", "a `tracker.uri` beside it", "leave one of them out")
     if all(library(package) is None for package in _PACKAGES[name]):
         raise NeedsError(asked, f"the package {_PACKAGES[name][0]} is not installed", f"pip install 'optrush[{name}]'")
-    server = _SERVERS.get(name)
-    if server is not None and not (run.tracker.offline or uri or os.environ.get(server)):
+    server = None if run.tracker.offline else _SERVERS.get(name)
+    address = "" if server is None else uri or os.environ.get(server, "")
+    if server is not None and not address:
         found = f"no `tracker.uri`, and no {server} in the environment"
         raise ConfigError(asked, found, "name the server, or set `tracker.offline: true`")
+    if name == "mlflow" and address and not address.startswith(("http://", "https://", "databricks")):
+        do = "name a server, http://... or https://..., or set `tracker.offline: true`, which writes a database"
+        raise ConfigError(asked, f"the address {LOGIN.sub('***@', address)}, which is no server's", do)
+    if name == "trackio" and address and "write_token=" not in address and not os.environ.get("TRACKIO_WRITE_TOKEN"):
+        do = "set TRACKIO_WRITE_TOKEN to the one that the server shows where it was started"
+        raise ConfigError(
+            asked, "no TRACKIO_WRITE_TOKEN in the environment, without which its server takes nothing", do
+        )

@@ -4,7 +4,8 @@ The training never waits for it. The queue is the folder: what could not be told
 tried again; `tracker.json` says what the tracker has, so a resumed run goes on there. It talks with the training
 (reporting.py) in lines of JSON:
 
-in:  {"tracker", "config", "run", "output"}; {"follow": id of the run}; {"end": status}. The end of the input: killed.
+in:  {"tracker", "config", "run", "output"}; {"follow": id of the run, "done": steps, "course": digest};
+     {"end": status}. The end of the input: killed.
 out: {"loaded"}; {"ready"} or {"refused": why}; {"trouble": why}, once; {"sending": bytes}; {"alive"}; {"done": ...}.
 """
 
@@ -17,8 +18,10 @@ import os
 import select
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +40,22 @@ class Follower:
 
     def __init__(self, tracker: Tracker, options: Options, config: dict[str, Any], output: Path, say: Say) -> None:
         self.tracker, self.options, self.config, self.output, self.say = tracker, options, config, output, say
-        self.known: dict[str, Any] = {"name": options.name, "id": None, "step": {}, "sent": []}
+        self.known: dict[str, Any] = {"name": options.name, "id": None, "course": None, "step": {}, "sent": {}}
         self.fresh = ""
+        self.offset = 0  # of metrics.jsonl, up to which all is told
         self.started = False
         self.troubles, self.lines, self.artifacts = 0, 0, 0
         self.error: str | None = None
         self.gone: list[str] = []  # checkpoints that were replaced before they were sent
+        self.refused: dict[str, str] = {}  # artifacts that the tracker does not take, and why
 
-    def follow(self, fresh: str) -> None:
-        """Begins; goes on with what the folder says the tracker has."""
-        self.fresh = fresh
+    def follow(self, fresh: str, done: int, course: str) -> None:
+        """Begins; goes on with what the folder says the tracker has.
+
+        A run that goes on from before what was told repeats those figures, unless its `course` is another: then what
+        was told holds no more, which no tracker can take back, and a new run begins there, with the whole history.
+        """
+        self.fresh, self.known["course"] = fresh, course
         self.held = os.open(self.output, os.O_RDONLY)
         fcntl.flock(self.held, fcntl.LOCK_EX)  # one whose run was killed has seconds left
         try:
@@ -54,74 +63,91 @@ class Follower:
         except (OSError, ValueError):
             return
         if found.get("name") == self.options.name:
-            self.known = found
+            if max(found["step"].values(), default=0) > done and found.get("course") != course:
+                self.fresh = uuid.uuid4().hex
+            else:
+                self.known = found | {"course": course}
 
     def turn(self, status: str | None = None) -> bool:
-        """Tells the tracker what is new; False: it failed, and the rest waits. `status`: how the run has ended."""
+        """Tells the tracker what is new; False: it failed, and the rest waits. `status`: how the run has ended.
+
+        An artifact that the tracker does not take holds up no other.
+        """
         try:
             if not self.started:
                 self.known["id"] = self.tracker.start(self.config, self.fresh, self.known["id"])
                 self.started = True
                 self._keep()
-                self._send(self.output / "run.yaml", "config")
             for step, mark, values in self._lines():
                 self.tracker.metrics(step, values)
                 self.known["step"][mark] = step
                 self.lines += 1
                 self._keep()
+            self.refused.clear()
             for path, kind in self._artifacts(status):
-                self._send(path, kind)
-                self.known["sent"].append(path.name)
-                self._keep()
-                if status is None:
+                if self._sent(path, kind) and status is None:
                     break  # figures first
-            if status is not None:
-                self.tracker.finish(status)
         except Exception as error:  # a library's, a server's: none of them is worth a run
-            if self.troubles == 0:
-                self.say({"trouble": told(error)})
-            self.troubles, self.error = self.troubles + 1, told(error)
+            self._trouble(error)
             return False
-        self.error = None
-        return True
+        self.error = next(iter(self.refused.values()), None)
+        return not self.refused
+
+    def _trouble(self, error: Exception) -> None:
+        if self.troubles == 0:
+            self.say({"trouble": told(error)})
+        self.troubles, self.error = self.troubles + 1, told(error)
 
     def _lines(self) -> Iterator[tuple[int, str, dict[str, float]]]:
         """Lines of figures that the tracker has not got: (step, what kind of line, figures)."""
         try:
-            text = (self.output / "metrics.jsonl").read_text()
+            with (self.output / "metrics.jsonl").open("rb") as file:
+                file.seek(self.offset)
+                text = file.read()
         except FileNotFoundError:
             return
-        for line in text[: text.rfind("\n") + 1].splitlines():
+        for line in text[: text.rfind(b"\n") + 1].splitlines(keepends=True):
             found = json.loads(line)
             mark = next((m for m in MARKS if m in found), None)
-            if mark is None or found["step"] <= self.known["step"].get(mark, -1):
-                continue
-            figures = {k: float(v) for k, v in found.items() if isinstance(v, int | float) and k != "step"}
-            yield found["step"], mark, {k: v for k, v in figures.items() if math.isfinite(v)}
+            if mark is not None and found["step"] > self.known["step"].get(mark, -1):
+                figures = {k: float(v) for k, v in found.items() if isinstance(v, int | float) and k != "step"}
+                yield found["step"], mark, {k: v for k, v in figures.items() if math.isfinite(v)}
+            self.offset += len(line)  # not if telling it raised
 
     def _artifacts(self, status: str | None) -> Iterator[tuple[Path, str]]:
-        """What is to be sent: checkpoints as they come, the newest first (offline, those that are left at the end), and
-        the model. A run that is to stop at once sends none: it will be resumed.
+        """What may be to be sent: run.yaml, checkpoints as they come, the newest first (offline, those that are left at
+        the end), and the model. A run that is to stop at once sends none of these: it will be resumed.
         """
-        asked, sent, ended = self.options.artifacts, self.known["sent"], status in ("finished", "failed")
+        asked, ended = self.options.artifacts, status in ("finished", "failed")
+        yield self.output / "run.yaml", "config"
         if asked == "all" and (ended or not (self.options.offline or status)):
             names = sorted((p.name for p in (self.output / "checkpoints").glob("step-*")), reverse=True)
-            whole = (n for n in names if "." not in n and n not in sent)
-            yield from ((self.output / "checkpoints" / n, "checkpoint") for n in whole)
-        if asked != "none" and status == "finished" and "model" not in sent and (self.output / "model").is_dir():
+            yield from ((self.output / "checkpoints" / n, "checkpoint") for n in names if "." not in n)
+        if asked != "none" and status == "finished" and (self.output / "model").is_dir():
             yield self.output / "model", "model"
 
-    def _send(self, path: Path, kind: str) -> None:
-        files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    def _sent(self, path: Path, kind: str) -> bool:
+        """Sends it, unless the tracker has it as it is; True: it was sent now."""
         try:
-            self.say({"sending": sum(p.stat().st_size for p in files)})
+            if kind == "model":  # reading it takes a while, too
+                self.say({"sending": size_bytes(path)})
+            holds = content(path)
+            if self.known["sent"].get(path.name) == holds:
+                return False
+            self.say({"sending": size_bytes(path)})
             self.tracker.artifact(path, kind)
-        except Exception:
+        except Exception as error:
             if path.exists():
-                raise
-            self.gone.append(path.name)  # a newer one has replaced it
-        else:
-            self.artifacts += kind != "config"
+                self._trouble(error)
+                self.refused[path.name] = told(error)
+            else:
+                self.gone.append(path.name)  # a newer one has replaced it
+            self.say({"alive": True})
+            return False
+        self.known["sent"][path.name] = holds
+        self.artifacts += kind != "config"
+        self._keep()
+        return True
 
     def _keep(self) -> None:
         new = self.output / f"{KNOWN}.tmp"
@@ -138,9 +164,38 @@ class Follower:
             if time.monotonic() > until:
                 break
             time.sleep(EVERY_S)
+        self._finish(status)
         left = sum(1 for _ in self._lines())
         counts = {"lines": self.lines, "left": left, "artifacts": self.artifacts, "gone": self.gone}
-        self.say({"done": {**counts, "error": self.error}})
+        self.say({"done": {**counts, "refused": list(self.refused), "error": self.error}})
+
+    def _finish(self, status: str) -> None:
+        """Also of a run that the tracker has not all of."""
+        until = time.monotonic() + PATIENCE_S
+        while self.started:
+            try:
+                return self.tracker.finish(status)
+            except Exception as error:
+                self._trouble(error)
+            if time.monotonic() > until:
+                return None
+            time.sleep(EVERY_S)
+
+
+def size_bytes(path: Path) -> int:
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return sum(p.stat().st_size for p in files)
+
+
+def content(path: Path) -> str:
+    """What an artifact holds, in short: the same name may come again with other weights."""
+    manifest = path / "manifest.json"  # of a checkpoint; it has the digests of the other files
+    parts = [path] if path.is_file() else [manifest] if manifest.is_file() else sorted(path.glob("*.safetensors"))
+    sums = sha256()
+    for part in parts:
+        with part.open("rb") as file:
+            sums.update(file_digest(file, "sha256").digest())
+    return sums.hexdigest()[:16]
 
 
 def told(error: Exception) -> str:
@@ -197,7 +252,7 @@ def main() -> None:
     if begin is None:
         return
     follower = Follower(tracker, options, hello["config"], output, say)
-    follower.follow(begin["follow"])
+    follower.follow(begin["follow"], begin["done"], begin["course"])
     wait_s = EVERY_S
     while (end := ears.next(wait_s)) is None and not ears.closed:
         wait_s = EVERY_S if follower.turn() else min(2 * wait_s, LONGEST_S)
