@@ -98,7 +98,7 @@ def prepare(
         from optrush.sizing import choose  # which asks the plan's modules, and the plan asks us
 
         setup = dataclasses.replace(setup, micro_rows=choose(techniques, setup, hf))
-    setup = settle(techniques, setup)
+    setup = settle(techniques, setup, classes)
     check_reference(setup)
     if here:  # before hours of tokenising; a plan may suppose another machine
         for technique in techniques:

@@ -244,8 +244,11 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
     return cls(**options)
 
 
-def settle(techniques: Sequence[Technique], setup: Setup) -> Setup:
+def settle(techniques: Sequence[Technique], setup: Setup, classes: Sequence[type[Technique]] = ()) -> Setup:
     """The setup with its owners and axes, after claims, wants and needs were checked.
+
+    Args:
+        classes: what could be added, for the advice.
 
     Raises:
         ConflictError: two techniques claim one part.
@@ -268,7 +271,9 @@ def settle(techniques: Sequence[Technique], setup: Setup) -> Setup:
     setup = dataclasses.replace(setup, axes=axes)
     for t in techniques:
         for part in t.wants - setup.owned:
-            raise NeedsError(f"`{t.name}`", f"nobody owns {part.value}", "add a technique that does")
+            able = " or ".join(f"--with {c.name}" for c in classes if part in c.claims)
+            do = f"add {able}" if able else "add a technique that does"
+            raise NeedsError(f"`{t.name}`", f"nobody owns {part.value}", do)
         for need in unmet([t], setup):
             raise NeedsError(need.asked, need.found, need.do)
     for t in techniques:

@@ -328,7 +328,7 @@ def test_through_transformers(box):
 
 @pytest.mark.parametrize("name", ["nf4", "int8"])
 def test_somebody_must_say_what_is_trained(box, name):
-    with pytest.raises(NeedsError, match="nobody owns which parameters are trained"):
+    with pytest.raises(NeedsError, match="trained\ndo:    add --with lora or --with ia3"):
         prepare(golden_run(box, **{name: {}}))
     with pytest.raises(ConflictError, match="the products of the blocks' linears"):
         prepare(golden_run(box, **{name: {}, "fp8": {}}))

@@ -26,7 +26,7 @@ def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
     x = x.mT if tall else x  # (n, r, c)
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)  # (n, 1, 1)
-    x = x / norm.clamp(min=LEAST_NORM).to(x.dtype)  # no singular value above 1
+    x = x / norm.clamp(min=LEAST_NORM).to(x.dtype)  # no singular value above about 1
     for _ in range(iterations):
         gram = x @ x.mT  # (n, r, r)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # (n, r, r)
