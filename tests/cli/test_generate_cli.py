@@ -294,7 +294,9 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     assert "nothing to compare" in refused(call, *some, "--judge-by", "reference")
     assert "no row has an answer" in refused(call, *some, "--against", "tiny", "--judge-by", "reference")
     assert "its base is not known" in refused(call, *some, "--base")
-    assert "no such file" in refused(call, "tiny", "--prompts", "none.jsonl", "--out", "a.jsonl")
+    assert "rows from none.jsonl\nfound: no such file" in refused(
+        call, "tiny", "--prompts", "none.jsonl", "--out", "a.jsonl"
+    )
     assert "end it in .jsonl" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "a.txt")
     assert "no folder" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "b/a.jsonl")
     assert "p.jsonl exists" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "p.jsonl")

@@ -108,13 +108,13 @@ def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> I
 
 def _checked(path: Path) -> tuple[str, str]:
     if path.is_dir():
-        raise DataError(f"training data from {path}", "a folder, not a file", "name a .jsonl file inside it")
+        raise DataError(f"rows from {path}", "a folder, not a file", "name a .jsonl file inside it")
     if not path.exists():
-        raise DataError(f"training data from {path}", "no such file", "check the path")
+        raise DataError(f"rows from {path}", "no such file", "check the path")
     known = form(path)
     if known is None:
         do = f"name it by what it holds: {', '.join(KNOWN)}, or one of the text kinds with {', '.join(PACKED)}"
-        raise DataError(f"training data from {path}", "a suffix that says no known kind of data", do)
+        raise DataError(f"rows from {path}", "a suffix that says no known kind of data", do)
     return known
 
 
@@ -124,14 +124,14 @@ def _said(path: Path) -> Iterator[None]:
     try:
         yield
     except Damaged as damage:
-        raise DataError(f"training data from {path}", str(damage), "mend the file, or fetch it again") from damage
+        raise DataError(f"rows from {path}", str(damage), "mend the file, or fetch it again") from damage
     except OSError as error:
         do = "check the file and its rights"
-        raise DataError(f"training data from {path}", error.strerror or str(error), do) from error
+        raise DataError(f"rows from {path}", error.strerror or str(error), do) from error
 
 
 def _empty(path: Path) -> DataError:
-    return DataError(f"training data from {path}", "an empty file", "give a file with at least one row")
+    return DataError(f"rows from {path}", "an empty file", "give a file with at least one row")
 
 
 def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> formats.Found:
