@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from optrush.errors import ConfigError
 
@@ -58,10 +59,11 @@ def spawn(arguments: Sequence[str], ranks: int) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, forward)
+    begin = partial(die_with_parent, os.getpid())
     for rank in range(ranks):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-m", "optrush", *arguments]
-        processes.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=die_with_parent))
+        processes.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=begin))
     failed_at: float | None = None
     while any(p.poll() is None for p in processes):
         time.sleep(0.05)
@@ -76,6 +78,12 @@ def spawn(arguments: Sequence[str], ranks: int) -> int:
     return next((c for c in (143, 2) if c in bad), min(bad, default=0))
 
 
-def die_with_parent() -> None:
-    """In a rank, before it starts: a launcher that is killed outright takes its ranks along (they get SIGTERM)."""
+def die_with_parent(parent: int) -> None:
+    """In a child, before it starts its work: a parent that is killed outright takes it along (it gets SIGTERM).
+
+    Args:
+        parent: its process id, as the parent itself gave it: one that died before this call signals nobody any more.
+    """
     _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGTERM)

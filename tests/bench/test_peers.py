@@ -355,6 +355,7 @@ def test_the_trainer_trains_as_we_do(adapter: str | None) -> None:
         "run": config.dump(run(batch={"seq": 64, "tokens": 128, "micro_tokens": 128})),
         "warmup": 1,
         "peer": {"trainer": {"liger": False, "weights": "float32", "adapter": adapter}},
+        "parent": os.getpid(),
     }
     put_json(Path("request.json"), request)
     command = [sys.executable, "-m", "optrush.bench.peer_worker", "request.json", "result.json"]

@@ -165,7 +165,7 @@ def test_the_sample_takes_seconds(call: Call, write: Write) -> None:
     facts = told(
         call, write(data={"path": None, "sample": "recipes", "too_long": "split"}, batch={"seq": 512, "tokens": 2048})
     )
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60
     assert facts["data"]["documents"] > 750 and len(facts["rows"]) == 3
 
 

@@ -165,7 +165,7 @@ def test_workers_end_with_the_process_that_started_them(model: Path, path: Path)
     process.communicate()
     begun = time.monotonic()
     while any(Path(f"/proc/{pid}").exists() for pid in workers):
-        assert time.monotonic() - begun < 5, "a worker lives on"
+        assert time.monotonic() - begun < 60, "a worker lives on"
         time.sleep(0.02)
     kept = shards(given(model, path).folder)
     list(tokenised(given(model, path)))

@@ -447,7 +447,7 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(RunError, match="a process that measured rows for cleaning was killed"):
         clean(files, Cleaning(chars=(1, 2)), tokens=None, workers=2, progress=kill)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
 
 
 def test_batches_of_which_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

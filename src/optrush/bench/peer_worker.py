@@ -134,10 +134,10 @@ def told(peer: Peer, work: Work, device: hardware.Device, warmup: int) -> dict[s
 
 def main() -> None:
     """Answers one request; the exit code is 0 where the answer has figures."""
-    die_with_parent()
     from optrush.bench.record import put
 
     request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    die_with_parent(request["parent"])
     begun = time.monotonic()
     found: dict[str, Any]
     try:

@@ -25,7 +25,7 @@ def run_worker(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="optrush-bench-") as name:
         asked, answered, said = (Path(name) / part for part in ("request.json", "result.json", "stderr"))
-        asked.write_text(json.dumps(request))
+        asked.write_text(json.dumps({**request, "parent": os.getpid()}))
         command = [*(PEER if "peer" in request else COMMAND), str(asked), str(answered)]
         with said.open("wb") as stderr:
             process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)

@@ -251,8 +251,8 @@ def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, list[float | 
 
 def main() -> None:
     """Answers one request; the exit code is 0 where the answer has figures."""
-    die_with_parent()
     request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    die_with_parent(request["parent"])
     begun = time.monotonic()
     found: dict[str, Any]
     try:

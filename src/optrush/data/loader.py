@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Generic, TypeVar
 
@@ -77,7 +78,7 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
             sampler=numbers,
             num_workers=loading.workers,
             prefetch_factor=loading.prefetch,
-            worker_init_fn=_begin,
+            worker_init_fn=partial(_begin, os.getpid()),
             # What the worker reads is in memory already; it never touches a GPU nor a process group.
             multiprocessing_context="fork",
         )
@@ -101,18 +102,18 @@ def _received(items: Iterator[Item], pinned: bool) -> Iterator[Item]:
         yield pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]
 
 
-def _begin(_: int) -> None:
+def _begin(trainer: int, _: int) -> None:
     """A worker lives as long as its trainer, which alone decides when a signal ends the run.
 
     Schedulers and terminals signal every process. So only a SIGTERM of the trainer itself ends a worker: that is how
     the interpreter ends the children it has left.
     """
     gc.freeze()  # what the trainer left to collect may be of a device that does not work here
-    die_with_parent()
+    die_with_parent(trainer)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_obey, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_obey, args=(trainer,), daemon=True).start()
 
 
 def _obey(trainer: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ def measured(task: Task, parts: Sequence[Chunk], workers: int) -> Iterator[Measu
             yield measure.part(part, number)
         return
     context = multiprocessing.get_context("spawn")  # forking a process with threads of torch can hang
-    pool = ProcessPoolExecutor(workers, context, _begin, (task,))
+    pool = ProcessPoolExecutor(workers, context, _begin, (task, os.getpid()))
     try:
         waiting: deque[Future[Measured]] = deque()
         left = iter(enumerate(parts))
@@ -48,9 +49,9 @@ def measured(task: Task, parts: Sequence[Chunk], workers: int) -> Iterator[Measu
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(task: Task) -> None:
+def _begin(task: Task, parent: int) -> None:
     global _measure
-    die_with_parent()
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     _measure = Measure(task)
 
