@@ -133,6 +133,15 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(apart(a[name], b[name]) for name in b)
 
 
+def kept(job: Job) -> int:
+    """Bytes that the forward pass keeps for the backward pass, each storage once."""
+    held: list[torch.Tensor] = []  # alive, so that no address is given twice
+    batches = job.stream.batches(0, job.stream.plan(None, 1), rank=0, ranks=1, micro_rows=job.setup.micro_rows)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (held.append(t), t)[1], lambda t: t):
+        job.loss(batches[0])
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+
+
 def micro(job: Job) -> Batch:
     """The first micro-batch of the run; the job's own batches stay where they are."""
     other = copy.copy(job)

@@ -351,7 +351,7 @@ def demand_triton(technique: str, device: Device) -> None:
     Raises:
         NeedsError: what is missing.
     """
-    asked = f"`{technique}` updates weights by a Triton kernel"
+    asked = f"`{technique}` runs a Triton kernel"
     if device.kind == "cuda" and library("triton") is None:
         raise NeedsError(asked, "triton is not installed", "python -m pip install triton")
     if device.kind == "cuda" and installed(os.environ.get("CC"), *CC) is None:

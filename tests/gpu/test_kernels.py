@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optrush.data.batch import Documents
-from optrush.kernels import attention, cross_entropy, libraries, swiglu
+from optrush.kernels import attention, cross_entropy, libraries, norm, swiglu
 from optrush.technique import library
 
 pytestmark = [
@@ -60,6 +60,35 @@ def test_feed_forward_in_the_products(compiled, autocast):
     assert off(got, want) < 2e-2
     for one, other, given in zip(grads, wants, inputs, strict=True):
         assert one.dtype == given.dtype and off(one, other) < 2e-2
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "amp"])
+@pytest.mark.parametrize("D", [300, 2048, 4096])
+def test_norm_and_the_addition_before_it(compiled, autocast, D):
+    torch.manual_seed(0)
+    x, branch, past, g = (torch.randn(3, 1111, D, device="cuda") for _ in range(4))
+    inputs = [t.requires_grad_() for t in (x, branch, torch.rand(D, device="cuda") + 0.5)]
+
+    def both(function, inputs):
+        return function(*inputs, 1e-5), function(inputs[0], None, inputs[2], 1e-5)
+
+    def gradients(made, inputs):
+        outputs = [t for pair in made for t in pair]
+        given = [t.to(o.dtype) for o, t in zip(outputs, (past, g, past, g), strict=True)]
+        return torch.autograd.grad(outputs, inputs, given)
+
+    want = both(norm.plain, inputs)
+    wants = gradients(want, inputs)
+    if not autocast:
+        inputs = [t.detach().bfloat16().requires_grad_() for t in inputs]
+    run = torch.compile(both, fullgraph=True, dynamic=False) if compiled else both
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        made = run(norm.fused, inputs)
+    for got, sure in zip((t for pair in made for t in pair), (t for pair in want for t in pair), strict=True):
+        assert off(got, sure) < 1e-2
+    for one, other, given in zip(gradients(made, inputs), wants, inputs, strict=True):
+        assert one.dtype == given.dtype and off(one, other) < 1e-2
 
 
 def test_gated_activation_beyond_32_bits():

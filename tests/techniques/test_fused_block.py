@@ -17,7 +17,7 @@ from optrush.technique import Technique
 from optrush.techniques.fused_block import FusedBlock
 
 from golden.make_golden import CASES, SIZES, T
-from trials import assembled, first_gradients, furthest, golden_run
+from trials import assembled, first_gradients, furthest, golden_run, kept
 
 F = SIZES["intermediate_size"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch of its own
@@ -80,15 +80,6 @@ def test_autocast_gives_the_weight_its_own_type(box):
     assert out.dtype == torch.bfloat16 and down.weight.grad.dtype == torch.float32
     want = torch.autograd.grad(swiglu.gated(x, SAME, down).sum(), down.weight)[0]
     torch.testing.assert_close(down.weight.grad, want, rtol=3e-2, atol=3e-2)
-
-
-def kept(job) -> int:
-    """Bytes that the forward pass keeps for the backward pass, each storage once."""
-    held = []  # alive, so that no address is given twice
-    batches = job.stream.batches(0, job.stream.plan(None, 1), rank=0, ranks=1, micro_rows=job.setup.micro_rows)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (held.append(t), t)[1], lambda t: t):
-        job.loss(batches[0])
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
 
 def test_the_activation_is_not_kept(box):

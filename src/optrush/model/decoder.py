@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.kernels import attention, swiglu
+from optrush.kernels import attention, norm, swiglu
 from optrush.kernels.cross_entropy import Reduce
 from optrush.kernels.nll import Nll, Whole
 from optrush.shapes import HF, ModelShape, RopeShape
@@ -102,11 +102,15 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
         self.eps = eps
+        self.kernel: norm.Norm = norm.plain
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        """x (..., D) -> (..., D)."""
+        return self.added(x)[1]
+
+    def added(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The residual stream x (..., D) with what a branch adds to it, and that normed."""
+        return self.kernel(x, branch, self.weight, self.eps)
 
 
 def frequencies(rope: RopeShape, head_width: int) -> Tensor:
@@ -157,15 +161,16 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
         """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D)."""
         B, T, _ = x.shape
-        qkv = self.qkv(self.norm1(x)).view(B, T, -1, self.group + 2, self.head_width)  # (B, T, K, H/K + 2, E)
+        x, h = self.norm1.added(x)
+        qkv = self.qkv(h).view(B, T, -1, self.group + 2, self.head_width)  # (B, T, K, H/K + 2, E)
         q = qkv[:, :, :, : self.group].reshape(B, T, -1, self.head_width)  # (B, T, H, E)
         # v is copied out: as a view it would keep the whole of qkv alive until the backward pass.
         k, v = qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1].contiguous()  # (B, T, K, E)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        x = x + self.o(self.attend(q, k, v, documents).reshape(B, T, -1))
-        return x + self.feed(self.norm2(x), self.gate_up, self.down)
+        x, h = self.norm2.added(x, self.o(self.attend(q, k, v, documents).reshape(B, T, -1)))
+        return x + self.feed(h, self.gate_up, self.down)
 
 
 class Head(nn.Module):

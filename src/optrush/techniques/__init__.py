@@ -17,6 +17,7 @@ from optrush.techniques.fsdp import Fsdp
 from optrush.techniques.fused_adamw import FusedAdamW
 from optrush.techniques.fused_block import FusedBlock
 from optrush.techniques.fused_loss import FusedLoss
+from optrush.techniques.fused_norm import FusedNorm
 from optrush.techniques.ia3 import Ia3
 from optrush.techniques.int8 import Int8
 from optrush.techniques.kahan import Kahan
@@ -54,6 +55,7 @@ ALL: tuple[type[Technique], ...] = (
     Apollo,
     Attention,
     FusedBlock,
+    FusedNorm,
     Compile,
     MaxAutotune,
     Fp8,

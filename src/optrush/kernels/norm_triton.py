@@ -1,0 +1,114 @@
+"""RMSNorm's two kernels in Triton; kernels/norm.py has the mathematics. Imported on CUDA only."""
+
+# Kernels are no Python functions: their arguments are typed by what is launched.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096  # values a program looks at together: whole rows, at least one
+EACH = 4  # programs a multiprocessor in the backward pass: each sums the weight's gradient over its rows
+
+
+def forward(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, branch (..., D) -> their sum (x itself without one), that normed in a type, 1 / rms (N,) float32."""
+    x = x.contiguous()
+    branch = x if (alone := branch is None) else branch.contiguous()
+    total = x if alone else torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
+    D, N = x.shape[-1], x.shape[:-1].numel()
+    normed = torch.empty_like(x, dtype=dtype)
+    scale = torch.empty(N, dtype=torch.float32, device=x.device)
+    rows, width, warps = _tile(D)
+    if N:
+        _forward[(triton.cdiv(N, rows),)](
+            x, branch, weight, total, normed, scale, N, D, eps,
+            ADDS=not alone, ROWS=rows, WIDTH=width, num_warps=warps,
+        )  # fmt: skip
+    return total, normed, scale
+
+
+def backward(
+    x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, learns: bool
+) -> tuple[Tensor, Tensor]:
+    """As `norm.norm_backward`."""
+    x, past, grad = x.contiguous(), past.contiguous(), grad.contiguous()
+    D, N = x.shape[-1], x.shape[:-1].numel()
+    rows, width, warps = _tile(D)
+    tiles = triton.cdiv(N, rows)
+    # A power of two, for each other one would be compiled anew.
+    span = triton.next_power_of_2(triton.cdiv(tiles, EACH * _multiprocessors(x.device)))
+    programs = triton.cdiv(tiles, span)
+    dx = torch.empty_like(x)
+    parts = torch.empty(programs if learns else 0, D, dtype=torch.float32, device=x.device)
+    if N:
+        _backward[(programs,)](
+            x, weight, scale, past, grad, dx, parts, N, D,
+            LEARNS=learns, SPAN=span, ROWS=rows, WIDTH=width, num_warps=warps,
+        )  # fmt: skip
+    return dx, parts.sum(0).to(weight.dtype) if learns else weight.new_empty(0)
+
+
+def _tile(D: int) -> tuple[int, int, int]:
+    """Rows a program looks at together, the power of two that holds one, and warps."""
+    width: int = triton.next_power_of_2(D)
+    rows = max(1, TILE // width)
+    return rows, width, min(16, max(4, rows * width // 512))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _forward(
+    x, branch, weight, total, normed, scale, N, D, eps, ADDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    at = row[:, None] * D + column[None, :]
+    there = (row < N)[:, None] & (column < D)[None, :]
+    a = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+    if ADDS:
+        # Rounded first: it is the stream that is normed, and the stream is what the backward pass reads again.
+        rounded = (a + tl.load(branch + at, mask=there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + at, rounded, mask=there)
+        a = rounded.to(tl.float32)
+    s = tl.rsqrt(tl.sum(a * a, 1) / D + eps)
+    tl.store(scale + row, s, mask=row < N)
+    unit = (a * s[:, None]).to(total.dtype.element_ty).to(tl.float32)
+    w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
+    tl.store(normed + at, unit * w[None, :], mask=there)
+
+
+@triton.jit
+def _backward(
+    x, weight, scale, past, grad, dx, parts, N, D,
+    LEARNS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """SPAN tiles of rows; their part of the weight's gradient is a row of `parts`."""
+    column = tl.arange(0, WIDTH)
+    inside = column < D
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    gathered = tl.zeros([ROWS, WIDTH], tl.float32)
+    for tile in range(SPAN):
+        row = (tl.program_id(0).to(tl.int64) * SPAN + tile) * ROWS + tl.arange(0, ROWS)
+        at = row[:, None] * D + column[None, :]
+        there = (row < N)[:, None] & inside[None, :]
+        s = tl.load(scale + row, mask=row < N, other=0.0)[:, None]
+        unit = tl.load(x + at, mask=there, other=0.0).to(tl.float32) * s
+        d = tl.load(grad + at, mask=there, other=0.0).to(tl.float32)
+        through = tl.load(past + at, mask=there, other=0.0).to(tl.float32)
+        inner = d * w[None, :]
+        mean = tl.sum(inner * unit, 1) / D
+        tl.store(dx + at, s * (inner - unit * mean[:, None]) + through, mask=there)
+        if LEARNS:
+            gathered += d * unit.to(dx.dtype.element_ty).to(tl.float32)
+    if LEARNS:
+        tl.store(parts + tl.program_id(0) * D + column, tl.sum(gathered, 0), mask=inside)
