@@ -140,6 +140,25 @@ def test_another_shape_runs_as_it_is(box):
     assert torch.equal(job.gradients(batches, 100), plain.gradients(batches, 100))
 
 
+def test_two_windows_of_another_kind_are_recorded_anew(box):
+    run = golden_run(box, rows=4, packed=True)
+    job, plain = assembled(run), assembled(run)
+    window = windowed(job)
+    batches = next(job.batches)
+    job.gradients(batches, 100)
+    first = window.replay
+    more = [
+        dataclasses.replace(
+            b, documents=b.documents._replace(starts=torch.cat((b.documents.starts, b.documents.starts[-1:])))
+        )
+        for b in batches
+    ]
+    for given, other in ((more, False), (batches, False), (more, False), (more, True), (more, True)):
+        assert torch.equal(job.gradients(given, 50), plain.gradients(given, 50))
+        assert (window.replay is not first) == other
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(job.trained, plain.trained, strict=True))
+
+
 def narrow(batch: Batch) -> Batch:
     ids = batch.documents.ids[:2]
     documents = batch.documents._replace(starts=batch.documents.starts.clamp_max(2 * T), ids=ids)

@@ -54,18 +54,19 @@ def rounded(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (t.float() * factor).clamp(-most, most).to(dtype), factor.reciprocal()
 
 
-def multiply(a: Tensor, b: Tensor, factors: Tensor, into: torch.dtype, *, quick: bool) -> Tensor:
+def multiply(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, into: torch.dtype, *, quick: bool) -> Tensor:
     """(M, K) @ (K, N) -> (M, N): a row by row, b column by column, both in 8 bits.
 
     Args:
-        factors: (2,) float32 of a and b, which multiply the sums.
+        of_a, of_b: () float32 factors, which multiply the sums. Each a tensor of its own: torch 2.11 cannot compile
+            the product with factors that are views of one.
         quick: Hopper's faster sums of fewer bits, as good as the others for a forward pass.
     """
     if a.is_cuda:
-        y: Tensor = torch._scaled_mm(a, b, factors[0], factors[1], out_dtype=into, use_fast_accum=quick)
+        y: Tensor = torch._scaled_mm(a, b, of_a, of_b, out_dtype=into, use_fast_accum=quick)
         return y
     with torch.autocast("cpu", enabled=False):  # which would multiply what is up to 448 in its own type
-        y = (a.float() @ b.float()) * (factors[0] * factors[1])
+        y = (a.float() @ b.float()) * (of_a * of_b)
     # Not cast to the type it has: compiled by torch 2.11, a Function that returns such a cast has gradients of zero.
     return y if into == y.dtype else y.to(into)
 
@@ -76,7 +77,7 @@ class _Linear(torch.autograd.Function):
         x8, of_x = rounded(x, FORWARD)
         w8, of_w = rounded(weight, FORWARD)
         ctx.save_for_backward(x8, of_x, weight)
-        return multiply(x8, w8.t(), torch.stack((of_x, of_w)), x.dtype, quick=True)
+        return multiply(x8, of_x, w8.t(), of_w, x.dtype, quick=True)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -86,9 +87,9 @@ class _Linear(torch.autograd.Function):
         dx = dw = None
         if ctx.needs_input_grad[0]:
             w8, of_w = rounded(weight, FORWARD)
-            dx = multiply(g8, _columns(w8), torch.stack((of_g, of_w)), into, quick=False)
+            dx = multiply(g8, of_g, _columns(w8), of_w, into, quick=False)
         if ctx.needs_input_grad[1]:
-            dw = multiply(g8.t().contiguous(), _columns(x8), torch.stack((of_g, of_x)), into, quick=False)
+            dw = multiply(g8.t().contiguous(), of_g, _columns(x8), of_x, into, quick=False)
         return dx, dw
 
 

@@ -13,6 +13,8 @@ from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers
 if TYPE_CHECKING:
     from optrush.job import Job
 
+COMPILATIONS = 64  # of one block, at most
+
 
 @dataclass(frozen=True)
 class Compile(Technique):
@@ -66,6 +68,9 @@ class Compile(Technique):
         for need in compilers(job.setup.device):
             if not need.met:
                 raise NeedsError(need.asked, need.found, need.do)
+        # Where attention asks for it, one for each power of two of the longest document, and again for evaluation;
+        # torch gives up after eight.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
         model, head = job.model, job.model.head
         whole = self.scope == "model"
         if whole and isinstance(model, Decoder):

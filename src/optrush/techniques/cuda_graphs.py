@@ -33,7 +33,7 @@ class CudaGraphs(Technique):
     """Records all micro-batches of the first full window; every later one is copied into place and replayed.
 
     The update runs outside, so that every optimizer goes with it. A window of other shapes, and every evaluation, runs
-    as if nothing were recorded.
+    as if nothing were recorded; the second full one in a row is recorded anew.
 
     Source: https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/
     Memory: what a window holds at its peak stays reserved between windows, gradients among it; evaluation and the
@@ -96,10 +96,17 @@ class Window:
         of what it left), and returns what does the same to the same memory, and the bytes that it holds for that."""
         self.job, self.record, self.plain = job, record, job.gradients
         self.replay: Callable[[], None] | None = None
+        self.others = 0  # whole windows in a row that the recording cannot play
 
     def __call__(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
-        if not self._fits(batches):
+        if not self._whole(batches):
             return self.plain(batches, terms)
+        alike = self.replay is None or all(map(_alike, self.inputs, batches))
+        self.others = 0 if alike else self.others + 1
+        if self.others == 1:
+            return self.plain(batches, terms)
+        if self.others == 2:  # a run goes on otherwise than its proof began
+            self.replay, self.others = None, 0
         if self.replay is None:
             self._begin(batches, terms)
             self.replay, self.job.recorded_bytes = self.record(self._run, self._forget)
@@ -112,12 +119,10 @@ class Window:
         self.job.finite = self.finite
         return self.mean.clone()
 
-    def _fits(self, batches: list[Batch]) -> bool:
+    def _whole(self, batches: list[Batch]) -> bool:
         setup = self.job.setup
         shapes = {tuple(b.tokens.shape) for b in batches}
-        if len(batches) != setup.accumulation or shapes != {(setup.micro_rows, setup.seq)}:
-            return False
-        return self.replay is None or all(map(_alike, self.inputs, batches))
+        return len(batches) == setup.accumulation and shapes == {(setup.micro_rows, setup.seq)}
 
     def _begin(self, batches: list[Batch], terms: int | Tensor) -> None:
         import torch
