@@ -43,10 +43,8 @@ def read(bytes_, scales, values, begin, there, inside, SIGNED: tl.constexpr, BLO
 
 
 @triton.jit
-def write(
-    x, bytes_, scales, begin, there, inside, SIGNED: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The nearest codes of rows of one block each, and their scales."""
+def write(x, bytes_, scales, values, begin, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """The nearest codes of rows of one block each, and their scales. Returns what SIGNED codes stand for."""
     scale = tl.max(tl.abs(x), axis=1)
     one = tl.full(scale.shape, 1.0, tl.float32)
     some = scale > _LEAST
@@ -58,9 +56,11 @@ def write(
         for i in tl.static_range(0, 8):
             code += (size > _BORDERS[i]).to(tl.int32)
         code = tl.where(part < 0, -tl.minimum(code, 7), code) & 15
+        x = tl.load(values + code) * scale[:, None]
     else:
         code = tl.minimum(tl.maximum(tl.floor(part * 16.0 - 0.5), 0.0), 15.0).to(tl.int32)
-    low, high = tl.split(tl.reshape(code, [TILE, BLOCK // 2, 2]))
+    low, high = tl.split(tl.reshape(code, [x.shape[0], BLOCK // 2, 2]))
     half = tl.arange(0, BLOCK // 2)[None, :]
     tl.store(bytes_ + begin + half, (low | (high << 4)).to(tl.uint8), mask=there)
     tl.store(scales, scale, mask=inside)
+    return x

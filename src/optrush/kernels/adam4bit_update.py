@@ -10,10 +10,16 @@ in the high half, which is 0 where the row ends before it. So codes and scales a
 Both are maps of Li et al., https://arxiv.org/abs/2309.01507 (there DE and Linear): a second moment that is rounded to
 zero would divide a step by eps alone. A byte of 0 with a scale of 0 is zero: states begin as zeros. Codes are the
 nearest.
-Differs from the source: the second moment's code is of its root, and its scale is its block's alone; there it is of the
-square, and each value takes the smaller of its row's and its column's largest. In a simulation of running means over
-normally distributed gradients of different sizes (beta2 0.95 to 0.999, sizes within a block spread by 0.5 to 3 powers
-of e) the steps that the roots gave were nearer to float32's than those of squares in each case.
+
+What a mean loses to its code would have moved the weight in the steps to come: by rate beta1 / (1 - beta1) times it
+over the denominator, if these stay as they are. It moves the weight at once instead, for the nearest of so few codes
+errs the same way step after step: a change of less than half the distance to the next one is never seen.
+
+Differs from the source: there what codes take is lost; the second moment's code is of its root, and its scale is its
+block's alone, where there it is of the square, and each value takes the smaller of its row's and its column's largest.
+In a simulation of running means over normally distributed gradients of different sizes (beta2 0.95 to 0.999, sizes
+within a block spread by 0.5 to 3 powers of e) the steps that the roots gave were nearer to float32's than those of
+squares in each case.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ def values(signed: bool, device: torch.device) -> Tensor:
 class Nibbles:
     """Half a byte each."""
 
-    bits, block = 4, BLOCK
+    bits, block, repays = 4, BLOCK, True
 
     def encode(self, x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
         """As `Codes` says; of two codes that are as near either, operations as in the kernel."""

@@ -71,8 +71,8 @@ def _encode(x, SIGNED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["begin"])
 def _update(
-    owners, starts, table, values, grads, numbers, keys, found_inf, begin,
-    KEPT2: tl.constexpr, NEW1: tl.constexpr, NEW2: tl.constexpr, EPS: tl.constexpr,
+    owners, starts, table, values, grads, numbers, keys, lr, found_inf, begin,
+    KEPT2: tl.constexpr, NEW1: tl.constexpr, NEW2: tl.constexpr, LATER: tl.constexpr, EPS: tl.constexpr,
     RANDOM: tl.constexpr, WIDE: tl.constexpr, WIDE_GRADS: tl.constexpr, CODES: tl.constexpr, HALVES: tl.constexpr,
     WHOLE: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr,
     PART: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -125,7 +125,12 @@ def _update(
             mean = mean + (grad - mean) * NEW1
             square = square * KEPT2 + (grad * grad) * NEW2
             deviation = tl.sqrt_rn(square)
-            weight = weight * keep - tl.div_rn(size * mean, deviation * root + EPS)
+            push = size * mean
+            if HALVES:
+                kept = _halves.write(mean, in_means, of_mean + first + b, values, place, pairs, inside, True, BLOCK)
+                _halves.write(deviation, in_squares, of_root + first + b, values, place, pairs, inside, False, BLOCK)
+                push = push + tl.load(lr) * LATER * (mean - kept)
+            weight = weight * keep - tl.div_rn(push, deviation * root + EPS)
             bits = tl.zeros([TILE, BLOCK], tl.uint32)
             if RANDOM:
                 index = start + j
@@ -134,19 +139,16 @@ def _update(
                     index = index // width * tl.load(row + 10) + index % width
                 bits = _mix(_mix((tl.load(row + 8) + index).to(tl.uint32) ^ key) ^ second)
             _write(weights, start, j, there, weight, bits, RANDOM, WIDE, ALIGNED)
-            if HALVES:
-                _halves.write(mean, in_means, of_mean + first + b, place, pairs, inside, True, TILE, BLOCK)
-                _halves.write(deviation, in_squares, of_root + first + b, place, pairs, inside, False, TILE, BLOCK)
-            elif CODES:
+            if not CODES:
+                _write(means, start, j, there, mean, bits, False, True, ALIGNED)
+                _write(squares, start, j, there, square, bits, False, True, ALIGNED)
+            elif not HALVES:
                 code, scale = _encode(mean, True)
                 tl.store(_pointer(means, tl.uint8, ALIGNED) + start + j, code, mask=there)
                 tl.store(of_mean + first + b, scale, mask=inside)
                 code, scale = _encode(deviation, False)
                 tl.store(_pointer(squares, tl.uint8, ALIGNED) + start + j, code, mask=there)
                 tl.store(of_root + first + b, scale, mask=inside)
-            else:
-                _write(means, start, j, there, mean, bits, False, True, ALIGNED)
-                _write(squares, start, j, there, square, bits, False, True, ALIGNED)
 
 
 class Launcher:
@@ -206,8 +208,8 @@ class Launcher:
         begin, block = self.starts[first], group.codes.block
         if programs := self.starts[last] - begin:
             _update[(programs,)](
-                self.owners, self.firsts, self.table, self.values, self.grads, self.numbers, self.keys, flag, begin,
-                group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.eps,
+                self.owners, self.firsts, self.table, self.values, self.grads, self.numbers, self.keys, lr, flag, begin,
+                group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.later, group.eps,
                 RANDOM=group.rounding == "stochastic" and group.weights[0].dtype == torch.bfloat16,
                 WIDE=group.weights[0].dtype == torch.float32, WIDE_GRADS=dtype == torch.float32,
                 CODES=self.coded, HALVES=self.halves, WHOLE=self.whole, CUT=self.cut,

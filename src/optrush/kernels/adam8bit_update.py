@@ -55,6 +55,7 @@ class Codes(Protocol):
 
     bits: int  # of a code
     block: int  # values under one scale
+    repays: bool  # what a mean loses to its code moves the weight at once, by what it would have moved it later
 
     def encode(self, x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
         """The codes of (R, C) float32, (R, ceil(C bits / 8)) uint8, and their scales, (R, ceil(C / block)) float32."""
@@ -119,7 +120,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 class Bytes:
     """A byte each."""
 
-    bits, block = 8, BLOCK
+    bits, block, repays = 8, BLOCK, False
 
     def encode(self, x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
         return encode(x, signed)
@@ -160,6 +161,11 @@ class Group:
     rounding: Rounding  # of bfloat16 weights
     codes: Codes
 
+    @property
+    def later(self) -> float:
+        """What of a mean moves the weight after this update, in rates over the denominator: beta1 + beta1^2 + ..."""
+        return self.betas[0] / (1.0 - self.betas[0])
+
 
 @torch.no_grad()
 def adam8bit_update(
@@ -177,6 +183,7 @@ def adam8bit_update(
     counts.add_((~found_inf).float())
     keys = step_key(group.words[first:last], counts)
     numbers = factors(counts, group.decays[first:last], group.betas, lr, grad_scale)
+    later = lr * group.later
     for k, grad in enumerate(grads):
         (R, C), weight, where = grad.shape, group.weights[first + k], group.spans[first + k]
         rows = max(1, CHUNK // max(C, 1))
@@ -186,15 +193,15 @@ def adam8bit_update(
             index = torch.arange(at * C, at * C + part.numel(), device=part.device).view(part.shape)
             index = where.first + index // where.width * where.pitch + index % where.width
             old = weight[at : at + rows]
-            new = _moved(group, old, held, part, numbers[k], keys[k], index)
+            new = _moved(group, old, held, part, numbers[k], later, keys[k], index)
             for t, value in zip((old, *held.tensors()), new, strict=True):
                 t.copy_(torch.where(found_inf, t, value))
 
 
 def _moved(
-    group: Group, old: Tensor, held: Moments, grad: Tensor, numbers: Tensor, key: Tensor, index: Tensor
+    group: Group, old: Tensor, held: Moments, grad: Tensor, numbers: Tensor, later: Tensor, key: Tensor, index: Tensor
 ) -> Iterator[Tensor]:
-    """New weight, mean and square of some rows, and their scales."""
+    """New weight, mean and square of some rows, and their scales. later: () float32, the rate times `Group.later`."""
     keep, size, root, inverse = numbers
     mean, square, codes = held.mean, held.square, group.codes
     if held.scales is not None:
@@ -203,14 +210,14 @@ def _moved(
     grad = grad.float() * inverse
     mean = mean + (grad - mean) * (1.0 - group.betas[0])
     square = square * group.betas[1] + (grad * grad) * (1.0 - group.betas[1])
-    deviation = sqrt(square)
-    weight = old.float() * keep - (size * mean) / (deviation * root + group.eps)
+    deviation, push = sqrt(square), size * mean
+    coded = () if held.scales is None else (codes.encode(mean, True), codes.encode(deviation, False))
+    if coded and codes.repays:
+        push = push + later * (mean - codes.decode(*coded[0], True, old.shape[1]))
+    weight = old.float() * keep - push / (deviation * root + group.eps)
     if old.dtype == torch.bfloat16 and group.rounding == "stochastic":
         yield round_stochastic(weight, random_bits(key, index))
     else:
         yield weight.to(old.dtype)
-    if held.scales is None:
-        yield from (mean, square)
-        return
-    (means, of_mean), (roots, of_root) = codes.encode(mean, True), codes.encode(deviation, False)
-    yield from (means, roots, of_mean, of_root)
+    # Codes, then scales.
+    yield from (part for parts in zip(*coded) for part in parts) if coded else (mean, square)

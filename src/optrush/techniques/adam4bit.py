@@ -19,14 +19,14 @@ class Adam4bit(Technique):
     """Keeps mean and root mean square as 4-bit codes, two a byte, with a float32 scale for every 128 values of a row.
 
     The kernel and the rounding of weights are the 8-bit AdamW's. Vectors, and matrices under 4096 elements, keep
-    float32 moments.
+    float32 moments. What a mean loses to its code would have moved the weight in later steps, and moves it at once.
 
     Source: https://arxiv.org/abs/2309.01507 (Li et al.)
     Memory: 1.06 bytes a parameter of states instead of 8, or of 4 under bf16.
     Work: as the fused update, with 2.1 bytes of states read and written instead of 16.
-    Differs from the source: the second moment's code is of its root, and its scale its block's own, where the source
-        takes the smaller of a row's and a column's largest, for which a cut row would need the others; every matrix
-        has codes, embeddings too.
+    Differs from the source: there what codes take is lost; the second moment's code is of its root, and its
+        scale its block's own, where the source takes the smaller of a row's and a column's largest, for which a cut row
+        would need the others; every matrix has codes, embeddings too.
     """
 
     name = "adam4bit"
