@@ -73,13 +73,16 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
     }
 
 
-def predict(setup: Setup, save: Sequence[str], learnt: Sequence[int], keep: Collection[str]) -> Iterator[Rule]:
+def predict(
+    setup: Setup, save: Sequence[str], learnt: Sequence[int], keep: Collection[str], added: Collection[str] = ()
+) -> Iterator[Rule]:
     """Rules for a frozen model beside whose linears adapters learn.
 
     Args:
         save: modules trained whole; of norms the few values are not counted.
         learnt: values of each parameter that a block's adapters have; of a model of unknown shape nobody asks.
         keep: linears of a block whose adapters keep what enters them.
+        added: linears of a block to whose output adapters add.
     """
     trained = {"embedding": EMBEDDING in save, "head": HEAD in save}
     why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
@@ -103,18 +106,28 @@ def predict(setup: Setup, save: Sequence[str], learnt: Sequence[int], keep: Coll
     if setup.shape is not None:
         yield from _inputs(setup, setup.shape, keep)
         yield from _learnt(setup, setup.shape, list(trained.values()), learnt)
+        yield from _added(setup, setup.shape, added)
 
 
 def _inputs(setup: Setup, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
     """A frozen product does not keep what enters it; an adapter may."""
     yield live("saved.normed", "no frozen product keeps what enters it", gone=True)
-    yield live("saved.product", "no frozen product keeps what enters it", gone=True)
+    if "down" not in keep:
+        yield live("saved.product", "no frozen product keeps what enters it", gone=True)
     if "o" not in keep and Part.ATTENTION not in setup.owned:  # kernels keep what they gave
         yield live("saved.attended", "no frozen product keeps what enters it", gone=True)
     L, widths = setup.blocks, {name: width for name, (width, _) in sizes(shape).items()}
-    for name in sorted(set(keep) - {"o"}):
+    for name in sorted(set(keep) - {"o", "down"}):
         why = f"what enters {name}, kept for its adapter"
         yield add(Line(f"saved.enters.{name}", why, L * widths[name], "product", "saved", True, L))
+
+
+def _added(setup: Setup, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:
+    """Work of adding. That of gate_up is always there, if only as 0: who owns its product may do the adding, too."""
+    rows = {name: sum(pieces.values()) for name, (_, pieces) in sizes(shape).items() if name in added}
+    why, gate_up = "what a linear gave, read and written", rows.pop("gate_up", 0)
+    for name, values in (("forward.added.gate_up", gate_up), ("forward.added", sum(rows.values()))):
+        yield add(Work(name, why, "token", values=2.0 * setup.blocks * values, role="product"))
 
 
 def _learnt(setup: Setup, s: ModelShape, outer: Sequence[bool], learnt: Sequence[int]) -> Iterator[Rule]:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from optrush.data.batch import Documents
 from optrush.kernels import attention, cross_entropy, libraries, norm, swiglu
+from optrush.model.adapted import Switch, place
+from optrush.model.decoder import Linear
+from optrush.model.lora import Lora, Settings
+from optrush.model.quantised import Form, Quantised
 from optrush.technique import library
 
 pytestmark = [
@@ -60,6 +66,81 @@ def test_feed_forward_in_the_products(compiled, autocast):
     assert off(got, want) < 2e-2
     for one, other, given in zip(grads, wants, inputs, strict=True):
         assert one.dtype == given.dtype and off(one, other) < 2e-2
+
+
+def adapted(width, pieces, groups, modules, names, rank):
+    """A frozen linear with an adapter for those names, if any is its own; float32."""
+    at = {"bias": False, "device": torch.device("cuda"), "dtype": torch.float32}
+    linear = Linear(width, pieces, groups=groups, **at).requires_grad_(False)
+    if {*modules} & {*names}:
+        adapter = Lora(linear, modules, names, Switch(), Settings(rank, 2.0 * rank, 0.0, False, False))
+        place("", linear, adapter.to_empty(device="cuda"), mock.Mock(fillers={}), ())
+        torch.nn.init.normal_(adapter.a, std=width**-0.5)
+        torch.nn.init.normal_(adapter.b, std=rank**-0.5)
+    return linear
+
+
+def pack(linear, wide):
+    """Its weight in 4 bits, and in `wide` what these stand for."""
+    stored = Quantised(linear, Form(4, True), torch.bfloat16).to_empty(device="cuda")
+    rows = linear.weight.detach().view(linear.groups, -1, linear.in_features)
+    for piece, values in zip(stored.children(), torch.split(rows, stored.layout.rows, 1), strict=True):
+        for name, part in Form(4, True).quantise(values.flatten(0, 1).contiguous()).items():
+            held, found = getattr(piece, name).data.view(torch.uint8), part.flatten().view(torch.uint8)
+            held[: found.numel()].copy_(found)
+    linear.weight, linear.stored = None, stored
+    if linear.adapter is None:
+        linear.product = stored.product
+    else:
+        linear.adapter.inner = stored.product
+    wide.weight.data.copy_(linear.dense(torch.float32))
+
+
+@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "amp"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "nf4"])
+@pytest.mark.parametrize(
+    ("names", "rank"), [(["gate_proj", "up_proj", "down_proj"], 16), (["gate_proj"], 4), (["down_proj"], 12)], ids=str
+)
+def test_adapters_in_the_products(compiled, autocast, packed, names, rank):
+    from optrush.model import adapted_feed
+
+    torch._dynamo.reset()
+    D, F, N = 256, 384, 200
+
+    def made():
+        torch.manual_seed(0)
+        gate_up = adapted(D, (("gate", 1), ("up", 1)), F, ["gate_proj", "up_proj"], names, rank)
+        return gate_up, adapted(F, (("down", D),), 1, ["down_proj"], names, rank)
+
+    def given(x, layers):
+        return [x, *(p for layer in layers for p in layer.parameters() if p.requires_grad)]
+
+    (ours, wide), g = (made(), made()), torch.randn(2, N, D, device="cuda")
+    for layer, other in zip(ours, wide, strict=True):
+        if packed:
+            pack(layer, other)
+        else:
+            layer.weight.data = layer.weight.data.bfloat16()
+        assert adapted_feed.fits(layer)
+    x = torch.randn(2, N, D, device="cuda", requires_grad=True)
+    want = swiglu.gated(x, *wide)
+    wants = torch.autograd.grad(want, given(x, wide), g)
+    inputs = given(x if autocast else x.detach().bfloat16().requires_grad_(), ours)
+
+    def feed(x):
+        return adapted_feed.feed(x, *ours)
+
+    run = torch.compile(feed, fullgraph=True, dynamic=False) if compiled else feed
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        got = run(inputs[0])
+        with torch.no_grad():
+            assert off(run(inputs[0]), want) < 2e-2
+    grads = torch.autograd.grad(got, inputs, g.to(got.dtype))
+    assert got.dtype == torch.bfloat16 and off(got, want) < 2e-2
+    for one, other, of in zip(grads, wants, inputs, strict=True):
+        assert one.dtype == of.dtype and off(one, other) < 2e-2
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -95,6 +95,18 @@ def test_compiled(box):
     torch._dynamo.reset()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+@pytest.mark.parametrize("base", [{"int8": {}}, {"nf4": {"double": False}}], ids=str)
+def test_compiled_where_nothing_has_a_gradient(box, monkeypatch, base):
+    """An evaluation, over weights stored in two parts each; without the code that a compiler writes."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, mode=None, **kwargs: real(f, backend="aot_eager", **kwargs))
+    torch._dynamo.reset()
+    want, found = (evaluate_on(learning(box, **base, **more)) for more in ({}, {"compile": {}}))
+    assert found == pytest.approx(want, rel=1e-6)
+    torch._dynamo.reset()
+
+
 class Now:
     """Copies at once, for there is no CUDA device here."""
 

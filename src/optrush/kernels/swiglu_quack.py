@@ -31,7 +31,7 @@ class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """x (..., D), gate_up (2 F, D), down (D, F) -> (..., D)."""
-        pairs, product = _gated(x.flatten(0, -2), gate_up)
+        pairs, product = gated(x.flatten(0, -2), gate_up)
         ctx.save_for_backward(x, gate_up, down, pairs)
         with torch.autocast("cuda", enabled=False):
             return F.linear(product, down).view(*x.shape[:-1], -1)
@@ -41,7 +41,7 @@ class _Feed(torch.autograd.Function):
         x, gate_up, down, pairs = ctx.saved_tensors
         grad = incoming[0].flatten(0, -2)  # (N, D)
         with torch.autocast("cuda", enabled=False):
-            d_pairs, product = _gated_backward(grad, down, pairs)
+            d_pairs, product = gated_backward(grad, down, pairs)
             d_x = (d_pairs @ gate_up).view(x.shape)
             return d_x, d_pairs.t() @ x.flatten(0, -2), grad.t() @ product
 
@@ -56,7 +56,7 @@ def _config() -> Any:
 
 
 @torch.library.custom_op("optrush::gated", mutates_args=(), device_types="cuda")
-def _gated(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def gated(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """x (N, D), weight (2 F, D) -> gate and up (N, 2 F), silu(gate) * up (N, F)."""
     from quack.gemm_interface import gemm_gated
 
@@ -64,13 +64,13 @@ def _gated(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return pairs, product
 
 
-@_gated.register_fake
+@gated.register_fake
 def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight) // 2)
 
 
 @torch.library.custom_op("optrush::gated_backward", mutates_args=(), device_types="cuda")
-def _gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     """grad (N, D), weight (D, F), gate and up (N, 2 F) -> their gradients (N, 2 F), the activation (N, F)."""
     from quack.gemm_interface import gemm_dgated
 
@@ -80,6 +80,6 @@ def _gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor
     return d_pairs, product
 
 
-@_gated_backward.register_fake
+@gated_backward.register_fake
 def _(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(pairs), pairs.new_empty(len(pairs), pairs.shape[1] // 2)

@@ -69,6 +69,10 @@ class Beside(nn.Module, ABC):
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The inner product with what was learnt."""
 
+    def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """A (r, width) and U (rows, r), where all it does is to add U A x; None: it does something else."""
+        return None
+
     @abstractmethod
     def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """See `decoder.Adapted`."""

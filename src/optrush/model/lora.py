@@ -66,6 +66,11 @@ class Lora(Beside):
             out = out if bias is None else out + bias.to(y.dtype)
         return out.view(y.shape)
 
+    def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        if self.s.dora or self.s.dropout:
+            return None
+        return self.a.to(dtype), (self.up(self.b.dtype) * self.s.scaling).to(dtype)  # rounded once
+
     def up(self, dtype: torch.dtype) -> Tensor:
         """B as a matrix from all of A x to all rows: (rows, n r)."""
         b, r, n = self.b.to(dtype), self.s.rank, len(self.hf)

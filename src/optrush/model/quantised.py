@@ -71,7 +71,7 @@ class Quantised(nn.Module):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(rows, width), in the linear's own order of rows."""
-        return _dense([*self.parameters()], self.layout, dtype, "export")
+        return unpacked([*self.parameters()], self.layout, dtype, "export")
 
     def product(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """The linear's `product`; under autocast in its type, like any linear's."""
@@ -84,23 +84,29 @@ class Quantised(nn.Module):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layout: Layout, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        """given: x, bias or None, the layout, the parts.
+
+        Not by name: without gradients torch.compile leaves `ctx` out of a call of as many arguments as there are names.
+        """
+        x, bias, layout, *parts = given
         ctx.layout = layout
         ctx.save_for_backward(*parts)
-        return F.linear(x, _dense(parts, layout, x.dtype, "forward"), bias)
+        return F.linear(x, unpacked(parts, layout, x.dtype, "forward"), bias)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         grad, dx, db = incoming[0], None, None  # (..., rows)
         parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
         if ctx.needs_input_grad[0]:
-            dx = grad @ _dense(parts, ctx.layout, grad.dtype, "backward")
+            dx = grad @ unpacked(parts, ctx.layout, grad.dtype, "backward")
         if ctx.needs_input_grad[1]:
             db = grad.flatten(0, -2).sum(0)
         return dx, db, None, *[None] * len(parts)
 
 
-def _dense(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype, use: str) -> Tensor:
+def unpacked(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype, use: str) -> Tensor:
+    """See `dense`."""
     made: Tensor = dense([*parts], layout.bits, [*layout.rows], layout.groups, layout.width, dtype, use)
     return made
 
@@ -202,7 +208,7 @@ class _Reader:
         """A filler of the dense weight, for whoever measures it: the values that the parts stand for."""
         parts = [p for hf, shape in entry.hf_shapes() for p in self._read(hf, shape, local.device).values()]
         rectangle = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
-        local.copy_(_dense(parts, layout, torch.float32, "fill")[rectangle])
+        local.copy_(unpacked(parts, layout, torch.float32, "fill")[rectangle])
 
     def _read(self, hf: str, shape: Shape, device: torch.device) -> dict[str, Tensor]:
         if isinstance(self.source, Packed) and hf in self.source.states:

@@ -101,7 +101,7 @@ class Lora(Technique):
             laid += len(mine) * r * (sum(pieces.values()) + width)
             weights += sum(pieces.values()) * width
             crossed += len(mine) * r * (sum(pieces.values()) * width + len(mine) * r * (sum(pieces.values()) + width))
-        yield from frozen.predict(setup, self.save, learnt, keep)
+        yield from frozen.predict(setup, self.save, learnt, keep, added=keep)
         if not learnt:
             return
         L = setup.blocks
@@ -111,7 +111,6 @@ class Lora(Technique):
             Line("saved.low", why, L * (low + rows * self.dora), "product", "saved", True, L),
             Line("saved.laid", copies, L * laid, "product", "saved", blocks=L),
             Work("forward.adapters", "2 a value of A and of B over all rows", "token", 2 * L * laid),
-            Work("forward.added", "what a linear gave, read and written", "token", values=2 * L * rows, role="product"),
             Work("backward.adapters", "4 likewise", "token", 4 * L * laid),
         )
         if self.dora:

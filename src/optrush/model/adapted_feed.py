@@ -1,0 +1,126 @@
+"""The feed-forward part of frozen linears with its activation inside the products, their adapters in the same products.
+
+A low-rank sum is more columns of a product: W x + U (A x) is [W | U] by [x | A x]. So the product that makes gate and
+up, and writes their activation from its epilogue, adds the adapter's part too, and the one that makes the activation's
+gradient sums over the down product and its adapter: nothing is read and written for adapters but narrow matrices.
+
+Kept for the backward pass: gate and up, A x of each adapter, the small matrices, and the input where gate_up has an
+adapter; not the activation, not what lies side by side, no weight that was made dense.
+
+Legend: r rows of the A of one linear, 0 where no adapter acts; U is B with its factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optrush.kernels.swiglu_quack import gated, gated_backward
+from optrush.model.adapted import Beside
+from optrush.model.decoder import Linear
+from optrush.model.quantised import Layout, Quantised, unpacked
+
+ALIGNED = 8  # values of a row, as QuACK wants them: 16 bytes of a 16-bit type
+
+
+def fits(linear: nn.Module) -> bool:
+    """Whether a linear is a frozen matrix, dense or stored, with a low-rank sum beside it or nothing."""
+    if type(linear) is not Linear or linear.bias is not None:
+        return False
+    product, beside = linear.product, linear.adapter
+    if beside is not None:
+        if not isinstance(beside, Beside) or product != beside.product or beside.low_rank(torch.float32) is None:
+            return False
+        product = beside.inner
+    if linear.stored is not None:
+        return isinstance(linear.stored, Quantised) and product == linear.stored.product
+    return product is F.linear and not linear.weight.requires_grad
+
+
+def feed(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+    """As `swiglu.gated`, x (..., D) -> (..., D), for linears that `fits` says are fit."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    x = x.to(dtype)
+    small = (*_low(x, gate_up), *_low(x, down))
+    (layout1, *parts1), (layout2, *parts2) = _weight(gate_up, dtype), _weight(down, dtype)
+    out: Tensor = _Feed.apply(x, *small, layout1, layout2, *parts1, *parts2)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _low(x: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
+    """A (r, width) and U (rows, r) of what acts beside a linear now, in the type of x."""
+    beside = linear.adapter
+    if isinstance(beside, Beside) and beside.switch.on:
+        low = beside.low_rank(x.dtype)
+        assert low is not None
+        return low
+    return x.new_empty(0, linear.in_features), x.new_empty(linear.out_features, 0)
+
+
+def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
+    """What the weight is made of: its layout, or None and the weight itself."""
+    if isinstance(linear.stored, Quantised):
+        return linear.stored.layout, *linear.stored.parameters()
+    # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
+    return None, linear.weight.to(dtype)
+
+
+class _Feed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        """given: x (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, all parts -> (..., D).
+
+        Not by name: see `quantised._Product`.
+        """
+        x, a1, u1, a2, u2, layout1, layout2, *parts = given
+        ctx.layouts, rows, use = (layout1, layout2), x.flatten(0, -2), "forward"
+        with torch.autocast(x.device.type, enabled=False):
+            first, second = _split(ctx.layouts, parts)
+            z1 = rows @ a1.t()  # (N, r)
+            pairs, product = gated(_beside(rows, z1, 1), _beside(_dense(layout1, first, x.dtype, use), u1, 1))
+            z2 = product @ a2.t()  # (N, r)
+            out: Tensor = (product @ _dense(layout2, second, x.dtype, use).t()).addmm_(z2, u2.t())
+        ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
+        return out.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        x, z1, z2, pairs, a1, u1, a2, u2, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
+        layout1, layout2 = ctx.layouts
+        grad, use = incoming[0].flatten(0, -2), "backward"  # (N, D)
+        with torch.autocast(grad.device.type, enabled=False):
+            first, second = _split(ctx.layouts, parts)
+            d_z2 = grad @ u2  # (N, r)
+            down = _beside(_dense(layout2, second, grad.dtype, use), a2, 0)
+            d_pairs, product = gated_backward(_beside(grad, d_z2, 1), down, pairs)  # (N, 2 F), (N, F)
+            del down
+            d_a2, d_u2 = d_z2.t() @ product, grad.t() @ z2
+            d_z1 = d_pairs @ u1  # (N, r)
+            d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)
+            d_u1, d_x = d_pairs.t() @ z1, None
+            if ctx.needs_input_grad[0]:
+                d_x = (d_pairs @ _dense(layout1, first, grad.dtype, use)).addmm_(d_z1, a1).view(incoming[0].shape)
+        return d_x, d_a1, d_u1, d_a2, d_u2, None, None, *[None] * len(parts)
+
+
+def _split(layouts: Sequence[Layout | None], parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """What each of both weights is made of."""
+    n = 1 if layouts[0] is None else layouts[0].parts * len(layouts[0].rows)
+    return parts[:n], parts[n:]
+
+
+def _dense(layout: Layout | None, parts: Sequence[Tensor], dtype: torch.dtype, use: str) -> Tensor:
+    return parts[0] if layout is None else unpacked(parts, layout, dtype, use)
+
+
+def _beside(wide: Tensor, narrow: Tensor, dim: int) -> Tensor:
+    """Both side by side along a dimension, and zeros up to a multiple of ALIGNED."""
+    if not narrow.shape[dim]:
+        return wide
+    zeros = narrow.new_zeros(-narrow.shape[dim] % ALIGNED, narrow.shape[1 - dim])
+    return torch.cat((wide, narrow, zeros.t() if dim else zeros), dim)

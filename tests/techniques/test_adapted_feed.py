@@ -1,0 +1,428 @@
+"""Adapters inside QuACK's products: on a CPU, with operators that do the same mathematics and refuse what QuACK would.
+
+tests/gpu/test_kernels.py has the operators themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+from optrush import baseline, plan
+from optrush.config import parse
+from optrush.errors import NeedsError
+from optrush.hardware import named
+from optrush.kernels import swiglu, swiglu_quack
+from optrush.model import adapted_feed, offload
+from optrush.model.adapted import Switch, place
+from optrush.model.decoder import Linear
+from optrush.model.lora import Lora, Settings
+from optrush.model.quantised import Form, Quantised
+from optrush.prepare import prepare
+from optrush.techniques import ALL
+from optrush.techniques.fused_block import FusedBlock
+from optrush.techniques.offload_activations import OffloadActivations
+from techniques.test_lora import Now, filled_by_nobody
+
+import memory
+from golden.make_golden import SIZES, T
+from trials import assembled, first_gradients, furthest, golden_run, kept, micro, steps
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch of its own
+D_, F_ = SIZES["hidden_size"], SIZES["intermediate_size"]
+
+
+def aligned(*tensors):
+    """QuACK reads rows of 16 bytes, of 2-byte values."""
+    for t in tensors:
+        assert sorted(t.stride())[0] == 1 and sorted(t.stride())[1] % 8 == 0, (t.shape, t.stride())
+
+
+@swiglu_quack.gated.register_kernel("cpu")
+def _(x, weight):
+    aligned(x, weight)
+    pairs = F.linear(x, weight)
+    return pairs, swiglu.swiglu(pairs)
+
+
+@swiglu_quack.gated_backward.register_kernel("cpu")
+def _(grad, weight, pairs):
+    aligned(grad, weight, pairs)
+    return swiglu.swiglu_backward(pairs, grad @ weight)
+
+
+@dataclass(frozen=True)
+class Here(FusedBlock):
+    """On this machine."""
+
+    def needs(self, setup):
+        yield from ()
+
+    def packages(self):
+        return ()
+
+
+CLASSES = [Here if t is FusedBlock else t for t in ALL]
+QUACK = {"fused_block": {"impl": "quack"}}
+LORA = {"targets": "all-linear", "rank": 4}
+
+
+def learning(box, lora=LORA, rows=2, classes=CLASSES, **with_):
+    """A job whose adapters have learnt something already, so that every gradient is there."""
+    run = golden_run(box, packed=True, rows=rows, sets=with_.pop("sets", ()), lora=lora, **with_)
+    job = assembled(run, classes)
+    for t in job.trained:
+        if t.name.endswith(".b"):
+            whole = torch.randn(t.whole, generator=torch.Generator().manual_seed(len(t.name))) * 0.1
+            t.local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(t.offset, t.local.shape))])
+    return job
+
+
+def inside(job):
+    return all(block.feed is adapted_feed.feed for block in job.model.blocks.values())
+
+
+# The function.
+
+
+def linears(names, *, rank=3):
+    """gate_up and down in float64, D and F of 16 and 8; adapters for those names, with rsLoRA's uneven factor."""
+    torch.manual_seed(0)
+    at = {"bias": False, "device": torch.device("cpu"), "dtype": torch.float64}
+    made = Linear(16, (("gate", 1), ("up", 1)), groups=8, **at), Linear(8, (("down", 16),), **at)
+    switch = Switch()
+    for linear, modules in zip(made, (["gate_proj", "up_proj"], ["down_proj"])):
+        linear.weight.requires_grad_(False)
+        if {*modules} & {*names}:
+            adapter = Lora(linear, modules, names, switch, Settings(rank, 4.0, 0.0, True, False))
+            place("", linear, adapter.to_empty(device="cpu").double(), mock.Mock(fillers={}), ())
+            for p in adapter.parameters():
+                torch.nn.init.normal_(p)
+    x = torch.randn(2, 3, 16, dtype=torch.float64, requires_grad=True)
+    return x, *made, switch
+
+
+PLACES = [["gate_proj", "up_proj", "down_proj"], ["down_proj"], ["gate_proj"], ["up_proj", "down_proj"], []]
+
+
+@pytest.mark.parametrize("names", PLACES, ids=str)
+def test_gradients_by_finite_differences(names):
+    x, gate_up, down, switch = linears(names)
+    inputs = (x, *(p for p in (*gate_up.parameters(), *down.parameters()) if p.requires_grad))
+    assert len(inputs) == 1 + 2 * len({n == "down_proj" for n in names})
+
+    def ours(*_):
+        return adapted_feed.feed(x, gate_up, down)
+
+    assert torch.autograd.gradcheck(ours, inputs)
+    torch.testing.assert_close(ours(), swiglu.gated(x, gate_up, down))
+    want, got = (torch.autograd.grad(f.sin().sum(), inputs) for f in (swiglu.gated(x, gate_up, down), ours()))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+    with switch.off():
+        plain = F.linear(x, gate_up.weight).view(2, 3, -1, 2)
+        want = (F.silu(plain[..., 0]) * plain[..., 1]) @ down.weight.t()
+        torch.testing.assert_close(ours(), want)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(), want)
+
+
+def test_a_rank_of_16_bytes_is_not_padded(monkeypatch):
+    seen = []
+    monkeypatch.setattr(adapted_feed, "gated", lambda x, w: seen.append((x.shape, w.shape)) or swiglu_quack.gated(x, w))
+    for rank, width in ((4, 16 + 8), (5, 16 + 16)):
+        x, gate_up, down, _ = linears(["gate_proj", "up_proj"], rank=rank)
+        adapted_feed.feed(x, gate_up, down)
+        assert seen.pop() == ((6, width), (16, width))
+    x, gate_up, down, _ = linears(["down_proj"])
+    adapted_feed.feed(x, gate_up, down)
+    assert seen.pop() == ((6, 16), (16, 16))
+
+
+# The whole model.
+
+
+@pytest.mark.parametrize(
+    ("targets", "beside"),
+    [
+        ("all-linear", {}),
+        ("mlp", {"nf4": {}}),
+        ("mlp", {"int8": {}}),
+        (["down_proj"], {"nf4": {"double": False}}),
+        (["gate_proj"], {}),
+        ("attention", {"int8": {}}),
+        ("mlp", {"recompute": {}}),
+        ("mlp", {"selective_recompute": {"ops": "attention"}, "nf4": {}}),
+        ("mlp", {"attention": {}, "fused_loss": {"chunk": 64}, "fused_adamw": {}, "nf4": {}}),
+    ],
+    ids=str,
+)
+def test_same_loss_and_gradients(box, targets, beside):
+    lora = {**LORA, "targets": targets}
+    want_loss, want = first_gradients(learning(box, lora, **beside))
+    job = learning(box, lora, **QUACK, **beside)
+    assert inside(job)
+    loss, grads = first_gradients(job)
+    assert loss == pytest.approx(want_loss, rel=1e-6)
+    assert furthest(grads, want) < 1e-5
+    _, _, skipped = next(steps(job, 1))
+    assert not skipped
+
+
+@pytest.mark.parametrize(
+    ("targets", "beside"),
+    [("all-linear", {}), (["down_proj"], {"nf4": {}}), (["up_proj"], {"int8": {}, "recompute": {"every": 2}})],
+    ids=str,
+)
+def test_compiled(box, targets, beside):
+    """Full graphs, of the first block, of the others, and with adapters off; a compiler keeps no more than we do."""
+    torch._dynamo.reset()
+    counters.clear()
+    lora = {**LORA, "targets": targets}
+    plain = learning(box, lora, rows=8, **beside)
+    want_loss, want = first_gradients(plain)
+    job = learning(box, lora, rows=8, **QUACK, compile={}, attention={}, **beside)
+    assert inside(job)
+    shapes = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (shapes.add(tuple(t.shape)), t)[1], lambda t: t):
+        loss, grads = first_gradients(job)
+    N, wide = 8 * T, D_ + 8
+    assert (N, 2 * F_) in shapes and not shapes & {(N, F_), (8, T, F_), (N, wide), (2 * F_, wide), (wide, F_)}
+    assert not ("nf4" in beside or "int8" in beside) or not shapes & {(2 * F_, D_), (D_, 2 * F_), (D_, F_), (F_, D_)}
+    assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5
+    assert not counters["graph_break"]
+    with job.untrained(), plain.untrained(), torch.no_grad():
+        want_off, off = (each.loss(micro(each)).item() for each in (plain, job))
+    assert off == pytest.approx(want_off, rel=1e-6) and off != pytest.approx(want_loss, rel=1e-3)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("beside", [{}, {"nf4": {}}, {"compile": {}}], ids=str)
+@pytest.mark.parametrize("stream", ["float32", "half"])
+def test_mixed_precision(box, stream, beside, monkeypatch):
+    """No further from float32's gradients than without it. Compiled without the code that would be written."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, mode=None, **kwargs: real(f, backend="aot_eager", **kwargs))
+    torch._dynamo.reset()
+    _, right = first_gradients(learning(box, **{k: v for k, v in beside.items() if k != "compile"}))
+    loss, ours = first_gradients(learning(box, amp={"stream": stream}, **QUACK, **beside))
+    want, theirs = first_gradients(learning(box, amp={"stream": stream}, **beside))
+    assert loss == pytest.approx(want, rel=1e-3)
+    assert all(g.dtype == torch.float32 for g in ours.values())
+    right, ours, theirs = (torch.cat([g[n].flatten() for n in right]) for g in (right, ours, theirs))
+    assert (ours - right).norm() < 1.25 * (theirs - right).norm() < 0.1 * right.norm()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("beside", [{}, {"nf4": {}}, {"recompute": {}}], ids=str)
+def test_switched_off_it_is_the_base(box, beside):
+    job, base = learning(box, **QUACK, **beside), learning(box, **beside)
+    batch = micro(job)
+
+    def loss(job):
+        return (job.losses([batch]) / batch.n_terms).item()
+
+    with base.untrained():
+        want = loss(base)
+    assert loss(job) == pytest.approx(loss(base), rel=1e-6) and loss(job) != pytest.approx(want, rel=1e-3)
+    with job.untrained():
+        assert loss(job) == pytest.approx(want, rel=1e-6)
+    assert furthest(first_gradients(job)[1], first_gradients(base)[1]) < 1e-5
+
+
+def test_offloaded(box, monkeypatch):
+    @dataclass(frozen=True)
+    class Moved(OffloadActivations):
+        def needs(self, setup):
+            yield from ()
+
+        def lane(self, job):
+            return Now()
+
+    monkeypatch.setattr(offload.Offload.__init__, "__kwdefaults__", {"page": 4096, "least": 256})
+    classes = [Moved if t is OffloadActivations else t for t in CLASSES]
+    for beside in ({}, {"nf4": {}}):
+        want = first_gradients(learning(box, **QUACK, **beside))
+        found = first_gradients(learning(box, classes=classes, offload_activations={"keep": 0}, **QUACK, **beside))
+        assert found[0] == want[0] and furthest(found[1], want[1]) == 0
+
+
+def shared(box, with_):
+    loss, grads = first_gradients(learning(box, **QUACK, **with_))
+    return loss, grads, list(steps(learning(box, **QUACK, **with_), 2))
+
+
+@pytest.mark.parametrize("with_", [{"fsdp": {}, "nf4": {}}, {"fsdp": {}, "recompute": {}}], ids=str)
+def test_two_ranks_agree_with_one_process(box, pair, with_):
+    want_loss, want, want_steps = shared(box, {k: v for k, v in with_.items() if k == "nf4"})
+    for loss, grads, found in pair(shared, box, with_):
+        assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5
+        assert found == [pytest.approx(line, rel=1e-5) for line in want_steps]
+
+
+# What is kept.
+
+
+@pytest.mark.parametrize(
+    ("targets", "wants_input"), [("mlp", True), (["up_proj"], True), (["down_proj"], False), ("attention", False)]
+)
+@pytest.mark.parametrize("base", [{}, {"nf4": {}}], ids=str)
+def test_what_is_kept(box, targets, wants_input, base):
+    """Of each block without it: gate and up, the gate after its activation and the product, what enters."""
+    lora = {**LORA, "targets": targets}
+    plain, ours = (learning(box, lora, rows=4, **with_, **base) for with_ in ({}, QUACK))
+    assert inside(ours)
+    seen = []
+    for block in ours.model.blocks.values():
+        feed = block.feed
+
+        def counted(x, gate_up, down, feed=feed):
+            held = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: (held.append(t), t)[1], lambda t: t):
+                out = feed(x, gate_up, down)
+            known = {p.untyped_storage().data_ptr() for p in ours.model.parameters()}
+            sizes = {s.data_ptr(): s.nbytes() for t in held if (s := t.untyped_storage()).data_ptr() not in known}
+            seen.append(sum(sizes.values()) / 4)
+            return out
+
+        block.feed = counted
+    ours.loss(micro(ours))
+    r, N = LORA["rank"], 4 * T
+    n1 = len({"gate_proj", "up_proj"} & {*(adapter_names(ours, "gate_up"))})
+    n2 = len(adapter_names(ours, "down"))
+    laid = r * (n1 * 2 * F_ + n2 * D_)  # U; A is a parameter
+    assert {*seen} == {N * (2 * F_ + wants_input * D_ + r * (n1 + n2)) + laid}
+    assert kept(plain) > kept(ours)
+
+
+def adapter_names(job, which):
+    adapter = getattr(job.model.blocks["0"], which).adapter
+    return [] if adapter is None else [module.rpartition(".")[2] for module in adapter.hf]
+
+
+@pytest.mark.parametrize(
+    ("withs", "rows", "times"),
+    [
+        (["amp", "fused-adamw", "attention", "lora"], 2, 1),
+        (["bf16", "fused-adamw", "attention", "lora:rank=64,targets=[down_proj]", "fused-loss:chunk=1024"], 4, 2),
+        (["bf16", "fused-adamw", "attention", "recompute", "lora:targets=mlp"], 2, 1),
+        (["bf16", "fused-adamw", "attention", "nf4", "lora"], 2, 1),
+    ],
+    ids=str,
+)
+def test_memory_is_what_was_said(tmp_path, withs, rows, times):
+    text = f"""
+model: {{shape: llama-3.2-1b}}
+objective: pretrain
+data: {{random: 32}}
+batch: {{seq: 1024, tokens: {rows * 1024 * times}, micro_tokens: {rows * 1024}}}
+train: {{steps: 4}}
+output: {tmp_path / "output"}
+"""
+    run = parse(text, "case", (), [*withs, "fused-block:impl=quack"])
+    said = plan.predict(run, "h200")
+    with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(run, CLASSES) as job:
+        assert inside(job)
+        found = memory.track(job, 1, supposed=True)
+    assert said.peak_bytes - baseline.CUBLAS_BYTES == pytest.approx(found.peak, rel=0.05)
+
+
+def test_what_it_predicts():
+    text = """
+model: {shape: llama-3.2-1b}
+objective: pretrain
+data: {random: 64}
+batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}
+output: unused
+with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
+"""
+
+    def said(*withs):
+        return plan.predict(parse(text, "x", (), withs), "h200")
+
+    for more in ([], ["nf4"], ["recompute"]):
+        plain, triton, quack = (
+            said("lora", *more, *block) for block in ([], ["fused-block"], ["fused-block:impl=quack"])
+        )
+        if more != ["recompute"]:
+            lines = {i.name for i in quack.lines}
+            assert "saved.product" not in lines and {"saved.enters.gate_up", "saved.gate_up"} <= lines
+            assert "saved.product" in {i.name for i in triton.lines}
+            assert quack.peak_bytes == triton.peak_bytes - 16 * 32768 * 8192 * 2
+        assert quack.tokens_per_s > 1.005 * plain.tokens_per_s
+        done = {w.name: w.seconds for w in quack.work}
+        assert not done.get("forward.added.gate_up") and done["forward.added"] and done["forward.beside"]
+    for other in ("ia3", "lora:targets=attention"):
+        assert said(other, "fused-block:impl=quack").tokens_per_s
+
+
+# What is refused.
+
+
+def test_what_needs_refuse(box):
+    h200 = named("h200")[0]
+
+    def ready(**with_):
+        return prepare(golden_run(box, packed=True, bf16={}, **QUACK, **with_), device=h200)
+
+    ready(lora={})
+    ready(lora={}, nf4={})
+    ready(lora={}, int8={})
+    with pytest.raises(NeedsError, match="makes the products itself") as caught:
+        ready(fp8={}, compile={}, sets=["batch.micro_tokens=96"])
+    assert caught.value.do == "take impl=triton"
+
+
+@pytest.mark.parametrize(
+    ("lora", "beside"),
+    [
+        ({"dora": True, "targets": "mlp"}, {}),
+        ({"dropout": 0.1}, {"nf4": {}}),
+        ({"targets": ["down_proj"], "dora": True}, {"int8": {}}),
+        ({"targets": "attention"}, {"fp8": {}}),
+        ({"targets": "mlp"}, {"fp8": {}}),
+        (None, {"ia3": {}}),
+    ],
+    ids=str,
+)
+def test_what_the_stage_refuses(box, lora, beside):
+    with_ = {**beside, **({} if lora is None else {"lora": lora})}
+    run = golden_run(box, packed=True, **QUACK, **with_)
+    with pytest.raises(NeedsError, match="more than matrices with low-rank adapters") as caught:
+        assembled(run, CLASSES)
+    assert caught.value.asked == "`fused-block:impl=quack`" and caught.value.do == "take impl=triton"
+
+
+def test_what_fits():
+    _, gate_up, down, _ = linears(["gate_proj"])
+    assert adapted_feed.fits(gate_up) and adapted_feed.fits(down)
+    down.weight.requires_grad_(True)
+    assert not adapted_feed.fits(down), "its gradient would be lost"
+    down.weight.requires_grad_(False)
+    down.product = F.bilinear
+    assert not adapted_feed.fits(down)
+    gate_up.adapter.inner = F.bilinear
+    assert not adapted_feed.fits(gate_up)
+    gate_up.adapter.inner, gate_up.product = F.linear, lambda *args: gate_up.adapter.product(*args)
+    assert not adapted_feed.fits(gate_up)
+    for other in (torch.nn.Linear(16, 8, bias=False), Linear.of(torch.nn.Linear(8, 16), "down")):
+        assert not adapted_feed.fits(other.requires_grad_(False))
+    _, _, down, _ = linears(["down_proj"])
+    stored = Quantised(down, Form(8), torch.bfloat16)
+    down.stored, down.adapter.inner = stored, stored.product
+    assert adapted_feed.fits(down)
+    down.adapter.inner = F.linear
+    assert not adapted_feed.fits(down)
+
+
+def test_without_adapters_weights_learn_as_before(box):
+    job = assembled(golden_run(box, packed=True, **QUACK), CLASSES)
+    assert all(block.feed is swiglu_quack.feed for block in job.model.blocks.values())
+    want_loss, want = first_gradients(assembled(golden_run(box, packed=True)))
+    loss, grads = first_gradients(job)
+    assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5
