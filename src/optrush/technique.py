@@ -91,6 +91,7 @@ class Setup:
     dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     undoable: bool = False  # the model can be asked without what is trained: `Job.untrained` will be there
+    plain_feed: bool = True  # feed-forward linears multiply by matrices, stored in whatever form, and low-rank sums
 
     @property
     def accumulation(self) -> int:
@@ -133,6 +134,11 @@ class Technique:
     def undoable(self) -> bool:
         """Of who owns what is trained: whether it sets `Job.untrained`."""
         return False
+
+    @property
+    def plain_feed(self) -> bool:
+        """Whether it leaves the feed-forward linears matrices, stored in whatever form, with at most low-rank sums."""
+        return True
 
     def axes(self, setup: Setup) -> dict[str, int]:
         """Mesh axes this technique adds; what is left of the ranks is the data axis."""
@@ -264,7 +270,8 @@ def settle(techniques: Sequence[Technique], setup: Setup, classes: Sequence[type
             owners[part] = t.name
     pairs = {Part.SHARING} if setup.dpo is not None else set()
     undoable = any(t.undoable for t in techniques)
-    setup = dataclasses.replace(setup, owned=frozenset(owners) | pairs, undoable=undoable)
+    plain = all(t.plain_feed for t in techniques)
+    setup = dataclasses.replace(setup, owned=frozenset(owners) | pairs, undoable=undoable, plain_feed=plain)
     axes: dict[str, int] = {}
     for t in techniques:
         axes.update(t.axes(setup))

@@ -357,8 +357,7 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
         assert quack.tokens_per_s > 1.005 * plain.tokens_per_s
         done = {w.name: w.seconds for w in quack.work}
         assert not done.get("forward.added.gate_up") and done["forward.added"] and done["forward.beside"]
-    for other in ("ia3", "lora:targets=attention"):
-        assert said(other, "fused-block:impl=quack").tokens_per_s
+    assert said("lora:targets=attention", "fused-block:impl=quack").tokens_per_s
 
 
 # What is refused.
@@ -373,9 +372,33 @@ def test_what_needs_refuse(box):
     ready(lora={})
     ready(lora={}, nf4={})
     ready(lora={}, int8={})
-    with pytest.raises(NeedsError, match="makes the products itself") as caught:
-        ready(fp8={}, compile={}, sets=["batch.micro_tokens=96"])
-    assert caught.value.do == "take impl=triton"
+    ready(lora={"dora": True, "targets": "attention"})
+    for refused in (
+        {"fp8": {}, "compile": {}, "sets": ["batch.micro_tokens=96"]},
+        {"lora": {"dora": True, "targets": "mlp"}},
+        {"lora": {"dropout": 0.1}, "nf4": {}},
+        {"lora": {"targets": ["down_proj"], "dora": True}, "int8": {}},
+        {"ia3": {}},
+    ):
+        with pytest.raises(NeedsError, match="more than matrices with low-rank sums") as caught:
+            ready(**refused)
+        assert caught.value.asked == "`fused-block:impl=quack` makes the products"
+        assert caught.value.do == "take impl=triton"
+
+
+def test_no_search_takes_what_is_refused():
+    text = """
+model: {shape: llama-3.2-1b}
+objective: pretrain
+data: {random: 64}
+batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}
+output: unused
+with: {nf4: {}, lora: %s}
+"""
+    for lora, quack in (("{}", True), ("{dropout: 0.1}", False), ("{dora: true}", False)):
+        found = plan.search(parse(text % lora, "x"), "h200")
+        blocks = [setting.with_.get("fused-block") for setting in found.settings]
+        assert ({"impl": "quack"} in blocks) == quack, lora
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
 from optrush.errors import NeedsError
+from optrush.kernels import attention
 from optrush.prepare import prepare
 
 from golden.make_golden import SIZES, T
-from trials import apart, assembled, first_gradients, furthest, golden_run, steps, wire
+from trials import apart, assembled, first_gradients, furthest, golden_run, micro, steps, wire
 
 CLOSE = 1e-5
 LONG = 160  # T, over several buckets of Documents.longest
@@ -92,3 +94,20 @@ def test_the_whole_loss_compiles_too(box):
     want, found = made(), made(compile={})
     assert counters["stats"]["unique_graphs"] == 1
     assert all(apart(a, b) < CLOSE for a, b in zip(found, want))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+def test_an_attention_may_be_compiled_for_many_lengths(box):
+    """Nine values of the longest document, each a constant of its graph; torch's own limit is eight."""
+
+    def told(q, k, v, documents):
+        return attention.masked(q, k, v, documents) * (1.0 if documents.longest else 2.0)
+
+    with torch._dynamo.config.patch(error_on_recompile=False, recompile_limit=8):
+        job = assembled(golden_run(box, packed=True, compile={}))
+        for block in job.model.blocks.values():
+            block.attend = told
+        batch = micro(job)
+        for longest in range(1, 10):
+            job.loss(replace(batch, documents=batch.documents._replace(longest=longest)))
+        torch._dynamo.reset()

@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from optrush import plan
+from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
 from optrush.kernels import norm
@@ -57,10 +60,35 @@ def test_under_autocast_within_its_rounding(box, stream):
 
 
 def test_what_is_kept(box):
-    """Of each norm the normed value before its weight, and what its root was made of; 1 / rms stays."""
-    plain, ours = (assembled(golden_run(box, rows=4, packed=True, **with_)) for with_ in ({}, {"fused_norm": {}}))
-    norms = 2 * len(plain.model.blocks) + 1
-    assert kept(plain) - kept(ours) == norms * 4 * T * D * 4
+    """Of each norm one float32 value less. Compiled, none; but a sum in the stream's type, where that is wider."""
+
+    def more(**others: Any) -> int:
+        plain, ours = (
+            kept(assembled(golden_run(box, rows=4, packed=True, **others, **with_)))
+            for with_ in ({}, {"fused_norm": {}})
+        )
+        return round((ours - plain) / (2 * 4 * T * D))  # bytes of D values a token and block
+
+    assert more() == more(amp={}) == more(amp={"stream": "half"}) == -2 * 4
+    assert more(compile={}) == more(compile={}, amp={"stream": "half"}) == more(compile={}, bf16={}) == 0
+    assert more(compile={}, amp={}) == 2
+
+
+def test_what_it_predicts():
+    text = """
+model: {shape: llama-3.2-1b}
+objective: pretrain
+data: {random: 64}
+batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}
+output: unused
+with: {attention: {}, compile: {}, fused-loss: {}, fused-block: {}}
+"""
+
+    def said(*withs: str) -> float:
+        return plan.predict(parse(text, "x", (), withs), "h200").peak_bytes
+
+    for others, values in ((["bf16"], 0), (["amp:stream=half"], 0), (["amp"], 2), (["amp", "compile:scope=model"], 0)):
+        assert said(*others, "fused-norm") - said(*others) == 16 * 32768 * 2048 * values
 
 
 def test_a_frozen_weight_has_no_gradient(box):
@@ -87,7 +115,7 @@ def interpreted() -> None:
     from optrush.kernels import norm_triton
 
     torch.manual_seed(0)
-    for rows, width in ((5, 2048), (3, 300), (1, 8192), (9, 96)):
+    for rows, width in ((5, 2048), (3, 300), (1, 8192), (9, 96), (0, 64)):
         for types in ((torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.bfloat16), (torch.bfloat16,) * 3):
             stream, narrow, out = types
             x, past = (torch.randn(rows, width).to(stream) for _ in range(2))

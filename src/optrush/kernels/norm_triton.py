@@ -19,6 +19,7 @@ def forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, branch (..., D) -> their sum (x itself without one), that normed in a type, 1 / rms (N,) float32."""
+    assert x.dtype != torch.float64, "float32 inside"
     x = x.contiguous()
     branch = x if (alone := branch is None) else branch.contiguous()
     total = x if alone else torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
@@ -43,7 +44,7 @@ def backward(
     rows, width, warps = _tile(D)
     tiles = triton.cdiv(N, rows)
     # A power of two, for each other one would be compiled anew.
-    span = triton.next_power_of_2(triton.cdiv(tiles, EACH * _multiprocessors(x.device)))
+    span = triton.next_power_of_2(max(1, triton.cdiv(tiles, EACH * _multiprocessors(x.device))))
     programs = triton.cdiv(tiles, span)
     dx = torch.empty_like(x)
     parts = torch.empty(programs if learns else 0, D, dtype=torch.float32, device=x.device)

@@ -41,6 +41,7 @@ class Fp8(Technique):
     proof = "tests/techniques/test_fp8.py"
     verified_on = ("cpu",)
     claims = frozenset({Part.LINEARS})
+    plain_feed = False
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         found = "the model runs through transformers"

@@ -52,9 +52,8 @@ class FusedBlock(Technique):
             yield Need(
                 half, f"`{asked}` needs products in bf16 or fp16", found, f"add --with amp or --with bf16, or {do}"
             )
-            # Of frozen weights only the stage knows whether they are merely stored in another form.
-            met = Part.LINEARS not in setup.owned or Part.TRAINED in setup.owned
-            yield Need(met, f"`{asked}` makes the products", "a technique that makes the products itself", do)
+            found = "linears that are more than matrices with low-rank sums (8-bit products, IA3, DoRA, dropout)"
+            yield Need(setup.plain_feed, f"`{asked}` makes the products", found, do)
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         why = "made again from gate and up where the backward pass wants it"
@@ -131,14 +130,14 @@ def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
     """What it takes to lay adapters beside what they add to, as if all linears had some."""
     D, F, L = shape.width, shape.ff_width, setup.blocks
     yield live("forward.added.gate_up", "in the product itself", gone=True)
-    ways: tuple[tuple[Literal["forward", "backward"], str, int], ...]
-    ways = ("forward", "gate_up's weight and input", 2 * D * F), ("backward", "down's weight and gradient", D * F)
-    for way, both, weight in ways:
-        why = f"{both}, beside the adapter's"
+    ways: tuple[tuple[Literal["forward", "backward"], str, str, int], ...]
+    ways = ("forward", "gate_up's", "input", 2 * D * F), ("backward", "down's", "gradient", D * F)
+    for way, whose, other, weight in ways:
+        why = f"{whose} weight beside its adapter's"
         yield add(
             Line(f"working.beside.{way}", why, weight, "product", way),
             Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product"),
-            Work(f"{way}.beside", why, "token", values=2.0 * L * D, role="product"),
+            Work(f"{way}.beside", f"{whose} {other} likewise", "token", values=2.0 * L * D, role="product"),
         )
 
 

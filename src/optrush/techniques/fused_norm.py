@@ -1,4 +1,4 @@
-"""The norm and the addition before it in one kernel each way."""
+"""The norms of a block in one kernel each way, the second one with the addition before it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FusedNorm(Technique):
-    """Adds what a branch gave to the residual stream and norms the sum, in one kernel each way.
+    """A block's two norms, each in one kernel forward and one backward; the second adds attention's result first.
+
+    The block's last addition stays where it is, and so does the norm before the head.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
-    Memory: not compiled, 4 D values a token and block less; compiled, nothing.
+    Memory: not compiled, 2 D float32 values a token and block less. Compiled, nothing less; and D values in the type of
+        the stream instead of the products', where it is wider: the sum is kept, not what was added.
     Work: unchanged FLOPs; a norm reads and writes 4 D values a token forward with the addition, 2 D without, and 4 D
         backward, its weight's gradient and what reaches the stream past the norm included.
     Differs from the source: the stream goes through the norm, so that its two gradients meet in the backward kernel.
     """
 
     name = "fused-norm"
-    summary = "addition to the residual stream and norm in one kernel each way"
+    summary = "a block's norms in one kernel each way, the addition before the second one included"
     source = "https://arxiv.org/abs/2410.10989"
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_fused_norm.py"
@@ -39,6 +42,8 @@ class FusedNorm(Technique):
         why = "inside the kernel; made again in the backward pass"
         yield live("saved.widened", why, gone=True)
         yield live("saved.normalised", why, gone=True)
+        yield live("saved.middle", "the sum is kept, in the stream's type", role="residual")
+        yield live("saved.middle.wide", "in the sum", gone=True)
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
@@ -51,7 +56,7 @@ class FusedNorm(Technique):
         demand_triton(self.name, job.setup.device)
         model = job.model
         assert isinstance(model, Decoder)
-        norms = [model.norm]
+        norms = []
         for block in model.blocks.values():
             assert isinstance(block, Block)
             norms += [block.norm1, block.norm2]

@@ -54,6 +54,10 @@ class Ia3(Technique):
     def undoable(self) -> bool:
         return self.init is None  # the model without it is not what it began with
 
+    @property
+    def plain_feed(self) -> bool:
+        return not {*frozen.chosen(self._targets(frozen.LINEARS), frozen.LINEARS)} & {*frozen.SETS["mlp"]}
+
     def needs(self, setup: Setup) -> Iterator[Need]:
         if setup.native:
             yield frozen.named(self.name, "targets", self._targets(frozen.LINEARS), frozen.LINEARS)

@@ -56,6 +56,11 @@ class Lora(Technique):
     def undoable(self) -> bool:
         return not self.save and self.init is None  # the model without an `init` is not what it began with
 
+    @property
+    def plain_feed(self) -> bool:
+        mlp = {*frozen.chosen(self.targets, frozen.LINEARS)} & {*frozen.SETS["mlp"]}
+        return not mlp or not (self.dora or self.dropout)
+
     def needs(self, setup: Setup) -> Iterator[Need]:
         if setup.native:  # others tell the names of their linears when they are there
             yield frozen.named(self.name, "targets", self.targets, frozen.LINEARS)
