@@ -19,6 +19,7 @@ from optrush.config import parse
 from optrush.job import Batch, Job
 from optrush.kernels import float8
 from optrush.prepare import prepare
+from optrush.technique import library
 from optrush.train import evaluate
 
 pytestmark = [
@@ -78,6 +79,18 @@ PATHS = [
     ("packing", "fused-adamw", "bf16", "attention:impl=varlen", "compile", "fused-loss:chunk=512"),
     ("fused-adamw", "bf16", "attention:impl=cudnn", "compile"),
 ]
+FASTEST = (
+    "packing", "fused-adamw", "bf16", "attention:impl=fa4", "fused-block:impl=quack", "fused-norm", "compile",
+    "fused-loss:impl=quack,chunk=512",
+)  # fmt: skip
+
+
+@pytest.mark.skipif(library("quack-kernels") is None or library("flash-attn-4") is None, reason="not installed")
+def test_the_fastest_kernels_are_recorded():
+    want, _ = played(job_of(*FASTEST))
+    found, _ = played(job_of("cuda-graphs", *FASTEST))
+    for a, b in zip(found, want):
+        assert a[:2] == pytest.approx(b[:2], rel=1e-2) and a[2] == b[2]
 
 
 @pytest.mark.parametrize("withs", PATHS, ids="+".join)

@@ -44,7 +44,7 @@ def test_bytes_are_those_of_bitsandbytes_on_the_device(shape):
         codes, state = bnb.quantize_4bit(values, compress_statistics=True, quant_type="nf4")
         parts = nf4.quantise(values, True)
         # Where its kernel divides less exactly, a value on a border falls on the other side.
-        assert (parts["codes"] != codes.view(-1)).float().mean() < 1e-6
+        assert (parts["codes"] != codes.view(-1)).sum() <= max(1, 1e-6 * codes.numel())
         assert torch.equal(parts["absmax"], state.absmax)
         assert torch.equal(parts["nested"], torch.cat((state.state2.absmax, state.offset[None])))
         out = torch.empty_like(values)

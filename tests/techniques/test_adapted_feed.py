@@ -132,10 +132,10 @@ def test_gradients_by_finite_differences(names):
             torch.testing.assert_close(ours(), want)
 
 
-def test_a_rank_of_16_bytes_is_not_padded(monkeypatch):
+def test_adapters_lie_in_whole_tiles_of_columns(monkeypatch):
     seen = []
     monkeypatch.setattr(adapted_feed, "gated", lambda x, w: seen.append((x.shape, w.shape)) or swiglu_quack.gated(x, w))
-    for rank, width in ((4, 16 + 8), (5, 16 + 16)):
+    for rank, width in ((4, 16 + 64), (32, 16 + 64), (33, 16 + 128)):
         x, gate_up, down, _ = linears(["gate_proj", "up_proj"], rank=rank)
         adapted_feed.feed(x, gate_up, down)
         assert seen.pop() == ((6, width), (16, width))

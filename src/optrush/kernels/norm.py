@@ -90,7 +90,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Ten
 
 @norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=dtype), _scales(x)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), _scales(x)
 
 
 @torch.library.custom_op("optrush::add_norm", mutates_args=())
@@ -108,8 +108,9 @@ def add_norm(
 
 @add_norm.register_fake
 def _(x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    total = torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
-    return total, torch.empty_like(x, dtype=dtype), _scales(x)
+    kind = torch.promote_types(x.dtype, branch.dtype)
+    total = torch.empty_like(x, dtype=kind, memory_format=torch.contiguous_format)
+    return total, torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), _scales(x)
 
 
 @torch.library.custom_op("optrush::norm_backward", mutates_args=())
@@ -136,7 +137,7 @@ def norm_backward(
 
 @norm_backward.register_fake
 def _(x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, learns: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), weight.new_empty(len(weight) if learns else 0)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), weight.new_empty(len(weight) if learns else 0)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 4096  # values a program looks at together: whole rows, at least one
-EACH = 4  # programs a multiprocessor in the backward pass: each sums the weight's gradient over its rows
+BACKWARD = 2048  # likewise in the backward pass, which has more of them in registers: 8 a thread
+EACH = 4  # programs a multiprocessor there: each sums the weight's gradient over its rows
 
 
 def forward(
@@ -26,7 +27,7 @@ def forward(
     D, N = x.shape[-1], x.shape[:-1].numel()
     normed = torch.empty_like(x, dtype=dtype)
     scale = torch.empty(N, dtype=torch.float32, device=x.device)
-    rows, width, warps = _tile(D)
+    rows, width, warps = _tile(D, TILE, 16)
     if N:
         _forward[(triton.cdiv(N, rows),)](
             x, branch, weight, total, normed, scale, N, D, eps,
@@ -41,26 +42,23 @@ def backward(
     """As `norm.norm_backward`."""
     x, past, grad = x.contiguous(), past.contiguous(), grad.contiguous()
     D, N = x.shape[-1], x.shape[:-1].numel()
-    rows, width, warps = _tile(D)
-    tiles = triton.cdiv(N, rows)
-    # A power of two, for each other one would be compiled anew.
-    span = triton.next_power_of_2(max(1, triton.cdiv(tiles, EACH * _multiprocessors(x.device))))
-    programs = triton.cdiv(tiles, span)
+    rows, width, warps = _tile(D, BACKWARD, 8)
+    programs = min(triton.cdiv(N, rows), EACH * _multiprocessors(x.device))
     dx = torch.empty_like(x)
     parts = torch.empty(programs if learns else 0, D, dtype=torch.float32, device=x.device)
     if N:
         _backward[(programs,)](
             x, weight, scale, past, grad, dx, parts, N, D,
-            LEARNS=learns, SPAN=span, ROWS=rows, WIDTH=width, num_warps=warps,
+            LEARNS=learns, ROWS=rows, WIDTH=width, num_warps=warps,
         )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype) if learns else weight.new_empty(0)
 
 
-def _tile(D: int) -> tuple[int, int, int]:
-    """Rows a program looks at together, the power of two that holds one, and warps."""
+def _tile(D: int, values: int, each: int) -> tuple[int, int, int]:
+    """Rows of so many values in all, the power of two that holds one, and warps whose threads have `each` of them."""
     width: int = triton.next_power_of_2(D)
-    rows = max(1, TILE // width)
-    return rows, width, min(16, max(4, rows * width // 512))
+    rows = max(1, values // width)
+    return rows, width, min(32, max(4, rows * width // (32 * each)))
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -91,15 +89,16 @@ def _forward(
 @triton.jit
 def _backward(
     x, weight, scale, past, grad, dx, parts, N, D,
-    LEARNS: tl.constexpr, SPAN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    LEARNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """SPAN tiles of rows; their part of the weight's gradient is a row of `parts`."""
+    """Every so many rows of one program; its part of the weight's gradient is a row of `parts`."""
     column = tl.arange(0, WIDTH)
     inside = column < D
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     gathered = tl.zeros([ROWS, WIDTH], tl.float32)
-    for tile in range(SPAN):
-        row = (tl.program_id(0).to(tl.int64) * SPAN + tile) * ROWS + tl.arange(0, ROWS)
+    tile = tl.program_id(0)
+    while tile * ROWS < N:
+        row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)
         at = row[:, None] * D + column[None, :]
         there = (row < N)[:, None] & inside[None, :]
         s = tl.load(scale + row, mask=row < N, other=0.0)[:, None]
@@ -111,5 +110,6 @@ def _backward(
         tl.store(dx + at, s * (inner - unit * mean[:, None]) + through, mask=there)
         if LEARNS:
             gathered += d * unit.to(dx.dtype.element_ty).to(tl.float32)
+        tile += tl.num_programs(0)
     if LEARNS:
         tl.store(parts + tl.program_id(0) * D + column, tl.sum(gathered, 0), mask=inside)

@@ -19,12 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optrush.kernels.add_product import add_product
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.model.adapted import Beside
+from optrush.model.adapted_linear import dense
 from optrush.model.decoder import Linear
-from optrush.model.quantised import Layout, Quantised, unpacked
+from optrush.model.quantised import Layout, Quantised
 
-ALIGNED = 8  # values of a row, as QuACK wants them: 16 bytes of a 16-bit type
+ALIGNED = 64  # values of a row: QuACK wants 8; of 64 its tiles have no fewer, and a compiler pads to them, and copies
 
 
 def fits(linear: nn.Module) -> bool:
@@ -82,9 +84,11 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
-            pairs, product = gated(_beside(rows, z1, 1), _beside(_dense(layout1, first, x.dtype, use), u1, 1))
+            pairs, product = gated(_beside(rows, z1, 1), _beside(dense(layout1, first, x.dtype, use), u1, 1))
             z2 = product @ a2.t()  # (N, r)
-            out: Tensor = (product @ _dense(layout2, second, x.dtype, use).t()).addmm_(z2, u2.t())
+            out: Tensor = product @ dense(layout2, second, x.dtype, use).t()
+            if len(a2):
+                add_product(out, z2, u2.t())
         ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
         return out.view_as(x)
 
@@ -96,7 +100,7 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             d_z2 = grad @ u2  # (N, r)
-            down = _beside(_dense(layout2, second, grad.dtype, use), a2, 0)
+            down = _beside(dense(layout2, second, grad.dtype, use), a2, 0)
             d_pairs, product = gated_backward(_beside(grad, d_z2, 1), down, pairs)  # (N, 2 F), (N, F)
             del down
             d_a2, d_u2 = d_z2.t() @ product, grad.t() @ z2
@@ -104,7 +108,10 @@ class _Feed(torch.autograd.Function):
             d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)
             d_u1, d_x = d_pairs.t() @ z1, None
             if ctx.needs_input_grad[0]:
-                d_x = (d_pairs @ _dense(layout1, first, grad.dtype, use)).addmm_(d_z1, a1).view(incoming[0].shape)
+                d_x = d_pairs @ dense(layout1, first, grad.dtype, use)
+                if len(a1):
+                    add_product(d_x, d_z1, a1)
+                d_x = d_x.view(incoming[0].shape)
         return d_x, d_a1, d_u1, d_a2, d_u2, None, None, *[None] * len(parts)
 
 
@@ -112,10 +119,6 @@ def _split(layouts: Sequence[Layout | None], parts: Sequence[Tensor]) -> tuple[S
     """What each of both weights is made of."""
     n = 1 if layouts[0] is None else layouts[0].parts * len(layouts[0].rows)
     return parts[:n], parts[n:]
-
-
-def _dense(layout: Layout | None, parts: Sequence[Tensor], dtype: torch.dtype, use: str) -> Tensor:
-    return parts[0] if layout is None else unpacked(parts, layout, dtype, use)
 
 
 def _beside(wide: Tensor, narrow: Tensor, dim: int) -> Tensor:

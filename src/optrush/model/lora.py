@@ -23,8 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optrush.model import adapted_linear
 from optrush.model.adapted import Beside, Switch, constant
 from optrush.model.decoder import Linear
+from optrush.model.quantised import Layout, Quantised
 from optrush.model.weights import Filler, Recipe, Shape
 
 
@@ -53,9 +55,17 @@ class Lora(Beside):
         self.a = nn.Parameter(torch.empty(n * settings.rank, self.width, **at))  # (n r, D)
         self.b = nn.Parameter(torch.empty(self.chosen_rows, settings.rank, **at))  # (chosen rows, r)
         self.magnitude = nn.Parameter(torch.empty(self.chosen_rows, **at)) if settings.dora else None
-        self._dense = linear.dense
+        self._dense, stored = linear.dense, linear.stored
+        # Settled here, for torch 2.11 compiles no comparison of methods; in a tuple, for the module is the linear's.
+        held = isinstance(stored, Quantised) and linear.product == stored.product
+        self._stored, self._matrix = (stored if held else None,), linear.product is F.linear
 
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        low_rank, base = self.low_rank(dtype), self._base(weight, dtype)
+        if low_rank is not None and base is not None:
+            return adapted_linear.linear(x.to(dtype), *low_rank, None if bias is None else bias.to(dtype), *base)
         y = self.inner(x, weight, None if self.s.dora else bias)
         low = F.dropout(x.to(y.dtype), self.s.dropout, self.training) if self.s.dropout else x.to(y.dtype)
         h = F.linear(low, self.a.to(y.dtype)).flatten(0, -2)  # (N, n r)
@@ -70,6 +80,16 @@ class Lora(Beside):
         if self.s.dora or self.s.dropout:
             return None
         return self.a.to(dtype), (self.up(self.b.dtype) * self.s.scaling).to(dtype)  # rounded once
+
+    def _base(self, weight: Tensor | None, dtype: torch.dtype) -> tuple[Layout | None, list[Tensor]] | None:
+        """Layout and parts of a frozen matrix that the inner product multiplies by; None: it does something else."""
+        (stored,) = self._stored
+        if isinstance(stored, Quantised):
+            return stored.layout, [*stored.parameters()]
+        if weight is None or weight.requires_grad or not self._matrix:
+            return None
+        # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
+        return None, [weight.to(dtype)]
 
     def up(self, dtype: torch.dtype) -> Tensor:
         """B as a matrix from all of A x to all rows: (rows, n r)."""
