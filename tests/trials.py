@@ -147,3 +147,11 @@ def micro(job: Job) -> Batch:
     other = copy.copy(job)
     wire(other)
     return next(other.batches)[0]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended, and whose parent has not asked yet, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

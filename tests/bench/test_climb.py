@@ -19,6 +19,7 @@ from optrush.bench.record import Record, read
 from optrush.errors import DataError
 
 from toy import Fakes, Found, ladder, put, records
+from trials import alive
 
 Call = Callable[..., Found]
 RUNGS = [{"name": "base"}, {"name": "adamw", "with": {"fused-adamw": {}}}, {"name": "both", "with": {"fused-loss": {}}}]
@@ -106,10 +107,8 @@ def test_a_hanging_process_is_ended_with_all_it_started(call: Call, fakes: Fakes
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; one whose parent has not asked yet counts."""
     for _ in range(50):
-        status = Path(f"/proc/{pid}/stat")
-        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+        if not alive(pid):
             return True
         time.sleep(0.1)
     return False

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from clirun import Found, write_rows
+from trials import alive
 
 Call = Callable[..., Found]
 EVIL = "<script>document.title = 'taken'</script><img src=x onerror=alert(1)>"
@@ -250,7 +251,7 @@ def test_killed_in_the_middle(call: Call, here: Path, moment: str) -> None:
     process.wait()
     assert not Path("out").exists()
     killed = time.monotonic()
-    while left := [pid for pid in workers if _alive(pid)]:
+    while left := [pid for pid in workers if alive(pid)]:
         if time.monotonic() - killed > 60:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):  # gone between two looks
@@ -298,10 +299,3 @@ def _children(parent: int) -> list[int]:
             if int(stat.rpartition(")")[2].split()[1]) == parent:
                 found.append(int(entry.name))
     return found
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

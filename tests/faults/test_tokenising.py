@@ -26,6 +26,7 @@ from optrush.errors import DataError
 from optrush.model import tiny
 
 from harness import run, told
+from trials import alive
 
 KILLS = 6
 SMALL_bytes = 20_000  # of a job
@@ -164,7 +165,7 @@ def test_workers_end_with_the_process_that_started_them(model: Path, path: Path)
     process.kill()
     process.communicate()
     begun = time.monotonic()
-    while any(Path(f"/proc/{pid}").exists() for pid in workers):
+    while any(alive(int(pid)) for pid in workers):
         assert time.monotonic() - begun < 60, "a worker lives on"
         time.sleep(0.02)
     kept = shards(given(model, path).folder)
