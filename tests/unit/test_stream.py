@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optrush.data import loader
 from optrush.data.corpus import Random, permutation
 from optrush.data.document import Document
 from optrush.data.live import Live
@@ -424,3 +425,14 @@ def test_workers_leave_signals_to_the_trainer():
         return n
 
     assert list(ahead(told, range(4), Loading(2))) == [0, 1, 2, 3]
+
+
+def test_a_forked_process_does_not_end_the_workers_of_its_parent():
+    items = ahead(lambda n: n, range(8), Loading(2))
+    assert next(items) == 0 and loader._workers
+    if (pid := os.fork()) == 0:
+        os._exit(len(loader._workers))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and loader._workers
+    with reading(items):
+        assert list(items) == [*range(1, 8)]
+    assert not loader._workers

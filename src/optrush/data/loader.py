@@ -31,6 +31,7 @@ Item = TypeVar("Item")
 
 GRACE_S = 2.0  # for a worker to end when it is asked to
 _workers: list[BaseProcess] = []  # of the loader that was made last
+os.register_at_fork(after_in_child=_workers.clear)  # they are not the child's to end
 
 
 @dataclass(frozen=True)
