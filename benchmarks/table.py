@@ -22,7 +22,10 @@ LADDER = Path("benchmarks/results/h200-single-gpu")
 PLAIN = Path("benchmarks/results/h200-plain.jsonl")
 CELLS = Path("benchmarks/results/h200-cells.jsonl")
 LAYOUTS = Path("benchmarks/results/h200-data")
-FASTEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("peers", "rows", "least"))
+FASTEST = tuple(
+    Path(f"benchmarks/results/h200-{name}")
+    for name in ("peers", "rows", "least", "levers", "eight", "adapters", "qlora")
+)
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
 # The rung of the plain loop (transformers and torch alone) that does the same.
@@ -93,17 +96,17 @@ def layouts() -> str:
 
 
 def fastest() -> str:
-    """The fastest set on one GPU, other systems in turn with it, longer rows, and the least memory."""
+    """The fastest set on one GPU, other systems in turn with it, longer rows, larger shapes, adapters, least memory."""
     ladders = [read(ROOT / folder) for folder in FASTEST]
     first = ladders[0][0]
     runs = max(len(r.repeats) for records in ladders for r in records)
     rows = [
-        f"{first.config['model']['shape']}, {first.config['batch']['tokens']:,} random tokens a step in one",
-        f"micro-batch, one {first.device}, torch {first.environment['torch']}; {runs} run{'s' * (runs > 1)} of each",
-        "rung in a fresh process, median step.",
+        f"Random tokens, a step in one micro-batch, one {first.device}, torch {first.environment['torch']};",
+        f"{runs} run{'s' * (runs > 1)} of each rung in a fresh process, median step. A case that no bar names is its",
+        "shape. Each ladder ran at once; different ladders ran on different days and machines.",
         "",
-        "| rung | case | tokens/s | ours / theirs | peak GiB | predicted tokens/s | predicted GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| rung | case | tokens a step | tokens/s | ours / theirs | peak GiB | predicted tokens/s | predicted GiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for records in ladders:
         by_name = {r.rung: r for r in records}
@@ -115,7 +118,7 @@ def fastest() -> str:
                 speed = f"{r.predicted_tokens_per_s:,.0f}" if r.predicted_tokens_per_s else ""
                 size = f"{r.predicted_peak_bytes / GIB:.1f}" if r.predicted_peak_bytes else ""
                 figures = f"{r.tokens_per_s:,.0f} | {ratio} | {r.peak_bytes / GIB:.1f} | {speed} | {size}"
-            rows.append(f"| {r.rung} | {r.case} | {figures} |")
+            rows.append(f"| {r.rung} | {r.case} | {r.config['batch']['tokens']:,} | {figures} |")
     links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in FASTEST)
     tail = f"The least memory has no global clip: weights are updated in the backward pass. Records: {links}."
     unproved = [f"*{r.rung}*" for records in ladders for r in records if r.tokens_per_s and not (r.proof or r.peer)]

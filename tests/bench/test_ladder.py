@@ -16,7 +16,7 @@ from toy import document
 
 ADAMW, SDPA = {"fused-adamw": {}}, {"attention": {"impl": "sdpa"}}
 FA4, QUACK = {"attention": {"impl": "fa4"}}, {"fused-loss": {"impl": "quack", "chunk": 8192}}
-TUNED, GRAPHS = {"max-autotune": {}}, {"cuda-graphs": {}}
+NORM, TUNED, GRAPHS = {"fused-norm": {}}, {"max-autotune": {}}, {"cuda-graphs": {}}
 MODEL, BLOCKS = {"compile": {"scope": "model"}}, {"compile": {"scope": "blocks"}}
 FAST = ADAMW | FA4 | BLOCKS | QUACK | {"bf16": {}}
 FASTER = FAST | {"fused-block": {"impl": "quack"}}
@@ -39,8 +39,9 @@ SINGLE_GPU = [  # name, T, rows, implementation, techniques
     ("QuACK loss", 2048, 16, "native", FAST),
     ("fused block", 2048, 16, "native", FAST | {"fused-block": {}}),
     ("fused block, in the products", 2048, 16, "native", FASTER),
-    ("max-autotune", 2048, 16, "native", FASTER | TUNED),
-    ("CUDA graphs", 2048, 16, "native", FASTER | TUNED | GRAPHS),
+    ("fused norm", 2048, 16, "native", FASTER | NORM),
+    ("max-autotune", 2048, 16, "native", FASTER | NORM | TUNED),
+    ("CUDA graphs", 2048, 16, "native", FASTER | NORM | TUNED | GRAPHS),
 ]
 
 

@@ -1,0 +1,129 @@
+"""Where a step's time goes on a GPU, kernel by kernel, and how long the device idles: one JSON line on standard output.
+
+usage: kernels.py CONFIG [--steps N] [--set KEY=VALUE]... [--with NAME]... [--without NAME]...
+
+Warms up, times N steps as they are, then N under torch's profiler, which is told of the device alone: that slows the
+host a little, so idle time is counted against the steps as they were.
+
+    first_step_s  from the start of the process to the end of the first step, compilation included
+    step_s        seconds of a step, one after the other without waiting for the device between them
+    host_s        of which the host asked for work; as long as step_s where the device waits for it
+    busy_s        seconds of a step in which at least one kernel or copy ran
+    idle          1 - busy_s / step_s
+    launches      kernels and copies a step
+    kernels       name, milliseconds a step, times a step; the longest first
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optrush import config, step
+from optrush.assemble import assemble
+from optrush.bench import environment
+from optrush.data.loader import reading
+from optrush.fit import batches
+from optrush.job import Job
+from optrush.prepare import prepare
+from optrush.train import Plan
+
+WARM_UP = 6  # steps: compilation, allocation, clocks
+SHOWN = 60  # kernels of the record
+
+
+def age() -> float:
+    """Seconds since this process began."""
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return float(Path("/proc/uptime").read_text().split()[0]) - began
+
+
+def one(job: Job, number: int) -> None:
+    """A step, as the loop does it."""
+    held = next(job.batches)
+    terms = job.total(sum(b.n_terms for b in held))
+    job.begin(number)
+    job.gradients(held, terms)
+    job.update()
+
+
+def union(spans: list[tuple[float, float]]) -> float:
+    """How long at least one of them lasts."""
+    found, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        found += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return found
+
+
+def measure(run: config.Run, steps: int) -> dict[str, Any]:
+    total = WARM_UP + 2 * steps + 1
+    run = run.model_copy(update={"train": config.Training(steps=total, log_every=1)})
+    job = assemble(prepare(run))
+    plan = Plan(job, job.stream.plan(None, total))
+    job.batches = batches(job, plan)
+    job.begin = partial(step.begin, job, steps=total)
+    with reading(job.batches):
+        one(job, 1)
+        torch.cuda.synchronize()
+        first = age()
+        for n in range(WARM_UP - 1):
+            one(job, 2 + n)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for n in range(steps):
+            one(job, WARM_UP + 1 + n)
+        asked = (time.perf_counter() - start) / steps
+        torch.cuda.synchronize()
+        each = (time.perf_counter() - start) / steps
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for n in range(steps):
+                one(job, WARM_UP + steps + 1 + n)
+            torch.cuda.synchronize()
+    events = [e for e in profile.events() or [] if str(e.device_type).endswith("CUDA")]
+    busy = union([(e.time_range.start, e.time_range.end) for e in events]) / 1e6 / steps
+    times: dict[str, list[float]] = defaultdict(list)
+    for e in events:
+        times[re.sub(r"\s+", " ", e.name)[:120]].append((e.time_range.end - e.time_range.start) / 1e3)
+    longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:SHOWN]
+    return {
+        "device": job.setup.device.name,
+        "with": run.with_,
+        "seq": run.batch.seq,
+        "tokens": run.batch.tokens,
+        "steps": steps,
+        "first_step_s": round(first, 1),
+        "step_s": each,
+        "host_s": asked,
+        "busy_s": busy,
+        "idle": 1 - busy / each,
+        "launches": len(events) / steps,
+        "kernels": [[name, round(sum(ms) / steps, 4), len(ms) / steps] for name, ms in longest],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--steps", type=int, default=5)
+    for flag in ("set", "with", "without"):
+        parser.add_argument(f"--{flag}", action="append", default=[], dest=f"{flag}_")
+    a = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("kernels.py counts a GPU's kernels, and there is no GPU")
+    run = config.parse(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
+    print(json.dumps(measure(run, a.steps) | {"environment": environment.machine(), "source": environment.source()}))
+
+
+if __name__ == "__main__":
+    main()
