@@ -13,6 +13,7 @@ from optrush.prepare import prepare
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 CLIMBED = {
+    "adapter-levers": ("llama1b-peers",),
     "adapters": ("llama1b-peers", "llama8b"),
     "eight": ("llama8b",),
     "least": ("llama1b-peers", "llama8b"),

@@ -85,8 +85,8 @@ ATOMIC = [  # attention within documents, whose backward pass has no order: two 
     ("packing", "fused-adamw", "bf16", "attention:impl=varlen", "compile", "fused-loss:chunk=512"),
 ]
 FASTEST = (
-    "packing", "fused-adamw", "bf16", "attention:impl=fa4", "fused-block:impl=quack", "fused-norm", "compile",
-    "fused-loss:impl=quack,chunk=512",
+    "packing", "fused-adamw", "bf16", "attention:impl=fa4", "fused-block:impl=quack", "fused-norm", "fused-rotation",
+    "compile", "fused-loss:impl=quack,chunk=512",
 )  # fmt: skip
 
 

@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from optrush.data.batch import Documents
-from optrush.kernels import attention, cross_entropy, libraries, norm, swiglu
+from optrush.kernels import attention, cross_entropy, libraries, norm, rotation, store, swiglu
+from optrush.kernels.scaled import scaled
 from optrush.model.adapted import Switch, place
 from optrush.model.decoder import Linear
 from optrush.model.lora import Lora, Settings
 from optrush.model.quantised import Form, Quantised
 from optrush.technique import library
+
+from updates import edges
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -172,6 +175,43 @@ def test_norm_and_the_addition_before_it(compiled, autocast, D):
         assert one.dtype == given.dtype and off(one, other) < 1e-2
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("turns", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("K", "group", "E"), [(8, 4, 64), (2, 7, 128), (3, 1, 80), (1, 2, 256)])
+def test_rotation(compiled, dtype, turns, K, group, E):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    B, T = 3, 333
+    qkv = torch.randn(B, T, K, group + 2, E, device="cuda").to(dtype).requires_grad_()
+    cos, sin = (torch.randn(B, T, 1, E, device="cuda").to(turns) for _ in range(2))
+    grads = [torch.randn(B, n, T, E, device="cuda").to(dtype).transpose(1, 2) for n in (K * group, K, K)]
+    wide = qkv.detach().float().requires_grad_()
+    want = rotation.plain(wide, cos.float(), sin.float(), None, None)
+    (wanted,) = torch.autograd.grad(want, wide, [g.float() for g in grads])
+
+    def separate(qkv):
+        return rotation.fused(qkv, cos, sin, None, None)
+
+    found = (torch.compile(separate, fullgraph=True, dynamic=False) if compiled else separate)(qkv)
+    (grad,) = torch.autograd.grad(found, qkv, grads)
+    close = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
+    for got, sure in zip((*found, grad), (*want, wanted), strict=True):
+        assert got.dtype == dtype and got.is_contiguous() and off(got, sure) < close
+    assert torch.equal(found[2], qkv[:, :, :, -1])
+
+
+def test_rotation_beyond_32_bits():
+    qkv = torch.empty(1, 2**17 + 1, 8, 16, 128, device="cuda", dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, 1, 2**17 + 1, 1, 128, device="cuda", dtype=torch.bfloat16)
+    qkv[:, -1] = torch.randn(8, 16, 128, device="cuda")
+    heads = rotation.rotation(qkv, cos, sin)
+    last = [x[:, -1:].clone() for x in (qkv, cos, sin)]
+    assert all(torch.equal(a[:, -1:], b) for a, b in zip(heads, rotation.rotation(*last), strict=True))
+    back = rotation.rotation_backward(*heads, cos, sin)[:, -1:]
+    assert torch.equal(back, rotation.rotation_backward(*(x[:, -1:].clone() for x in heads), *last[1:]))
+
+
 def test_gated_activation_beyond_32_bits():
     x = torch.empty(2**17 + 1, 2 * 2**14, device="cuda", dtype=torch.bfloat16)
     x[-1] = torch.randn(2 * 2**14, device="cuda")
@@ -231,3 +271,47 @@ def test_loss_kernels(name, N, D, chunk):
     for one, other in zip(grads, wants, strict=True):
         assert off(one, other) < 1e-2
     assert not grads[0][::5].any()
+
+
+@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "amp"])
+def test_quacks_gradients_by_a_factor(autocast):
+    """A third, which bfloat16 has 0.2 % off; the roundings of the gradients themselves cancel."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(1000, 256, device="cuda"), torch.randn(1024, 256, device="cuda") * 0.05]
+    inputs = [(x if autocast else x.bfloat16()).requires_grad_() for x in inputs]
+    labels = torch.randint(0, 1024, (1000,), device="cuda")
+    wants = torch.autograd.grad(cross_entropy.nll(*(x.float() for x in inputs), labels), inputs)
+
+    def gradients(factor):
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = libraries.quack(*inputs, labels, 512)
+        return torch.autograd.grad(loss * factor, inputs)
+
+    for one, third, want, given in zip(gradients(1.0), gradients(1 / 3), wants, inputs, strict=True):
+        assert one.dtype == given.dtype and off(one, want) < 1e-2
+        share = (one.double() * third.double()).sum() / one.double().square().sum()
+        assert share.item() == pytest.approx(1 / 3, rel=3e-4)
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16], ids=str)
+def test_scaled(given, wanted):
+    factor = torch.tensor(1 / 3, device="cuda")
+    for n in (0, 1, 4096, 1_000_003):
+        x = torch.randn(n, device="cuda").to(given)
+        want = (x.float() * factor).to(wanted)
+        found = scaled(x, factor, wanted)
+        assert torch.equal(found, want) and (found is x) == (given == wanted)
+
+
+def test_scaled_beyond_32_bits():
+    x = torch.ones(2**31 + 5, device="cuda", dtype=torch.bfloat16)
+    assert (scaled(x, torch.tensor(2.0, device="cuda"), x.dtype)[-6:] == 2).all()
+
+
+def test_stochastic_rounding_at_the_edges():
+    from optrush.kernels import store_triton
+
+    found, want = edges(store_triton.stochastic, "cuda"), edges(store.stochastic)
+    torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)

@@ -12,7 +12,8 @@ The padding id is an ordinary token: transformers gives its embedding row no gra
 learns like any other, since padding is never a target and never read.
 
 Built on the meta device and without buffers: nothing is lost when real memory is given to it. Techniques change it
-through its slots (`through`, `block.attend`, `linear.product`, `head.nll`, `head.part`) and by swapping instances.
+through its slots (`through`, `block.separate`, `block.attend`, `linear.product`, `head.nll`, `head.part`) and by
+swapping instances.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.kernels import attention, norm, swiglu
+from optrush.kernels import attention, norm, rotation, swiglu
 from optrush.kernels.cross_entropy import Reduce
 from optrush.kernels.nll import Nll, Whole
 from optrush.shapes import HF, ModelShape, RopeShape
@@ -130,12 +131,6 @@ def frequencies(rope: RopeShape, head_width: int) -> Tensor:
     return inverse
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, T, n, E) turned by its position; cos, sin (B, T, 1, E). Stays in x's type, which cos need not have."""
-    first, second = x.chunk(2, -1)
-    return (x * cos + torch.cat((-second, first), -1) * sin).to(x.dtype)
-
-
 class Block(nn.Module):
     """One layer: attention and a gated feed-forward, each behind a norm and added to the residual."""
 
@@ -155,6 +150,7 @@ class Block(nn.Module):
         self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
+        self.separate: rotation.Separate = rotation.plain
         self.attend: attention.Attend = attention.masked
         self.feed: Callable[[Tensor, nn.Module, nn.Module], Tensor] = swiglu.gated
 
@@ -163,12 +159,7 @@ class Block(nn.Module):
         B, T, _ = x.shape
         x, h = self.norm1.added(x)
         qkv = self.qkv(h).view(B, T, -1, self.group + 2, self.head_width)  # (B, T, K, H/K + 2, E)
-        q = qkv[:, :, :, : self.group].reshape(B, T, -1, self.head_width)  # (B, T, H, E)
-        # v is copied out: as a view it would keep the whole of qkv alive until the backward pass.
-        k, v = qkv[:, :, :, self.group], qkv[:, :, :, self.group + 1].contiguous()  # (B, T, K, E)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
+        q, k, v = self.separate(qkv, cos, sin, self.q_norm, self.k_norm)  # (B, T, H or K, E)
         x, h = self.norm2.added(x, self.o(self.attend(q, k, v, documents).reshape(B, T, -1)))
         return x + self.feed(h, self.gate_up, self.down)
 

@@ -18,6 +18,7 @@ from optrush.techniques.fused_adamw import FusedAdamW
 from optrush.techniques.fused_block import FusedBlock
 from optrush.techniques.fused_loss import FusedLoss
 from optrush.techniques.fused_norm import FusedNorm
+from optrush.techniques.fused_rotation import FusedRotation
 from optrush.techniques.ia3 import Ia3
 from optrush.techniques.int8 import Int8
 from optrush.techniques.kahan import Kahan
@@ -56,6 +57,7 @@ ALL: tuple[type[Technique], ...] = (
     Attention,
     FusedBlock,
     FusedNorm,
+    FusedRotation,
     Compile,
     MaxAutotune,
     Fp8,

@@ -1,0 +1,56 @@
+"""A block's heads taken apart and turned by their positions, in one kernel each way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from optrush.technique import Need, Numerics, Setup, Technique, demand_triton
+
+if TYPE_CHECKING:
+    from optrush.job import Job
+
+
+@dataclass(frozen=True)
+class FusedRotation(Technique):
+    """Queries, keys and values taken out of one product, queries and keys turned: one kernel forward, one backward.
+
+    Models that norm their queries and keys (qwen3) are refused: the norms stand between the two.
+
+    Source: Hsu et al., https://arxiv.org/abs/2410.10989
+    Memory: unchanged: both ways keep cosines and sines, once for all blocks, and what attention keeps.
+    Work: unchanged FLOPs; 2 (H + 2 K) E values read and written a token and block forward, and as many backward.
+    Differs from the source: it reads and writes all heads at once, values too, for they lie together in one product.
+    """
+
+    name = "fused-rotation"
+    summary = "queries, keys and values taken apart and turned by their positions in one kernel each way"
+    source = "https://arxiv.org/abs/2410.10989"
+    numerics = Numerics.SAME_MATHS
+    proof = "tests/techniques/test_fused_rotation.py"
+    verified_on = ("cpu",)
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        found = "the model runs through transformers, whose blocks have no such place"
+        yield Need(setup.native, "`fused-rotation` needs the native implementation", found, "leave it out")
+        normed = setup.shape is not None and setup.shape.qk_norm
+        found = "the model norms each of them first"
+        yield Need(
+            not normed, "`fused-rotation` turns queries and keys as the product makes them", found, "leave it out"
+        )
+
+    @classmethod
+    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+        yield from ()  # not measured yet; whoever asks for it has it planned
+
+    def recompute(self, job: Job) -> int:  # before anything compiles
+        from optrush.kernels import rotation
+        from optrush.model.decoder import Block, Decoder
+
+        demand_triton(self.name, job.setup.device)
+        assert isinstance(job.model, Decoder)
+        for block in job.model.blocks.values():
+            assert isinstance(block, Block)
+            block.separate = rotation.fused
+        return len(job.model.blocks)
