@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import sys
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optrush import technique
 from optrush.errors import NeedsError
 from optrush.hardware import named
-from optrush.kernels import cross_entropy
+from optrush.kernels import cross_entropy, libraries
 from optrush.kernels.libraries import even
 from optrush.kernels.nll import Package
 from optrush.prepare import prepare
@@ -105,6 +109,11 @@ def test_refused_where_it_cannot_run(box, impl, monkeypatch):
     with pytest.raises(NeedsError, match=r"not installed(.|\n)*optrush\[kernels\]"):
         FusedLoss(impl=impl).loss(job)
     monkeypatch.setattr(technique, "library", lambda name: "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(technique, "installed", lambda *names: None)
+        patch.setattr(job, "setup", dataclasses.replace(job.setup, device=named("h200")[0]))
+        with pytest.raises(NeedsError, match=f"impl={impl}` runs a Triton(.|\n)*C compiler"):
+            FusedLoss(impl=impl).loss(job)
     job.model.head.softcap = 30.0
     with pytest.raises(NeedsError, match="softcap"):
         FusedLoss(impl=impl).loss(job)
@@ -150,3 +159,88 @@ def test_no_chunk_has_as_many_rows_as_the_width(D, chunk):
         assert size % 128 == 0 and 0 < size <= chunk
         last = -(-(N % size or size) // 128) * 128
         assert last != D and (size >= N or size != D)
+
+
+# QuACK's operator replaced by plain torch: what is made of its gradients is ours.
+
+CPU_N, CPU_D, FACTOR = 200, 16, 1 / 3
+
+
+@pytest.fixture
+def quack(monkeypatch):
+    """The calls of a module that stands for the library's, whose padding is no number."""
+    calls = []
+
+    def padded(x, rows, fill):
+        return torch.cat([x, x.new_full((rows - len(x), *x.shape[1:]), fill)])
+
+    def forward(x, weight, target, chunk_size, ignore_index=-100, *, need_dx=True, need_dw=True):
+        assert x.dtype == weight.dtype and x.is_contiguous() and chunk_size % 128 == 0 and ignore_index == -100
+        calls.append((x.dtype, need_dx, need_dw))
+        wide = [t.double().requires_grad_() for t in (x, weight)]
+        rows = -(-len(x) // 128) * 128
+        with torch.enable_grad():
+            losses = F.cross_entropy(wide[0] @ wide[1].T, target, reduction="none", ignore_index=ignore_index)
+            dx, dw = torch.autograd.grad(losses.sum(), wide)
+        losses = padded(losses.detach().float(), rows, math.nan)
+        return losses, padded(dx.to(x.dtype), rows, math.nan) if need_dx else None, dw.float() if need_dw else None
+
+    def whole(x, weight, target, chunk_size, ignore_index, reduction):
+        assert reduction == "sum"
+        calls.append("without gradients")
+        return F.cross_entropy(x @ weight.T, target, reduction="sum", ignore_index=ignore_index)
+
+    module = types.ModuleType("quack.linear_cross_entropy")
+    module.scaled_exp_linear_cross_entropy_fwd, module.scaled_exp_linear_cross_entropy = forward, whole
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", module)
+    return calls
+
+
+def drawn(dtype):
+    """Hidden states of which every second row is taken, weight, labels of which a third are ignored."""
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(CPU_N, 2, CPU_D, generator=g)[:, 1].to(dtype)
+    labels = torch.randint(0, V, (CPU_N,), generator=g)
+    labels[::3] = -100
+    return hidden.requires_grad_(), torch.randn(V, CPU_D, generator=g).to(dtype).requires_grad_(), labels
+
+
+def oracle(hidden, weight, labels):
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    loss = F.cross_entropy(wide[0] @ wide[1].T, labels, reduction="sum", ignore_index=-100)
+    return loss, torch.autograd.grad(loss * FACTOR, wide)
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["", "amp"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_quack_against_float64(quack, dtype, amp, monkeypatch):
+    hidden, weight, labels = drawn(dtype)
+    half = torch.bfloat16 if amp else dtype
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: amp)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda kind: torch.bfloat16)
+    want, wants = oracle(hidden.to(half), weight.to(half), labels)
+    loss = libraries.quack(hidden, weight, labels, 128)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(want.item(), rel=1e-6)
+    grads = torch.autograd.grad(loss * FACTOR, (hidden, weight), retain_graph=True)
+    assert quack == [(half, True, True)]
+    # The library rounds hidden's, and what is given in bfloat16 is rounded by us; the rest is float32's.
+    for grad, right, rounded in zip(grads, wants, (half == torch.bfloat16, False), strict=True):
+        roundings = int(rounded) + (dtype == torch.bfloat16)
+        assert grad.dtype == dtype
+        assert ((grad.double() - right).abs() <= right.abs() * (roundings * 2.0**-8 + 3e-7)).all()
+    assert not grads[0][::3].any()
+    with pytest.raises(RuntimeError, match="gives its gradients once"):
+        torch.autograd.grad(loss, hidden)
+
+
+@pytest.mark.parametrize("trained", [0, 1], ids=["hidden", "weight"])
+def test_quack_makes_the_gradient_of_what_is_trained(quack, trained):
+    *tensors, labels = drawn(torch.float32)
+    tensors[1 - trained].requires_grad_(False)
+    (libraries.quack(*tensors, labels, 128) * FACTOR).backward()
+    torch.testing.assert_close(tensors[trained].grad.double(), oracle(*tensors, labels)[1][trained])
+    assert tensors[1 - trained].grad is None
+    with torch.no_grad():
+        libraries.quack(*tensors, labels, 128)
+    assert quack == [(torch.float32, trained == 0, trained == 1), "without gradients"]

@@ -8,7 +8,7 @@ parameter read the same. Neither asks the host for anything: rate, divisor and t
 device, and the gradients' addresses, which differ from step to step, are sent ahead through pinned memory.
 
 The bits are the reference's: fused multiply-add is turned off, root and quotient are correctly rounded, and bfloat16 is
-read and written by shifts.
+written by shifts. Instructions bound it as much as bytes do: count them (of the loop, by element) when changing it.
 """
 # Kernels are no Python functions: their arguments are typed by what is launched.
 # ruff: noqa: ANN001, ANN202
@@ -27,14 +27,15 @@ from torch import Tensor
 from optrush.kernels.adamw_update import ANOTHER, COUNT_BITS, FACTORS, Group
 
 PART = 16384  # elements of one program, of one parameter: what is looked up once a program is little beside them
-BLOCK = 2048  # of them at a time: 8 a thread, 16 bytes of bfloat16, the widest access there is
-WARPS = 8
+BLOCK = 1024  # of them at a time: 8 a thread, 16 bytes of bfloat16, the widest access there is
+WARPS = 4
 LANES = 128  # parameters of one program of the small launch
 ALIGNMENT = 16  # bytes, for the widest access
 
 # Globals of a kernel must be its constants.
 _FACTOR_A, _FACTOR_B = tl.constexpr(FACTORS[0]), tl.constexpr(FACTORS[1])
 _ANOTHER, _COUNT_BITS = tl.constexpr(ANOTHER), tl.constexpr(COUNT_BITS)
+_LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 @triton.jit
@@ -96,12 +97,8 @@ def _pointer(address, element: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _read(address, start, j, there, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
     """float32 of the float32 or bfloat16 elements start + j."""
-    if WIDE:
-        x = tl.load(_pointer(address, tl.float32, ALIGNED) + start + j, mask=there, other=0.0)
-    else:
-        raw = tl.load(_pointer(address, tl.uint16, ALIGNED) + start + j, mask=there, other=0)
-        x = (raw.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    return x
+    kind: tl.constexpr = tl.float32 if WIDE else tl.bfloat16
+    return tl.load(_pointer(address, kind, ALIGNED) + start + j, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -114,11 +111,13 @@ def _nearest(x):
 
 @triton.jit
 def _stochastic(x, bits):
-    """float32 to the bits of bfloat16, as the reference's `round_stochastic`."""
+    """float32 to the bits of bfloat16, as the reference's `round_stochastic`; a nan is one, maybe another.
+
+    One comparison does: what the largest bfloat16 bounds cannot move beyond it, the rest (inf and nan too) is cut only.
+    Cut, a nan that arithmetic made stays one: the mantissa's first bit says so.
+    """
     raw = x.to(tl.uint32, bitcast=True)
-    moved = raw + (bits & 0xFFFF)
-    raw = tl.where((moved & 0x7F800000) == 0x7F800000, raw, moved) >> 16
-    return tl.where(x != x, 0x7FC0, raw.to(tl.int32)).to(tl.uint16)
+    return ((raw + tl.where(tl.abs(x) < _LARGEST, bits & 0xFFFF, 0)) >> 16).to(tl.uint16)
 
 
 @triton.jit
@@ -145,7 +144,7 @@ def _update(
         start = (part - tl.load(starts + k)).to(tl.int64) * PART
         row = table + k * 8
         weights, means, squares, remainders = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
-        gradients = tl.load(grads + k)
+        gradients, first = tl.load(grads + k), tl.load(row + 5)
         left = tl.minimum(tl.load(row + 4) - start, PART).to(tl.int32)
         if ALIGNED:
             left = tl.multiple_of(left, 16)
@@ -163,7 +162,7 @@ def _update(
                 if CUT:
                     width = tl.load(row + 6)
                     index = index // width * tl.load(row + 7) + index % width
-                mixed = _mix((tl.load(row + 5) + index).to(tl.uint32) ^ key)
+                mixed = _mix((first + index).to(tl.uint32) ^ key)
                 bits = _mix(mixed ^ second)
                 more = _mix(mixed ^ (second ^ _ANOTHER))
             weight = _read(weights, start, j, there, False, ALIGNED)

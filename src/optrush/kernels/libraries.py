@@ -8,11 +8,14 @@ the backward pass: once. No bias, scale, softcap or row weights. Their modules a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from optrush.data.batch import IGNORE
 from optrush.errors import NeedsError
+from optrush.kernels.scaled import scaled
 
 STEP = 128  # rows of QuACK's tile
 
@@ -23,14 +26,45 @@ def quack(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     bfloat16 (autocast's too), capability 9.0; V and chunk multiples of 128. A product of as many rows as the width is
     refused by the library (it cannot tell rows from columns): so chunks are made smaller until none is one.
     Source: https://github.com/Dao-AILab/quack (linear_cross_entropy.py).
-    Saves (N, D) in hidden's type and (V, D) float32. Holds (chunk, V) bfloat16 at once.
+    Saves (N, D) in bfloat16 and (V, D) float32. Holds (chunk, V) bfloat16 at once.
+    Differs from the source: the backward pass scales and casts each gradient at once, by a float32 factor.
     """
     from quack.linear_cross_entropy import scaled_exp_linear_cross_entropy
 
     rows = even(len(hidden), hidden.shape[1], chunk)
-    total = scaled_exp_linear_cross_entropy(hidden, weight, labels, rows, IGNORE, "sum")
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        total = _Quack.apply(hidden, weight, labels, rows)  # type: ignore[no-untyped-call]
+    else:
+        total = scaled_exp_linear_cross_entropy(hidden, weight, labels, rows, IGNORE, "sum")
     assert isinstance(total, Tensor)
     return total
+
+
+class _Quack(torch.autograd.Function):
+    """The library's loss and gradients; how these are scaled is ours."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, rows: int) -> Tensor:
+        from quack.linear_cross_entropy import scaled_exp_linear_cross_entropy_fwd
+
+        N, (h_needs, w_needs) = len(hidden), ctx.needs_input_grad[:2]
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden.dtype
+        h = hidden.to(dtype).contiguous()  # its loads want rows that begin at 16 bytes
+        losses, dh, dw = scaled_exp_linear_cross_entropy_fwd(
+            h, weight.to(dtype), labels, rows, IGNORE, need_dx=h_needs, need_dw=w_needs
+        )
+        ctx.types = (hidden.dtype, weight.dtype)
+        ctx.made = (None if dh is None else dh[:N], dw)  # it pads the last chunk
+        total: Tensor = losses[:N].sum()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.made is None:
+            raise RuntimeError("quack's loss gives its gradients once: they were scaled in place")
+        made, ctx.made = ctx.made, None
+        dh, dw = (None if t is None else scaled(t, incoming[0], dtype) for t, dtype in zip(made, ctx.types))
+        return dh, dw, None, None
 
 
 def even(N: int, D: int, chunk: int) -> int:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.ledger import Line, Rule, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, demand_triton, gpu
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -102,6 +102,7 @@ class FusedLoss(Technique):
             return 1
         asked = f"fused-loss:impl={self.impl}"
         demand(self)
+        demand_triton(asked, job.setup.device)
         if head.bias is not None or head.scale != 1.0 or head.softcap is not None:
             raise NeedsError(f"`{asked}`", "a head with a bias, a scale or a softcap", "take impl=chunked")
         if self.impl == "quack":

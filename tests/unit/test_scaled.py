@@ -1,0 +1,57 @@
+"""A tensor times a number on the device: one rounding, in place where the type stays; its kernel in the interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from optrush.kernels import scaled as kernel
+from optrush.technique import library
+
+WIDE, HALF = torch.float32, torch.bfloat16
+FACTOR = torch.tensor(1 / 3)  # bfloat16 has it 0.2 % off
+
+
+def drawn(n, dtype):
+    return torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [(WIDE, WIDE), (WIDE, HALF), (HALF, HALF), (HALF, WIDE)], ids=str)
+def test_one_rounding(given, wanted):
+    x = drawn(1000, given)
+    right = (x.double() * FACTOR.double()).to(WIDE).to(wanted)
+    found = kernel.scaled(x, FACTOR, wanted)
+    assert found.dtype == wanted and torch.equal(found, right)
+    assert (found is x) == (given == wanted)
+
+
+def interpreted():
+    from optrush.kernels.scaled_triton import BLOCK, launch
+
+    # No rounding to bfloat16: the interpreter cuts where a GPU rounds to the nearest. tests/gpu has it.
+    for given, wanted in ((WIDE, WIDE), (WIDE, torch.float16), (HALF, WIDE), (torch.float16, torch.float16)):
+        for n in (0, 1, 100, BLOCK, 2 * BLOCK + 7):
+            x, around = drawn(n, given), torch.full((n + 2,), 7.0, dtype=given)
+            inside = around[1:-1].copy_(x)
+            found = launch(inside, FACTOR, wanted)
+            assert torch.equal(found, (x.float() * FACTOR).to(wanted)), (given, wanted, n)
+            assert (found is inside) == (given == wanted) and (around[[0, -1]] == 7).all()
+            assert given == wanted or torch.equal(inside, x)
+    print("equal")
+
+
+@pytest.mark.skipif(library("triton") is None, reason="triton is not installed")
+def test_triton_equals_the_reference():
+    paths = [*map(str, Path(__file__).parents[1:2]), str(Path(kernel.__file__).parents[2])]
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith("equal\n"), done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    interpreted()
