@@ -34,7 +34,7 @@ class Adam4bit(Technique):
     source = "https://arxiv.org/abs/2309.01507"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_adam4bit.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
 
     def predict(self, setup: Setup) -> Iterator[Rule]:

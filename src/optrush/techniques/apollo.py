@@ -39,7 +39,7 @@ class Apollo(Technique):
     source = "https://arxiv.org/abs/2412.05270"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_apollo.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
 
     def needs(self, setup: Setup) -> Iterator[Need]:

@@ -47,7 +47,7 @@ class CudaGraphs(Technique):
     source = "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/"
     numerics = Numerics.EXACT
     proof = "tests/techniques/test_cuda_graphs.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.CAPTURE})
 
     def needs(self, setup: Setup) -> Iterator[Need]:

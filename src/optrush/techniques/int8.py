@@ -32,7 +32,7 @@ class Int8(Technique):
     source = "https://arxiv.org/abs/2208.07339"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_int8.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.LINEARS})
     wants = frozenset({Part.TRAINED})
 

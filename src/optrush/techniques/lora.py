@@ -49,7 +49,7 @@ class Lora(Technique):
     source = "https://arxiv.org/abs/2106.09685"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.TRAINED})
 
     @property

@@ -37,7 +37,7 @@ class MemoryCap(Technique):
     source = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html"
     numerics = Numerics.EXACT
     proof = "tests/techniques/test_memory_cap.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.MEMORY})
 
     def needs(self, setup: Setup) -> Iterator[Need]:

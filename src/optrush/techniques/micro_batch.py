@@ -36,7 +36,7 @@ class MicroBatch(Technique):
     source = "https://arxiv.org/abs/1811.06965"
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_micro_batch.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.MICRO_BATCH})
 
     @classmethod

@@ -42,7 +42,7 @@ class Muon(Technique):
     source = "https://kellerjordan.github.io/posts/muon/"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_muon.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
 
     def needs(self, setup: Setup) -> Iterator[Need]:

@@ -38,7 +38,7 @@ class Nf4(Technique):
     source = "https://arxiv.org/abs/2305.14314"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_nf4.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.LINEARS})
     wants = frozenset({Part.TRAINED})
 

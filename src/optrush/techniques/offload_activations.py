@@ -37,7 +37,7 @@ class OffloadActivations(Technique):
     source = "https://github.com/pytorch/torchtune/blob/main/torchtune/training/_activation_offloading.py"
     numerics = Numerics.EXACT
     proof = "tests/techniques/test_offload_activations.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.KEEPING})
 
     def needs(self, setup: Setup) -> Iterator[Need]:

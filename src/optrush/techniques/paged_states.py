@@ -40,7 +40,7 @@ class PagedStates(Technique):
     source = "https://arxiv.org/abs/2305.14314"
     numerics = Numerics.EXACT
     proof = "tests/techniques/test_paged_states.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.STATES})
 
     def needs(self, setup: Setup) -> Iterator[Need]:

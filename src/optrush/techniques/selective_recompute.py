@@ -53,7 +53,7 @@ class SelectiveRecompute(Technique):
     source = "https://arxiv.org/abs/2205.05198"
     numerics = Numerics.EXACT
     proof = "tests/techniques/test_selective_recompute.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.SAVED})
 
     def needs(self, setup: Setup) -> Iterator[Need]:
