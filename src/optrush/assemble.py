@@ -30,6 +30,7 @@ from optrush.data.tokenizer import open_tokens
 from optrush.distributed import World
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.job import Job, Trained
+from optrush.model.decoder import spared
 from optrush.model.grown import refuse_frozen
 from optrush.model.weights import fingerprint, load
 from optrush.objectives import FIGURES, check_layout, dpo
@@ -207,6 +208,7 @@ def materialise(job: Job) -> None:
             job.recipe.fill(name, *placed(p))
     job.recipe.release()
     job.trained = [Trained(name, p, decays=p.dim() > 1) for name, p in model.named_parameters() if p.requires_grad]
+    model.spare = spared(model)
 
 
 def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:

@@ -39,7 +39,8 @@ def gradients(job: Job, batches: list[Batch], terms: int | Tensor) -> Tensor:
         figure.zero_()
     if not isinstance(terms, Tensor):  # filled in on the device: copying a number there would wait for it
         terms = torch.full((), max(terms, 1), dtype=torch.float32, device=job.world.device)
-    job.model.train()
+    if not job.model.training:  # asked first, for it walks thousands of modules
+        job.model.train()
     total = torch.zeros((), device=job.world.device)
     for i, host in enumerate(batches):
         batch = host.to(job.world.device)

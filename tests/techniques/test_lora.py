@@ -185,6 +185,18 @@ def test_no_frozen_weight_has_a_gradient_made(box, beside):
 # What stays.
 
 
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_flops_are_counted_once_all_is_built(box, implementation, monkeypatch):
+    """4 a frozen weight of a matrix and 6 one of an adapter; and no module is walked for it in a step."""
+    run = golden_run(box, sets=[f"model.implementation={implementation}"], lora={"rank": 4})
+    job = assembled(run)
+    frozen = sum(linear.in_features * linear.out_features for _, linear in job.model.linears())
+    frozen += job.model.head.weight.numel()
+    learnt = sum(t.parameter.numel() for t in job.trained)
+    monkeypatch.setattr(torch.nn.Module, "named_modules", None)
+    assert job.model.flops(10, 0) == 10 * (4 * frozen + 6 * learnt)
+
+
 def test_frozen_bits_stay(box):
     job = learning(box, sets=["optim.lr=1e-2", "batch.tokens=192", "batch.micro_tokens=96", "train.steps=50"])
     before = {n: p.detach().clone() for n, p in job.model.named_parameters() if not p.requires_grad}
@@ -219,6 +231,16 @@ def test_dropout_is_for_training(box):
     want = first_gradients(job)
     assert furthest(first_gradients(learning(box, lora={**SOME, "dropout": 0.3}, recompute={}))[1], want[1]) < CLOSE
     assert furthest(want[1], first_gradients(plain)[1]) > 0.01
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_all_modules_know_that_they_train(box, implementation):
+    job = assembled(golden_run(box, sets=[f"model.implementation={implementation}"], lora={"rank": 4}))
+    for _ in range(2):
+        list(steps(job, 1))
+        assert all(m.training for m in job.model.modules())
+        evaluate_on(job)
+        assert not any(m.training for m in job.model.modules())
 
 
 @pytest.mark.parametrize("case", ["tied", "untied"])

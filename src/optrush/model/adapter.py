@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.model.decoder import Head, Linear, call, redo_ties, spared
+from optrush.model.decoder import Head, Linear, call, redo_ties
 from optrush.model.grown import enlarge, widened
 from optrush.model.probe import probe, unsupported
 from optrush.model.weights import Entry, Folder, Memory, Recipe, Source, drawn
@@ -44,6 +44,7 @@ class Adapter(nn.Module):
     """
 
     isolates = True
+    spare = 0  # as Decoder's
 
     def __init__(self, hf_model: Any) -> None:
         super().__init__()
@@ -177,7 +178,7 @@ class Adapter(nn.Module):
         c = self.config
         head_width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         attention = 6 * attended * c.num_attention_heads * head_width * len(self._blocks)
-        return (6 * self.matrix_parameters - spared(self)) * tokens + int(attention)
+        return (6 * self.matrix_parameters - self.spare) * tokens + int(attention)
 
     def tie(self) -> None:
         """Make every alias in `ties` its parameter again."""

@@ -199,6 +199,7 @@ class Decoder(nn.Module):
     """Embedding, blocks and the last norm; the head lies beside them and is called by the objective."""
 
     isolates = True  # documents of one row do not see each other
+    spare = 0  # `spared`, once all is built: it walks all modules, and steps ask for FLOPs row by row
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -254,7 +255,7 @@ class Decoder(nn.Module):
 
     def flops(self, tokens: int, attended: int) -> int:
         """Training FLOPs: see `ModelShape.flops`, and `spared` for weights that are not trained."""
-        return self.shape.flops(tokens, attended) - spared(self) * tokens
+        return self.shape.flops(tokens, attended) - self.spare * tokens
 
     def tie(self) -> None:
         """Make every alias in `ties` its parameter again: allocating memory gives each its own."""

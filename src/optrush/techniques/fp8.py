@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from optrush.ledger import Rule, Work, like, live
+from optrush.ledger import Line, Role, Rule, Work, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
     from optrush.job import Job
 
 ALL, MLP = ("qkv", "o", "gate_up", "down"), ("gate_up", "down")
+MLP_SHARE = 0.83  # of the blocks' weights, for F = 4 D and K = H / 4
 MULTIPLE = 16  # what the products ask of every length along which they sum
 # Of each linear, the ledger's lines that count what enters it and what leaves it, and the share of the line.
 ENTERS = {"qkv": ("normed", 0.5), "o": ("attended", 1.0), "gate_up": ("normed", 0.5), "down": ("product", 1.0)}
@@ -27,7 +28,8 @@ class Fp8(Technique):
     is done and the products are float32: the same figures, slower.
 
     Source: Micikevicius et al., https://arxiv.org/abs/2209.05433
-    Memory: a chosen linear's input is kept in 1 byte a value instead of 2 where nothing else keeps it.
+    Memory: inputs that a kernel of their own made are kept in 1 byte a value: the norms', 2 D (mlp: D), and the
+        activation, F. What attention or a compiler makes is rounded again; cast weights are not kept either.
     Work: products at the 8-bit rate; every operand is read twice and written once or twice to be rounded.
     Differs from the source: the scale is that of the very tensor, not of its history.
     """
@@ -39,7 +41,7 @@ class Fp8(Technique):
     source = "https://arxiv.org/abs/2209.05433"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_fp8.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.LINEARS})
     plain_feed = False
 
@@ -67,6 +69,8 @@ class Fp8(Technique):
     def predict(self, setup: Setup) -> Iterator[Rule]:
         """Products at the other rate, and bytes of rounding, assumed: an operand is read twice and written once; an
         input is laid by columns later (read and written), a gradient at once; a weight is rounded once a pass."""
+        if Part.TRAINED not in setup.owned:  # frozen products keep no input anyway
+            yield from self._kept(setup)
         if setup.device.kind == "cuda":  # elsewhere the products are float32
             for name in self._chosen:
                 yield live(f"*ward.{name}", "multiplied in 8 bits", unit="product8")
@@ -75,8 +79,27 @@ class Fp8(Technique):
                 why = f"{kind} of {name} rounded to 8 bits"
                 yield like(f"saved.{line}", Work(f"fp8.{kind}.{name}", why, "token", values=moved * share))
         why = "weights rounded to 8 bits, in the forward and in the backward pass"
-        share = 1.0 if self.targets == "all" else 0.83  # of the weights, for F = 4 D and K = H / 4
+        share = 1.0 if self.targets == "all" else MLP_SHARE
         yield like("casts.blocks", Work("fp8.weights", why, "micro", values=11.0 * share))
+
+    def _kept(self, setup: Setup) -> Iterator[Rule]:
+        """Inputs in 8 bits, all of them: whether a kernel of its own made one, or the compiler, nobody says here. What
+        enters `o` stays in the products' type, for attention keeps it: compiled, it is rounded again."""
+        why, blocks = "kept in 8 bits", setup.blocks
+        yield live("saved.product", why, role="byte")
+        if self.targets == "all":
+            yield live("saved.normed", why, role="byte")
+        else:
+            yield live("saved.normed", "kept in two widths", gone=True)
+            halves: tuple[tuple[str, Role], ...] = (("qkv", "product"), ("gate_up", "byte"))
+            for name, role in halves:
+                line = Line(f"saved.normed.{name}", f"what enters {name}, D", 0.5, role, "saved", True, blocks)
+                yield like("saved.normed", line)
+        if Part.COMPILED in setup.owned:
+            yield live("casts.blocks", "the rounded ones are made of the weights again", gone=True)
+            if self.targets == "mlp":
+                why = "copies of the other matrices in the products' type"
+                yield like("casts.blocks", Line("casts.others", why, 1 - MLP_SHARE, "cast", "saved", blocks=blocks))
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
