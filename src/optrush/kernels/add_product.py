@@ -1,4 +1,8 @@
-"""A product added in place. torch.addmm copies what it adds to first, and a compiler makes addmm of addmm_."""
+"""A product added in place. torch.addmm copies what it adds to first, and a compiler makes addmm of addmm_.
+
+Of two products that are added up, make the one that sums over less first, and add the other to it: that one's kernel is
+busy multiplying and reads meanwhile. And the larger part is then rounded once, the smaller one twice.
+"""
 
 from __future__ import annotations
 

@@ -86,9 +86,7 @@ class _Feed(torch.autograd.Function):
             z1 = rows @ a1.t()  # (N, r)
             pairs, product = gated(_beside(rows, z1, 1), _beside(dense(layout1, first, x.dtype, use), u1, 1))
             z2 = product @ a2.t()  # (N, r)
-            out: Tensor = product @ dense(layout2, second, x.dtype, use).t()
-            if len(a2):
-                add_product(out, z2, u2.t())
+            out = _sum(z2, u2.t(), product, dense(layout2, second, x.dtype, use).t())
         ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
         return out.view_as(x)
 
@@ -108,11 +106,17 @@ class _Feed(torch.autograd.Function):
             d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)
             d_u1, d_x = d_pairs.t() @ z1, None
             if ctx.needs_input_grad[0]:
-                d_x = d_pairs @ dense(layout1, first, grad.dtype, use)
-                if len(a1):
-                    add_product(d_x, d_z1, a1)
-                d_x = d_x.view(incoming[0].shape)
+                d_x = _sum(d_z1, a1, d_pairs, dense(layout1, first, grad.dtype, use)).view(incoming[0].shape)
         return d_x, d_a1, d_u1, d_a2, d_u2, None, None, *[None] * len(parts)
+
+
+def _sum(narrow: Tensor, small: Tensor, wide: Tensor, large: Tensor) -> Tensor:
+    """narrow (N, r) @ small (r, M) + wide (N, K) @ large (K, M)."""
+    if not len(small):
+        return wide @ large
+    out = narrow @ small
+    add_product(out, wide, large)
+    return out
 
 
 def _split(layouts: Sequence[Layout | None], parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -1,4 +1,4 @@
-"""A frozen linear with a low-rank sum beside it as one function: W x + U A x, the sum added in place both ways.
+"""A frozen linear with a low-rank sum beside it as one function: U A x, and W x added to it in place; both ways.
 
 Kept for the backward pass: the input, A x, the small matrices, and what the weight is made of; no weight that was made
 dense.
@@ -42,8 +42,9 @@ class _Linear(torch.autograd.Function):
         x, a, u, bias, layout, *parts = given
         ctx.layout = layout
         with torch.autocast(x.device.type, enabled=False):
-            y, z = F.linear(x, dense(layout, parts, x.dtype, "forward"), bias), x @ a.t()
-            add_product(y, z, u.t())
+            z = x @ a.t()
+            y = F.linear(z, u, bias)
+            add_product(y, x, dense(layout, parts, x.dtype, "forward").t())
         ctx.save_for_backward(x, z, a, u, *parts)
         return y
 
@@ -54,8 +55,8 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             d_z = grad @ u  # (N, r)
             if ctx.needs_input_grad[0]:
-                d_x = grad @ dense(ctx.layout, parts, grad.dtype, "backward")
-                add_product(d_x, d_z, a)
+                d_x = d_z @ a
+                add_product(d_x, grad, dense(ctx.layout, parts, grad.dtype, "backward"))
             if ctx.needs_input_grad[3]:
                 d_bias = grad.sum(0)
             d_a, d_u = d_z.t() @ x, grad.t() @ z
