@@ -1,13 +1,14 @@
-"""Whether a technique that changes the numbers learns as well: loss curves with and without it, over seeds.
+"""Whether what changes the numbers learns as well: loss curves with and without a technique, over seeds.
 
-usage: curves.py CONFIG --with NAME [--seeds N] [--set KEY=VALUE]... [--conversations FILE N]
+usage: curves.py CONFIG --with NAME [--seeds N] [--set KEY=VALUE]... [--write]
 
-Trains CONFIG from the weights and in the order of each seed, first as it is, then with NAME; keeps nothing of
-the runs. One JSON line on standard output:
+Trains CONFIG from the weights and in the order of each seed, first as it is, then with NAME, and keeps nothing of the
+runs. `--write` writes CONFIG's data first: `data.path` and `data.eval`, recipes of two seeds, so that all runs are held
+against the same documents. A JSON line a run on standard output (`losses`: mean training loss of every tenth of it;
+`held_out`: after it; both null from where a run diverged), and last
 
-    curves   name of the run -> mean training loss of every tenth of it, last the held-out loss
-    apart    furthest that the two runs of one seed are from each other, over all points and seeds
-    scatter  furthest that two seeds are from each other, both as CONFIG is
+    difference  held-out loss with NAME less that without, a number a seed; and their mean
+    scatter     standard deviation of the held-out loss without it, over seeds: what another start changes
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import gc
 import itertools
 import json
 import statistics
+import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,68 +36,70 @@ from optrush.prepare import prepare
 from optrush.train import Plan, evaluate, train
 
 POINTS = 10
+CONVERSATIONS, HELD = 20_000, 400
 
 
-def curve(run: config.Run) -> list[float]:
-    """Mean training loss by tenths of the run, and the held-out loss after it."""
+def curve(run: config.Run) -> dict[str, Any]:
+    """What one run learns."""
     job = assemble(prepare(run))
     plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
     job.batches = batches(job, plan)
     job.begin = partial(step.begin, job, steps=plan.total)
     meter = Lines(job, None, plan.total, lambda _: None)
     meter.lines = []
-    held = job.evaluation
-    job.evaluation = None  # asked once, at the end
+    held, job.evaluation = job.evaluation, None  # asked once, at the end
     with reading(job.batches):
         train(job, meter, plan, lambda _: None)
     losses = [line["loss"] for line in meter.lines]
-    size = len(losses) // POINTS
-    points = [statistics.mean(losses[k * size : (k + 1) * size]) for k in range(POINTS)]
-    if held is not None:
-        job.evaluation = held
-        points.append(evaluate(job).loss)
-    return points
-
-
-def furthest(a: list[float], b: list[float]) -> float:
-    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+    sound = meter.failure is None and len(losses) == plan.total and None not in losses
+    size = plan.total // POINTS
+    points = [losses[k * size : (k + 1) * size] for k in range(POINTS)] if sound else []
+    job.evaluation = held
+    return {
+        "losses": [statistics.mean(each) for each in points] or None,
+        "held_out": evaluate(job).loss if sound else None,
+        "failure": None if meter.failure is None else str(meter.failure),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("--with", required=True, dest="technique")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], dest="sets")
-    parser.add_argument("--conversations", nargs=2, metavar=("FILE", "N"))
+    parser.add_argument("--write", action="store_true")
     a = parser.parse_args()
-    if a.conversations:
-        recipes.write(Path(a.conversations[0]), int(a.conversations[1]), seed=0)
-    curves: dict[str, list[float]] = {}
-    for seed, withs in itertools.product(range(a.seeds), ([], [a.technique])):
-        sets = [*a.sets, f"seed={seed}"]
-        run = config.parse(a.config.read_text(), str(a.config), sets=sets, withs=withs)
-        curves[" ".join([f"seed {seed}", *withs])] = curve(run)
+    plain = config.parse(a.config.read_text(), str(a.config), sets=a.sets)
+    given = config.parse(a.config.read_text(), str(a.config), sets=a.sets, withs=[a.technique])
+    if given.with_ == plain.with_ or a.seeds < 2 or plain.train.log_every != 1 or (plain.train.steps or 0) % POINTS:
+        sys.exit(f"wanted: a technique that CONFIG has not, 2 seeds or more, log_every: 1 and steps in {POINTS} parts")
+    if not isinstance(plain.data.eval, str) or not isinstance(plain.data.path, str) or plain.dpo is not None:
+        sys.exit("wanted: one file as data.path, one as data.eval, and no dpo")
+    if a.write:
+        for name, count, seed in ((plain.data.path, CONVERSATIONS, 0), (plain.data.eval, HELD, 1)):
+            Path(name).parent.mkdir(parents=True, exist_ok=True)
+            recipes.write(Path(name), count, seed=seed)
+    found: dict[tuple[int, bool], float | None] = {}
+    for seed, (there, run) in itertools.product(range(a.seeds), enumerate((plain, given))):
+        made = curve(run.model_copy(update={"seed": seed}))
+        found[seed, bool(there)] = made["held_out"]
+        print(json.dumps({"seed": seed, "with": a.technique if there else None, **made}), flush=True)
         gc.collect()
         torch._dynamo.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    plain = [curves[f"seed {k}"] for k in range(a.seeds)]
-    changed = [curves[f"seed {k} {a.technique}"] for k in range(a.seeds)]
-    print(
-        json.dumps(
-            {
-                "technique": a.technique,
-                "config": str(a.config),
-                "steps": run.train.steps,
-                "curves": curves,
-                "apart": max(map(furthest, plain, changed)),
-                "scatter": max((furthest(x, y) for x, y in itertools.combinations(plain, 2)), default=None),
-                "environment": environment.machine(),
-                "source": environment.source(),
-            }
-        )
-    )
+    if None in found.values():
+        sys.exit("a run diverged: there is nothing to compare")
+    ends = {key: value for key, value in found.items() if value is not None}
+    differences = [ends[seed, True] - ends[seed, False] for seed in range(a.seeds)]
+    summary = {
+        "technique": a.technique, "config": str(a.config), "set": a.sets, "steps": plain.train.steps,
+        "difference": differences, "mean": statistics.mean(differences),
+        "scatter": statistics.stdev(ends[seed, False] for seed in range(a.seeds)),
+        "environment": environment.machine(), "source": environment.source(),
+    }  # fmt: skip
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

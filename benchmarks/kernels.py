@@ -2,14 +2,17 @@
 
 usage: kernels.py CONFIG [--steps N] [--set KEY=VALUE]... [--with NAME]... [--without NAME]...
 
-Warms up, times N steps as they are, then N under torch's profiler, which is told of the device alone: that slows the
-host a little, so idle time is counted against the steps as they were.
+Warms up, times N steps as they are, asks for N more one by one, then runs N under torch's profiler, which is told of
+the device alone.
 
     first_step_s  from the start of the process to the end of the first step, compilation included
     step_s        seconds of a step, one after the other without waiting for the device between them
-    host_s        of which the host asked for work; as long as step_s where the device waits for it
-    busy_s        seconds of a step in which at least one kernel or copy ran
-    idle          1 - busy_s / step_s
+    host_s        median seconds in which the host asks for one step of an idle device. Where it is longer than step_s
+                  the device waits; but it contains waiting, too, where a step has more than the 1000 or so kernels
+                  that a device queues
+    busy_s        seconds of a step, under the profiler, in which at least one kernel or copy ran
+    span_s        of all, from the first kernel to the end of the last
+    idle          1 - busy_s / span_s
     launches      kernels and copies a step
     kernels       name, milliseconds a step, times a step; the longest first
 """
@@ -20,6 +23,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -39,7 +43,7 @@ from optrush.prepare import prepare
 from optrush.train import Plan
 
 WARM_UP = 6  # steps: compilation, allocation, clocks
-SHOWN = 60  # kernels of the record
+SHOWN, LETTERS = 60, 240  # kernels of the record, and of a name
 
 
 def age() -> float:
@@ -67,7 +71,7 @@ def union(spans: list[tuple[float, float]]) -> float:
 
 
 def measure(run: config.Run, steps: int) -> dict[str, Any]:
-    total = WARM_UP + 2 * steps + 1
+    total = WARM_UP + 3 * steps
     run = run.model_copy(update={"train": config.Training(steps=total, log_every=1)})
     job = assemble(prepare(run))
     plan = Plan(job, job.stream.plan(None, total))
@@ -83,18 +87,24 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
         start = time.perf_counter()
         for n in range(steps):
             one(job, WARM_UP + 1 + n)
-        asked = (time.perf_counter() - start) / steps
         torch.cuda.synchronize()
         each = (time.perf_counter() - start) / steps
+        asked = []
+        for n in range(steps):
+            start = time.perf_counter()
+            one(job, WARM_UP + steps + 1 + n)
+            asked.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for n in range(steps):
-                one(job, WARM_UP + steps + 1 + n)
+                one(job, WARM_UP + 2 * steps + 1 + n)
             torch.cuda.synchronize()
     events = [e for e in profile.events() or [] if str(e.device_type).endswith("CUDA")]
-    busy = union([(e.time_range.start, e.time_range.end) for e in events]) / 1e6 / steps
+    spans = [(e.time_range.start, e.time_range.end) for e in events]  # microseconds
+    busy, span = union(spans) / 1e6 / steps, (max(b for _, b in spans) - min(a for a, _ in spans)) / 1e6 / steps
     times: dict[str, list[float]] = defaultdict(list)
     for e in events:
-        times[re.sub(r"\s+", " ", e.name)[:120]].append((e.time_range.end - e.time_range.start) / 1e3)
+        times[re.sub(r"\s+", " ", e.name)].append((e.time_range.end - e.time_range.start) / 1e3)
     longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:SHOWN]
     return {
         "device": job.setup.device.name,
@@ -104,11 +114,12 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
         "steps": steps,
         "first_step_s": round(first, 1),
         "step_s": each,
-        "host_s": asked,
+        "host_s": statistics.median(asked),
         "busy_s": busy,
-        "idle": 1 - busy / each,
+        "span_s": span,
+        "idle": 1 - busy / span,
         "launches": len(events) / steps,
-        "kernels": [[name, round(sum(ms) / steps, 4), len(ms) / steps] for name, ms in longest],
+        "kernels": [[name[:LETTERS], round(sum(ms) / steps, 4), len(ms) / steps] for name, ms in longest],
     }
 
 

@@ -102,8 +102,7 @@ def fastest() -> str:
     runs = max(len(r.repeats) for records in ladders for r in records)
     rows = [
         f"Random tokens, a step in one micro-batch, one {first.device}, torch {first.environment['torch']};",
-        f"{runs} run{'s' * (runs > 1)} of each rung in a fresh process, median step. A case that no bar names is its",
-        "shape. Each ladder ran at once; different ladders ran on different days and machines.",
+        f"{runs} run{'s' * (runs > 1)} of each rung in a fresh process, median step. Rungs of one ladder ran in turn.",
         "",
         "| rung | case | tokens a step | tokens/s | ours / theirs | peak GiB | predicted tokens/s | predicted GiB |",
         "|---|---|---|---|---|---|---|---|",

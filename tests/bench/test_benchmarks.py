@@ -1,7 +1,10 @@
-"""The ladders behind the published figures: each rung is one that an H200 takes, as far as can be asked without one."""
+"""Ladders and programs behind the published figures, as far as they can be asked without the GPU they are for."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +49,67 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
 def test_every_ladder_of_the_folder_is_looked_at():
     looked = {*CLIMBED, "chats", "loader"}  # the last two read texts that are made first
     assert {f.stem for f in FOLDER.glob("*.yaml") if "rungs:" in f.read_text()} == looked
+
+
+def test_a_lever_changes_the_loss_kernels_chunk_alone():
+    """A rung's options replace all of a technique's."""
+    for name in ("levers", "adapter-levers"):
+        run = config.parse((FOLDER / "llama1b-peers.yaml").read_text(), name)
+        for rung in ladder.rungs(ladder.find(str(FOLDER / f"{name}.yaml"), run), run, True):
+            assert rung.run.with_["fused-loss"]["impl"] == "quack", rung.name
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """A program of the folder, by its name."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+def test_the_device_is_busy_where_one_kernel_runs(program):
+    assert program("kernels").union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.8)]) == 4.0
+
+
+CURVE = """
+model: tiny
+objective: sft
+data: {{path: {0}/train.jsonl, eval: {0}/held.jsonl, max_samples: 40, too_long: truncate}}
+batch: {{seq: 768, tokens: 768, micro_tokens: 768}}
+optim: {{lr: 1.0e-3, schedule: constant, warmup: 0}}
+train: {{steps: 10, log_every: 1}}
+output: {0}/out
+with: {{packing: {{}}}}
+"""
+
+
+def curves(program, monkeypatch, capsys, folder, *more):
+    (folder / "run.yaml").write_text(CURVE.format(folder))
+    monkeypatch.setattr(sys, "argv", ["curves.py", str(folder / "run.yaml"), "--with", "bf16", "--seeds", "2", *more])
+    module = program("curves")
+    monkeypatch.setattr(module, "CONVERSATIONS", 60)
+    monkeypatch.setattr(module, "HELD", 5)
+    module.main()
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_curves_with_and_without(program, monkeypatch, capsys, tmp_path):
+    *runs, summary = curves(program, monkeypatch, capsys, tmp_path, "--write")
+    assert [(r["seed"], r["with"]) for r in runs] == [(0, None), (0, "bf16"), (1, None), (1, "bf16")]
+    assert all(len(r["losses"]) == 10 and r["losses"][9] < r["losses"][0] for r in runs)
+    a, b, c, d = (r["held_out"] for r in runs)
+    assert summary["difference"] == [b - a, d - c]
+    assert summary["scatter"] == pytest.approx(abs(a - c) / 2**0.5)
+    assert 0 < abs(summary["mean"]) < 0.1 and not (tmp_path / "out").exists()
+
+
+def test_a_curve_that_diverges_is_said(program, monkeypatch, capsys, tmp_path):
+    with pytest.raises(SystemExit, match="diverged"):
+        curves(program, monkeypatch, capsys, tmp_path, "--write", "--set", "optim.lr=1e30", "--set", "optim.clip=null")
+    runs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(runs) == 4 and all(r["held_out"] is None for r in runs)
+
+
+@pytest.mark.parametrize("sets", ["train.steps=15", "train.log_every=2", "data.eval=0.1"])
+def test_what_curves_cannot_compare(program, monkeypatch, capsys, tmp_path, sets):
+    with pytest.raises(SystemExit, match="wanted:"):
+        curves(program, monkeypatch, capsys, tmp_path, "--set", sets)

@@ -24,7 +24,7 @@ WARPS = 8
 
 @triton.jit(do_not_specialize=["size", "first"])
 def _store(target, value, found_inf, key, size, first, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK elements of `size`; target: the bits of bfloat16."""
+    """BLOCK elements of `size`; target: the bits of bfloat16; value: made by arithmetic, whose nan stays one."""
     if tl.load(found_inf) == 0:
         j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         there = j < size

@@ -103,7 +103,7 @@ class Fp8(Technique):
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
-        yield from ()  # changes the maths for a gain that was not measured: whoever asks for it has it planned
+        yield from ()  # changes the maths: whoever asks for it has it planned
 
     @property
     def _chosen(self) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ class FusedNorm(Technique):
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
-        yield from ()  # a gain of a percent in pure bf16, a loss elsewhere: less than a search can tell
+        yield from ()  # less than a percent in pure bf16, nothing or less elsewhere: a search cannot tell
 
     def recompute(self, job: Job) -> int:  # before anything compiles
         from optrush.kernels import norm
