@@ -92,6 +92,7 @@ class Setup:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     undoable: bool = False  # the model can be asked without what is trained: `Job.untrained` will be there
     plain_feed: bool = True  # feed-forward linears multiply by matrices, stored in whatever form, and low-rank sums
+    opaque: frozenset[str] = frozenset()  # the ledger's lines that kernels of their own make: no compiler can again
 
     @property
     def accumulation(self) -> int:
@@ -128,6 +129,7 @@ class Technique:
     verified_on: ClassVar[tuple[str, ...]]
     claims: ClassVar[frozenset[Part]] = frozenset()
     wants: ClassVar[frozenset[Part]] = frozenset()
+    opaque: ClassVar[frozenset[str]] = frozenset()  # see `Setup.opaque`: what its kernels make
     sample: ClassVar[Mapping[str, Any]] = {}  # options to be asked with, where the defaults alone are refused
 
     @property
@@ -271,7 +273,9 @@ def settle(techniques: Sequence[Technique], setup: Setup, classes: Sequence[type
     pairs = {Part.SHARING} if setup.dpo is not None else set()
     undoable = any(t.undoable for t in techniques)
     plain = all(t.plain_feed for t in techniques)
-    setup = dataclasses.replace(setup, owned=frozenset(owners) | pairs, undoable=undoable, plain_feed=plain)
+    opaque = frozenset[str]().union(*(t.opaque for t in techniques))
+    owned = frozenset(owners) | pairs
+    setup = dataclasses.replace(setup, owned=owned, undoable=undoable, plain_feed=plain, opaque=opaque)
     axes: dict[str, int] = {}
     for t in techniques:
         axes.update(t.axes(setup))

@@ -28,8 +28,8 @@ class Fp8(Technique):
     is done and the products are float32: the same figures, slower.
 
     Source: Micikevicius et al., https://arxiv.org/abs/2209.05433
-    Memory: inputs that a kernel of their own made are kept in 1 byte a value: the norms', 2 D (mlp: D), and the
-        activation, F. What attention or a compiler makes is rounded again; cast weights are not kept either.
+    Memory: inputs that a kernel of its own made are kept in 1 byte a value: with `fused-norm` 2 D (mlp: D), with
+        `fused-block` F. What attention or a compiler makes is rounded again; cast weights are not kept either.
     Work: products at the 8-bit rate; every operand is read twice and written once or twice to be rounded.
     Differs from the source: the scale is that of the very tensor, not of its history.
     """
@@ -83,16 +83,20 @@ class Fp8(Technique):
         yield like("casts.blocks", Work("fp8.weights", why, "micro", values=11.0 * share))
 
     def _kept(self, setup: Setup) -> Iterator[Rule]:
-        """Inputs in 8 bits, all of them: whether a kernel of its own made one, or the compiler, nobody says here. What
-        enters `o` stays in the products' type, for attention keeps it: compiled, it is rounded again."""
-        why, blocks = "kept in 8 bits", setup.blocks
-        yield live("saved.product", why, role="byte")
-        if self.targets == "all":
+        """Inputs that no compiler can make again, in 8 bits; it makes the others, and rounds them, again. What enters
+        `o` stays in the products' type, for attention keeps it."""
+        why, again, blocks = "kept in 8 bits", "made and rounded again", setup.blocks
+        kept = {
+            name: Part.COMPILED not in setup.owned or f"saved.{name}" in setup.opaque for name in ("product", "normed")
+        }
+        yield live("saved.product", why, role="byte") if kept["product"] else live("saved.product", again, gone=True)
+        if self.targets == "all" and kept["normed"]:
             yield live("saved.normed", why, role="byte")
         else:
-            yield live("saved.normed", "kept in two widths", gone=True)
+            yield live("saved.normed", "kept in two widths" if kept["normed"] else again, gone=True)
+        if self.targets == "mlp":
             halves: tuple[tuple[str, Role], ...] = (("qkv", "product"), ("gate_up", "byte"))
-            for name, role in halves:
+            for name, role in halves[: 2 if kept["normed"] else 1]:
                 line = Line(f"saved.normed.{name}", f"what enters {name}, D", 0.5, role, "saved", True, blocks)
                 yield like("saved.normed", line)
         if Part.COMPILED in setup.owned:

@@ -39,6 +39,7 @@ class FusedBlock(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_fused_block.py"
     verified_on = ("cpu", "gpu")
+    opaque = frozenset({"saved.product"})
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         found = "the model runs through transformers, whose blocks have no such place"

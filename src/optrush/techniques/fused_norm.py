@@ -33,6 +33,7 @@ class FusedNorm(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_fused_norm.py"
     verified_on = ("cpu", "gpu")
+    opaque = frozenset({"saved.normed"})
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         found = "the model runs through transformers, whose blocks have no such place"
