@@ -3,9 +3,9 @@
 usage: curves.py CONFIG --with NAME [--seeds N] [--set KEY=VALUE]... [--write]
 
 Trains CONFIG from the weights and in the order of each seed, first as it is, then with NAME, and keeps nothing of the
-runs. `--write` writes CONFIG's data first: `data.path` and `data.eval`, recipes of two seeds, so that all runs are held
+runs. `--write` makes CONFIG's data first: `data.path` and `data.eval`, recipes of two seeds, so that all runs are held
 against the same documents. A JSON line a run on standard output (`losses`: mean training loss of every tenth of it;
-`held_out`: after it; both null from where a run diverged), and last
+`held_out`: after it; both null where a run diverged), and last
 
     difference  held-out loss with NAME less that without, a number a seed; and their mean
     scatter     standard deviation of the held-out loss without it, over seeds: what another start changes
@@ -17,6 +17,7 @@ import argparse
 import gc
 import itertools
 import json
+import math
 import statistics
 import sys
 from functools import partial
@@ -55,9 +56,10 @@ def curve(run: config.Run) -> dict[str, Any]:
     size = plan.total // POINTS
     points = [losses[k * size : (k + 1) * size] for k in range(POINTS)] if sound else []
     job.evaluation = held
+    end = evaluate(job).loss if sound else math.nan
     return {
         "losses": [statistics.mean(each) for each in points] or None,
-        "held_out": evaluate(job).loss if sound else None,
+        "held_out": end if math.isfinite(end) else None,
         "failure": None if meter.failure is None else str(meter.failure),
     }
 
@@ -72,12 +74,15 @@ def main() -> None:
     a = parser.parse_args()
     plain = config.parse(a.config.read_text(), str(a.config), sets=a.sets)
     given = config.parse(a.config.read_text(), str(a.config), sets=a.sets, withs=[a.technique])
-    if given.with_ == plain.with_ or a.seeds < 2 or plain.train.log_every != 1 or (plain.train.steps or 0) % POINTS:
+    if given.with_ == plain.with_ or a.seeds < 2 or plain.train.log_every != 1 or (plain.train.steps or 1) % POINTS:
         sys.exit(f"wanted: a technique that CONFIG has not, 2 seeds or more, log_every: 1 and steps in {POINTS} parts")
     if not isinstance(plain.data.eval, str) or not isinstance(plain.data.path, str) or plain.dpo is not None:
         sys.exit("wanted: one file as data.path, one as data.eval, and no dpo")
+    files = (plain.data.path, CONVERSATIONS, 0), (plain.data.eval, HELD, 1)
     if a.write:
-        for name, count, seed in ((plain.data.path, CONVERSATIONS, 0), (plain.data.eval, HELD, 1)):
+        if any(Path(name).exists() for name, *_ in files) or plain.data.path == plain.data.eval:
+            sys.exit(f"--write makes {plain.data.path} and {plain.data.eval}: two files that are not there yet")
+        for name, count, seed in files:
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             recipes.write(Path(name), count, seed=seed)
     found: dict[tuple[int, bool], float | None] = {}

@@ -51,12 +51,13 @@ def test_every_ladder_of_the_folder_is_looked_at():
     assert {f.stem for f in FOLDER.glob("*.yaml") if "rungs:" in f.read_text()} == looked
 
 
-def test_a_lever_changes_the_loss_kernels_chunk_alone():
+def test_no_lever_changes_the_loss_kernel_unawares():
     """A rung's options replace all of a technique's."""
     for name in ("levers", "adapter-levers"):
         run = config.parse((FOLDER / "llama1b-peers.yaml").read_text(), name)
         for rung in ladder.rungs(ladder.find(str(FOLDER / f"{name}.yaml"), run), run, True):
             assert rung.run.with_["fused-loss"]["impl"] == "quack", rung.name
+            assert rung.run.with_["fused-loss"]["chunk"] in (4096, 8192, 16384), rung.name
 
 
 @pytest.fixture
@@ -109,7 +110,14 @@ def test_a_curve_that_diverges_is_said(program, monkeypatch, capsys, tmp_path):
     assert len(runs) == 4 and all(r["held_out"] is None for r in runs)
 
 
-@pytest.mark.parametrize("sets", ["train.steps=15", "train.log_every=2", "data.eval=0.1"])
+def test_nobodys_files_are_overwritten(program, monkeypatch, capsys, tmp_path):
+    (tmp_path / "held.jsonl").write_text("mine")
+    with pytest.raises(SystemExit, match="not there yet"):
+        curves(program, monkeypatch, capsys, tmp_path, "--write")
+    assert (tmp_path / "held.jsonl").read_text() == "mine" and not (tmp_path / "train.jsonl").exists()
+
+
+@pytest.mark.parametrize("sets", ["train.steps=15", "train.steps=null", "train.log_every=2", "data.eval=0.1"])
 def test_what_curves_cannot_compare(program, monkeypatch, capsys, tmp_path, sets):
     with pytest.raises(SystemExit, match="wanted:"):
         curves(program, monkeypatch, capsys, tmp_path, "--set", sets)

@@ -370,6 +370,13 @@ def test_blocks_that_run_again_keep_as_much_as_before():
     assert 0 <= ours.peak_bytes - plain.peak_bytes <= 16384 * inputs("all", 2, 4096, 14336)
 
 
+def test_cast_copies_of_the_other_weights_are_made_again_too():
+    """As those of all weights are, where compiled blocks run again in part."""
+    beside = {"amp": {}, "selective-recompute": {"ops": "attention"}, **USUAL}
+    plain, ours = planned("llama-3.2-1b", beside, "mlp")
+    assert ours.peak_bytes <= plain.peak_bytes
+
+
 def test_frozen_weights_leave_the_inputs_alone():
     with_ = {"bf16": {}, "lora": {}, "fused-block": {}, **USUAL}
     plain, ours = planned("llama-3.2-1b", with_, "all")

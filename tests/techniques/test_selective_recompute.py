@@ -278,7 +278,8 @@ def test_the_product_that_gates_is_a_product():
     assert asked("aten::mm") is CheckpointPolicy.PREFER_RECOMPUTE, "one product is kept"
 
 
-def test_products_of_adapters_are_not_kept(box):
+@pytest.mark.parametrize("options", [{}, {"ops": "products"}, {"budget": 0.5}], ids=str)
+def test_products_of_adapters_are_not_kept(box, options):
     with pytest.raises(NeedsError, match="take ops=attention") as refused:
-        prepare(golden_run(box, lora={}, selective_recompute={}))
+        prepare(golden_run(box, lora={}, compile={}, selective_recompute=options))
     assert "adapters, which make several of each" in str(refused.value)

@@ -1,7 +1,7 @@
 """A product added in place. torch.addmm copies what it adds to first, and a compiler makes addmm of addmm_.
 
-Of two products that are added up, make the one that sums over less first, and add the other to it: that one's kernel is
-busy multiplying and reads meanwhile. And the larger part is then rounded once, the smaller one twice.
+Of two products that are added up, make the one that sums over less first, and add the other to it: the kernel of that
+one is busy multiplying, and should read meanwhile (not measured). The larger part is rounded once so, not twice.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @torch.library.custom_op("optrush::add_product", mutates_args={"y"})
 def add_product(y: Tensor, a: Tensor, b: Tensor) -> None:
-    """y (N, M) += a (N, K) @ b (K, M), summed in float32 and rounded once. No gradient: for inside of a Function."""
+    """y (N, M) += a (N, K) @ b (K, M), rounded once. No gradient: for inside of a Function."""
     y.addmm_(a, b)
 
 

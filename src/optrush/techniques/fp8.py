@@ -28,8 +28,8 @@ class Fp8(Technique):
     is done and the products are float32: the same figures, slower.
 
     Source: Micikevicius et al., https://arxiv.org/abs/2209.05433
-    Memory: inputs that a kernel of its own made are kept in 1 byte a value: with `fused-norm` 2 D (mlp: D), with
-        `fused-block` F. What attention or a compiler makes is rounded again; cast weights are not kept either.
+    Memory: compiled, inputs that a kernel of its own made are kept in 1 byte a value: with `fused-norm` 2 D (mlp: D),
+        with `fused-block` F. What attention or a compiler makes is rounded again; cast weights are not kept either.
     Work: products at the 8-bit rate; every operand is read twice and written once or twice to be rounded.
     Differs from the source: the scale is that of the very tensor, not of its history.
     """
@@ -103,7 +103,9 @@ class Fp8(Technique):
             yield live("casts.blocks", "the rounded ones are made of the weights again", gone=True)
             if self.targets == "mlp":
                 why = "copies of the other matrices in the products' type"
-                yield like("casts.blocks", Line("casts.others", why, 1 - MLP_SHARE, "cast", "saved", blocks=blocks))
+                yield like(
+                    "casts.blocks", Line("casts.blocks.others", why, 1 - MLP_SHARE, "cast", "saved", blocks=blocks)
+                )
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:

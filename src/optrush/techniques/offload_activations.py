@@ -66,7 +66,7 @@ class OffloadActivations(Technique):
         yield live("saved.*", why, stays=self.keep)
         yield live("input", why, stays=self.keep)
         if Part.COMPILED in setup.owned:  # autocast's copies stay, a compiled block's are saved like any value
-            yield live("casts.blocks", why, stays=self.keep)
+            yield live("casts.blocks*", why, stays=self.keep)
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:

@@ -70,9 +70,9 @@ class SelectiveRecompute(Technique):
             "add --with compile, or take ops=products",
         )
         yield Need(
-            self.budget is not None or self.ops == "attention" or Part.TRAINED not in setup.owned,
-            "`selective-recompute` keeps the output of every product",
-            "adapters, which make several of each",
+            self.ops == "attention" or Part.TRAINED not in setup.owned,
+            "`selective-recompute` keeps the output of products, all of them or those that are dear",
+            "adapters, which make several of each, in place: nobody prices those",
             "take ops=attention, or recompute",
         )
 
@@ -93,7 +93,7 @@ class SelectiveRecompute(Technique):
             yield live("forward.e*", again, times=2)
             yield live("forward.launches", again, times=1.5)
         if Part.COMPILED in setup.owned:  # else autocast holds the copies until the loss is there
-            yield live("casts.blocks", "compiled blocks cast their weights again", recomputed=1.0)
+            yield live("casts.blocks*", "compiled blocks cast their weights again", recomputed=1.0)
         if Part.ATTENTION not in setup.owned:  # plain products, which are not kept
             yield live("forward.scores*", "attention by plain products runs twice", times=2)
 
