@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
+import interpreter
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
 from optrush.kernels import rotation
@@ -139,10 +136,7 @@ def interpreted() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_kernel_interpreted():
-    paths = [str(Path(__file__).parents[1]), str(Path(rotation.__file__).parents[2])]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.endswith("near\n"), done.stderr[-3000:]
+    interpreter.says(__file__, "near")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+import interpreter
 from optrush.kernels import scaled as kernel
 from optrush.technique import library
 
@@ -47,10 +43,7 @@ def interpreted():
 
 @pytest.mark.skipif(library("triton") is None, reason="triton is not installed")
 def test_triton_equals_the_reference():
-    paths = [*map(str, Path(__file__).parents[1:2]), str(Path(kernel.__file__).parents[2])]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.endswith("equal\n"), done.stderr[-3000:]
+    interpreter.says(__file__, "equal")
 
 
 if __name__ == "__main__":
