@@ -86,26 +86,24 @@ class Fp8(Technique):
         """Inputs that no compiler can make again, in 8 bits; it makes the others, and rounds them, again. What enters
         `o` stays in the products' type, for attention keeps it."""
         why, again, blocks = "kept in 8 bits", "made and rounded again", setup.blocks
-        kept = {
-            name: Part.COMPILED not in setup.owned or f"saved.{name}" in setup.opaque for name in ("product", "normed")
-        }
-        yield live("saved.product", why, role="byte") if kept["product"] else live("saved.product", again, gone=True)
-        if self.targets == "all" and kept["normed"]:
+        compiled = Part.COMPILED in setup.owned
+        product, normed = (not compiled or line in setup.opaque for line in ("saved.product", "saved.normed"))
+        yield live("saved.product", why, role="byte") if product else live("saved.product", again, gone=True)
+        if normed and self.targets == "all":
             yield live("saved.normed", why, role="byte")
         else:
-            yield live("saved.normed", "kept in two widths" if kept["normed"] else again, gone=True)
+            yield live("saved.normed", "kept in two widths" if normed else again, gone=True)
         if self.targets == "mlp":
             halves: tuple[tuple[str, Role], ...] = (("qkv", "product"), ("gate_up", "byte"))
-            for name, role in halves[: 2 if kept["normed"] else 1]:
+            for name, role in halves[: 2 if normed else 1]:
                 line = Line(f"saved.normed.{name}", f"what enters {name}, D", 0.5, role, "saved", True, blocks)
                 yield like("saved.normed", line)
-        if Part.COMPILED in setup.owned:
+        if compiled:
             yield live("casts.blocks", "the rounded ones are made of the weights again", gone=True)
             if self.targets == "mlp":
                 why = "copies of the other matrices in the products' type"
-                yield like(
-                    "casts.blocks", Line("casts.blocks.others", why, 1 - MLP_SHARE, "cast", "saved", blocks=blocks)
-                )
+                others = Line("casts.blocks.others", why, 1 - MLP_SHARE, "cast", "saved", blocks=blocks)
+                yield like("casts.blocks", others)
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
