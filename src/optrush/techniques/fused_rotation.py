@@ -29,7 +29,7 @@ class FusedRotation(Technique):
     source = "https://arxiv.org/abs/2410.10989"
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_fused_rotation.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         found = "the model runs through transformers, whose blocks have no such place"
