@@ -1,18 +1,23 @@
-"""Writes figures and pictures of README.md, docs/data.md and docs/ladder.md from committed records; a test compares.
+"""Writes figures and pictures of README.md and of docs (data, ladder, plan) from committed records; a test compares.
 
-usage: table.py          rewrites both between their two markers, and the pictures beside the records
+usage: table.py          rewrites each between its two markers, and the pictures beside the records
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
+from unittest import mock
 
 from optrush.bench import report
 from optrush.bench.record import Record, read
+from optrush.config import Run
+from optrush.plan import predict
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cells
@@ -24,7 +29,7 @@ CELLS = Path("benchmarks/results/h200-cells.jsonl")
 LAYOUTS = Path("benchmarks/results/h200-data")
 FASTEST = tuple(
     Path(f"benchmarks/results/h200-{name}")
-    for name in ("peers", "rows", "least", "levers", "eight", "adapters", "qlora")
+    for name in ("peers", "rows", "least", "levers", "eight", "adapters", "adapters8", "qlora")
 )
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
@@ -126,6 +131,31 @@ def fastest() -> str:
     return "\n".join([*rows, "", tail, *red])
 
 
+def accuracy() -> str:
+    """Today's plan, by the datasheet, against each of our rungs on one GPU."""
+    rows = [
+        "| ladder | rung | predicted GiB | measured | error | predicted tokens/s | measured | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    apart: list[tuple[float, float]] = []
+    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, OPTRUSH_CACHE=empty):  # no calibration
+        for folder in (LADDER, *FASTEST):
+            for r in read(ROOT / folder):
+                if r.peer or r.mode != "cumulative" or not r.peak_bytes or not r.tokens_per_s:
+                    continue
+                said = predict(Run.model_validate(r.config), "h200")
+                assert said.tokens_per_s is not None
+                apart.append((said.peak_bytes / r.peak_bytes - 1, said.tokens_per_s / r.tokens_per_s - 1))
+                rows.append(
+                    f"| {folder.name.removeprefix('h200-')} | {r.rung} "
+                    f"| {said.peak_bytes / GIB:.1f} | {r.peak_bytes / GIB:.1f} | {apart[-1][0]:+.1%} "
+                    f"| {said.tokens_per_s:,.0f} | {r.tokens_per_s:,.0f} | {apart[-1][1]:+.1%} |"
+                )
+    peaks, speeds = ([abs(x) for x in each] for each in zip(*apart, strict=True))
+    said_of = (f"median {statistics.median(x):.1%}, largest {max(x):.1%}" for x in (peaks, speeds))
+    return "\n".join([*rows, "", "Errors of peaks: {}; of speeds: {}.".format(*said_of)])
+
+
 def plain_loops() -> dict[str, tuple[float, float]]:
     """(tokens/s, peak GiB) of each rung of the plain loop: medians over its runs."""
     found: dict[str, list[dict[str, float]]] = defaultdict(list)
@@ -160,7 +190,7 @@ def _red(records: list[Record]) -> list[str]:
     return [line for reason, names in reasons.items() for line in ("", f"Red, {' and '.join(names)}: {reason}.")]
 
 
-PAGES = {"README.md": table, "docs/data.md": layouts, "docs/ladder.md": fastest}
+PAGES = {"README.md": table, "docs/data.md": layouts, "docs/ladder.md": fastest, "docs/plan.md": accuracy}
 
 
 def written(name: str) -> str:

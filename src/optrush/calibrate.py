@@ -30,6 +30,7 @@ from optrush.shapes import ModelShape
 
 ROUNDS = 3
 WARM_S = 0.1  # of the time, before the rounds: clocks and temperature settle
+LONGER = 4  # times the rows' length, at which attention is measured too: its rate grows with it
 HEAD_TOKENS = 8192  # at most, as the head's loss goes over the logits in chunks
 ROOM = 0.4  # of the free memory, for the operands
 PERIOD = 4_194_301  # values drawn, a prime: repeated to fill the operands, they never line up with a row
@@ -236,17 +237,18 @@ def _trials(bench: Bench, loads: Sequence[Load], dtype: torch.dtype) -> Iterator
                 flop = 2.0 * inputs * outputs
                 title = f"{load.name} {part}, {direction}, {name}"
                 yield Trial(title, {**what, "direction": direction}, Product, "tokens", most, flop, made)
-        s = load.shape
-        what = {"dtype": name, "seq": load.seq, "heads": s.heads, "kv_heads": s.kv_heads, "head_width": s.head_width}
-        for times, direction in enumerate(("forward", "backward"), 1):
-            if (*what.values(), direction) in seen:
-                continue
-            seen.add((*what.values(), direction))
-            flop = 2.0 * times * load.seq**2 * s.heads * s.head_width
-            most = max(1, load.tokens // load.seq)
-            title = f"{load.name} attention, {direction}, {name}"
-            made = _attended(bench, dtype, direction, load)
-            yield Trial(title, {**what, "direction": direction}, Attention, "rows", most, flop, made)
+        s, heads = load.shape, {f: getattr(load.shape, f) for f in ("heads", "kv_heads", "head_width")}
+        for T in dict.fromkeys((load.seq, max(load.seq, min(LONGER * load.seq, load.tokens)))):
+            what = {"dtype": name, "seq": T, **heads}
+            for times, direction in enumerate(("forward", "backward"), 1):
+                if (*what.values(), direction) in seen:
+                    continue
+                seen.add((*what.values(), direction))
+                flop = 2.0 * times * T**2 * s.heads * s.head_width
+                title = f"{load.name} attention, T={T}, {direction}, {name}"
+                made = _attended(bench, dtype, direction, s, T)
+                most = max(1, load.tokens // T)
+                yield Trial(title, {**what, "direction": direction}, Attention, "rows", most, flop, made)
 
 
 def _product(bench: Bench, dtype: torch.dtype, direction: str, inputs: int, outputs: int) -> Callable[[int], Call]:
@@ -263,9 +265,8 @@ def _product(bench: Bench, dtype: torch.dtype, direction: str, inputs: int, outp
     return make
 
 
-def _attended(bench: Bench, dtype: torch.dtype, direction: str, load: Load) -> Callable[[int], Call]:
-    """Torch's own choice of kernel for whole causal rows. The output's gradient is random too."""
-    s, T = load.shape, load.seq
+def _attended(bench: Bench, dtype: torch.dtype, direction: str, s: ModelShape, T: int) -> Callable[[int], Call]:
+    """Torch's own choice of kernel for whole causal rows of T. The output's gradient is random too."""
 
     def make(rows: int) -> Call:
         q_shape, k_shape = (rows, s.heads, T, s.head_width), (rows, s.kv_heads, T, s.head_width)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from optrush import measured
 from optrush.hardware import Device
 from optrush.ledger import Ledger, Work, awaiting, paged
-from optrush.measured import Calibration
+from optrush.measured import Attention, Calibration
 from optrush.shapes import ModelShape
 
 # Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; LOG.md).
@@ -177,16 +177,23 @@ def _products(found: Calibration, narrow: bool, shape: ModelShape) -> dict[str, 
 
 
 def _attention(found: Calibration, narrow: bool, shape: ModelShape, T: int) -> dict[str, float]:
-    """Of the model's heads, at the length nearest to T; else the median of all heads."""
+    """Of the model's heads, between the measured lengths beside T; else the median of all heads."""
     here = [a for a in found.attention if (a.dtype != "float32") == narrow]
     rates = {"": statistics.median(a.flop_s for a in here)}
     heads = (shape.heads, shape.kv_heads, shape.head_width)
     for direction in ("forward", "backward"):
         all_ = [a for a in here if a.direction == direction]
         own = [a for a in all_ if (a.heads, a.kv_heads, a.head_width) == heads]
-        nearest = min(own, key=lambda a: abs(math.log(a.seq / T)), default=None)
-        rates[f"{direction}.scores"] = statistics.median(a.flop_s for a in all_) if nearest is None else nearest.flop_s
+        rates[f"{direction}.scores"] = _at(own, T) if own else statistics.median(a.flop_s for a in all_)
     return rates
+
+
+def _at(measured: Iterable[Attention], T: int) -> float:
+    """The rate at rows of T: on the line, over the length's logarithm, between its neighbours; beyond them theirs."""
+    by = {a.seq: a.flop_s for a in measured}
+    below, above = max((n for n in by if n <= T), default=min(by)), min((n for n in by if n >= T), default=max(by))
+    share = math.log(T / below) / math.log(above / below) if below < T < above else 0.0
+    return by[below] + share * (by[above] - by[below])
 
 
 def _together(rates: Iterable[float]) -> float:

@@ -1,4 +1,4 @@
-"""The figures of the README, docs/data.md and docs/ladder.md are those of the committed records."""
+"""The figures of the README, docs/data.md, docs/ladder.md and docs/plan.md are those of the committed records."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
         ("README.md", "| float32, eager |"),
         ("docs/data.md", "| padded to the longest |"),
         ("docs/ladder.md", "| torchtitan |"),
+        ("docs/plan.md", "| rows | T=8192 |"),
     ],
 )
 def test_the_page_is_what_the_records_say(page: str, rung: str) -> None:

@@ -78,9 +78,10 @@ def found() -> Calibration:
 def test_every_shape_and_direction_in_both_types(found: Calibration) -> None:
     shapes = {(p.part, p.outputs, p.inputs) for p in found.products}
     assert shapes == {("qkv", 64, 16), ("o", 16, 32), ("gate_up", 48, 16), ("down", 16, 24), ("head", 40, 16)}
-    assert len(found.products) == 5 * 3 * 2 and len(found.attention) == 2 * 2
+    assert len(found.products) == 5 * 3 * 2 and len(found.attention) == 2 * 2 * 2
     assert {p.dtype for p in found.products} == {a.dtype for a in found.attention} == {"bfloat16", "float32"}
     assert {p.direction for p in found.products} == {"forward", "input", "weight"}
+    assert {a.seq for a in found.attention} == {8, 32}
     for m in (*found.products, *found.attention):
         assert m.flop_s > 0 and m.spread >= 0
     assert all(1 <= p.tokens <= 32 for p in found.products) and all(1 <= a.rows <= 4 for a in found.attention)
@@ -91,7 +92,9 @@ def test_every_shape_and_direction_in_both_types(found: Calibration) -> None:
 def test_a_shape_of_two_models_is_measured_once() -> None:
     both = [Load("a", SMALL, 8, 32), Load("b", dataclasses.replace(SMALL, layers=3), 8, 64)]
     trials = list(calibrate._trials(Bench(hardware.cpu()), both, torch.float32))
-    assert len(trials) == 5 * 3 + 2 and all(t.name.startswith("a ") for t in trials)
+    assert len(trials) == 5 * 3 + 2 * 2 and all(t.name.startswith("a ") for t in trials)
+    one_row = calibrate._trials(Bench(hardware.cpu()), [Load("c", SMALL, 8, 8)], torch.float32)
+    assert [t.what["seq"] for t in one_row if t.kind is Attention] == [8, 8]
 
 
 @pytest.mark.parametrize("direction", ["forward", "input", "weight"])
@@ -118,7 +121,9 @@ def test_a_product_is_the_one_that_autograd_asks_for(direction: str) -> None:
 def test_attention_is_causal_and_counts_half(found: Calibration) -> None:
     bench = Bench(hardware.cpu())
     forward, backward = (
-        t for t in calibrate._trials(bench, [Load("s", SMALL, 8, 32)], torch.float32) if t.kind is Attention
+        t
+        for t in calibrate._trials(bench, [Load("s", SMALL, 8, 32)], torch.float32)
+        if t.kind is Attention and t.what["seq"] == 8
     )
     bench.fill(torch.float32, calibrate._held(bench, [forward, backward]))
     q, k, v, g = bench.cut(torch.float32, (2, 4, 8, 8), (2, 2, 8, 8), (2, 2, 8, 8), (2, 4, 8, 8))
@@ -145,7 +150,9 @@ def test_it_tells_how_far_it_is() -> None:
     tiny(0.05, lambda *said: told.append(said))
     done = [d for d, _, _ in told]
     assert done == sorted(done) and all(d < steps for d, steps, _ in told) and len({s for _, s, _ in told}) == 1
-    assert {"small qkv, forward, bfloat16", "small attention, backward, float32", "copies"} <= {w for *_, w in told}
+    assert {"small qkv, forward, bfloat16", "small attention, T=32, backward, float32", "copies"} <= {
+        w for *_, w in told
+    }
 
 
 def test_a_slow_call_takes_fewer_tokens() -> None:
@@ -328,11 +335,11 @@ def test_a_shape_that_was_not_measured_takes_the_median() -> None:
     assert rate(other, "forward.scores", unit="attention") == 2e14
 
 
-def test_attention_at_the_length_that_is_nearest() -> None:
+def test_attention_at_a_length_between_two() -> None:
     c = changed(fake(), 3e14, seq=8192, dtype="bfloat16", direction="backward")
-    assert rate(known(c, 2048), "backward.scores", unit="attention") == 2e14
-    assert rate(known(c, 5000), "backward.scores", unit="attention") == 3e14
-    assert rate(known(c, 5000), "forward.scores", unit="attention") == 2e14
+    for T, want in ((512, 2.0), (2048, 2.0), (4096, 2.5), (8192, 3.0), (32768, 3.0)):
+        assert rate(known(c, T), "backward.scores", unit="attention") == pytest.approx(want * 1e14)
+        assert rate(known(c, T), "forward.scores", unit="attention") == 2e14
     assert rate(known(c), "forward.scores") == 4e14, "whole scores are products"
 
 

@@ -65,8 +65,10 @@ class FusedBlock(Technique):
         yield live("saved.gated", why, gone=True)
         why = "gradients of gate and up beside them, in one block's backward pass, 2 F"
         yield like("saved.product", Line("feed.gradients", why, 2.0 / setup.blocks, "product", "backward", True))
-        if inside and setup.shape is not None:
-            yield from _beside(setup, setup.shape)
+        if self.impl == "quack" and setup.shape is not None:
+            yield from _hidden(setup.shape)
+            if inside:
+                yield from _beside(setup, setup.shape)
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("quack-kernels", "kernels"),) if self.impl == "quack" else ()
@@ -125,6 +127,14 @@ def _in_products(blocks: Sequence[Any]) -> int:
     for block in blocks:
         block.feed = feed
     return len(blocks)
+
+
+def _hidden(s: ModelShape) -> Iterator[Rule]:
+    """What the epilogues read and write, less what passes while others multiply: F and 3 F, of 3 F and 6 F (LOG.md)."""
+    D, F, heads = s.width, s.ff_width, 2 * (s.heads + s.kv_heads) * s.head_width
+    why = "of the activation's values, those that the products do not hide"
+    yield live("forward.elementwise", why, times=(6 * D + heads + F) / (6 * D + heads + 3 * F))
+    yield live("backward.elementwise", why, times=(10 * D + heads + 3 * F) / (10 * D + heads + 6 * F))
 
 
 def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:

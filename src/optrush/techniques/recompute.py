@@ -45,6 +45,8 @@ class Recompute(Technique):
     def predict(self, setup: Setup) -> Iterator[Rule]:
         share = setup.blocks // self.every / setup.blocks
         yield live("saved.*", "kept by one block at a time, while it runs again", recomputed=share)
+        if Part.COMPILED in setup.owned:  # else autocast keeps them until the micro-batch ends
+            yield live("casts.blocks*", "compiled blocks cast their weights again", recomputed=share)
         yield live("forward.*", "the forward pass of these blocks runs twice", times=1 + share)
 
     @classmethod
