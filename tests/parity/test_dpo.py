@@ -56,6 +56,10 @@ def write_pairs(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(box: Path) -> Path:
+    return filled_box(box)
+
+
+def filled_box(box: Path) -> Path:
     """The golden folder with pairs.jsonl, and `moved`, the untied model after some training it never had."""
     write_pairs(box / "pairs.jsonl")
     model = make_golden.open_model(box / "untied")
@@ -116,14 +120,18 @@ def order() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> Any:
-    """TRL's, whose policy is `moved` and whose reference is `untied`."""
+    return trls(folder, torch.device("cpu"))
+
+
+def trls(folder: Path, device: torch.device) -> Any:
+    """TRL's trainer on a device, whose policy is `moved` and whose reference is `untied`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from datasets import Dataset
         from trl import DPOConfig, DPOTrainer
 
         settings = DPOConfig(
-            output_dir=str(folder / "trl"), beta=BETA, report_to=[], use_cpu=True, bf16=False,
+            output_dir=str(folder / "trl"), beta=BETA, report_to=[], use_cpu=device.type == "cpu", bf16=False,
             gradient_checkpointing=False, disable_tqdm=True,
         )  # fmt: skip
         return DPOTrainer(
@@ -145,6 +153,7 @@ def theirs(trainer: Any, box: Path, chosen: Sequence[int], swapped: bool = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         inputs = {"input_ids": columns[0], "completion_mask": columns[1], "attention_mask": seen}
+        inputs = {name: t.to(trainer.model.device) for name, t in inputs.items()}
         loss = trainer.compute_loss(trainer.model.train(), inputs)
     loss.backward()
     grads = {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
@@ -154,9 +163,13 @@ def theirs(trainer: Any, box: Path, chosen: Sequence[int], swapped: bool = False
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("loss", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.1), ("ipo", 0.0)])
 def test_losses_rewards_and_gradients_are_trls(folder, trainer, loss, smoothing, packed):
+    agrees_with_trl(folder, trainer, loss, smoothing, packed)
+
+
+def agrees_with_trl(folder: Path, trainer: Any, loss: str, smoothing: float, packed: bool, **with_: Any) -> None:
     """Smoothing is not in TRL's sigmoid: but it is the mean of both ways round, which TRL is asked for one by one."""
     sets = [f"dpo.loss={loss}", f"dpo.label_smoothing={smoothing}"]
-    job = filled(dpo_run(folder, model="moved", packed=packed, rows=2, sets=sets))
+    job = filled(dpo_run(folder, model="moved", packed=packed, rows=2, sets=sets, **with_))
     job.stream.reference = filled(dpo_run(folder, packed=packed, sets=sets)).stream.reference
     ours, found = published(job)
     trainer.loss_types = [loss]

@@ -118,7 +118,7 @@ def theirs(folder: Path, case: str, dtype: torch.dtype = torch.float32):
 
 def run(folder: Path, output: Path, case: str, *sets: str, **with_):
     _, implementation, options, _ = CASES[case]
-    technique = {"ia3": options} if case in IA3 else {"lora": {"rank": R, "alpha": ALPHA, **options}}
+    technique = {"ia3": {**options}} if case in IA3 else {"lora": {"rank": R, "alpha": ALPHA, **options}}
     next(iter(technique.values())).update(with_.pop("init", {}))
     text = yaml.safe_dump({
         "model": {"path": str(folder), "implementation": implementation}, "objective": "pretrain",
@@ -170,17 +170,28 @@ def gradients(job) -> dict[str, torch.Tensor]:
     return found | {f"{modules[t.name]}.weight": t.parameter.grad for t in job.trained if t.name in modules}
 
 
+def asked(peft, batch):
+    """(loss, gradients) of the batch by PEFT, these under the names of its files."""
+    loss = loss_of(peft, batch)
+    loss.backward()
+    grads = {plain(n): p.grad for n, p in peft.named_parameters() if p.requires_grad}
+    if grads.keys() >= {"model.embed_tokens.weight", "lm_head.weight"}:  # PEFT's two copies of the one weight
+        grads["model.embed_tokens.weight"] += grads.pop("lm_head.weight")
+    return loss.item(), grads
+
+
+def answered(job, batch):
+    """The same of ours."""
+    loss = job.loss(batch)
+    loss.backward()
+    return loss.item(), gradients(job)
+
+
 def learnt(job, peft):
     """(loss, gradients) of the batch, ours and PEFT's."""
-    loss, want = job.loss(BATCH), loss_of(peft, BATCH)
-    loss.backward()
-    want.backward()
-    wanted = {plain(n): p.grad for n, p in peft.named_parameters() if p.requires_grad}
-    if wanted.keys() >= {"model.embed_tokens.weight", "lm_head.weight"}:  # PEFT's two copies of the one weight
-        wanted["model.embed_tokens.weight"] += wanted.pop("lm_head.weight")
-    found = gradients(job)
-    assert found.keys() == wanted.keys() and len(found) > 1
-    return (loss.item(), found), (want.item(), wanted)
+    ours, wanted = answered(job, BATCH), asked(peft, BATCH)
+    assert ours[1].keys() == wanted[1].keys() and len(wanted[1]) > 1
+    return ours, wanted
 
 
 def same(ours, theirs, *, loss, norm, element):

@@ -51,7 +51,7 @@ def folders(tmp_path_factory):
     return made
 
 
-def opened(folder: Path, dtype=torch.float32, double=True):
+def opened(folder: Path, dtype=torch.float32, double=True, device="cpu"):
     """transformers' model with bitsandbytes' linears; all else, and the products, in that type."""
     how = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double,
@@ -59,7 +59,7 @@ def opened(folder: Path, dtype=torch.float32, double=True):
     )  # fmt: skip
     done = "quantization_config" in json.loads((folder / "config.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, device_map="cpu", attn_implementation="eager",
+        folder, dtype=torch.float32, device_map=device, attn_implementation="eager",
         **({} if done else {"quantization_config": how}),
     )  # fmt: skip
     for module in model.modules():
@@ -90,7 +90,7 @@ def theirs(model, **options):
         for p in peft.parameters():
             if p.requires_grad:
                 p.data = p.data.float()  # autocast_adapter_dtype does so for half ones
-                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+                p.add_((torch.randn(p.shape, generator=generator) * 0.1).to(p.device))
     return peft.train()
 
 
