@@ -24,11 +24,12 @@ def group_of(
     betas: tuple[float, float] = (0.9, 0.999),
     decay: float = 0.1,
     wide: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
 ) -> kernel.Group:
     """Parameters of these shapes, or a piece of each; equal ones each time. wide: states in float32."""
     g = torch.Generator().manual_seed(3)
-    weights = [torch.randn(s, generator=g).bfloat16() for s in shapes]
+    weights = [torch.randn(s, generator=g).to(dtype) for s in shapes]
     pieces = [w[cut].contiguous().to(device) if w.dim() else w.to(device) for w in weights]
     offsets = [tuple((c.start or 0) for c in cut) + (0,) * (len(s) - len(cut)) for s in shapes]
 
@@ -73,15 +74,19 @@ def tensors(group: kernel.Group) -> list[Tensor]:
 def compare(rounding: kernel.Rounding, aligned: bool, launcher: Any, device: str = "cpu") -> tuple[int, int]:
     """Values after six updates by the reference and by `launcher`, and how many of them differ.
 
-    One is skipped, one is of some parameters only, one makes a weight nan; gradients and states in either width.
+    One is skipped, one is of some parameters only, one makes a weight nan; gradients and states in either width, and
+    weights too where they are rounded to the nearest.
     """
-    shapes = [(8, 48), (16,), (2, 40)] if aligned else [(9, 11), (5,), (1,), (0, 3), (40, 2)]
+    cases = [(False, WHOLE, torch.bfloat16), (True, (slice(None), slice(1, None)), torch.bfloat16)]
+    if rounding == "nearest":
+        cases.append((True, WHOLE, torch.float32))
+    whole = [(8, 48), (16,), (2, 40)] if aligned else [(9, 11), (5,), (1,), (0, 3), (40, 2)]
     many = different = 0
-    for wide, cut in ((False, WHOLE), (True, (slice(None), slice(1, None)))):
-        shapes = [s for s in shapes if len(s) == 2] if len(cut) > 1 else shapes
-        one, other = (group_of(rounding, shapes, wide=wide, cut=cut, device=device) for _ in range(2))
+    for wide, cut, dtype in cases:
+        shapes = [s for s in whole if len(s) == 2] if len(cut) > 1 else whole
+        one, other = (group_of(rounding, shapes, wide=wide, cut=cut, dtype=dtype, device=device) for _ in range(2))
         pair = kernel.Loop(one), launcher(other)
-        assert pair[1].aligned == (aligned and not wide) and pair[1].cut == wide
+        assert pair[1].aligned == (aligned and len(cut) == 1) and pair[1].cut == (len(cut) > 1)
         for step in range(1, 7):
             kind = torch.float32 if wide else torch.bfloat16
             grads = [g[cut].contiguous().to(device) for g in grads_of(shapes, step, kind)]

@@ -16,7 +16,7 @@ SHAPES = {"a": (7, 5), "bias": (5,), "b": (33, 4), "one": ()}
 OPTIM = Optim(lr=1e-2, weight_decay=0.1)
 
 
-def problem(fused: bool, rounding="nearest", dtype=torch.float32, wide=()):
+def problem(fused: bool, rounding="nearest", dtype=torch.float32, wide=(), launch=False):
     """Parameters and their optimizer; `wide` ones are float32 whatever the dtype."""
     g = torch.Generator().manual_seed(3)
     trained = []
@@ -24,7 +24,7 @@ def problem(fused: bool, rounding="nearest", dtype=torch.float32, wide=()):
         local = torch.randn(s, generator=g).to(torch.float32 if n in wide else dtype)
         place = {"whole": s, "offset": (0,) * len(s)}
         trained.append(SimpleNamespace(name=n, local=local, grad=None, decays=len(s) > 1, **place))
-    return trained, AdamW(trained, OPTIM, fused=fused, rounding=rounding)
+    return trained, AdamW(trained, OPTIM, fused=fused, rounding=rounding, launch=launch)
 
 
 def gradients(step: int):
@@ -32,9 +32,10 @@ def gradients(step: int):
     return [torch.randn(s, generator=g) * 10.0 ** (step % 3 - 1) for s in SHAPES.values()]
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_equals_torch_optim(fused):
-    trained, ours = problem(fused)
+@pytest.mark.parametrize(("fused", "launch"), [(True, False), (False, False), (True, True)])
+def test_equals_torch_optim(fused, launch):
+    trained, ours = problem(fused, launch=launch)
+    assert sum(len(at) for at, _ in ours.groups) == launch * len(SHAPES)
     theirs = [torch.nn.Parameter(t.local.clone()) for t in trained]
     groups = [
         {"params": [p for p in theirs if p.dim() > 1], "weight_decay": 0.1},
@@ -99,11 +100,13 @@ def test_a_step_of_some_parameters(fused, rounding):
     assert [s["count"].item() for s in one.state().values()] == [2, 2, 2, 0]
 
 
+@pytest.mark.parametrize("launch", [False, True])
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
-def test_narrow_and_wide_weights_together(rounding):
-    """float32 weights beside bf16 ones go through torch's kernel, and have no remainder."""
-    trained, ours = problem(True, rounding, torch.bfloat16, wide=("a", "one"))
-    alone, torchs = problem(True)
+def test_narrow_and_wide_weights_together(rounding, launch):
+    """float32 weights beside bf16 ones go through torch's kernel or a launch of their own, and have no remainder."""
+    trained, ours = problem(True, rounding, torch.bfloat16, wide=("a", "one"), launch=launch)
+    alone, torchs = problem(True, launch=launch)
+    assert len(ours.groups) == 1 + launch
     for t, p, g in zip(trained, alone, gradients(1)):
         t.grad, p.grad = g.to(t.local.dtype), g
     for optimizer in (ours, torchs):

@@ -1,4 +1,4 @@
-"""AdamW on bfloat16 weights, all parameters in one launch of a Triton kernel; the reference is adamw_update.py.
+"""AdamW on bfloat16 or float32 weights, all in one launch of a Triton kernel; the reference is adamw_update.py.
 
 Only who launches it imports this module: torch brings Triton where there is a CUDA device. Triton's interpreter runs it
 on a CPU too, in the tests.
@@ -134,7 +134,8 @@ def _write(address, start, j, there, x, bits, RANDOM: tl.constexpr, WIDE: tl.con
 def _update(
     owners, starts, table, grads, numbers, keys, found_inf, begin,
     KEPT2: tl.constexpr, NEW1: tl.constexpr, NEW2: tl.constexpr, EPS: tl.constexpr,
-    RANDOM: tl.constexpr, KAHAN: tl.constexpr, WIDE_GRADS: tl.constexpr, WIDE_STATES: tl.constexpr,
+    RANDOM: tl.constexpr, KAHAN: tl.constexpr,
+    WIDE_WEIGHTS: tl.constexpr, WIDE_GRADS: tl.constexpr, WIDE_STATES: tl.constexpr,
     CUT: tl.constexpr, ALIGNED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One part of one parameter. table: (n, 8) int64 of addresses, sizes and spans."""
@@ -165,7 +166,7 @@ def _update(
                 mixed = _mix((first + index).to(tl.uint32) ^ key)
                 bits = _mix(mixed ^ second)
                 more = _mix(mixed ^ (second ^ _ANOTHER))
-            weight = _read(weights, start, j, there, False, ALIGNED)
+            weight = _read(weights, start, j, there, WIDE_WEIGHTS, ALIGNED)
             grad = _read(gradients, start, j, there, WIDE_GRADS, ALIGNED) * inverse
             mean = _read(means, start, j, there, WIDE_STATES, ALIGNED)
             square = _read(squares, start, j, there, WIDE_STATES, ALIGNED)
@@ -175,7 +176,7 @@ def _update(
             if KAHAN:
                 weight = weight + _read(remainders, start, j, there, False, ALIGNED)
             weight = weight * keep - step
-            _write(weights, start, j, there, weight, bits, RANDOM and not KAHAN, False, ALIGNED)
+            _write(weights, start, j, there, weight, bits, RANDOM and not KAHAN, WIDE_WEIGHTS, ALIGNED)
             _write(means, start, j, there, mean, bits >> 16, RANDOM, WIDE_STATES, ALIGNED)
             _write(squares, start, j, there, square, more, RANDOM, WIDE_STATES, ALIGNED)
             if KAHAN:
@@ -235,7 +236,8 @@ class Launcher:
                 self.owners, self.firsts, self.table, self.grads, self.numbers, self.keys, flag, begin,
                 group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.eps,
                 RANDOM=group.rounding != "nearest", KAHAN=group.rounding == "kahan",
-                WIDE_GRADS=wide, WIDE_STATES=group.means[0].dtype == torch.float32,
+                WIDE_WEIGHTS=group.dtype == torch.float32, WIDE_GRADS=wide,
+                WIDE_STATES=group.means[0].dtype == torch.float32,
                 CUT=self.cut, ALIGNED=self.aligned and all(a % ALIGNMENT == 0 for a in addresses),
                 PART=PART, BLOCK=BLOCK, num_warps=WARPS, **exact,
             )  # fmt: skip

@@ -1,11 +1,11 @@
-"""AdamW on bfloat16 weights: float32 inside, and three ways to write the result. The reference, in plain torch.
+"""AdamW: float32 inside, and three ways to write a bfloat16 weight. The reference, in plain torch.
 
 A bfloat16 has 8 significant bits: rounded to the nearest, a weight moves only if its update exceeds 1/512 to 1/256 of
 it. `stochastic` rounds up or down with the probability that makes the expected value exact. `kahan` keeps what rounding
 took from a weight in a bfloat16 of its own, and adds it to the next update. The same happens to the moments: one step
 changes the mean square by at most 1 - beta2 of itself, which for beta2 = 0.999 is always less than half a unit, so that
 rounded to the nearest it can grow and never shrink. With `stochastic` and with `kahan` the moments, and kahan's
-remainders, are therefore rounded stochastically; with `nearest` nothing is.
+remainders, are therefore rounded stochastically; with `nearest` nothing is. float32 weights are written as they are.
 
 Random bits are a pure function of (seed, the parameter's name, its count of updates, the element's index in the whole
 parameter): no generator, so ranks, shards, resumed runs, a CPU and a GPU draw the same ones. Every operation here is
@@ -106,10 +106,10 @@ def round_stochastic(x: Tensor, bits: Tensor) -> Tensor:
 class Group:
     """Parameters that are updated together: n local tensors with their states, all contiguous, on one device.
 
-    The states' dtype is bfloat16 or float32, one for all.
+    The states' dtype is bfloat16 or float32, one for all; of float32 weights it is float32.
     """
 
-    weights: list[Tensor]  # bfloat16
+    weights: list[Tensor]  # bfloat16, or all float32 and rounded to the nearest
     means: list[Tensor]
     squares: list[Tensor]
     counts: Tensor  # (n,) float32, updates so far
@@ -122,8 +122,14 @@ class Group:
     rounding: Rounding
 
     def __post_init__(self) -> None:
-        assert all(w.dtype == torch.bfloat16 and w.is_contiguous() for w in self.weights)
+        assert all(w.dtype == self.dtype and w.is_contiguous() for w in self.weights)
+        assert self.dtype == torch.bfloat16 or (self.dtype, self.rounding) == (torch.float32, "nearest")
         assert (self.remainders is not None) == (self.rounding == "kahan")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.weights[0].dtype
 
 
 def runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -225,7 +231,7 @@ def _moved(
     if group.remainders is not None:
         weight = weight + old[3].float()
     weight = weight * keep - step
-    nearest = weight.to(torch.bfloat16)
+    nearest = weight.to(old[0].dtype)
     if bits is None:
         yield from (nearest, mean.to(old[1].dtype), square.to(old[2].dtype))
         return

@@ -1,8 +1,8 @@
 """AdamW over plain local tensors: the same maths on one rank and on a shard, states under canonical names.
 
-Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. float32 weights go through torch's own functional
-AdamW, which takes tensors (no DTensor) and so serves every sharding; bfloat16 weights through kernels/adamw_update.py,
-where they are rounded other than to the nearest, or updated in one launch on a GPU.
+Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Weights go through torch's own functional AdamW, which
+takes tensors (no DTensor) and so serves every sharding; or through kernels/adamw_update.py, where bfloat16 ones are
+rounded other than to the nearest, or all are updated in one launch on a GPU.
 """
 
 from __future__ import annotations
@@ -106,59 +106,65 @@ class AdamW:
         rounding: Rounding = "nearest",
         seed: int = 0,
         zeros: Zeros = zeros_beside,
+        launch: bool = False,
     ) -> None:
+        """launch: float32 weights by our kernel, too; torch's writes all gradients once more."""
         self.trained, self.optim, self.fused, self.rounding, self.zeros = list(trained), optim, fused, rounding, zeros
         local = [t.local for t in self.trained]
         self.mean, self.square = (self._beside(range(len(local))) for _ in range(2))
-        # Of which parameters the group has which: those that torch's AdamW does not serve.
-        self.place: dict[int, int] = {}
+        # The parameters that torch's AdamW does not serve, by dtype; what updates them.
+        at: dict[torch.dtype, list[int]] = {}
         for i, w in enumerate(local):
-            if w.dtype == torch.bfloat16 and (rounding != "nearest" or (fused and w.is_cuda)):
-                self.place[i] = len(self.place)
-        self.reads_host = not fused and len(self.place) < len(local)
+            narrow = w.dtype == torch.bfloat16 and (rounding != "nearest" or (fused and w.is_cuda))
+            if narrow or (launch and w.dtype == torch.float32):
+                at.setdefault(w.dtype, []).append(i)
+        self.reads_host = not fused and sum(map(len, at.values())) < len(local)
         self.count = [torch.zeros((), dtype=torch.float32, device=w.device) for w in local]
-        if self.place:
-            self._group(local, seed)
+        self.remainders: dict[int, Tensor] = {}
+        self.groups = [(mine, self._group(mine, seed)) for mine in at.values()]
 
     def _beside(self, at: Iterable[int]) -> list[Tensor]:
         """A state shaped like each of these parameters."""
         return [self.zeros(self.trained[i], self.trained[i].local.shape, self.trained[i].local.dtype) for i in at]
 
-    def _group(self, local: list[Tensor], seed: int) -> None:
-        """What the kernel updates, and by which call."""
-        at, device = list(self.place), local[next(iter(self.place))].device
+    def _group(self, at: list[int], seed: int) -> kernel.Update:
+        """What updates these parameters, all of one dtype."""
         mine = [self.trained[i] for i in at]
+        device, dtype = mine[0].local.device, mine[0].local.dtype
+        rounding: Rounding = self.rounding if dtype == torch.bfloat16 else "nearest"
+        if rounding == "kahan":
+            self.remainders = dict(zip(at, self._beside(at)))
         decays = [self.optim.weight_decay if t.decays else 0.0 for t in mine]
         words = [kernel.key_words(seed, t.name) for t in mine]
-        self.group = kernel.Group(
-            weights=[local[i] for i in at],
+        group = kernel.Group(
+            weights=[t.local for t in mine],
             means=[self.mean[i] for i in at],
             squares=[self.square[i] for i in at],
             counts=torch.zeros(len(at), dtype=torch.float32, device=device),
-            remainders=self._beside(at) if self.rounding == "kahan" else None,
+            remainders=[self.remainders[i] for i in at] if rounding == "kahan" else None,
             decays=torch.tensor(decays, dtype=torch.float64, device=device),
             words=torch.tensor(words, dtype=torch.int64, device=device),
             spans=[kernel.span(t.whole, t.local.shape, t.offset) for t in mine],
             betas=self.optim.betas,
             eps=torch.tensor(self.optim.eps).item(),
-            rounding=self.rounding,
+            rounding=rounding,
         )
-        for i, count in zip(at, self.group.counts):
+        for i, count in zip(at, group.counts):
             self.count[i] = count  # a view: the group counts
-        self.update: kernel.Update = kernel.Loop(self.group)
-        if device.type == "cuda":
-            from optrush.kernels.adamw_triton import Launcher
+        if device.type != "cuda":
+            return kernel.Loop(group)
+        from optrush.kernels.adamw_triton import Launcher
 
-            self.update = Launcher(self.group)
+        return Launcher(group)
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
         chosen = range(len(self.trained)) if only is None else only
         grads = {i: g for i in chosen if (g := self.trained[i].grad) is not None}
-        mine = [i for i in grads if i in self.place]
-        together = list(kernel.runs(mine)) if self.fused else [(i, i + 1) for i in mine]
-        for first, last in together:
-            here = [grads.pop(i).contiguous() for i in range(first, last)]
-            self.update(here, lr, grad_scale.float(), found_inf.bool(), self.place[first])
+        for at, update in self.groups:
+            mine = [k for k, i in enumerate(at) if i in grads]
+            for first, last in kernel.runs(mine) if self.fused else [(k, k + 1) for k in mine]:
+                here = [grads.pop(i).contiguous() for i in at[first:last]]
+                update(here, lr, grad_scale.float(), found_inf.bool(), first)
         if self.fused:
             self._groups(grads, lr, grad_scale.float(), found_inf.float())
         elif grads and not found_inf.item():
@@ -191,6 +197,6 @@ class AdamW:
 
     def held(self, i: int) -> dict[str, Tensor]:
         found = {"mean": self.mean[i], "square": self.square[i], "count": self.count[i]}
-        if i in self.place and self.group.remainders is not None:
-            found["compensation"] = self.group.remainders[self.place[i]]
+        if i in self.remainders:
+            found["compensation"] = self.remainders[i]
         return found

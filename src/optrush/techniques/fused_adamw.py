@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from optrush.ledger import Rule, live
-from optrush.technique import Numerics, Part, Setup, Technique, demand_triton
+from optrush.technique import Numerics, Part, Setup, Technique, compilers, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class FusedAdamW(Technique):
     """One kernel over all parameters that unscales, clips, skips and steps; the baseline loops over them.
 
-    float32 weights: torch's. bfloat16 weights on a GPU: our own Triton kernel, which rounds as the run asks for.
+    On a GPU our own Triton kernel, which rounds bfloat16 weights as the run asks for; torch's for float32 weights on a
+    machine that cannot build it, and on a CPU.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.AdamW.html (fused=True)
     Memory: unchanged, 8 bytes a parameter in float32; the loop's temporaries go.
@@ -43,6 +44,11 @@ class FusedAdamW(Technique):
 
         if any(t.local.dtype == torch.bfloat16 for t in job.trained):
             demand_triton(self.name, job.setup.device)
+        cuda = job.world.device.type == "cuda"
+        lacking = [need for need in compilers(job.setup.device) if not need.met]
+        if cuda and lacking:
+            job.notes.append(f"fused-adamw: torch's kernel, for ours cannot be built here: {lacking[0].found}")
         make = partial(AdamW, optim=job.run.optim, fused=True, rounding=job.rounding, seed=job.run.seed)
+        make = partial(make, launch=cuda and not lacking)
         job.optimizer = job.housing(job.trained, make)
         return 1
