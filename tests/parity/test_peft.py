@@ -94,8 +94,8 @@ def folders(tmp_path_factory):
     return made
 
 
-def theirs(folder: Path, case: str, dtype: torch.dtype = torch.float32):
-    """The case as PEFT has it, its adapters drawn away from what they begin as."""
+def theirs(folder: Path, case: str, dtype: torch.dtype = torch.float32, size: float = 0.1):
+    """The case as PEFT has it, its adapters drawn away from what they begin as, by so much."""
     _, _, _, options = CASES[case]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     if case in IA3:
@@ -108,7 +108,7 @@ def theirs(folder: Path, case: str, dtype: torch.dtype = torch.float32):
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
-                p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+                p.add_(torch.randn(p.shape, generator=generator) * size)
     if case == "tied, both":  # PEFT has two copies of the one weight
         parts = dict(model.named_parameters())
         one, other = (parts[k] for k in sorted(parts) if "modules_to_save" in k)

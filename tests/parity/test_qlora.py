@@ -80,8 +80,8 @@ def run(folder: Path, output: Path, **with_):
     return config.parse(text, "case.yaml")
 
 
-def theirs(model, **options):
-    """PEFT's adapters on it, drawn away from what they begin as."""
+def theirs(model, size=0.1, **options):
+    """PEFT's adapters on it, drawn away from what they begin as, by so much."""
     torch.manual_seed(4)
     made = LoraConfig(r=4, lora_alpha=6, lora_dropout=0.0, task_type="CAUSAL_LM", target_modules=EVERY, **options)
     peft = get_peft_model(model, made)
@@ -90,7 +90,7 @@ def theirs(model, **options):
         for p in peft.parameters():
             if p.requires_grad:
                 p.data = p.data.float()  # autocast_adapter_dtype does so for half ones
-                p.add_((torch.randn(p.shape, generator=generator) * 0.1).to(p.device))
+                p.add_((torch.randn(p.shape, generator=generator) * size).to(p.device))
     return peft.train()
 
 
