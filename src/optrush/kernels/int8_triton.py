@@ -15,20 +15,19 @@ from torch import Tensor
 
 from optrush.kernels.int8 import PART
 
-TILE = 4096  # values of one program
+TILE = 2048  # values of one program, at most: of one row, so that nobody divides
 
 _PART = tl.constexpr(PART)  # globals of a kernel must be its constants
 
 
 @triton.jit
-def _dequantise(codes, scales, out, n, width, in_group, group_stride, row_stride, TILE: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    there = i < n
-    row = i // width
-    code = tl.load(codes + i, mask=there, other=0).to(tl.float32)
-    value = code * tl.load(scales + row, mask=there, other=0.0) * _PART
-    at = row // in_group * group_stride + row % in_group * row_stride + i % width
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=there)
+def _dequantise(codes, scales, out, width, in_group, group_stride, row_stride, TILE: tl.constexpr):
+    row, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = column < width
+    code = tl.load(codes + row.to(tl.int64) * width + column, mask=there, other=0).to(tl.float32)
+    value = code * tl.load(scales + row) * _PART
+    to = out + (row // in_group).to(tl.int64) * group_stride + (row % in_group).to(tl.int64) * row_stride
+    tl.store(to + column, value.to(out.dtype.element_ty), mask=there)
 
 
 @torch.no_grad()
@@ -36,8 +35,9 @@ def launch(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     """As `int8.dequantise`."""
     grouped = out if out.dim() == 3 else out[None]
     assert grouped.stride(2) == 1
-    n = grouped.numel()
-    _dequantise[(-(-n // TILE),)](
-        codes, scales, grouped, n, grouped.shape[2], grouped.shape[1], grouped.stride(0), grouped.stride(1), TILE=TILE,
-        num_warps=8, enable_fp_fusion=False,
+    groups, in_group, width = grouped.shape
+    tile = min(TILE, triton.next_power_of_2(width))
+    _dequantise[(groups * in_group, triton.cdiv(width, tile))](
+        codes, scales, grouped, width, in_group, grouped.stride(0), grouped.stride(1), TILE=tile,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

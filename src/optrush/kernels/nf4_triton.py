@@ -3,6 +3,9 @@
 Only who launches it imports this module: torch brings Triton where there is a CUDA device. (Triton's interpreter runs
 it on a CPU, in the tests.) Codes and scales are read once, the dense weight is written once, where it belongs: rows of
 the destination may be those of one piece of a fused linear, with the rows of others between them.
+
+Instructions bind it before bytes do (count them, by value, when changing it): so where no block crosses a row, a program
+has a piece of one row, knows its place, and reads eight values a word.
 """
 # Kernels are no Python functions: their arguments are typed by what is launched.
 # ruff: noqa: ANN001, ANN202
@@ -17,37 +20,62 @@ from torch import Tensor
 
 from optrush.kernels.nf4 import BLOCK, NESTED, dynamic_map, table
 
-BLOCKS = 64  # of one program: 4096 values
+BLOCKS, LEAST = 64, 16  # of one program, at most and at least: 4096 and 1024 values
+WORD = 8  # values of 4 bytes
 
 _BLOCK, _NESTED = tl.constexpr(BLOCK), tl.constexpr(NESTED)  # globals of a kernel must be its constants
 
 
 @triton.jit
-def _dequantise(
-    codes, absmax, nested, table, map8, out, n, width, in_group, group_stride, row_stride, last,
-    DOUBLE: tl.constexpr, WHOLE: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """WHOLE: no block crosses a row. last: where the offset lies in `nested`."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    there = block * _BLOCK < n
+def _scales(absmax, nested, map8, block, there, last, DOUBLE: tl.constexpr):
+    """Of blocks. last: where the offset lies in `nested`."""
     if DOUBLE:
         code = tl.load(absmax + block, mask=there, other=0).to(tl.int32)
         of_block = tl.load(nested + block // _NESTED, mask=there, other=0.0)
         scale = tl.load(map8 + code) * of_block + tl.load(nested + last)
     else:
         scale = tl.load(absmax + block, mask=there, other=0.0)
+    return scale
+
+
+@triton.jit
+def _by_rows(
+    codes, absmax, nested, table, map8, out, across, in_group, group_stride, row_stride, last,
+    DOUBLE: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """Some of the `across` blocks of one row, of which none crosses rows. codes: words of 4 bytes, the lowest first."""
+    row, begin = tl.program_id(0), tl.program_id(1) * BLOCKS
+    inside, word, value = tl.arange(0, BLOCKS), tl.arange(0, WORDS), tl.arange(0, WORD)
+    there = begin + inside < across
+    first = row.to(tl.int64) * across + begin
+    scale = _scales(absmax, nested, map8, first + inside, there, last, DOUBLE)
+    words = inside[:, None] * WORDS + word[None, :]
+    eight = tl.load(codes + first * WORDS + words, mask=there[:, None], other=0)
+    code = (eight[:, :, None] >> ((value ^ 1) * 4)[None, None, :]) & 15  # the first of a byte is its high half
+    values = tl.load(table + code) * scale[:, None, None]
+    to = out + (row // in_group).to(tl.int64) * group_stride + (row % in_group).to(tl.int64) * row_stride
+    to += begin * _BLOCK
+    at = words[:, :, None] * WORD + value[None, None, :]
+    tl.store(to + at, values.to(out.dtype.element_ty), mask=there[:, None, None])
+
+
+@triton.jit
+def _dequantise(
+    codes, absmax, nested, table, map8, out, n, width, in_group, group_stride, row_stride, last,
+    DOUBLE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Blocks may cross rows."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    there = block * _BLOCK < n
+    scale = _scales(absmax, nested, map8, block, there, last, DOUBLE)
     byte = block[:, None] * (_BLOCK // 2) + tl.arange(0, _BLOCK // 2)[None, :]
     pair = tl.load(codes + byte, mask=byte * 2 < n, other=0).to(tl.int32)
     high = tl.load(table + (pair >> 4)) * scale[:, None]
     low = tl.load(table + (pair & 15)) * scale[:, None]
     values = tl.reshape(tl.join(high, low), (BLOCKS, _BLOCK))
     i = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    if WHOLE:
-        row = (block * _BLOCK // width)[:, None]
-        column = (block * _BLOCK % width)[:, None] + tl.arange(0, _BLOCK)[None, :]
-    else:
-        row = i // width
-        column = i % width
+    row = i // width
+    column = i % width
     at = row // in_group * group_stride + row % in_group * row_stride + column
     tl.store(out + at, values.to(out.dtype.element_ty), mask=i < n)
 
@@ -57,11 +85,23 @@ def launch(codes: Tensor, absmax: Tensor, nested: Tensor | None, out: Tensor) ->
     """As `nf4.dequantise`; out: (rows, width), or (groups, rows of a group, width)."""
     grouped = out if out.dim() == 3 else out[None]
     assert grouped.stride(2) == 1
-    _, in_group, width = grouped.shape
+    groups, in_group, width = grouped.shape
     n = grouped.numel()
     blocks = -(-n // BLOCK)
-    _dequantise[(-(-blocks // BLOCKS),)](
-        codes, absmax, absmax if nested is None else nested, table(out.device), dynamic_map(out.device), grouped, n,
-        width, in_group, grouped.stride(0), grouped.stride(1), -(-blocks // NESTED),
-        DOUBLE=nested is not None, WHOLE=width % BLOCK == 0, BLOCKS=BLOCKS, num_warps=4, enable_fp_fusion=False,
+    scales = absmax, absmax if nested is None else nested
+    places = in_group, grouped.stride(0), grouped.stride(1), -(-blocks // NESTED)
+    lookups = table(out.device), dynamic_map(out.device)
+    if width % BLOCK == 0 and codes.data_ptr() % 4 == 0:
+        across = width // BLOCK
+        most = min(BLOCKS, max(LEAST, across & -across))  # a power of two that divides `across`, if it has one
+        words = codes[: n // 2].view(torch.int32)
+        _by_rows[(groups * in_group, triton.cdiv(across, most))](
+            words, *scales, *lookups, grouped, across, *places,
+            DOUBLE=nested is not None, BLOCKS=most, WORDS=BLOCK // WORD, WORD=WORD,
+            num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        return
+    _dequantise[(triton.cdiv(blocks, BLOCKS),)](
+        codes, *scales, *lookups, grouped, n, width, *places,
+        DOUBLE=nested is not None, BLOCKS=BLOCKS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
