@@ -4,8 +4,8 @@ Only who launches it imports this module: torch brings Triton where there is a C
 it on a CPU, in the tests.) Codes and scales are read once, the dense weight is written once, where it belongs: rows of
 the destination may be those of one piece of a fused linear, with the rows of others between them.
 
-Instructions bind it before bytes do (count them, by value, when changing it): so where no block crosses a row, a program
-has a piece of one row, knows its place, and reads eight values a word.
+Instructions bind it before bytes do (count them, by value, when changing it): so where no block crosses a row, a
+program has a piece of one row, knows its place, and reads eight values a word.
 """
 # Kernels are no Python functions: their arguments are typed by what is launched.
 # ruff: noqa: ANN001, ANN202
