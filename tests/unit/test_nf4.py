@@ -136,8 +136,11 @@ def test_rows_lie_where_the_linear_has_them(form, width, pieces):
             raw = part.flatten().view(torch.uint8)
             parts.append(torch.nn.functional.pad(raw, (0, raw.numel() % 2)).view(torch.bfloat16))
     layout = Quantised(linear, form, torch.bfloat16).layout
-    found = dense(parts, layout.bits, list(layout.rows), layout.groups, width, torch.float32, "test")
-    assert torch.equal(found, torch.cat(wanted, 1).flatten(0, 1))
+    found = dense(parts, layout.bits, list(layout.rows), layout.groups, width, torch.float32, "test", [0, 0])
+    want = torch.cat(wanted, 1).flatten(0, 1)
+    assert torch.equal(found, want)
+    within = dense(parts, layout.bits, list(layout.rows), layout.groups, width, torch.float32, "test", [3, 5])
+    assert within.shape == (len(want) + 3, width + 5) and torch.equal(within[:-3, :-5], want)
 
 
 # The Triton kernels.

@@ -24,7 +24,7 @@ from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.model.adapted import Beside
 from optrush.model.adapted_linear import dense
 from optrush.model.decoder import Linear
-from optrush.model.quantised import Layout, Quantised
+from optrush.model.quantised import Layout, Quantised, unpacked
 
 ALIGNED = 64  # values of a row: QuACK wants 8; of 64 its tiles have no fewer, and a compiler pads to them, and copies
 
@@ -84,7 +84,7 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
-            pairs, product = gated(_beside(rows, z1, 1), _beside(dense(layout1, first, x.dtype, use), u1, 1))
+            pairs, product = gated(_beside(rows, z1, 1), _weight_beside(layout1, first, use, u1, 1))
             z2 = product @ a2.t()  # (N, r)
             out = _sum(z2, u2.t(), product, dense(layout2, second, x.dtype, use).t())
         ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
@@ -98,7 +98,7 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             d_z2 = grad @ u2  # (N, r)
-            down = _beside(dense(layout2, second, grad.dtype, use), a2, 0)
+            down = _weight_beside(layout2, second, use, a2, 0)
             d_pairs, product = gated_backward(_beside(grad, d_z2, 1), down, pairs)  # (N, 2 F), (N, F)
             del down
             d_a2, d_u2 = d_z2.t() @ product, grad.t() @ z2
@@ -123,6 +123,30 @@ def _split(layouts: Sequence[Layout | None], parts: Sequence[Tensor]) -> tuple[S
     """What each of both weights is made of."""
     n = 1 if layouts[0] is None else layouts[0].parts * len(layouts[0].rows)
     return parts[:n], parts[n:]
+
+
+def _weight_beside(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int) -> Tensor:
+    """`_beside` of a weight; a stored one is made dense where it is to lie."""
+    many = narrow.shape[dim]
+    if layout is None or not many:
+        return _beside(dense(layout, parts, narrow.dtype, use), narrow, dim)
+    room = many + -many % ALIGNED
+    wide = unpacked(parts, layout, narrow.dtype, use, (0, room) if dim else (room, 0))
+    lay(wide, narrow, dim, room)
+    return wide
+
+
+@torch.library.custom_op("optrush::lay", mutates_args={"wide"})
+def lay(wide: Tensor, narrow: Tensor, dim: int, room: int) -> None:
+    """Fills the last `room` rows (dim 0) or columns (1) of wide with narrow, and zeros behind it."""
+    here, rest = wide.narrow(dim, wide.shape[dim] - room, room).tensor_split([narrow.shape[dim]], dim)
+    here.copy_(narrow)
+    rest.zero_()
+
+
+@lay.register_fake
+def _(wide: Tensor, narrow: Tensor, dim: int, room: int) -> None:
+    return None
 
 
 def _beside(wide: Tensor, narrow: Tensor, dim: int) -> Tensor:

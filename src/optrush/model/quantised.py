@@ -105,25 +105,30 @@ class _Product(torch.autograd.Function):
         return dx, db, None, *[None] * len(parts)
 
 
-def unpacked(parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype, use: str) -> Tensor:
+def unpacked(
+    parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype, use: str, room: tuple[int, int] = (0, 0)
+) -> Tensor:
     """See `dense`."""
-    made: Tensor = dense([*parts], layout.bits, [*layout.rows], layout.groups, layout.width, dtype, use)
+    made: Tensor = dense([*parts], layout.bits, [*layout.rows], layout.groups, layout.width, dtype, use, [*room])
     return made
 
 
 @torch.library.custom_op("optrush::dense", mutates_args=())
 def dense(
-    parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str
-) -> Tensor:
+    parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
+    room: Sequence[int],
+) -> Tensor:  # fmt: skip
     """The dense weight (rows, width) of a linear. One operator, so that a compiler keeps nothing of its inside.
 
     Args:
         parts: of each piece in turn, bytes as views of any type.
         rows: of each piece in one group.
         use: what for. A compiler makes one call of two that are equal, and would keep the weight from one to the other.
+        room: rows and columns behind the weight that are there, for the caller to fill.
     """
-    out = torch.empty(groups * sum(rows), width, dtype=dtype, device=parts[0].device)
-    grouped = out.view(groups, -1, width)
+    many = groups * sum(rows)
+    out = torch.empty(many + room[0], width + room[1], dtype=dtype, device=parts[0].device)
+    grouped = out[:many].view(groups, -1, out.shape[1])[..., :width]
     each = len(parts) // len(rows)
     for i, target in enumerate(torch.split(grouped, list(rows), 1)):
         first, *rest = (p.detach().view(torch.uint8) for p in parts[each * i : each * (i + 1)])
@@ -138,9 +143,10 @@ def dense(
 
 @dense.register_fake
 def _(
-    parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str
-) -> Tensor:
-    return parts[0].new_empty((groups * sum(rows), width), dtype=dtype)
+    parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
+    room: Sequence[int],
+) -> Tensor:  # fmt: skip
+    return parts[0].new_empty((groups * sum(rows) + room[0], width + room[1]), dtype=dtype)
 
 
 def quantise(model: Decoder | Adapter, recipe: Recipe, form: Form, precision: torch.dtype | None) -> int:

@@ -27,7 +27,8 @@ class FusedBlock(Technique):
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
     Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes.
     Work: unchanged FLOPs; triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and 5 F.
-        With adapters quack spares 4 F a token, and lays 4 D a token and 6 D F a micro-batch side by side.
+        With adapters quack spares 4 F a token, and lays 4 D a token side by side, and 6 D F a micro-batch of weights
+        that are not stored in fewer bits: those are made dense in their place.
     Differs from the source: gate and up lie as pairs in one matrix; the down product belongs to it.
     """
 
@@ -139,17 +140,16 @@ def _hidden(s: ModelShape) -> Iterator[Rule]:
 
 def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
     """What it takes to lay adapters beside what they add to, as if all linears had some."""
-    D, F, L = shape.width, shape.ff_width, setup.blocks
+    D, F, L, stored = shape.width, shape.ff_width, setup.blocks, Part.LINEARS in setup.owned
     yield live("forward.added.gate_up", "in the product itself", gone=True)
     ways: tuple[tuple[Literal["forward", "backward"], str, str, int], ...]
     ways = ("forward", "gate_up's", "input", 2 * D * F), ("backward", "down's", "gradient", D * F)
     for way, whose, other, weight in ways:
-        why = f"{whose} weight beside its adapter's"
-        yield add(
-            Line(f"working.beside.{way}", why, weight, "product", way),
-            Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product"),
-            Work(f"{way}.beside", f"{whose} {other} likewise", "token", values=2.0 * L * D, role="product"),
-        )
+        yield add(Work(f"{way}.beside", f"{whose} {other} and A x", "token", values=2.0 * L * D, role="product"))
+        if not stored:
+            why = f"{whose} weight beside its adapter's"
+            moved = Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
+            yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
 
 
 def _again(setup: Setup) -> bool:
