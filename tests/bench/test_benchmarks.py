@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import itertools
 import json
 import sys
+import time
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from optrush import config, plan, technique
 from optrush.bench import ladder, peer, peer_worker
 from optrush.hardware import named
+from optrush.kernels import attention, swiglu
 from optrush.prepare import prepare
+from optrush.shapes import SHAPES, ModelShape
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 CLIMBED = {
@@ -121,3 +130,332 @@ def test_nobodys_files_are_overwritten(program, monkeypatch, capsys, tmp_path):
 def test_what_curves_cannot_compare(program, monkeypatch, capsys, tmp_path, sets):
     with pytest.raises(SystemExit, match="wanted:"):
         curves(program, monkeypatch, capsys, tmp_path, "--set", sets)
+
+
+# --- operators.py
+
+SMALL = ModelShape.read(
+    SHAPES["llama-3.2-1b"]
+    | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    | {"head_dim": 8, "vocab_size": 768}
+)
+ROWS = 24
+
+
+@pytest.fixture
+def operators(program, monkeypatch):
+    """The program, on a processor; torch's reference stands for the kernels of attention."""
+    module = program("operators")
+    monkeypatch.setattr(module.Gauge, "__init__", lambda self: None)
+    monkeypatch.setattr(module.Gauge, "device", torch.device("cpu"))
+    monkeypatch.setattr(module.Gauge, "sync", staticmethod(lambda: None))
+    for name in ("driver", "handle"):
+        monkeypatch.setattr(module.Gauge, name, None, raising=False)
+    monkeypatch.setattr(module, "ATTENTIONS", dict.fromkeys(attention.ATTENTIONS, attention.masked))
+    return module
+
+
+def small(module):
+    """Of every group, on shapes that a processor takes."""
+    yield from module.head(ROWS, SMALL.vocab, SMALL.width)
+    yield from module.feed("small", SMALL, ROWS)
+    yield from module.products("small", SMALL, ROWS)
+    yield from module.attention("small", SMALL, 2, 12)
+
+
+def test_operators_are_told_apart_by_their_names(operators):
+    groups = {group: [list(case) for case in made] for group, made in operators.cases().items()}
+    names = [o.name for made in groups.values() for case in made for o in case]
+    assert len(set(names)) == len(names)
+    assert {group: [len(case) for case in made] for group, made in groups.items()} == {
+        "head": [11, 11], "feed": [100] * 3, "products": [15 * 13] * 3, "attention": [6] * 4, "memory": [1],
+    }  # fmt: skip
+    assert "llama-3.1-8b-4096 gated backward quack-128x128-pingpong-2x1-dynamic" in names
+    assert "head-4096 loss quack-2816" in names  # chunks of as many rows as the width are refused
+    assert {o.shape["rows"] for o in groups["products"][0] if o.operator.startswith("head ")} == {8192}
+    kernels = {o.kernel for case in groups["products"] for o in case if o.kernel}
+    assert len(kernels) == 3 * 12  # what reads and writes in the same way is compiled once
+
+
+def test_other_rows(operators):
+    (one, eight) = (next(iter(case)) for case in operators.cases(512)["feed"])
+    assert (one.case, eight.case) == ("llama-3.2-1b-512", "llama-3.1-8b-512") and eight.shape["rows"] == 512
+
+
+def test_work_is_what_torch_counts(operators):
+    counted = 0
+    for o in small(operators):
+        if o.impl not in ("chunked-4096", "cublas", "cublas+triton", "fa4"):
+            continue
+        operands = o.operands(cache(operators.drawn))
+        with FlopCounterMode(display=False) as counter:
+            o.function(*operands)
+        assert counter.get_total_flops() == o.flop * (2 if o.impl == "fa4" else 1), o.name  # it computes what is masked
+        counted += 1
+    assert counted == 1 + 2 + 15 + 2
+
+
+def test_products_are_those_of_a_linear(operators):
+    values = cache(operators.drawn)
+    made = {o.operator: o for o in operators.products("small", SMALL, ROWS) if o.impl == "cublas"}
+    for part, (outputs, inputs) in operators.linears(SMALL).items():
+        x, weight = (values(*key).requires_grad_() for key in (("x", ROWS, inputs), ("weight", outputs, inputs)))
+        y = torch.nn.functional.linear(x, weight)
+        wanted = y, *torch.autograd.grad(y, (x, weight), values("grad", ROWS, outputs))
+        for way, want in zip(("forward", "input", "weight"), wanted, strict=True):
+            o = made[f"{part} {way}"]
+            torch.testing.assert_close(o.function(*o.operands(values)), want, msg=o.name)
+
+
+@pytest.fixture
+def fake_quack(monkeypatch):
+    """The library's functions in plain torch; what they were asked for."""
+    asked = []
+
+    def multiplied(a, b, config, dynamic_scheduler):
+        assert (config.is_dynamic_persistent, config.device_capacity) == (False, 9)
+        how, order = "pingpong" if config.pingpong else "cooperative", "dynamic" if dynamic_scheduler else "fixed"
+        tile, cluster = f"{config.tile_m}x{config.tile_n}", f"{config.cluster_m}x{config.cluster_n}"
+        asked.append(f"quack-{tile}-{how}-{cluster}-{order}")
+        return a @ b
+
+    def gemm(a, b, out, **options):
+        return out.copy_(multiplied(a, b, **options))
+
+    def gemm_gated(x, weight, activation, **options):
+        pairs = multiplied(x, weight, **options)
+        return pairs, swiglu.swiglu(pairs)
+
+    def gemm_dgated(grad, weight, pairs, activation, **options):
+        return swiglu.swiglu_backward(pairs, multiplied(grad, weight, **options))
+
+    def loss(hidden, weight, labels, chunk, ignored, reduction, tile):
+        asked.append(f"quack-{chunk}-own-{tile}")
+        return torch.nn.functional.cross_entropy(
+            (hidden @ weight.t()).float(), labels, None, None, ignored, None, reduction
+        )
+
+    def forward(hidden, weight, labels, chunk, ignored, need_dx, need_dw):
+        with torch.enable_grad():
+            leaves = [t.detach().requires_grad_() for t in (hidden, weight)]
+            total = loss(*leaves, labels, chunk, ignored, "sum", None)
+        asked.append(f"quack-{chunk}")
+        return total.detach().expand(1), *torch.autograd.grad(total, leaves)
+
+    interface = SimpleNamespace(gemm_tuned=SimpleNamespace(fn=gemm), gemm_gated=gemm_gated, gemm_dgated=gemm_dgated)
+    entropy = SimpleNamespace(scaled_exp_linear_cross_entropy=loss, scaled_exp_linear_cross_entropy_fwd=forward)
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm_interface=interface))
+    monkeypatch.setitem(sys.modules, "quack.gemm_config", SimpleNamespace(GemmConfig=SimpleNamespace))
+    monkeypatch.setitem(sys.modules, "quack.linear_cross_entropy", entropy)
+    return asked
+
+
+def test_kernels_of_a_library_are_asked_for_the_same_as_torch(operators, fake_quack):
+    made, values = [o for o in small(operators) if "attention" not in o.operator], cache(operators.drawn)
+    wanted = {o.operator: o for o in made if o.impl in ("chunked-4096", "cublas", "cublas+triton")}
+    asked = [o for o in made if o.impl.startswith("quack-")]
+    for o in asked:
+        results = []
+        for each in (wanted[o.operator], o):
+            each.operands(values)
+            torch.manual_seed(0)  # the labels, which alone are drawn again
+            result = each.function(*each.operands(values))
+            results.append(result if isinstance(result, tuple) else (result,))
+        want, got = results
+        for a, b in zip(want, got[-len(want) :], strict=True):
+            assert (
+                fake_quack[-1] == o.impl
+                and b.shape == a.shape
+                and (b - a).norm() <= (0.01 if o.operator == "loss" else 0) * a.norm()
+            ), o.name
+    assert len(asked) == 3 + 2 * 48 + 15 * 12
+
+
+class Moving:
+    """A device on which a call takes as long as it says, and whose driver counts."""
+
+    device, ready = torch.device("cpu"), None
+
+    def __init__(self, module):
+        self.at = 0.0
+        self.ready = module.Gauge.ready.__get__(self)
+
+    def now(self):
+        return self.at
+
+    def sync(self):
+        pass
+
+    def read(self):
+        return {"at_s": self.at, "mj": None, "sm_mhz": 1500, "capped": False}
+
+    def operator(self, module, name, *times):
+        """Calls last these milliseconds, one after the other, then the last; None raises."""
+        each = itertools.chain(times, itertools.repeat(times[-1]))
+
+        def function():
+            if (ms := next(each)) is None:
+                raise ValueError(f"{name}\n  is broken")
+            self.at += ms / 1e3
+
+        return module.Operator(name, "fake", None, {"rows": 1}, lambda _: (), function, 8e9, kernel=name)
+
+
+def test_what_fails_is_a_line_and_the_rest_is_measured(operators, capsys):
+    gauge, broken = Moving(operators), "ValueError: late is broken"
+    first_round = [2.0] * (1 + 3 + 10 + 30)  # the first call, the trial, the warming up, the round
+    made = [
+        gauge.operator(operators, "never", None),
+        gauge.operator(operators, "late", *first_round, None),
+        gauge.operator(operators, "crashing", 1.0),
+        gauge.operator(operators, "slowing", *first_round, 4.0),
+    ]
+    operators.run(made, gauge, 0.06, 3, {"crashing": "exit status -6: "})
+    lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert [(line["operator"], line.get("error")) for line in lines] == [
+        ("never", "ValueError: never is broken"), ("crashing", "RuntimeError: exit status -6:"), ("late", broken),
+        ("slowing", None),
+    ]  # fmt: skip
+    assert lines[3] == {
+        "operator": "slowing", "impl": "fake", "case": None, "shape": {"rows": 1}, "ms": pytest.approx(4.0),
+        "spread": pytest.approx(0.5), "tflops": pytest.approx(2.0), "joules": None, "watts": None,
+        "sm_mhz": lines[3]["sm_mhz"], "capped": lines[3]["capped"], "rounds": 3, "seconds": 0.06,
+    }  # fmt: skip
+
+
+def test_power_is_between_two_moves_of_the_counter(operators):
+    samples = [{"at_s": t, "mj": mj} for t, mj in enumerate([50, 50, 2050, None, 2050, 2050, 5050, 5050, 5050])]
+    assert operators.power(samples) == pytest.approx(3 / 4)
+    assert operators.power(samples[:6]) is None and operators.power([]) is None
+    assert operators.power([{"at_s": t, "mj": None} for t in range(9)]) is None
+
+
+def test_counters_are_read_while_an_operator_runs(operators):
+    reads, syncs = itertools.count(), []
+
+    class Counting(Moving):
+        def read(self):
+            self.count = next(reads)
+            return {
+                "at_s": self.count / 100,
+                "mj": self.count // 10 * 70_000,
+                "sm_mhz": 1500 + self.count,
+                "capped": True,
+            }
+
+        def sync(self):
+            syncs.append(next(reads) if self.at else 0)
+            if len(syncs) == 3:  # the one that is watched
+                ended = time.monotonic() + 60
+                while self.count < 100 and time.monotonic() < ended:
+                    time.sleep(0.001)
+
+    gauge = Counting(operators)
+    gauge.count = 0
+    found = operators.measure(gauge.operator(operators, "counted", 5.0).function, 0.6, gauge)
+    assert len(syncs) == 3 and found["ms"] == pytest.approx(5.0) and found["capped"] is True
+    assert found["watts"] == pytest.approx(700, rel=0.15) and found["sm_mhz"] == 1500 + gauge.count
+    line = operators.summary(gauge.operator(operators, "counted", 5.0), [found | {"watts": w} for w in (600.0, 700.0)])
+    assert line["joules"] == pytest.approx(650 * 5.0 / 1e3) and line["spread"] == 0
+
+
+def test_the_driver_is_asked_for_the_device_that_torch_sees(program, monkeypatch):
+    module, asked = program("operators"), []
+
+    def known(number):
+        def function(handle, *rest):
+            asked.extend(rest[:-1])
+            rest[-1]._obj.value = number
+            return 0
+
+        return function
+
+    driver = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetHandleByUUID=lambda uuid, handle: 0 if uuid == b"GPU-12-34" else 6,
+        nvmlDeviceGetTotalEnergyConsumption=known(1234),
+        nvmlDeviceGetClockInfo=known(1980),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    read = module.Gauge().read()
+    assert (read["mj"], read["sm_mhz"], read["capped"]) == (1234, 1980, None)  # an old driver does not know why
+    assert asked == [1]
+    driver.nvmlDeviceGetCurrentClocksEventReasons = known(0x24)
+    assert module.Gauge().read()["capped"] is True
+    driver.nvmlDeviceGetCurrentClocksEventReasons = known(0x21)
+    assert module.Gauge().read()["capped"] is False
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="56-78"))
+    assert module.Gauge().read()["mj"] is None
+
+    def absent(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", absent)
+    assert module.Gauge().read()["mj"] is None
+
+
+CHILD = """
+import os, sys, time
+name = sys.argv[-1]
+open(sys.argv[1], "a").write(name + chr(10))
+if "crashing" in name: os.abort()
+if "wrong" in name: raise ValueError("no such tile")
+if "endless" in name: time.sleep(60)
+"""
+
+
+def test_kernels_are_tried_one_by_one_in_processes_of_their_own(operators, monkeypatch, tmp_path):
+    (tmp_path / "child.py").write_text(CHILD)
+    arguments = [str(tmp_path / "child.py"), str(tmp_path / "ran")]
+    gauge = Moving(operators)
+    made = [gauge.operator(operators, name, 1.0) for name in ("sound", "crashing", "wrong", "sound")]
+    assert operators.compiled(made, arguments, 2) == {
+        "crashing": "exit status -6: ", "wrong": "exit status 1: ValueError: no such tile",
+    }  # fmt: skip
+    assert sorted((tmp_path / "ran").read_text().split("\n")) == ["", "crashing fake", "sound fake", "wrong fake"]
+    monkeypatch.setattr(operators, "PATIENCE_S", 0.4)
+    assert operators.compiled([gauge.operator(operators, "endless", 1.0)], arguments, 1) == {
+        "endless": "not done in 0 s"
+    }
+
+
+def test_a_line_of_the_head_is_measured(operators, capsys):
+    loss = next(o for o in operators.head(ROWS, SMALL.vocab, SMALL.width) if o.impl == "chunked-4096")
+    operators.run([loss], operators.Gauge(), 0.01, 2, {})
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert line["operator"] == "loss" and line["shape"] == {"rows": ROWS, "V": SMALL.vocab, "D": SMALL.width}
+    assert line["tflops"] == pytest.approx(6 * ROWS * SMALL.vocab * SMALL.width / line["ms"] / 1e9)
+    assert line["rounds"] == 2 and line["watts"] is None
+
+
+def said(operators, monkeypatch, capsys, *arguments, gpu=True):
+    monkeypatch.setattr(sys, "argv", ["operators.py", *arguments])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a {device.type}")
+    monkeypatch.setattr(operators, "COPIED_BYTES", 1 << 16)
+    operators.main()
+    return [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+
+
+def test_operators_from_the_command_line(operators, monkeypatch, capsys):
+    first, line = said(operators, monkeypatch, capsys, "memory", "--seconds", "0.01", "--only", "copy", "--rounds", "1")
+    assert first["device"] == "a cpu" and set(first["source"]) == {"commit", "clean", "digest"}
+    assert first["command"][0] == "memory" and "quack-kernels" in first["packages"]
+    assert line["gb_s"] == pytest.approx(2 * 65536 / 1e6 / line["ms"]) and line["joules_gb"] is None
+    assert said(operators, monkeypatch, capsys, "memory", "--try", "copy torch") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpu", "match"),
+    [
+        (["memory"], False, "there is no GPU"),
+        (["head", "memory", "--only", "copy", "--only", "liger"], True, "of head memory with copy and liger"),
+        (["memory", "--seconds", "0"], True, "more than 0"),
+        (["memory", "--rows", "0"], True, "more than 0"),
+    ],
+)
+def test_what_operators_cannot_measure(operators, monkeypatch, capsys, arguments, gpu, match):
+    with pytest.raises(SystemExit, match=match):
+        said(operators, monkeypatch, capsys, *arguments, gpu=gpu)
+    assert capsys.readouterr().out == ""
