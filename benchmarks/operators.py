@@ -52,6 +52,7 @@ TILES += [f"{tile}-pingpong" for tile in ("128x128", "128x160", "128x192", "192x
 FED_BY = ["-".join(("quack", *k)) for k in itertools.product(TILES, ("2x1", "1x2", "1x1"), ("fixed", "dynamic"))]
 MULTIPLIED_BY = [k for k in FED_BY if "-2x1-" in k and "x160-" not in k and "x224-" not in k]
 POLL_S, PATIENCE_S = 0.004, 240.0  # between two looks at the counters; for a kernel's process
+HEAT_S = 5.0  # of products before anything is timed: clocks and temperature settle
 
 Call = Callable[..., object]
 Values = Callable[..., Tensor]  # random tensors by name and shape, which the operators of a case share
@@ -229,6 +230,16 @@ class Gauge:
         return call
 
 
+def heat(gauge: Gauge, seconds: float = HEAT_S) -> None:
+    """Loads the device, which idles while kernels are compiled."""
+    with gauge.device:
+        left, right = drawn("left", 8192, 8192), drawn("right", 8192, 8192)
+    begun = gauge.now()
+    while gauge.now() - begun < seconds:
+        torch.mm(left, right)
+        gauge.sync()
+
+
 def power(samples: Sequence[Figures]) -> float | None:
     """Watts from the first to the last move of the counter, which moves in coarse steps; None without two."""
     known = [(s["at_s"], s["mj"] / 1e3) for s in samples if s["mj"] is not None]
@@ -302,7 +313,7 @@ def run(case: Sequence[Operator], gauge: Gauge, seconds: float, rounds: int, bro
 
 def compiled(operators: Iterable[Operator], arguments: Sequence[str], jobs: int) -> dict[str, str]:
     """Runs an operator of each kernel in a process of its own: what is wrong, by kernel. Good ones stay on disk."""
-    firsts = {o.kernel: [sys.executable, *arguments, "--try", o.name] for o in operators if o.kernel}
+    firsts = {o.kernel: [sys.executable, *arguments, "--try", o.name] for o in reversed([*operators]) if o.kernel}
 
     def wrong(command: list[str]) -> str | None:
         try:
@@ -325,7 +336,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--try", dest="alone", help=argparse.SUPPRESS)  # what a kernel's process runs
     a = parser.parse_args()
-    if min(a.seconds, a.rounds, a.jobs, 1 if a.rows is None else a.rows) <= 0:
+    if not all(figure > 0 for figure in (a.seconds, a.rounds, a.jobs, 1 if a.rows is None else a.rows)):
         sys.exit("wanted: more than 0 of each")
     asked = [[o for o in case if all(t in o.name for t in a.only)] for g in a.groups for case in cases(a.rows)[g]]
     if not any(asked):
@@ -340,6 +351,7 @@ def main() -> None:
     first = {"device": torch.cuda.get_device_name(gauge.device), "command": sys.argv[1:], "packages": packages}
     print(json.dumps({**first, "environment": environment.machine(), "source": environment.source()}), flush=True)
     broken = compiled(itertools.chain(*asked), sys.argv, a.jobs)
+    heat(gauge)
     for case in asked:
         run(case, gauge, a.seconds, a.rounds, broken)
         torch.cuda.empty_cache()

@@ -31,6 +31,7 @@ FASTEST = tuple(
     Path(f"benchmarks/results/h200-{name}")
     for name in ("peers", "rows", "least", "levers", "eight", "adapters", "adapters8", "qlora")
 )
+LEVERS = Path("benchmarks/results/h200-adapter-levers")
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
 # The rung of the plain loop (transformers and torch alone) that does the same.
@@ -125,7 +126,9 @@ def fastest() -> str:
             rows.append(f"| {r.rung} | {r.case} | {r.config['batch']['tokens']:,} | {figures} |")
     links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in FASTEST)
     tail = f"The least memory has no global clip: weights are updated in the backward pass. Records: {links}."
-    unproved = [f"*{r.rung}*" for records in ladders for r in records if r.tokens_per_s and not (r.proof or r.peer)]
+    unproved = [
+        f"*{r.rung}* ({r.case})" for records in ladders for r in records if r.tokens_per_s and not (r.proof or r.peer)
+    ]
     tail += f" First on their ladder, and so held against no other rung's losses: {', '.join(unproved)}."
     red = [line for records in ladders for line in _red(records)]
     return "\n".join([*rows, "", tail, *red])
@@ -139,7 +142,7 @@ def accuracy() -> str:
     ]
     apart: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, OPTRUSH_CACHE=empty):  # no calibration
-        for folder in (LADDER, *FASTEST):
+        for folder in (LADDER, *FASTEST, LEVERS):
             for r in read(ROOT / folder):
                 if r.peer or r.mode != "cumulative" or not r.peak_bytes or not r.tokens_per_s:
                     continue

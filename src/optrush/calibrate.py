@@ -30,7 +30,7 @@ from optrush.shapes import ModelShape
 
 ROUNDS = 3
 WARM_S = 0.1  # of the time, before the rounds: clocks and temperature settle
-LONGER = 4  # times the rows' length, at which attention is measured too: its rate grows with it
+LONGER = 4  # times the rows' length, at which attention without scores is measured too: its rate grows with it
 HEAD_TOKENS = 8192  # at most, as the head's loss goes over the logits in chunks
 ROOM = 0.4  # of the free memory, for the operands
 PERIOD = 4_194_301  # values drawn, a prime: repeated to fill the operands, they never line up with a row
@@ -101,6 +101,7 @@ class Bench:
             found = f"torch {torch.__version__}, which finds no CUDA device"
             raise NeedsError(f"rates of {device.name}", found, "install the build of torch for CUDA")
         self.place = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
+        self.flash = self.cuda and device.capability >= (8, 0)  # attention of half types without scores
         self.half = torch.bfloat16 if not self.cuda or device.capability >= (8, 0) else torch.float16
         free = torch.cuda.mem_get_info()[0] if self.cuda else device.memory_bytes or GIB
         self.room = ROOM * free / (1 if self.cuda else 4)
@@ -238,7 +239,8 @@ def _trials(bench: Bench, loads: Sequence[Load], dtype: torch.dtype) -> Iterator
                 title = f"{load.name} {part}, {direction}, {name}"
                 yield Trial(title, {**what, "direction": direction}, Product, "tokens", most, flop, made)
         s, heads = load.shape, {f: getattr(load.shape, f) for f in ("heads", "kv_heads", "head_width")}
-        for T in dict.fromkeys((load.seq, max(load.seq, min(LONGER * load.seq, load.tokens)))):
+        longer = bench.flash and dtype == bench.half  # elsewhere torch holds whole scores, of 4 T sixteen times as many
+        for T in dict.fromkeys((load.seq, max(load.seq, min(LONGER * load.seq, load.tokens)) if longer else load.seq)):
             what = {"dtype": name, "seq": T, **heads}
             for times, direction in enumerate(("forward", "backward"), 1):
                 if (*what.values(), direction) in seen:

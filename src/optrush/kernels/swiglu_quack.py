@@ -81,7 +81,7 @@ def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor,
     from quack.gemm_interface import gemm_dgated
 
     # The epilogue moves five times as many values as its tile has. Taken in turns, and by who is free instead of in a
-    # fixed order, they pass while others multiply: a quarter faster than the best fixed order (LOG.md).
+    # fixed order, they pass while others multiply: a quarter less time than the best fixed order (LOG.md).
     d_pairs, product = gemm_dgated(
         grad.contiguous(),
         weight,
