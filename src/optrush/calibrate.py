@@ -27,6 +27,7 @@ from optrush.measured import Attention, Calibration, Product, called, driver, to
 from optrush.model.locate import locate
 from optrush.rates import linears
 from optrush.shapes import ModelShape
+from optrush.step import exhausted
 
 ROUNDS = 3
 WARM_S = 0.1  # of the time, before the rounds: clocks and temperature settle
@@ -96,7 +97,7 @@ class Bench:
     """The device, and random values that operands are cut from."""
 
     def __init__(self, device: Device) -> None:
-        self.cuda = device.kind == "cuda"
+        self.device, self.cuda = device, device.kind == "cuda"
         if self.cuda and not torch.cuda.is_available():
             found = f"torch {torch.__version__}, which finds no CUDA device"
             raise NeedsError(f"rates of {device.name}", found, "install the build of torch for CUDA")
@@ -151,7 +152,17 @@ def calibrate(loads: Sequence[Load], device: Device, seconds: float, tell: Tell 
     Raises:
         NeedsError: torch does not see the device, or a shape does not fit into its memory.
     """
-    bench = Bench(device)
+    try:
+        return _measured(Bench(device), loads, seconds, tell)
+    except (MemoryError, RuntimeError) as error:
+        if not exhausted(error):
+            raise
+        found = "its memory is full: something else has it, or attention in float32 holds whole scores"
+        do = "end what else runs there, or calibrate with a CONFIG of shorter rows"
+        raise NeedsError(f"rates of {device.name}", found, do) from error
+
+
+def _measured(bench: Bench, loads: Sequence[Load], seconds: float, tell: Tell) -> Calibration:
     found: list[Product | Attention] = []
     parts = [(dtype, list(_trials(bench, loads, dtype))) for dtype in (bench.half, torch.float32)]
     count = sum(len(trials) for _, trials in parts)
@@ -182,7 +193,7 @@ def calibrate(loads: Sequence[Load], device: Device, seconds: float, tell: Tell 
     up, down = _linked(bench, slice_s)
     tell(steps - 1, steps, "launches")
     return Calibration(
-        device=called(device),
+        device=called(bench.device),
         torch=torch_version(),
         driver=driver() if bench.cuda else None,
         date=datetime.datetime.now().astimezone().isoformat("T", "seconds"),

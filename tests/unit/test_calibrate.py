@@ -94,6 +94,16 @@ def test_a_shape_of_two_models_is_measured_once() -> None:
     assert len(trials) == 5 * 3 + 2 and all(t.name.startswith("a ") for t in trials)
 
 
+def test_full_memory_is_an_error_of_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(calibrate, "_fit", full)
+    with pytest.raises(NeedsError, match="its memory is full") as error:
+        tiny()
+    assert "shorter rows" in error.value.do
+
+
 def test_longer_rows_only_where_no_scores_are_held() -> None:
     """Of a row of 16,384 they are 32 GiB at 32 heads."""
     bench = Bench(hardware.cpu())
