@@ -113,11 +113,12 @@ def test_an_update_never_waits_for_the_device(rounding):
     assert all(s["count"].item() == 5 for s in job.optimizer.state().values())
 
 
-def test_one_launch_however_many_parameters():
+@pytest.mark.parametrize("withs", [WITHS["stochastic"], ("amp",)], ids="+".join)
+def test_one_launch_however_many_parameters(withs):
     """Two kernels of ours in all: the small one and the update."""
     from torch.profiler import ProfilerActivity, profile
 
-    job = job_of(*WITHS["stochastic"], "fused-adamw")
+    job = job_of(*withs, "fused-adamw")
     step_of(job, 0)
     for t in job.trained:
         t.parameter.grad = torch.zeros_like(t.local)

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
-SHAPES = [(64, 64), (48, 48), (7, 9), (3, 65), (1000, 100), (4096, 1536)]
+SHAPES = [(64, 64), (48, 48), (7, 9), (3, 65), (1000, 100), (4096, 1536), (16, 4160)]
 FORMS = [Form(4, True), Form(4, False), Form(8)]
 
 

@@ -9,6 +9,8 @@ import torch
 
 from optrush.config import Optim
 from optrush.optim.adamw import AdamW
+from optrush.technique import Need
+from optrush.techniques import fused_adamw
 
 from trials import assembled, furthest, golden_run, steps, weights
 
@@ -120,6 +122,20 @@ def test_narrow_and_wide_weights_together(rounding, launch):
             assert torch.equal(t.local, p.local)
         else:
             torch.testing.assert_close(t.local.float(), p.local, rtol=2**-6, atol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "lacks"), [("cpu", False), ("cuda", False), ("cuda", True)])
+def test_whose_kernel_float32_weights_take(box, monkeypatch, kind, lacks):
+    """On a GPU ours, where it can be built, and else torch's, which is said; on a CPU torch's."""
+    asked, job = {}, assembled(golden_run(box, packed=True))
+    job.world = SimpleNamespace(device=SimpleNamespace(type=kind))
+    job.housing = lambda trained, make: asked.update(make.keywords)
+    lack = Need(False, "torch.compile on a card needs a C compiler", "none of cc, gcc", "install gcc")
+    monkeypatch.setattr(fused_adamw, "compilers", lambda device: [lack] if lacks else [])
+    fused_adamw.FusedAdamW().optimizer(job)
+    assert asked["fused"] and asked["launch"] == (kind == "cuda" and not lacks)
+    said = "fused-adamw: torch's kernel, for ours cannot be built here: none of cc, gcc"
+    assert (said in job.notes) == lacks
 
 
 def test_equals_the_baseline_over_eight_steps(box):

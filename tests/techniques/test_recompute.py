@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optrush import config, plan
 from optrush.train import evaluate
 
 from trials import assembled, golden_run, micro, steps, weights
@@ -100,6 +101,26 @@ def test_less_is_kept(box):
         for with_ in ({}, {"recompute": {"every": 2}}, {"recompute": {}})
     )
     assert least < 0.25 * base < half < 0.75 * base, (base, half, least)
+
+
+def test_compiled_blocks_cast_again():
+    """Else autocast holds the copies until the micro-batch ends. A record agrees: docs/plan.md, *recompute, T=4096*."""
+    text = """
+model: {shape: llama-3.2-1b}
+objective: pretrain
+data: {random: 8}
+batch: {seq: 2048, tokens: 16384, micro_tokens: 16384}
+output: unused
+with: {amp: {}, fused-adamw: {}, attention: {}}
+"""
+
+    def casts(*withs):
+        said = plan.predict(config.parse(text, "x", withs=withs), "h200")
+        return sum(line.bytes for line in said.lines if line.name == "casts.blocks")
+
+    matrices = 2 * 973_078_528  # bytes of the blocks' matrices in bfloat16
+    assert casts("compile") == casts("recompute") == matrices
+    assert casts("compile", "recompute") == pytest.approx(matrices / 16)
 
 
 def test_these_tests_would_see_a_block_that_is_not_recomputed(box, monkeypatch):

@@ -149,7 +149,7 @@ def test_rows_lie_where_the_linear_has_them(form, width, pieces):
 def interpreted():
     from optrush.kernels import int8_triton, nf4_triton
 
-    for shape in (*SHAPES[:4], (12, 896), (130, 64)):
+    for shape in (*SHAPES[:4], (12, 896), (130, 64), (3, 1088), (2, 2112)):  # the last two: several programs a row
         values = drawn(shape)
         # Not bfloat16: the interpreter cuts where a GPU rounds to the nearest. tests/gpu has it.
         for dtype in (torch.float32, torch.float16):
@@ -163,6 +163,11 @@ def interpreted():
                 else:
                     int8_triton.launch(parts["codes"], parts["scales"], target)
                 assert torch.equal(target[:, 0], want), (shape, dtype, form)
+                if name == "nf4":  # codes that begin within a word
+                    codes = torch.nn.functional.pad(parts["codes"], (1, 0))[1:]
+                    again = torch.empty_like(want)
+                    nf4_triton.launch(codes, parts["absmax"], parts.get("nested"), again)
+                    assert torch.equal(again, want), (shape, dtype, form)
                 assert (wide[:, [0, 2]] == 7).all(), "it writes where it should"
     print("equal")
 

@@ -11,6 +11,7 @@ Source: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm_gated and ge
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,8 +47,12 @@ class _Feed(torch.autograd.Function):
             return d_x, d_pairs.t() @ x.flatten(0, -2), grad.t() @ product
 
 
+@cache
 def _tile(rows: int, columns: int, *, turns: bool) -> Any:
-    """A kernel's tile; `turns`: two groups of warps, of which one multiplies while the other writes what it has."""
+    """A kernel's tile; `turns`: two groups of warps, of which one multiplies while the other writes what it has.
+
+    One object for all calls: QuACK knows a call again by it.
+    """
     from quack.gemm_config import GemmConfig
 
     return GemmConfig(
@@ -81,7 +86,7 @@ def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor,
     from quack.gemm_interface import gemm_dgated
 
     # The epilogue moves five times as many values as its tile has. Taken in turns, and by who is free instead of in a
-    # fixed order, they pass while others multiply: a quarter less time than the best fixed order (LOG.md).
+    # fixed order, they pass while others multiply: a quarter less time at the 1B shape (LOG.md).
     d_pairs, product = gemm_dgated(
         grad.contiguous(),
         weight,

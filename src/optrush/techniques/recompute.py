@@ -21,6 +21,7 @@ class Recompute(Technique):
 
     Source: Chen et al., https://arxiv.org/abs/1604.06174
     Memory: of every n-th block B*T*D values instead of all its activations, and one live block in the backward pass.
+        Compiled under autocast, of the casts of the chosen blocks' weights one block's.
     Work: one more forward pass of every n-th block.
     """
 
