@@ -1,6 +1,6 @@
 """What single operators cost on a hot GPU, in time, power and energy: where power bounds a step, time alone misleads.
 
-usage: operators.py GROUP... [--seconds S] [--rounds R] [--rows N] [--only TEXT]... [--jobs J]
+usage: operators.py GROUP... [--seconds S] [--rounds R] [--rest S] [--rows N] [--only TEXT]... [--jobs J]
 
     head       linear and cross-entropy, forward and backward
     feed       the gated product and its backward pass, tile by tile, and what these kernels replace
@@ -8,8 +8,10 @@ usage: operators.py GROUP... [--seconds S] [--rounds R] [--rows N] [--only TEXT]
     attention  causal rows, forward and backward
     memory     a copy of 1 GiB
 
---rows gives head, feed and products other rows; --only keeps operators with TEXT in `case operator impl`; J processes
-compile. A line of JSON about the machine, then one an operator, as soon as it is known (benchmarks/README.md).
+--rest lets the device idle so long before each round, and heats nothing before: figures of a cool device, at clocks
+that no training keeps, as libraries publish them. --rows gives head, feed and products other rows; --only keeps
+operators with TEXT in `case operator impl`; J processes compile. A line about the machine, then one an operator as soon
+as it is known (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -285,7 +287,9 @@ def summary(operator: Operator, rounds: Sequence[Figures]) -> Figures:
     return {**figures, "sm_mhz": mhz, "capped": any(known["capped"]) if known["capped"] else None}
 
 
-def run(case: Sequence[Operator], gauge: Gauge, seconds: float, rounds: int, broken: Mapping[str, str]) -> None:
+def run(
+    case: Sequence[Operator], gauge: Gauge, seconds: float, rounds: int, rest: float, broken: Mapping[str, str]
+) -> None:
     """Measures operators in turn; what one of them raises is its line, and ends it alone."""
 
     def say(o: Operator, more: Figures) -> None:
@@ -302,13 +306,14 @@ def run(case: Sequence[Operator], gauge: Gauge, seconds: float, rounds: int, bro
                 if number == 0:
                     calls[o] = gauge.ready(o, values)
                 else:
+                    time.sleep(rest)
                     found[o].append(measure(calls[o], seconds, gauge))
             except Exception as error:
                 del found[o]
                 say(o, {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]})
             else:
                 if number == rounds:
-                    say(o, {**summary(o, found[o]), "rounds": rounds, "seconds": seconds})
+                    say(o, {**summary(o, found[o]), "rounds": rounds, "seconds": seconds, "rest": rest})
 
 
 def compiled(operators: Iterable[Operator], arguments: Sequence[str], jobs: int) -> dict[str, str]:
@@ -332,12 +337,13 @@ def main() -> None:
     parser.add_argument("groups", nargs="+", choices=list(cases()), metavar="GROUP")
     for flag, default in (("seconds", 0.6), ("rounds", 2), ("jobs", max(1, (os.cpu_count() or 1) - 2))):
         parser.add_argument(f"--{flag}", type=type(default), default=default)
+    parser.add_argument("--rest", type=float, default=0.0)
     parser.add_argument("--rows", type=int)
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--try", dest="alone", help=argparse.SUPPRESS)  # what a kernel's process runs
     a = parser.parse_args()
-    if not all(figure > 0 for figure in (a.seconds, a.rounds, a.jobs, 1 if a.rows is None else a.rows)):
-        sys.exit("wanted: more than 0 of each")
+    if a.rest < 0 or not all(figure > 0 for figure in (a.seconds, a.rounds, a.jobs, 1 if a.rows is None else a.rows)):
+        sys.exit("wanted: more than 0 of each, and --rest of 0 at least")
     asked = [[o for o in case if all(t in o.name for t in a.only)] for g in a.groups for case in cases(a.rows)[g]]
     if not any(asked):
         sys.exit(f"wanted: an operator of {' '.join(a.groups)} with {' and '.join(a.only)} in its name")
@@ -351,9 +357,10 @@ def main() -> None:
     first = {"device": torch.cuda.get_device_name(gauge.device), "command": sys.argv[1:], "packages": packages}
     print(json.dumps({**first, "environment": environment.machine(), "source": environment.source()}), flush=True)
     broken = compiled(itertools.chain(*asked), sys.argv, a.jobs)
-    heat(gauge)
+    if not a.rest:
+        heat(gauge)
     for case in asked:
-        run(case, gauge, a.seconds, a.rounds, broken)
+        run(case, gauge, a.seconds, a.rounds, a.rest, broken)
         torch.cuda.empty_cache()
 
 

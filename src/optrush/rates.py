@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from optrush.shapes import ModelShape
 
 # Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; LOG.md).
 HALF_PRODUCTS, FLOAT32_PRODUCTS, ATTENTION, MEMORY, LINK = 0.66, 0.78, 0.33, 0.80, 0.70
+MOVING = 0.92  # of a copy's rate: what operators that also compute move bytes at (the same steps)
 EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of Ada, Hopper and Blackwell
 # To pinned memory of the host, by the major capability: PCI Express x16 of that generation's datasheets, one direction,
 # times a share that is assumed, not measured.
@@ -109,7 +110,8 @@ def of(device: Device, found: Calibration | None = None, shape: ModelShape | Non
     """
     if found is not None:
         assert shape is not None
-        return _calibrated(device, found, shape, T)
+        alone = _calibrated(device, found, shape, T)
+        return replace(alone, bytes_s=alone.bytes_s * MOVING)
     return _datasheet(device, (HALF_PRODUCTS, FLOAT32_PRODUCTS, ATTENTION, FLOAT32_PRODUCTS / 2, MEMORY, LINK))
 
 
@@ -119,7 +121,8 @@ def ceiling(
 ) -> Rates | None:
     """What the device can do at most: what was measured of each kind of work alone, or the datasheet's whole rates."""
     if found is not None:
-        return of(device, found, shape, T)
+        assert shape is not None
+        return _calibrated(device, found, shape, T)
     return _datasheet(device, (1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
 
 
@@ -140,6 +143,7 @@ def _datasheet(device: Device, shares: tuple[float, float, float, float, float, 
 
 
 def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: int) -> Rates:
+    """Of each kind of work alone."""
     said = found.said
     if old := measured.stale(found):
         said += f"; {old}: optrush calibrate measures again"

@@ -310,7 +310,7 @@ def test_what_fails_is_a_line_and_the_rest_is_measured(operators, capsys):
         gauge.operator(operators, "crashing", 1.0),
         gauge.operator(operators, "slowing", *first_round, 4.0),
     ]
-    operators.run(made, gauge, 0.06, 3, {"crashing": "exit status -6: "})
+    operators.run(made, gauge, 0.06, 3, 0.0, {"crashing": "exit status -6: "})
     lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     assert [(line["operator"], line.get("error")) for line in lines] == [
         ("never", "ValueError: never is broken"), ("crashing", "RuntimeError: exit status -6:"), ("late", broken),
@@ -320,6 +320,7 @@ def test_what_fails_is_a_line_and_the_rest_is_measured(operators, capsys):
         "operator": "slowing", "impl": "fake", "case": None, "shape": {"rows": 1}, "ms": pytest.approx(4.0),
         "spread": pytest.approx(0.5), "tflops": pytest.approx(2.0), "joules": None, "watts": None,
         "sm_mhz": lines[3]["sm_mhz"], "capped": lines[3]["capped"], "rounds": 3, "seconds": 0.06,
+        "rest": 0.0,
     }  # fmt: skip
 
 
@@ -422,7 +423,7 @@ def test_kernels_are_tried_one_by_one_in_processes_of_their_own(operators, monke
 
 def test_a_line_of_the_head_is_measured(operators, capsys):
     loss = next(o for o in operators.head(ROWS, SMALL.vocab, SMALL.width) if o.impl == "chunked-4096")
-    operators.run([loss], operators.Gauge(), 0.01, 2, {})
+    operators.run([loss], operators.Gauge(), 0.01, 2, 0.0, {})
     (line,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert line["operator"] == "loss" and line["shape"] == {"rows": ROWS, "V": SMALL.vocab, "D": SMALL.width}
     assert line["tflops"] == pytest.approx(6 * ROWS * SMALL.vocab * SMALL.width / line["ms"] / 1e9)

@@ -118,6 +118,16 @@ def test_a_measurement() -> None:
     assert not (worker.Path("never-written")).exists()
 
 
+def test_documents_of_several_micro_batches_prove_nothing_of_who_takes_one() -> None:
+    alone = {"seq": 64, "tokens": 64, "micro_tokens": 64}
+    one = run(batch=alone, optim={"clip": None}, **{"with": {"bf16": {}, "update-in-backward": {}}})
+    found = worker.measure(one, one, warmup=1, proof_steps=2, proof_documents=2)
+    assert found["proof"]["note"].startswith("no proof: ") and "2 micro-batches" in found["proof"]["note"]
+    assert found["proof"]["losses"] == [] and len(found["step_s"]) == 2
+    proved = worker.measure(one, one, warmup=1, proof_steps=2, proof_documents=1)
+    assert proved["proof"]["note"] is None and len(proved["proof"]["again"]["losses"]) == 1
+
+
 def test_out_of_memory_is_said() -> None:
     for error in (
         MemoryError(),

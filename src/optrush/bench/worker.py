@@ -35,7 +35,7 @@ from optrush.data.loader import reading
 from optrush.data.sources import read_sources
 from optrush.data.streamed import Streamed
 from optrush.data.tokenizer import open_tokens
-from optrush.errors import RunError, UserError
+from optrush.errors import NeedsError, RunError, UserError
 from optrush.fit import batches
 from optrush.job import Job
 from optrush.launch import die_with_parent
@@ -101,8 +101,13 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
     with reading(job.batches):
         if start is not None:
             laid = lay(job, documents, most=plan.length.widest)
-            proof |= prove(job, laid, proof_steps)
-            start.restore()
+            try:
+                proof |= prove(job, laid, proof_steps)
+            except NeedsError as error:  # before anything was trained
+                proof["note"] = f"no proof: {error.asked}, and the baseline's documents take {error.found}"
+                start = None
+            else:
+                start.restore()
         if job.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung
         meter = Lines(job, None, plan.total, lambda _: None)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optrush.kernels.nf4 import BLOCK, NESTED, dynamic_map, table
+from optrush.kernels.nf4 import BLOCK, NESTED, VALUES, dynamic_map, table
 
 BLOCKS, LEAST = 64, 16  # of one program, at most and at least: 4096 and 1024 values
 WORD = 8  # values of 4 bytes
@@ -41,7 +41,7 @@ def _scales(absmax, nested, map8, block, there, last, DOUBLE: tl.constexpr):
 @triton.jit
 def _by_rows(
     codes, absmax, nested, table, map8, out, across, in_group, group_stride, row_stride, last,
-    DOUBLE: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr,
+    DOUBLE: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
     """Some of the `across` blocks of one row, of which none crosses rows. codes: words of 4 bytes, the lowest first."""
     row, begin = tl.program_id(0), tl.program_id(1) * BLOCKS
@@ -52,7 +52,9 @@ def _by_rows(
     words = inside[:, None] * WORDS + word[None, :]
     eight = tl.load(codes + first * WORDS + words, mask=there[:, None], other=0)
     code = (eight[:, :, None] >> ((value ^ 1) * 4)[None, None, :]) & 15  # the first of a byte is its high half
-    values = tl.load(table + code) * scale[:, None, None]
+    numbers = tl.load(table + tl.arange(0, NUMBERS))  # on the chip: loads by code were what this kernel waited for
+    of_code = tl.gather(numbers, tl.reshape(code, (BLOCKS * WORDS * WORD,)), 0)
+    values = tl.reshape(of_code, (BLOCKS, WORDS, WORD)) * scale[:, None, None]
     to = out + (row // in_group).to(tl.int64) * group_stride + (row % in_group).to(tl.int64) * row_stride
     to += begin * _BLOCK
     at = words[:, :, None] * WORD + value[None, None, :]
@@ -98,6 +100,7 @@ def launch(codes: Tensor, absmax: Tensor, nested: Tensor | None, out: Tensor) ->
         _by_rows[(groups * in_group, triton.cdiv(across, most))](
             words, *scales, *lookups, grouped, across, *places,
             DOUBLE=nested is not None, BLOCKS=most, WORDS=BLOCK // WORD, WORD=WORD,
+            NUMBERS=len(VALUES),
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return
