@@ -46,7 +46,9 @@ def gradients(job: Job, batches: list[Batch], terms: int | Tensor) -> Tensor:
         batch = host.to(job.world.device)
         with job.syncing(i == len(batches) - 1):
             micro = job.loss(batch)
-            (micro * (job.scale / terms)).backward()  # type: ignore[no-untyped-call]
+            # Here, not in a thread of autograd's: Python that takes turns with itself asked for a step half as fast.
+            with torch.autograd.set_multithreading_enabled(False):
+                (micro * (job.scale / terms)).backward()  # type: ignore[no-untyped-call]
         total += micro.detach()
     mean = job.share(total) / terms
     job.finite = torch.isfinite(mean)

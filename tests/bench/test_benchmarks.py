@@ -440,10 +440,25 @@ def said(operators, monkeypatch, capsys, *arguments, gpu=True):
 
 
 def test_operators_from_the_command_line(operators, monkeypatch, capsys):
-    first, line = said(operators, monkeypatch, capsys, "memory", "--seconds", "0.01", "--only", "copy", "--rounds", "1")
+    asked = [
+        "memory",
+        "--seconds",
+        "0.01",
+        "--only",
+        "copy",
+        "--rounds",
+        "1",
+        "--rest",
+        "0.001",
+    ]  # a processor heats long
+    first, line = said(operators, monkeypatch, capsys, *asked)
     assert first["device"] == "a cpu" and set(first["source"]) == {"commit", "clean", "digest"}
     assert first["command"][0] == "memory" and "quack-kernels" in first["packages"]
-    assert line["gb_s"] == pytest.approx(2 * 65536 / 1e6 / line["ms"]) and line["joules_gb"] is None
+    assert (
+        line["rest"] == 0.001
+        and line["gb_s"] == pytest.approx(2 * 65536 / 1e6 / line["ms"])
+        and line["joules_gb"] is None
+    )
     assert said(operators, monkeypatch, capsys, "memory", "--try", "copy torch") == []
 
 
@@ -454,6 +469,7 @@ def test_operators_from_the_command_line(operators, monkeypatch, capsys):
         (["head", "memory", "--only", "copy", "--only", "liger"], True, "of head memory with copy and liger"),
         (["memory", "--seconds", "0"], True, "more than 0"),
         (["memory", "--rows", "0"], True, "more than 0"),
+        (["memory", "--rest", "-1"], True, "more than 0"),
     ],
 )
 def test_what_operators_cannot_measure(operators, monkeypatch, capsys, arguments, gpu, match):

@@ -4,8 +4,9 @@ Only who launches it imports this module: torch brings Triton where there is a C
 it on a CPU, in the tests.) Codes and scales are read once, the dense weight is written once, where it belongs: rows of
 the destination may be those of one piece of a fused linear, with the rows of others between them.
 
-Instructions bind it before bytes do (count them, by value, when changing it): so where no block crosses a row, a
-program has a piece of one row, knows its place, and reads eight values a word.
+Where no block crosses a row, a program has a piece of one row, knows its place, and reads eight values a word. Words
+are in one dimension, each with a scale of its own, so that neighbouring threads store neighbouring values: with blocks
+and words as two dimensions the compiler gave each thread of a warp another block, and stores took three times as long.
 """
 # Kernels are no Python functions: their arguments are typed by what is launched.
 # ruff: noqa: ANN001, ANN202
@@ -45,20 +46,22 @@ def _by_rows(
 ):  # fmt: skip
     """Some of the `across` blocks of one row, of which none crosses rows. codes: words of 4 bytes, the lowest first."""
     row, begin = tl.program_id(0), tl.program_id(1) * BLOCKS
-    inside, word, value = tl.arange(0, BLOCKS), tl.arange(0, WORDS), tl.arange(0, WORD)
+    word, value = tl.arange(0, BLOCKS * WORDS), tl.arange(0, WORD)
+    inside = (
+        word // WORDS
+    )  # a scale for each word: so that neighbours have values that are neighbours, and store them at once
     there = begin + inside < across
     first = row.to(tl.int64) * across + begin
     scale = _scales(absmax, nested, map8, first + inside, there, last, DOUBLE)
-    words = inside[:, None] * WORDS + word[None, :]
-    eight = tl.load(codes + first * WORDS + words, mask=there[:, None], other=0)
-    code = (eight[:, :, None] >> ((value ^ 1) * 4)[None, None, :]) & 15  # the first of a byte is its high half
-    numbers = tl.load(table + tl.arange(0, NUMBERS))  # on the chip: loads by code were what this kernel waited for
-    of_code = tl.gather(numbers, tl.reshape(code, (BLOCKS * WORDS * WORD,)), 0)
-    values = tl.reshape(of_code, (BLOCKS, WORDS, WORD)) * scale[:, None, None]
+    eight = tl.load(codes + first * WORDS + word, mask=there, other=0)
+    code = (eight[:, None] >> ((value ^ 1) * 4)[None, :]) & 15  # the first of a byte is its high half
+    numbers = tl.load(table + tl.arange(0, NUMBERS))
+    of_code = tl.reshape(tl.gather(numbers, tl.reshape(code, (BLOCKS * WORDS * WORD,)), 0), (BLOCKS * WORDS, WORD))
+    values = of_code * scale[:, None]
     to = out + (row // in_group).to(tl.int64) * group_stride + (row % in_group).to(tl.int64) * row_stride
     to += begin * _BLOCK
-    at = words[:, :, None] * WORD + value[None, None, :]
-    tl.store(to + at, values.to(out.dtype.element_ty), mask=there[:, None, None])
+    at = word[:, None] * WORD + value[None, :]
+    tl.store(to + at, values.to(out.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
