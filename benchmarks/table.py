@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -17,7 +18,7 @@ from unittest import mock
 from optrush.bench import report
 from optrush.bench.record import Record, read
 from optrush.config import Run
-from optrush.plan import predict
+from optrush.plan import Prediction, predict
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cells
@@ -29,9 +30,10 @@ CELLS = Path("benchmarks/results/h200-cells.jsonl")
 LAYOUTS = Path("benchmarks/results/h200-data")
 FASTEST = tuple(
     Path(f"benchmarks/results/h200-{name}")
-    for name in ("peers", "rows", "least", "levers", "eight", "adapters", "adapters8", "qlora")
+    for name in ("peers", "rows", "least", "levers", "eight", "least8", "adapters", "adapters8", "qlora")
 )
 LEVERS = Path("benchmarks/results/h200-adapter-levers")
+CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
 # The rung of the plain loop (transformers and torch alone) that does the same.
@@ -135,28 +137,40 @@ def fastest() -> str:
 
 
 def accuracy() -> str:
-    """Today's plan, by the datasheet, against each of our rungs on one GPU."""
+    """Today's plan, by the datasheet and by what `optrush calibrate` measured, against each of our rungs on one GPU."""
     rows = [
-        "| ladder | rung | predicted GiB | measured | error | predicted tokens/s | measured | error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| ladder | rung | predicted GiB | measured | error | tokens/s | datasheet | error | calibrated | error |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    apart: list[tuple[float, float]] = []
-    with tempfile.TemporaryDirectory() as empty, mock.patch.dict(os.environ, OPTRUSH_CACHE=empty):  # no calibration
-        for folder in (LADDER, *FASTEST, LEVERS):
-            for r in read(ROOT / folder):
-                if r.peer or r.mode != "cumulative" or not r.peak_bytes or not r.tokens_per_s:
-                    continue
-                said = predict(Run.model_validate(r.config), "h200")
-                assert said.tokens_per_s is not None
-                apart.append((said.peak_bytes / r.peak_bytes - 1, said.tokens_per_s / r.tokens_per_s - 1))
-                rows.append(
-                    f"| {folder.name.removeprefix('h200-')} | {r.rung} "
-                    f"| {said.peak_bytes / GIB:.1f} | {r.peak_bytes / GIB:.1f} | {apart[-1][0]:+.1%} "
-                    f"| {said.tokens_per_s:,.0f} | {r.tokens_per_s:,.0f} | {apart[-1][1]:+.1%} |"
-                )
-    peaks, speeds = ([abs(x) for x in each] for each in zip(*apart, strict=True))
-    said_of = (f"median {statistics.median(x):.1%}, largest {max(x):.1%}" for x in (peaks, speeds))
-    return "\n".join([*rows, "", "Errors of peaks: {}; of speeds: {}.".format(*said_of)])
+    records = [
+        (folder, r)
+        for folder in (LADDER, *FASTEST, LEVERS)
+        for r in read(ROOT / folder)
+        if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s
+    ]
+    apart: list[tuple[float, ...]] = []
+    for (folder, r), sheet, own in zip(records, _said(records), _said(records, ROOT / CALIBRATION), strict=True):
+        assert r.peak_bytes and r.tokens_per_s and sheet.tokens_per_s and own.tokens_per_s
+        speeds = (sheet.tokens_per_s, own.tokens_per_s)
+        apart.append((sheet.peak_bytes / r.peak_bytes - 1, *(said / r.tokens_per_s - 1 for said in speeds)))
+        told = " | ".join(f"{said:,.0f} | {error:+.1%}" for said, error in zip(speeds, apart[-1][1:]))
+        peaks = f"{sheet.peak_bytes / GIB:.1f} | {r.peak_bytes / GIB:.1f} | {apart[-1][0]:+.1%}"
+        rows.append(f"| {folder.name.removeprefix('h200-')} | {r.rung} | {peaks} | {r.tokens_per_s:,.0f} | {told} |")
+    said_of = (
+        f"median {statistics.median(x):.1%}, largest {max(x):.1%}"
+        for x in (list(map(abs, each)) for each in zip(*apart, strict=True))
+    )
+    tail = "Errors of peaks: {}; of speeds by the datasheet: {}; of speeds after `calibrate`: {}.".format(*said_of)
+    return "\n".join([*rows, "", tail])
+
+
+def _said(records: list[tuple[Path, Record]], calibration: Path | None = None) -> list[Prediction]:
+    """The plan of each rung, on a machine that knows this calibration and no other."""
+    with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, OPTRUSH_CACHE=cache):
+        if calibration is not None:
+            (Path(cache) / "calibrations").mkdir()
+            shutil.copy(calibration, Path(cache) / "calibrations")
+        return [predict(Run.model_validate(r.config), "h200") for _, r in records]
 
 
 def plain_loops() -> dict[str, tuple[float, float]]:

@@ -141,7 +141,8 @@ def _learnt(setup: Setup, s: ModelShape, outer: Sequence[bool], learnt: Sequence
         Line("states.adapters", f"{why}: a mean and a mean square each", 2 * values, "wide", "always", blocks=L),
     )
     share = (values + beside) / s.parameters
-    for name in ("update", "norm", *(["reduce"] if Part.DATA in setup.owned else [])):
+    update = "update*" if Part.OPTIMIZER in setup.owned else "update"  # or update.adapters, below
+    for name in (update, "norm", *(["reduce"] if Part.DATA in setup.owned else [])):
         yield live(name, "of what is trained", times=share)
     if Part.OPTIMIZER not in setup.owned:
         largest = s.vocab * s.width if beside else max(learnt)

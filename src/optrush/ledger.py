@@ -29,8 +29,8 @@ Role = Literal[
 # Bytes a value in float32 training. cast: a weight's copy in the products' type; product: what a product saves of its
 # inputs; residual: the stream between blocks; widening: a float32 copy beyond the value itself; narrowing: a copy in
 # the products' type beside a float32 value; wide: float32 whatever the precision; code: a byte, and its share of a
-# float32 scale for 256 of them; nibble: half a byte, and its share of one for 128 of them;
-# stored: a weight in another form, whose owner says how wide it is.
+# float32 scale for 256 of them; nibble: half a byte, and its share of one for 128 of them; stored: a weight in another
+# form, whose owner says how wide it is.
 FLOAT32: Mapping[Role, float] = {
     "weight": 4, "gradient": 4, "state": 4, "cast": 0, "product": 4, "residual": 4, "widening": 0, "narrowing": 0,
     "wide": 4, "byte": 1, "code": 1 + 4 / 256, "nibble": 0.5 + 4 / 128, "stored": 4,
@@ -38,6 +38,9 @@ FLOAT32: Mapping[Role, float] = {
 BFLOAT16: Mapping[Role, float] = {
     **FLOAT32, "weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2, "widening": 2, "narrowing": 2,
 }  # fmt: skip
+
+# Plain operators as long to start as a kernel of a compiled graph, and as one of our operators (LOG.md: one H200's).
+COMPILED, OURS = 3.0, 7.0
 
 Live = Literal["always", "gradient", "saved", "forward", "backward", "end", "head", "update"]
 """When a line is there: always; from its backward pass to the update; from its forward to its backward pass; in
@@ -82,7 +85,7 @@ class Work:
     unit: Literal["product", "product8", "attention", "link"] = "product"
     values: float = 0.0  # read and written in device memory
     role: Role = "byte"
-    launches: float = 0.0  # operators that the host starts
+    launches: float = 0.0  # operators that the host starts, or as many as take it as long
     padding: float = 0.0  # share of the slots that hold no token
     fusable: bool = False
     # what rules change

@@ -30,7 +30,7 @@ EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of A
 # times a share that is assumed, not measured.
 PCIE, HOSTED = {7: 1.6e10, 8: 3.2e10}, 0.86
 PCIE_LATER = 6.4e10
-LAUNCH_S = 6e-6  # the host's time to start one operator
+LAUNCH_S = 1.5e-5  # the host's time to start one operator
 # The device waits for the host where a micro-batch begins, and where a step ends and its loss is read.
 MICRO_S, STEP_S = 2e-3, 5e-3
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from optrush.errors import NeedsError
 from optrush.hardware import Device
-from optrush.ledger import Line, Rule, Work, add, like, live, retype
+from optrush.ledger import OURS, Line, Rule, Work, add, like, live, retype
 from optrush.technique import Setup, compilers
 
 
@@ -28,13 +28,13 @@ def predict(setup: Setup, width_bytes: float) -> Iterator[Rule]:
     yield retype({"stored": width_bytes}, why)
     yield live("weights.blocks", why, role="stored")
     yield live("casts.blocks", "made dense in the products' type, never cast", gone=True)
-    launches = 7.0 * setup.blocks  # one for each of q, k, v, o, gate, up, down
+    launches = OURS * 7.0 * setup.blocks  # one for each of q, k, v, o, gate, up, down
     for way in ("forward", "backward"):
         why = "codes of a linear read, to make it dense"
         yield like("casts.blocks", Work(f"{way}.packed", why, "micro", values=1.0, role="stored"))
         why = "the dense weight of a linear written"
         yield like("casts.blocks", Work(f"{way}.unpacked", why, "micro", values=1.0, role="product"))
-        yield add(Work(f"{way}.unpacking", "a kernel for each piece", "micro", launches=launches))
+        yield add(Work(f"{way}.unpacking.launches", "a kernel for each piece", "micro", launches=launches))
     if setup.shape is not None:
         s = setup.shape
         largest = s.width * max(2 * s.ff_width, (s.heads + 2 * s.kv_heads) * s.head_width)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from optrush.kernels.adam4bit_update import BORDERS
 from optrush.kernels.adam8bit_update import LEAST_SCALE
+from optrush.kernels.lookup_triton import lookup
 
 # Globals of a kernel must be its constants.
 _LEAST, _BORDERS = tl.constexpr(LEAST_SCALE), tl.constexpr(BORDERS)
@@ -30,20 +31,19 @@ def places(block, in_row, columns, inside, WHOLE: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def read(bytes_, scales, values, begin, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """float32 of (TILE, BLOCK) codes. values: (16,) float32 of signed codes."""
-    within = tl.arange(0, BLOCK)[None, :]
-    pair = tl.load(bytes_ + begin + (within >> 1), mask=there, other=0).to(tl.int32)
-    code = (pair >> ((within & 1) * 4)) & 15
+def read(bytes_, scales, signed, begin, pairs, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 of (TILE, BLOCK) codes, 0 where none is there. signed: (16,) float32, the values of signed codes."""
+    pair = tl.load(bytes_ + begin + tl.arange(0, BLOCK // 2)[None, :], mask=pairs, other=0).to(tl.int32)
+    code = tl.reshape(tl.join(pair & 15, pair >> 4), there.shape)
     if SIGNED:
-        found = tl.load(values + code)
+        found = lookup(signed, code)
     else:
         found = (code + 1).to(tl.float32) * 0.0625
     return tl.where(there, found * tl.load(scales, mask=inside, other=0.0)[:, None], 0.0)
 
 
 @triton.jit
-def write(x, bytes_, scales, values, begin, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def write(x, bytes_, scales, signed, begin, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The nearest codes of rows of one block each, and their scales. Returns what SIGNED codes stand for."""
     scale = tl.max(tl.abs(x), axis=1)
     one = tl.full(scale.shape, 1.0, tl.float32)
@@ -56,7 +56,7 @@ def write(x, bytes_, scales, values, begin, there, inside, SIGNED: tl.constexpr,
         for i in tl.static_range(0, 8):
             code += (size > _BORDERS[i]).to(tl.int32)
         code = tl.where(part < 0, -tl.minimum(code, 7), code) & 15
-        x = tl.load(values + code) * scale[:, None]
+        x = lookup(signed, code) * scale[:, None]
     else:
         code = tl.minimum(tl.maximum(tl.floor(part * 16.0 - 0.5), 0.0), 15.0).to(tl.int32)
     low, high = tl.split(tl.reshape(code, [x.shape[0], BLOCK // 2, 2]))

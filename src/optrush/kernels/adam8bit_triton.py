@@ -27,6 +27,7 @@ from optrush.kernels import adam4bit_triton as _halves
 from optrush.kernels import adam4bit_update
 from optrush.kernels.adam8bit_update import FIRST, LAST, LEAST_SCALE, PER_PART, STARTS, UP, Group, blocks, values
 from optrush.kernels.adamw_triton import LANES, _mix, _pointer, _prepare, _read, _write
+from optrush.kernels.lookup_triton import lookup
 
 # Elements of one program, of one parameter (what is looked up once a program is little beside them), and of them at a
 # time: 8 a thread.
@@ -69,6 +70,13 @@ def _encode(x, SIGNED: tl.constexpr):
     return (code & 0xFF).to(tl.uint8), scale
 
 
+@triton.jit
+def _decode(address, scales, numbers, at, there, inside, ALIGNED: tl.constexpr):
+    """What bytes stand for. numbers: (256,) values of codes; scales: where those of the blocks are."""
+    code = tl.load(_pointer(address, tl.uint8, ALIGNED) + at, mask=there, other=0).to(tl.int32)
+    return lookup(numbers, code) * tl.load(scales, mask=inside, other=0.0)[:, None]
+
+
 @triton.jit(do_not_specialize=["begin"])
 def _update(
     owners, starts, table, values, grads, numbers, keys, lr, found_inf, begin,
@@ -93,6 +101,8 @@ def _update(
         key = tl.load(keys + k * 2).to(tl.uint32, bitcast=True)
         second = tl.load(keys + k * 2 + 1).to(tl.uint32, bitcast=True)
         start = first * BLOCK if WHOLE else first * 0  # whole blocks lie one after the other
+        signed = tl.load(values + tl.arange(0, 16 if HALVES else 256))
+        unsigned = tl.load(values + (0 if HALVES else 256) + tl.arange(0, 16 if HALVES else 256))  # nobody's of HALVES
         for tile in range(0, PART, TILE):
             b = tile + tl.arange(0, TILE)
             inside = b < left
@@ -107,17 +117,16 @@ def _update(
                 there = inside[:, None] & (column < columns)
             grad = _read(gradients, start, j, there, WIDE_GRADS, ALIGNED) * inverse
             weight = _read(weights, start, j, there, WIDE, ALIGNED)
+            mean_scale, root_scale = of_mean + first + b, of_root + first + b
             if HALVES:
                 place, pairs = _halves.places(first + b, in_row, columns, inside, WHOLE, BLOCK)
                 in_means, in_squares = _pointer(means, tl.uint8, ALIGNED), _pointer(squares, tl.uint8, ALIGNED)
-                mean = _halves.read(in_means, of_mean + first + b, values, place, there, inside, True, BLOCK)
-                square = _halves.read(in_squares, of_root + first + b, values, place, there, inside, False, BLOCK)
+                mean = _halves.read(in_means, mean_scale, signed, place, pairs, there, inside, True, BLOCK)
+                square = _halves.read(in_squares, root_scale, signed, place, pairs, there, inside, False, BLOCK)
                 square = square * square
             elif CODES:
-                coded = tl.load(_pointer(means, tl.uint8, ALIGNED) + start + j, mask=there, other=0)
-                mean = tl.load(values + coded) * tl.load(of_mean + first + b, mask=inside, other=0.0)[:, None]
-                coded = tl.load(_pointer(squares, tl.uint8, ALIGNED) + start + j, mask=there, other=0)
-                square = tl.load(values + 256 + coded) * tl.load(of_root + first + b, mask=inside, other=0.0)[:, None]
+                mean = _decode(means, mean_scale, signed, start + j, there, inside, ALIGNED)
+                square = _decode(squares, root_scale, unsigned, start + j, there, inside, ALIGNED)
                 square = square * square
             else:
                 mean = _read(means, start, j, there, True, ALIGNED)
@@ -127,8 +136,8 @@ def _update(
             deviation = tl.sqrt_rn(square)
             push = size * mean
             if HALVES:
-                kept = _halves.write(mean, in_means, of_mean + first + b, values, place, pairs, inside, True, BLOCK)
-                _halves.write(deviation, in_squares, of_root + first + b, values, place, pairs, inside, False, BLOCK)
+                kept = _halves.write(mean, in_means, mean_scale, signed, place, pairs, inside, True, BLOCK)
+                _halves.write(deviation, in_squares, root_scale, signed, place, pairs, inside, False, BLOCK)
                 push = push + tl.load(lr) * LATER * (mean - kept)
             weight = weight * keep - tl.div_rn(push, deviation * root + EPS)
             bits = tl.zeros([TILE, BLOCK], tl.uint32)
@@ -145,10 +154,10 @@ def _update(
             elif not HALVES:
                 code, scale = _encode(mean, True)
                 tl.store(_pointer(means, tl.uint8, ALIGNED) + start + j, code, mask=there)
-                tl.store(of_mean + first + b, scale, mask=inside)
+                tl.store(mean_scale, scale, mask=inside)
                 code, scale = _encode(deviation, False)
                 tl.store(_pointer(squares, tl.uint8, ALIGNED) + start + j, code, mask=there)
-                tl.store(of_root + first + b, scale, mask=inside)
+                tl.store(root_scale, scale, mask=inside)
 
 
 class Launcher:

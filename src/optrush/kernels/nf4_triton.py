@@ -6,7 +6,7 @@ the destination may be those of one piece of a fused linear, with the rows of ot
 
 Where no block crosses a row, a program has a piece of one row, knows its place, and reads eight values a word. Words
 are in one dimension, each with a scale of its own, so that neighbouring threads store neighbouring values: with blocks
-and words as two dimensions the compiler gave each thread of a warp another block, and stores took three times as long.
+and words as two dimensions the compiler gave each thread of a warp another block, and it took three times the time.
 """
 # Kernels are no Python functions: their arguments are typed by what is launched.
 # ruff: noqa: ANN001, ANN202
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optrush.kernels.lookup_triton import lookup
 from optrush.kernels.nf4 import BLOCK, NESTED, VALUES, dynamic_map, table
 
 BLOCKS, LEAST = 64, 16  # of one program, at most and at least: 4096 and 1024 values
@@ -56,8 +57,7 @@ def _by_rows(
     eight = tl.load(codes + first * WORDS + word, mask=there, other=0)
     code = (eight[:, None] >> ((value ^ 1) * 4)[None, :]) & 15  # the first of a byte is its high half
     numbers = tl.load(table + tl.arange(0, NUMBERS))
-    of_code = tl.reshape(tl.gather(numbers, tl.reshape(code, (BLOCKS * WORDS * WORD,)), 0), (BLOCKS * WORDS, WORD))
-    values = of_code * scale[:, None]
+    values = lookup(numbers, code) * scale[:, None]
     to = out + (row // in_group).to(tl.int64) * group_stride + (row % in_group).to(tl.int64) * row_stride
     to += begin * _BLOCK
     at = word[:, None] * WORD + value[None, :]

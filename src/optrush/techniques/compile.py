@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from optrush.errors import NeedsError
-from optrush.ledger import Rule, Work, add, live
+from optrush.ledger import COMPILED, Rule, Work, add, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ class Compile(Technique):
             yield live("saved.middle.wide", "the product that was added is kept instead", gone=True)
         yield live("*.eager", why, gone=True)
         yield live("*.launches", why, fusable=True, gone=True)
-        yield add(Work("compiled.launches", "about 20 kernels a block", "micro", launches=20 * setup.blocks))
+        for way, kernels in (("forward", 16), ("backward", 31)):
+            why = f"about {kernels} kernels a block"
+            launches = COMPILED * kernels * setup.blocks
+            yield add(Work(f"{way}.compiled.launches", why, "micro", launches=launches))
 
     def compile(self, job: Job) -> int:
         import torch

@@ -47,7 +47,7 @@ class Ia3(Technique):
     source = "https://arxiv.org/abs/2205.05638"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"
-    verified_on = ("cpu",)
+    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.TRAINED})
 
     @property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush import frozen
-from optrush.ledger import Line, Rule, Work, add
+from optrush.ledger import OURS, Line, Rule, Work, add
 from optrush.model import peft_files
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
@@ -118,6 +118,9 @@ class Lora(Technique):
             Work("forward.adapters", "2 a value of A and of B over all rows", "token", 2 * L * laid),
             Work("backward.adapters", "4 likewise", "token", 4 * L * laid),
         )
+        for way, kernels in (("forward", 3), ("backward", 7)):
+            launches = OURS * kernels * len(keep) * L
+            yield add(Work(f"{way}.adapters.launches", f"{kernels} kernels a linear", "micro", launches=launches))
         if self.dora:
             yield add(
                 Work("forward.lengths", "W A^T and B (A A^T), the second in float32", "micro", 2 * L * crossed),
