@@ -40,7 +40,7 @@ BFLOAT16: Mapping[Role, float] = {
 }  # fmt: skip
 
 # Plain operators as long to start as a kernel of a compiled graph, and as one of our operators (LOG.md: one H200's).
-COMPILED, OURS = 3.0, 7.0
+COMPILED, OURS = 2.5, 7.0
 
 Live = Literal["always", "gradient", "saved", "forward", "backward", "end", "head", "update"]
 """When a line is there: always; from its backward pass to the update; from its forward to its backward pass; in

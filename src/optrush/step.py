@@ -46,7 +46,7 @@ def gradients(job: Job, batches: list[Batch], terms: int | Tensor) -> Tensor:
         batch = host.to(job.world.device)
         with job.syncing(i == len(batches) - 1):
             micro = job.loss(batch)
-            # Here, not in a thread of autograd's: Python that takes turns with itself asked for a step half as fast.
+            # Not in a thread of autograd's: much of a backward pass is Python, which would take turns with itself.
             with torch.autograd.set_multithreading_enabled(False):
                 (micro * (job.scale / terms)).backward()  # type: ignore[no-untyped-call]
         total += micro.detach()

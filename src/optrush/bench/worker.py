@@ -35,13 +35,14 @@ from optrush.data.loader import reading
 from optrush.data.sources import read_sources
 from optrush.data.streamed import Streamed
 from optrush.data.tokenizer import open_tokens
-from optrush.errors import NeedsError, RunError, UserError
+from optrush.errors import RunError, UserError
 from optrush.fit import batches
 from optrush.job import Job
 from optrush.launch import die_with_parent
 from optrush.meter import Meter, resident
 from optrush.model.adapter import Adapter
 from optrush.prepare import Prepared, prepare
+from optrush.technique import Part
 from optrush.train import Plan, train
 
 UNASKED = "no proof: none was asked for at this length"
@@ -101,12 +102,12 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
     with reading(job.batches):
         if start is not None:
             laid = lay(job, documents, most=plan.length.widest)
-            try:
-                proof |= prove(job, laid, proof_steps)
-            except NeedsError as error:  # before anything was trained
-                proof["note"] = f"no proof: {error.asked}, and the baseline's documents take {error.found}"
+            if len(laid) > 1 and Part.UPDATE in job.setup.owned:
+                many = f"the baseline's documents take {len(laid)} micro-batches"
+                proof["note"] = f"no proof: {many}, and this rung updates in each"
                 start = None
             else:
+                proof |= prove(job, laid, proof_steps)
                 start.restore()
         if job.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung

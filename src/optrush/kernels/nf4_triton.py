@@ -48,9 +48,7 @@ def _by_rows(
     """Some of the `across` blocks of one row, of which none crosses rows. codes: words of 4 bytes, the lowest first."""
     row, begin = tl.program_id(0), tl.program_id(1) * BLOCKS
     word, value = tl.arange(0, BLOCKS * WORDS), tl.arange(0, WORD)
-    inside = (
-        word // WORDS
-    )  # a scale for each word: so that neighbours have values that are neighbours, and store them at once
+    inside = word // WORDS
     there = begin + inside < across
     first = row.to(tl.int64) * across + begin
     scale = _scales(absmax, nested, map8, first + inside, there, last, DOUBLE)

@@ -41,8 +41,8 @@ class Adam4bit(Technique):
         yield live("states.*", "half a byte for each moment, and a float32 scale for 128 of them", role="nibble")
         yield live("update.loop", "one kernel makes no temporaries", gone=True)
         yield live("update", "weights and gradients only", times=3 / 7)
-        why = "codes read and written: 180 instructions a value, as long as 20 bytes take (by those of adam8bit)"
-        yield like("states.*", Work("update.codes", why, "step", values=20.0, role="nibble"))
+        why = "codes read and written: 180 instructions a value, as long as 20 bytes take (by adam8bit's; not measured)"
+        yield like("states.*", Work("update.codes", why, "step", values=19.0, role="nibble"))
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ class Adam8bit(Technique):
 
     Source: Dettmers et al., https://arxiv.org/abs/2110.02861
     Memory: 2.03 bytes a parameter of states instead of 8, or of 4 under bf16.
-    Work: as the fused update, with 4 bytes of states read and written instead of 16.
+    Work: as the fused update, with 4 bytes of states read and written instead of 16; but 230 instructions a value.
     Differs from the source: the second moment's code is of its root; blocks of 256 within rows, not 2048 across them;
         every matrix has codes, embeddings too.
     """
@@ -40,7 +40,7 @@ class Adam8bit(Technique):
         yield live("states.*", "a byte for each moment, and a float32 scale for 256 of them", role="code")
         yield live("update.loop", "one kernel makes no temporaries", gone=True)
         yield live("update", "weights and gradients only", times=3 / 7)
-        why = "codes read and written: 230 instructions a value, as long as 25 bytes take on an H200"
+        why = "codes read and written: 230 instructions a value, as long as 25 bytes take (an H200; others assumed)"
         yield like("states.*", Work("update.codes", why, "step", values=12.5, role="code"))
 
     @classmethod

@@ -104,9 +104,7 @@ class Stepping:
         return found
 
     def gradients(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
-        if len(batches) > 1:
-            found = f"{len(batches)} micro-batches a step"
-            raise NeedsError("`update-in-backward` steps on the gradient of one micro-batch", found, "give it one")
+        assert len(batches) == 1, "one micro-batch a step: its gradients are the step's"
         self._begin()
         self.armed = True
         try:
