@@ -25,6 +25,8 @@ from optrush.errors import ConfigError, RunError, UserError
 from optrush.launch import launched
 
 _meetings = itertools.count()  # how often this process has met the others
+SEGMENTS = "expandable_segments:True"  # what is free becomes one range: little of it is left in pieces of no use
+CHOSEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where people set torch's allocator up themselves
 MESH_ORDER = ("pp", "dp", "cp", "tp")  # outermost first: what talks most lies closest together
 
 
@@ -47,10 +49,16 @@ class World:
 
 
 def join(kind: str) -> torch.device:
-    """Joins the process group, if a launcher has started several processes; this process's device."""
+    """Sets the device up, and joins the process group, if a launcher has started several processes.
+
+    Returns:
+        This process's device.
+    """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
+        if not any(name in os.environ for name in CHOSEN):
+            torch._C._accelerator_setAllocatorSettings(SEGMENTS)  # the variable is read once, maybe before
     if launched()[1] > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=10))
