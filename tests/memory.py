@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from optrush import assemble
 from optrush.job import Job
+from optrush.kernels import adamw_update
 from optrush.model.adapter import Adapter, _from_config
 from optrush.model.decoder import build
 from optrush.shapes import native_obstacle
@@ -286,6 +287,8 @@ def supposed(run: Any, classes: Sequence[type[Technique]] = ALL) -> Iterator[Job
         stack.enter_context(mock.patch.object(assemble, "load", _unfilled))
         stack.enter_context(mock.patch.object(assemble, "materialise", without_bytes))
         stack.enter_context(mock.patch("torch.nn.Module.to_empty", _to_empty))
+        # The kernel that a GPU has in its place allocates nothing either.
+        stack.enter_context(mock.patch.object(adamw_update.Loop, "__call__", return_value=None))
         if "packing" not in run.with_:  # it reads the positions' values to find that out
             single = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
             stack.enter_context(single)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -47,8 +48,10 @@ class Pair:
             except EOFError:
                 good, answer = False, "a rank has died"
             if not good:
+                time.sleep(0.5)  # one that dies takes the other's connection with it, and that one speaks first
+                ends = [process.exitcode for process in self.processes]
                 self._stop()
-                raise AssertionError(answer)
+                raise AssertionError(f"{answer}\nexit statuses of the ranks: {ends}")
             answers.append(answer)
         return answers
 

@@ -301,6 +301,11 @@ def test_facts() -> None:
     assert facts(7, weights, [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(()), 4]) == {
         "trained parameters": "7", "weights": "bfloat16, float32", "optimizer states": "bfloat16",
     }  # fmt: skip
+    for count, alone in ((9_980, False), (10_000, True)):  # ten norms among so many: more, or less, than a thousandth
+        weights = [torch.zeros(count, dtype=torch.bfloat16), torch.zeros(10)]
+        found = facts(7, weights, [torch.zeros(5)])
+        assert found["weights"] == "bfloat16" + ", float32" * (not alone) and found["optimizer states"] == "float32"
+        assert found.get("not compared") == ("10 float32 weights" if alone else None)
 
 
 def test_unlike() -> None:
@@ -309,6 +314,8 @@ def test_unlike() -> None:
     assert "its first loss is 11.1, ours 11" in next(made.unlike({**ours, "losses": [11.1]}, ours, True))
     assert list(made.unlike({**ours, "losses": [11.1]}, ours, False)) == []  # it draws its own weights
     assert list(made.unlike({**ours, "losses": [11.1], "fill": 0.9}, ours, True)) == []  # other documents in a step
+    few = {**TRAINED, "not compared": "10 float32 weights"}
+    assert not [*made.unlike({**ours, "seen": few}, ours, True), *made.unlike(ours, {**ours, "seen": few}, True)]
     states = {**TRAINED, "optimizer states": "uint8"}
     found = list(made.unlike({**ours, "seen": states}, ours, True))
     assert found == ["not the same work: optimizer states uint8, ours float32"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 Weights = Literal["float32", "bfloat16"]
 Adapter = Literal["lora", "qlora"]
+LITTLE, FEW = 1e-3, "not compared"  # a type that so few of the values have is no other precision
 # Of every linear of the blocks, as `lora` adapts them.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -154,17 +156,20 @@ class Work:
         self.seen = facts(sum(p.numel() for p in trained), trained, states)
 
 
-def facts(count: int, weights: Iterable[Tensor], states: Iterable[object]) -> dict[str, str]:
-    """What two systems must have in common, in words.
+def facts(count: int, weights: Iterable[Any], states: Iterable[Any]) -> dict[str, str]:
+    """What two systems must have in common, in words; and, under FEW, what of theirs need not be.
 
     Args:
         count: trained values.
         states: of the optimizer; single values (counts of steps) say nothing and are left out.
     """
-
-    def kinds(tensors: Iterable[object]) -> str:
-        found = {str(getattr(t, "dtype", "")).removeprefix("torch.") for t in tensors}
-        return ", ".join(sorted(found))
-
-    shaped = [s for s in states if getattr(s, "ndim", 0) > 0]
-    return {"trained parameters": f"{count:,}", "weights": kinds(weights), "optimizer states": kinds(shaped)}
+    found, few = {"trained parameters": f"{count:,}"}, list[str]()
+    for name, tensors in (("weights", weights), ("optimizer states", states)):
+        values = Counter[str]()
+        for t in tensors:
+            if getattr(t, "ndim", 0) > 0:
+                values[str(t.dtype).removeprefix("torch.")] += t.numel()
+        most = {dtype for dtype, n in values.items() if n >= LITTLE * values.total()}
+        found[name] = ", ".join(sorted(most))
+        few += [f"{n:,} {dtype} {name}" for dtype, n in sorted(values.items()) if dtype not in most]
+    return {**found, **({FEW: ", ".join(few)} if few else {})}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 ROWS, COLUMNS = 64, 512  # of a tile
 WARPS, STAGES = 8, 3  # three tiles of 64 KiB are on the chip
-PROGRAMS = 396  # three for each of an H100's or H200's 132 multiprocessors
+PROGRAMS = 132  # at most, or one a block of columns: as an H100 or H200 has multiprocessors
 
 
 @triton.jit

@@ -70,6 +70,7 @@ class Unsloth(Adapting):
             )
         elif not self.checkpointing:  # its loader turns it on for full fine-tuning, whatever it was told
             model.gradient_checkpointing_disable()
+        model.config.use_cache = False  # of keys and values, for generating; trainers turn it off, too
         model.train()
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(
