@@ -9,7 +9,6 @@ import torch
 
 from optrush.data.batch import Documents
 from optrush.kernels import attention, cross_entropy, libraries, norm, rotation, store, swiglu
-from optrush.kernels.low_rank_gradients import low_rank_gradients
 from optrush.kernels.scaled import scaled
 from optrush.model.adapted import Switch, place
 from optrush.model.decoder import Linear
@@ -145,24 +144,6 @@ def test_adapters_in_the_products(compiled, autocast, packed, names, rank):
     assert got.dtype == torch.bfloat16 and off(got, want) < 2e-2
     for one, other, of in zip(grads, wants, inputs, strict=True):
         assert one.dtype == of.dtype and off(one, other) < 2e-2
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("N", "R", "r"), [(8100, 12000, 16), (70000, 1300, 5), (4096, 28672, 32)])
-def test_both_narrow_gradients(compiled, dtype, N, R, r):
-    from optrush.kernels.low_rank_gradients_triton import launch
-
-    torch.manual_seed(0)
-    grad = torch.randn(N, R + 8, device="cuda", dtype=dtype)[:, 8:]
-    u, z = torch.randn(R, r, device="cuda", dtype=dtype), torch.randn(N, r, device="cuda", dtype=dtype)
-    function = torch.compile(low_rank_gradients, fullgraph=True) if compiled else low_rank_gradients
-    with mock.patch("optrush.kernels.low_rank_gradients_triton.launch", wraps=launch) as called:
-        found = function(grad, u, z)
-    assert called.call_count == 1
-    for got, want in zip(found, (grad.float() @ u.float(), grad.float().t() @ z.float()), strict=True):
-        assert got.dtype == dtype and off(got, want) < 3e-3
-    assert all(torch.equal(a, b) for a, b in zip(found, function(grad, u, z), strict=True)), "in one order"
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

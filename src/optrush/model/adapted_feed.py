@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.kernels.add_product import add_product
-from optrush.kernels.low_rank_gradients import low_rank_gradients
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.model.adapted import Beside
 from optrush.model.adapted_linear import dense
@@ -98,14 +97,14 @@ class _Feed(torch.autograd.Function):
         grad, use = incoming[0].flatten(0, -2), "backward"  # (N, D)
         with torch.autocast(grad.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
-            d_z2, d_u2 = low_rank_gradients(grad, u2, z2)
+            d_z2 = grad @ u2  # (N, r)
             down = _weight_beside(layout2, second, use, a2, 0)
             d_pairs, product = gated_backward(_beside(grad, d_z2, 1), down, pairs)  # (N, 2 F), (N, F)
             del down
-            d_a2 = d_z2.t() @ product
-            d_z1, d_u1 = low_rank_gradients(d_pairs, u1, z1)
+            d_a2, d_u2 = d_z2.t() @ product, grad.t() @ z2
+            d_z1 = d_pairs @ u1  # (N, r)
             d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)
-            d_x = None
+            d_u1, d_x = d_pairs.t() @ z1, None
             if ctx.needs_input_grad[0]:
                 d_x = _sum(d_z1, a1, d_pairs, dense(layout1, first, grad.dtype, use)).view(incoming[0].shape)
         return d_x, d_a1, d_u1, d_a2, d_u2, None, None, *[None] * len(parts)

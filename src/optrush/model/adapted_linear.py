@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optrush.kernels.add_product import add_product
-from optrush.kernels.low_rank_gradients import low_rank_gradients
 from optrush.model.quantised import Layout, unpacked
 
 
@@ -54,11 +53,11 @@ class _Linear(torch.autograd.Function):
         x, z, a, u, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
         grad, d_x, d_bias = incoming[0], None, None  # (N, rows)
         with torch.autocast(grad.device.type, enabled=False):
-            d_z, d_u = low_rank_gradients(grad, u, z)
+            d_z = grad @ u  # (N, r)
             if ctx.needs_input_grad[0]:
                 d_x = d_z @ a
                 add_product(d_x, grad, dense(ctx.layout, parts, grad.dtype, "backward"))
             if ctx.needs_input_grad[3]:
                 d_bias = grad.sum(0)
-            d_a = d_z.t() @ x
+            d_a, d_u = d_z.t() @ x, grad.t() @ z
         return d_x, d_a, d_u, d_bias, None, *[None] * len(parts)
