@@ -30,8 +30,11 @@ CELLS = Path("benchmarks/results/h200-cells.jsonl")
 LAYOUTS = Path("benchmarks/results/h200-data")
 FASTEST = tuple(
     Path(f"benchmarks/results/h200-{name}")
-    for name in ("peers", "rows", "least", "levers", "eight", "least8", "adapters", "adapters8", "qlora")
-)
+    for name in (
+        "peers", "rows", "least", "levers", "eight", "least8", "longest8", "small-card", "adapters", "adapters8",
+        "qlora", "longest-qlora", "chat-lengths",
+    )
+)  # fmt: skip
 LEVERS = Path("benchmarks/results/h200-adapter-levers")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
@@ -109,7 +112,8 @@ def fastest() -> str:
     first = ladders[0][0]
     runs = max(len(r.repeats) for records in ladders for r in records)
     rows = [
-        f"Random tokens, a step in one micro-batch, one {first.device}, torch {first.environment['torch']};",
+        f"Random tokens (chats: words), a step in one micro-batch, one {first.device},",
+        f"torch {first.environment['torch']};",
         f"{runs} run{'s' * (runs > 1)} of each rung in a fresh process, median step. Rungs of one ladder ran in turn.",
         "",
         "| rung | case | tokens a step | tokens/s | ours / theirs | peak GiB | predicted tokens/s | predicted GiB |",
@@ -146,7 +150,7 @@ def accuracy() -> str:
         (folder, r)
         for folder in (LADDER, *FASTEST, LEVERS)
         for r in read(ROOT / folder)
-        if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s
+        if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]
     apart: list[tuple[float, ...]] = []
     for (folder, r), sheet, own in zip(records, _said(records), _said(records, ROOT / CALIBRATION), strict=True):

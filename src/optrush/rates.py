@@ -23,7 +23,11 @@ from optrush.measured import Attention, Calibration
 from optrush.shapes import ModelShape
 
 # Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; LOG.md).
-HALF_PRODUCTS, FLOAT32_PRODUCTS, ATTENTION, MEMORY, LINK = 0.66, 0.78, 0.33, 0.80, 0.70
+HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70
+# Attention without scores: the share at long rows, and the length at which it is half of that, for what is read and
+# written once a token counts for less in a longer row.
+ATTENTION, HALFWAY = 0.48, 800
+ROW = 2048  # tokens of a row where nobody says how many
 MOVING = 0.92  # of a copy's rate: what operators that also compute move bytes at (the same steps)
 EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of Ada, Hopper and Blackwell
 # To pinned memory of the host, by the major capability: PCI Express x16 of that generation's datasheets, one direction,
@@ -92,18 +96,19 @@ def known(
 ) -> tuple[Rates | None, Rates | None]:
     """The rates to expect of a model with this config.json, and their ceiling."""
     if found is None:  # a datasheet says the same of every model
-        return of(device), ceiling(device)
+        return of(device, T=T), ceiling(device)
     shape = ModelShape.read(hf)
     return of(device, found, shape, T), ceiling(device, found, shape, T)
 
 
 @lru_cache(64)
-def of(device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: int = 0) -> Rates | None:
+def of(device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: int = ROW) -> Rates | None:
     """The rates to expect of a step on a device.
 
     Args:
         found: what was measured on it.
-        shape: of the model, with rows of T tokens: its own products and attention are looked up.
+        shape: of the model, whose own products and attention are looked up.
+        T: tokens of a row.
 
     Returns:
         None: neither measured nor in a datasheet.
@@ -112,12 +117,13 @@ def of(device: Device, found: Calibration | None = None, shape: ModelShape | Non
         assert shape is not None
         alone = _calibrated(device, found, shape, T)
         return replace(alone, bytes_s=alone.bytes_s * MOVING)
-    return _datasheet(device, (HALF_PRODUCTS, FLOAT32_PRODUCTS, ATTENTION, FLOAT32_PRODUCTS / 2, MEMORY, LINK))
+    attention = ATTENTION * T / (T + HALFWAY)
+    return _datasheet(device, (HALF_PRODUCTS, FLOAT32_PRODUCTS, attention, FLOAT32_PRODUCTS / 2, MEMORY, LINK))
 
 
 @lru_cache(64)
 def ceiling(
-    device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: int = 0
+    device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: int = ROW
 ) -> Rates | None:
     """What the device can do at most: what was measured of each kind of work alone, or the datasheet's whole rates."""
     if found is not None:
