@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import glob
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from optrush import baseline, ledger, measured, rates, technique
 from optrush.ascent import Worth, climb
 from optrush.config import Run
-from optrush.data.lengths import estimate
-from optrush.errors import ConfigError, ConflictError, DataError, NeedsError
+from optrush.data.lengths import held
+from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import Device, named
 from optrush.ledger import Item, Ledger
 from optrush.measured import Calibration
@@ -115,9 +113,11 @@ def predict(
     """
     device, count = named(hardware)
     prepared = prepare(run, classes, ranks or count, device)
-    setup, tokens = prepared.setup, prepared.setup.micro_rows * prepared.setup.seq
-    book = _book(prepared.techniques, setup, prepared.hf, padding(run))
-    expected, most = rates.known(device, measured.find(device), prepared.hf, setup.seq)
+    holding = held(run)
+    setup = dataclasses.replace(prepared.setup, reach=holding.reach)
+    tokens = setup.micro_rows * setup.seq
+    book = _book(prepared.techniques, setup, prepared.hf, holding.padding)
+    expected, most = rates.known(device, measured.find(device), prepared.hf, setup.span)
     parts = {} if most is None else rates.parts(book, tokens, most)
     found = _prediction(book, setup, ledger.peak(book, tokens), expected)
     return dataclasses.replace(found, ceiling_s=parts, host_bytes=round(ledger.hosted(book, tokens)))
@@ -174,15 +174,6 @@ def family(
         yield name, shape.parameters, max(looked.settings, key=lambda s: s.prediction.tokens_per_s or 0.0, default=None)
 
 
-def padding(run: Run) -> float:
-    """Share of the slots that hold no token when a row holds one document. Estimated: the plan does not tokenise."""
-    for path in (o.path for o in run.data.origins):
-        if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
-            raise DataError(f"`data.path: {path}`", "no such file", "name the file with the run's rows")
-    lengths, T = estimate(run.data, run.seed, pairs=run.objective == "dpo"), run.batch.seq
-    return 1 - sum(min(n, T) for n in lengths) / (T * len(lengths)) if lengths else 0.0
-
-
 def room(device: Device) -> float | None:
     """Bytes that a peak may have on a device."""
     if device.memory_bytes is None:
@@ -201,8 +192,9 @@ def _scene(run: Run, hardware: str, classes: Sequence[type[Technique]]) -> _Scen
         rows = prepared.setup.rows
         do = f"take {max(1, rows // ranks) * ranks * run.batch.seq}"
         raise ConfigError(f"`batch.tokens: {run.batch.tokens}`", f"{rows} rows, which {ranks} ranks cannot share", do)
-    setup = dataclasses.replace(prepared.setup, ranks=ranks)
-    return _Scene(prepared.hf, setup, padding(run), measured.find(device))
+    holding = held(run)
+    setup = dataclasses.replace(prepared.setup, ranks=ranks, reach=holding.reach)
+    return _Scene(prepared.hf, setup, holding.padding, measured.find(device))
 
 
 def _book(members: Sequence[Technique], setup: Setup, hf: Mapping[str, Any], empty: float) -> Ledger:
@@ -325,7 +317,7 @@ def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setti
         asked = [r for t in members for r in t.predict(dataclasses.replace(setup, micro_rows=sizes[0]))]
         if book is None or asked != rules:
             book, rules = _book(members, dataclasses.replace(setup, micro_rows=sizes[0]), hf, scene.padding), asked
-            speeds, _ = rates.known(setup.device, scene.found, hf, setup.seq)
+            speeds, _ = rates.known(setup.device, scene.found, hf, setup.span)
         largest = rows if most is None else ledger.largest(book, most, setup.seq) // setup.seq
         for n in (n for n in sizes if n <= largest):
             made = dataclasses.replace(setup, micro_rows=n)

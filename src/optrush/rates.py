@@ -92,7 +92,7 @@ def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def known(
-    device: Device, found: Calibration | None, hf: Mapping[str, Any], T: int
+    device: Device, found: Calibration | None, hf: Mapping[str, Any], T: float
 ) -> tuple[Rates | None, Rates | None]:
     """The rates to expect of a model with this config.json, and their ceiling."""
     if found is None:  # a datasheet says the same of every model
@@ -102,13 +102,15 @@ def known(
 
 
 @lru_cache(64)
-def of(device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: int = ROW) -> Rates | None:
+def of(
+    device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: float = ROW
+) -> Rates | None:
     """The rates to expect of a step on a device.
 
     Args:
         found: what was measured on it.
         shape: of the model, whose own products and attention are looked up.
-        T: tokens of a row.
+        T: tokens of a row, as far as attention sees them.
 
     Returns:
         None: neither measured nor in a datasheet.
@@ -123,7 +125,7 @@ def of(device: Device, found: Calibration | None = None, shape: ModelShape | Non
 
 @lru_cache(64)
 def ceiling(
-    device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: int = ROW
+    device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: float = ROW
 ) -> Rates | None:
     """What the device can do at most: what was measured of each kind of work alone, or the datasheet's whole rates."""
     if found is not None:
@@ -148,7 +150,7 @@ def _datasheet(device: Device, shares: tuple[float, float, float, float, float, 
     )  # fmt: skip
 
 
-def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: int) -> Rates:
+def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float) -> Rates:
     """Of each kind of work alone."""
     said = found.said
     if old := measured.stale(found):
@@ -186,7 +188,7 @@ def _products(found: Calibration, narrow: bool, shape: ModelShape) -> dict[str, 
     return rates
 
 
-def _attention(found: Calibration, narrow: bool, shape: ModelShape, T: int) -> dict[str, float]:
+def _attention(found: Calibration, narrow: bool, shape: ModelShape, T: float) -> dict[str, float]:
     """Of the model's heads, between the measured lengths beside T; else the median of all heads."""
     here = [a for a in found.attention if (a.dtype != "float32") == narrow]
     rates = {"": statistics.median(a.flop_s for a in here)}
@@ -198,7 +200,7 @@ def _attention(found: Calibration, narrow: bool, shape: ModelShape, T: int) -> d
     return rates
 
 
-def _at(measured: Iterable[Attention], T: int) -> float:
+def _at(measured: Iterable[Attention], T: float) -> float:
     """The rate at rows of T: on the line, over the length's logarithm, between its neighbours; beyond them theirs."""
     by = {a.seq: a.flop_s for a in measured}
     below, above = max((n for n in by if n <= T), default=min(by)), min((n for n in by if n >= T), default=max(by))

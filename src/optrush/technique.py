@@ -66,7 +66,6 @@ STAGES = (
     "optimizer", "drive", "finish",
 )  # fmt: skip
 
-
 COMPILERS = ("g++", "clang++", "c++")
 CC = ("gcc", "clang", "cc")
 TRITON = (7, 0)  # the least capability that torch compiles for
@@ -93,10 +92,15 @@ class Setup:
     undoable: bool = False  # the model can be asked without what is trained: `Job.untrained` will be there
     plain_feed: bool = True  # feed-forward linears multiply by matrices, stored in whatever form, and low-rank sums
     opaque: frozenset[str] = frozenset()  # the ledger's lines that kernels of their own make: no compiler can again
+    reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
 
     @property
     def accumulation(self) -> int:
         return self.rows // (self.micro_rows * self.ranks)
+
+    @property
+    def span(self) -> float:  # tokens of a row, as far as an attention sees that knows the documents
+        return self.seq * (self.reach if Part.SHARING in self.owned else 1.0)
 
 
 @dataclass(frozen=True)
@@ -270,11 +274,10 @@ def settle(techniques: Sequence[Technique], setup: Setup, classes: Sequence[type
                     f"`{owners[part]}` with `{t.name}`", f"both own {part.value}", f"take one: --without {t.name}"
                 )
             owners[part] = t.name
-    pairs = {Part.SHARING} if setup.dpo is not None else set()
     undoable = any(t.undoable for t in techniques)
     plain = all(t.plain_feed for t in techniques)
     opaque = frozenset[str]().union(*(t.opaque for t in techniques))
-    owned = frozenset(owners) | pairs
+    owned = frozenset(owners) | ({Part.SHARING} if setup.dpo is not None else set())
     setup = dataclasses.replace(setup, owned=owned, undoable=undoable, plain_feed=plain, opaque=opaque)
     axes: dict[str, int] = {}
     for t in techniques:
@@ -338,8 +341,7 @@ def library(name: str) -> str | None:
 
 
 def missing(technique: Technique) -> Iterator[Need]:
-    """Packages that a technique as given calls and that are not here. Not among `needs`, for a plan may suppose another
-    machine."""
+    """Packages that a technique calls and that are not here: no `needs`, for a plan may suppose another machine."""
     for distribution, extra in technique.packages():
         if library(distribution) is None:
             found, do = f"the package {distribution} is not installed", f"python -m pip install 'optrush[{extra}]'"
@@ -350,7 +352,7 @@ def demand(technique: Technique) -> None:
     """For a stage.
 
     Raises:
-        NeedsError: the first package that is missing, with the pip line.
+        NeedsError: the first package that is missing.
     """
     for need in missing(technique):
         raise NeedsError(need.asked, need.found, need.do)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from optrush import hardware, plan
+from optrush import hardware, plan, rates
 from optrush.config import dump, parse
-from optrush.data.lengths import estimate
+from optrush.data.lengths import estimate, held
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.prepare import prepare
 from optrush.technique import Numerics
@@ -192,7 +192,7 @@ def test_a_family_the_plan_does_not_know(tmp_path):
 # --- how full rows are
 
 
-def test_padding(tmp_path):
+def test_what_rows_hold(tmp_path):
     turns = [{"role": "user", "content": "y" * 370}, {"role": "assistant", "content": "z" * 14}]
     rows = [{"text": "x" * 400}, {"messages": turns}, "a bad row"]
     file = tmp_path / "rows.jsonl"
@@ -200,10 +200,28 @@ def test_padding(tmp_path):
     run = parse(f"model: tiny\nobjective: sft\ndata: {{path: {file}}}\nbatch: {{seq: 200}}\noutput: o\n", "x")
     lengths = estimate(run.data, 0)
     assert lengths == pytest.approx([100, 100], abs=0.6)
-    assert plan.padding(run) == pytest.approx(1 - sum(lengths) / 400)
-    assert plan.padding(llama()) == 0.0
+    assert held(run) == pytest.approx((1 - sum(lengths) / 400, sum(n * n for n in lengths) / (200 * sum(lengths))))
+    assert held(llama()) == (0.0, 1.0)
     sample = parse("model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: o\n", "x")
-    assert 0.5 < plan.padding(sample) < 0.95
+    assert 0.5 < held(sample).padding < 0.95
+
+
+def test_attention_knows_the_documents_of_a_row(tmp_path):
+    """Eight documents of an eighth of a row: an eighth of the scores, at the rate of shorter rows."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "' + "x" * 1024 + '"}\n')
+    asked = ("bf16", "fused-adamw", "packing")
+    model = f"{{shape: llama-3.2-1b, tokenizer: {tmp_path}}}"
+    data = f"model: {model}\nobjective: pretrain\ndata: {{path: {file}}}\noutput: o\n"
+
+    def scores(*more):
+        run = parse(data + "batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}\n", "x", (), (*asked, *more))
+        return next(e for e in plan.predict(run, "h200").work if e.name == "forward.scores")
+
+    dense, documents = scores("attention:impl=sdpa"), scores("attention:impl=varlen")
+    assert documents.flop == pytest.approx(dense.flop / 2 / 8)
+    rate = rates.of(hardware.named("h200")[0], T=256).attention[True][""]
+    assert documents.seconds == pytest.approx(documents.flop / rate)
 
 
 def test_packing_is_worth_what_padding_wastes():

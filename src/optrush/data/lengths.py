@@ -6,14 +6,38 @@ import glob
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
-from optrush.config import Data
+from optrush.config import Data, Run
+from optrush.errors import DataError
 
 ROWS = 200  # looked at
 FILES = 8  # that they come from, if there are more
 MOST_CHARS = 4 << 20
 CHARS_A_TOKEN = 4.0  # of English; the usual rule of thumb
 CHARS_A_TURN = 8  # of a template around a turn
+
+
+class Held(NamedTuple):
+    """What rows of T slots hold, by estimate."""
+
+    padding: float  # share of the slots that hold no token, where a row holds one document
+    reach: float  # a token's document as a share of T, on average over the tokens
+
+
+def held(run: Run) -> Held:
+    """
+    Raises:
+        DataError: a local file is not there.
+    """
+    for path in (o.path for o in run.data.origins):
+        if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
+            raise DataError(f"`data.path: {path}`", "no such file", "name the file with the run's rows")
+    T = run.batch.seq
+    lengths = [min(n, T) for n in estimate(run.data, run.seed, pairs=run.objective == "dpo")]
+    if not any(lengths):
+        return Held(0.0, 1.0)
+    return Held(1 - sum(lengths) / (T * len(lengths)), sum(n * n for n in lengths) / (T * sum(lengths)))
 
 
 def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:
