@@ -23,8 +23,9 @@ from optrush.model.locate import locate
 from optrush.plan import Prediction
 from optrush.prepare import prepare
 from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
-from optrush.technique import Need, Part, Setup, Technique, build, compilers
+from optrush.technique import Need, Part, Setup, Technique, build
 from optrush.techniques import ALL
+from optrush.toolchain import compilers
 
 SMALLEST = "{model: tiny, objective: sft, data: {sample: recipes}, output: out}"  # to read flags with
 SAMPLES = ("recipes",)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from optrush.errors import NeedsError
 from optrush.hardware import Device
 from optrush.ledger import OURS, Line, Rule, Work, add, like, live, retype
-from optrush.technique import Setup, compilers
+from optrush.technique import Setup
+from optrush.toolchain import compilers
 
 
 def demand(technique: str, device: Device) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -45,6 +43,8 @@ class Part(enum.Enum):
     DATA = "the data-parallel axis"
     MICRO_BATCH = "the size of micro-batches"
     OPTIMIZER = "the optimizer"
+    REMAINDERS = "what rounding took from weights"
+    CUTS = "which rank holds which part of a matrix"
     STATES = "where the optimizer's states are kept"
     UPDATE = "when parameters are updated"
     COMPILED = "what is compiled"
@@ -65,10 +65,6 @@ STAGES = (
     "process", "config", "data", "model", "adapt", "split", "loss", "recompute", "compile", "shard",
     "optimizer", "drive", "finish",
 )  # fmt: skip
-
-COMPILERS = ("g++", "clang++", "c++")
-CC = ("gcc", "clang", "cc")
-TRITON = (7, 0)  # the least capability that torch compiles for
 
 
 @dataclass(frozen=True)
@@ -358,19 +354,6 @@ def demand(technique: Technique) -> None:
         raise NeedsError(need.asked, need.found, need.do)
 
 
-def demand_triton(technique: str, device: Device) -> None:
-    """For a stage: refuses a CUDA device for which this machine cannot build our Triton kernels; a CPU needs none.
-
-    Raises:
-        NeedsError: what is missing.
-    """
-    asked = f"`{technique}` runs a Triton kernel"
-    if device.kind == "cuda" and library("triton") is None:
-        raise NeedsError(asked, "triton is not installed", "python -m pip install triton")
-    if device.kind == "cuda" and installed(os.environ.get("CC"), *CC) is None:
-        raise NeedsError(asked, f"no C compiler: none of {', '.join(CC)}", "install gcc")
-
-
 def gpu(technique: str, setup: Setup, capability: tuple[int, int] = (0, 0)) -> Need:
     """The need for a CUDA device of at least this compute capability."""
     found = "a CPU only" if setup.device.kind == CPU.kind else f"{setup.device.name}, {setup.device.capability}"
@@ -379,22 +362,8 @@ def gpu(technique: str, setup: Setup, capability: tuple[int, int] = (0, 0)) -> N
     return Need(met, f"`{technique}` needs {wanted}", found, "run it on one, or leave the technique out")
 
 
-def compilers(device: Device) -> Iterator[Need]:
-    """What torch.compile calls on this machine. Not among `needs`, for a plan may suppose another machine."""
-    asked = f"torch.compile on {device.name if device.kind == 'cuda' else 'a CPU'}"
-    if device.kind == "cuda":
-        found = f"capability {device.capability[0]}.{device.capability[1]}"
-        yield Need(device.capability >= TRITON, f"{asked}, from capability 7.0 on", found, "leave it out")
-        yield Need(library("triton") is not None, asked, "triton is not installed", "python -m pip install triton")
-        c = installed(os.environ.get("CC"), *CC)
-        yield Need(c is not None, f"{asked} needs a C compiler", f"none of {', '.join(CC)}", "install gcc")
-        return
-    wanted = os.environ.get("CXX", COMPILERS[0])  # what torch calls; it looks for no other
-    other = installed(*COMPILERS)
-    do = f"export CXX={other}" if other else "install g++ (Debian and Ubuntu: apt-get install g++)"
-    yield Need(installed(wanted) is not None, f"{asked} needs a C++ compiler", f"no {wanted} on the PATH", do)
-
-
-def installed(*names: str | None) -> str | None:
-    """The path of the first of these programs that is there."""
-    return next((path for name in names if name and (path := shutil.which(name))), None)
+def forgetful(technique: str, setup: Setup) -> Need:
+    """The need of an optimizer that keeps nothing of what it rounds away."""
+    found = "a technique that adds what rounding took from a weight to its next update"
+    do = "take --with stochastic-rounding, or fused-adamw"
+    return Need(Part.REMAINDERS not in setup.owned, f"`{technique}` has no place for remainders", found, do)

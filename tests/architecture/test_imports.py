@@ -24,8 +24,8 @@ NAMES = {".".join(f.relative_to(ROOT / "src").with_suffix("").parts).removesuffi
 LONGEST_FILE, LONGEST_FUNCTION = 400, 80
 
 PURE = (
-    "errors", "config", "shapes", "hardware", "technique", "ledger", "baseline", "rates", "plan", "prepare", "launch",
-    "measured", "ascent", "sizing", "sampling", "judge", "model.locate", "data.lengths",
+    "errors", "config", "shapes", "hardware", "technique", "toolchain", "ledger", "baseline", "rates", "plan",
+    "prepare", "launch", "measured", "ascent", "sizing", "sampling", "judge", "model.locate", "data.lengths",
     "optim.schedule", "cli", "commands", "techniques",
 )  # fmt: skip
 FOUNDATION = ("model", "kernels", "objectives", "optim", "data")  # they know nothing of a job

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optrush import technique
+from optrush import technique, toolchain
 from optrush.errors import NeedsError
 from optrush.hardware import named
 from optrush.kernels import cross_entropy, libraries
@@ -110,7 +110,8 @@ def test_refused_where_it_cannot_run(box, impl, monkeypatch):
         FusedLoss(impl=impl).loss(job)
     monkeypatch.setattr(technique, "library", lambda name: "1")
     with monkeypatch.context() as patch:
-        patch.setattr(technique, "installed", lambda *names: None)
+        patch.setattr(toolchain, "library", lambda name: "1")
+        patch.setattr(toolchain, "installed", lambda *names: None)
         patch.setattr(job, "setup", dataclasses.replace(job.setup, device=named("h200")[0]))
         with pytest.raises(NeedsError, match=f"impl={impl}` runs a Triton(.|\n)*C compiler"):
             FusedLoss(impl=impl).loss(job)

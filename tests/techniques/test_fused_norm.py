@@ -15,7 +15,7 @@ from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
 from optrush.kernels import norm
 from optrush.prepare import prepare
-from optrush.technique import demand_triton
+from optrush.toolchain import demand_triton
 
 from golden.make_golden import CASES, SIZES, T
 from trials import assembled, first_gradients, furthest, golden_run, kept
@@ -101,7 +101,7 @@ def test_a_frozen_weight_has_no_gradient(box):
 def test_refused(box, monkeypatch):
     with pytest.raises(NeedsError, match="native"):
         prepare(golden_run(box, sets=["model.implementation=transformers"], fused_norm={}))
-    monkeypatch.setattr("optrush.technique.library", lambda name: None)
+    monkeypatch.setattr("optrush.toolchain.library", lambda name: None)
     demand_triton("fused-norm", CPU)
     with pytest.raises(NeedsError, match="`fused-norm` runs a Triton kernel"):
         demand_triton("fused-norm", named("h200")[0])

@@ -410,16 +410,10 @@ def test_which_parameters_it_steps(box):
 # What it refuses.
 
 
-def cut(box):
+def test_it_refuses_cut_matrices(box):
     with pytest.raises(NeedsError, match="whole matrices") as error:
-        assembled(golden_run(box, fsdp={}, muon={}))
-    return error.value.asked, error.value.found, error.value.do
-
-
-def test_it_refuses_cut_matrices(box, pair):
-    (asked, found, do), (_, other, _) = pair(cut, box)
-    assert "of the (128, 64) of blocks.0.qkv.weight" in found and "this rank holds (64, 64)" in found
-    assert "`muon`" in asked and "ddp instead of fsdp" in do and other == found
+        plan.predict(golden_run(box, fsdp={}, muon={}), "2xh200")
+    assert "cuts them over the ranks" in error.value.found and "take ddp instead" in error.value.do
 
 
 def test_it_refuses_frozen_matrices(box):
@@ -442,9 +436,9 @@ def test_it_refuses_a_model_without_linears(box, monkeypatch):
 
 
 def test_it_refuses_kahan(box):
-    with pytest.raises(NeedsError, match="Muon with Kahan") as error:
-        assembled(golden_run(box, bf16={}, kahan={}, muon={}))
-    assert "no place for" in error.value.found and "stochastic-rounding" in error.value.do
+    with pytest.raises(NeedsError, match="`muon` has no place for remainders") as error:
+        plan.predict(golden_run(box, bf16={}, kahan={}, muon={}), "h200")
+    assert "what rounding took" in error.value.found and "stochastic-rounding" in error.value.do
 
 
 @pytest.mark.parametrize("options", [{"momentum": 1.0}, {"momentum": 0.0}, {"iterations": 0}], ids=str)

@@ -337,8 +337,8 @@ def test_somebody_must_say_what_is_trained(box, name):
 def test_a_gpu_without_what_builds_kernels(box, monkeypatch):
     from optrush import stored
 
-    monkeypatch.setattr("optrush.technique.installed", lambda *names: None)
-    monkeypatch.setattr("optrush.technique.library", lambda name: "3")
+    monkeypatch.setattr("optrush.toolchain.installed", lambda *names: None)
+    monkeypatch.setattr("optrush.toolchain.library", lambda name: "3")
     with pytest.raises(NeedsError, match="needs a C compiler"):
         stored.demand("nf4", NAMED["h200"])
 

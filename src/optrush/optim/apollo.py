@@ -53,9 +53,7 @@ class Apollo:
         seed: int = 0,
     ) -> None:  # fmt: skip
         """room: elements of a matrix that are updated at a time, in whole rows."""
-        if rounding == "kahan":
-            found = "it keeps what rounding took from a weight, which this optimizer has no place for"
-            raise NeedsError("APOLLO with Kahan summation", found, "take --with stochastic-rounding, or fused-adamw")
+        assert rounding != "kahan"
         self.trained, self.optim, self.rank, self.room = list(trained), optim, rank, room
         self.rounding: Rounding = rounding
         self.sketched: dict[int, Sketched] = {}

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from optrush.config import Optim
-from optrush.errors import NeedsError
 from optrush.kernels.adamw_update import Rounding, key_words, runs, step_key
 from optrush.kernels.orthogonal import orthogonal
 from optrush.kernels.store import store
@@ -63,9 +62,7 @@ class Muon:
     ) -> None:  # fmt: skip
         """matrices: what is made orthogonal, by canonical name; it must not be cut. room: elements of the matrices that
         are updated at a time."""
-        if rounding == "kahan":
-            found = "it keeps what rounding took from a weight, which this optimizer has no place for"
-            raise NeedsError("Muon with Kahan summation", found, "take --with stochastic-rounding, or fused-adamw")
+        assert rounding != "kahan"
         self.trained, self.optim = list(trained), optim
         self.momentum, self.iterations, self.room = momentum, iterations, room
         self.rounding: Rounding = rounding

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from optrush.ledger import Rule, Work, like, live
-from optrush.technique import Numerics, Part, Setup, Technique, demand_triton
+from optrush.technique import Need, Numerics, Part, Setup, Technique, forgetful
+from optrush.toolchain import demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -35,6 +36,9 @@ class Adam8bit(Technique):
     proof = "tests/techniques/test_adam8bit.py"
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
+
+    def needs(self, setup: Setup) -> Iterator[Need]:
+        yield forgetful(self.name, setup)
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         yield live("states.*", "a byte for each moment, and a float32 scale for 256 of them", role="code")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.ledger import Line, Live, Rule, Work, add, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
+from optrush.technique import Need, Numerics, Part, Setup, Technique, forgetful
+from optrush.toolchain import demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -48,6 +49,7 @@ class Apollo(Technique):
         yield Need(Part.TRAINED not in setup.owned, "`apollo` updates the model's own matrices", found, do)
         found = "a technique that keeps them elsewhere"
         yield Need(Part.STATES not in setup.owned, "`apollo` makes its states where the weights are", found, do)
+        yield forgetful(self.name, setup)
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         """Of a model through transformers the rows are not known here: its states are left as AdamW's, too large."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from optrush.errors import NeedsError
 from optrush.ledger import COMPILED, Rule, Work, add, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers
+from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.toolchain import compilers
 
 if TYPE_CHECKING:
     from optrush.job import Job

@@ -39,7 +39,7 @@ class Fsdp(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.DATA})
+    claims = frozenset({Part.DATA, Part.CUTS})
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         yield Need(

@@ -8,7 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from optrush.ledger import Rule, live
-from optrush.technique import Numerics, Part, Setup, Technique, compilers, demand_triton
+from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.toolchain import compilers, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.errors import NeedsError
 from optrush.ledger import Line, Rule, Work, add, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers, demand, gpu
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
+from optrush.toolchain import compilers
 
 if TYPE_CHECKING:
     from optrush.job import Job

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.ledger import Line, Rule, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, demand_triton, gpu
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
+from optrush.toolchain import demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job

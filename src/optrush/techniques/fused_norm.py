@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optrush.ledger import Rule, live
-from optrush.technique import Need, Numerics, Setup, Technique, demand_triton
+from optrush.technique import Need, Numerics, Setup, Technique
+from optrush.toolchain import demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job

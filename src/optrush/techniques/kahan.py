@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.baseline import rounded_update
 from optrush.ledger import Line, Rule, Work, like
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
+from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.toolchain import demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -31,7 +32,7 @@ class Kahan(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_kahan.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.ROUNDING})
+    claims = frozenset({Part.ROUNDING, Part.REMAINDERS})
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         yield Need(

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.ledger import Line, Rule, Work, add, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
+from optrush.technique import Need, Numerics, Part, Setup, Technique, forgetful
+from optrush.toolchain import demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -53,6 +54,10 @@ class Muon(Technique):
             INSTEAD,
         )
         yield Need(Part.STATES not in setup.owned, *ELSEWHERE, INSTEAD)
+        do = "take ddp instead, or another optimizer: fused-adamw"
+        found = "a technique that cuts them over the ranks"
+        yield Need(Part.CUTS not in setup.owned, "`muon` makes whole matrices orthogonal", found, do)
+        yield forgetful(self.name, setup)
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         """Of a model through transformers the sizes are not known here: without its FLOPs and temporaries."""
@@ -87,10 +92,6 @@ class Muon(Technique):
         found = {}
         for name, linear in job.model.linears():
             if (t := names.get(f"{name}.weight")) is not None:
-                if t.cut:
-                    held = f"this rank holds {tuple(t.local.shape)} of the {t.whole} of {t.name}"
-                    do = "take ddp instead of fsdp, or another optimizer: fused-adamw"
-                    raise NeedsError("`muon` makes whole matrices orthogonal", held, do)
                 found[t.name] = Pieces(linear.groups, tuple(rows for _, rows in linear.pieces))
         if not found:
             held = f"no trained linear in the blocks of this {job.hf['model_type']} model"
