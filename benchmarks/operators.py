@@ -289,8 +289,8 @@ def summary(operator: Operator, rounds: Sequence[Figures]) -> Figures:
 
 def run(
     case: Sequence[Operator], gauge: Gauge, seconds: float, rounds: int, rest: float, broken: Mapping[str, str]
-) -> None:
-    """Measures operators in turn; what one of them raises is its line, and ends it alone."""
+) -> int:
+    """Measures operators in turn, and returns how many; what one of them raises is its line, and ends it alone."""
 
     def say(o: Operator, more: Figures) -> None:
         print(json.dumps({"operator": o.operator, "impl": o.impl, "case": o.case, "shape": o.shape} | more), flush=True)
@@ -314,6 +314,7 @@ def run(
             else:
                 if number == rounds:
                     say(o, {**summary(o, found[o]), "rounds": rounds, "seconds": seconds, "rest": rest})
+    return len(found)
 
 
 def compiled(operators: Iterable[Operator], arguments: Sequence[str], jobs: int) -> dict[str, str]:
@@ -359,9 +360,12 @@ def main() -> None:
     broken = compiled(itertools.chain(*asked), sys.argv, a.jobs)
     if not a.rest:
         heat(gauge)
+    measured = 0
     for case in asked:
-        run(case, gauge, a.seconds, a.rounds, a.rest, broken)
+        measured += run(case, gauge, a.seconds, a.rounds, a.rest, broken)
         torch.cuda.empty_cache()
+    if not measured:
+        sys.exit("no operator could be measured: each line says why")
 
 
 if __name__ == "__main__":
