@@ -14,6 +14,7 @@ from torch import Tensor
 
 from optrush.train import evaluate
 
+from golden import make_golden
 from golden.make_golden import T
 from trials import assembled, golden_run, steps
 
@@ -34,11 +35,18 @@ def documents(box: Path) -> list[str]:
     return [f"data.path={box}/train.jsonl", f"data.eval={box}/held.jsonl"]
 
 
+def small(box: Path) -> list[str]:
+    """The same, and one layer of the golden model: half of its time."""
+    if not (box / "one-layer").exists():
+        make_golden.write_model(box / "one-layer", tied=False, num_hidden_layers=1)
+    return [f"model.path={box}/one-layer", *documents(box)]
+
+
 def held_out(box: Path, seed: int, sets: tuple[str, ...] = (), **with_: Any) -> tuple[float, float]:
     """Held-out loss before and after 40 steps."""
     own = [f"seed={seed}", f"train.steps={STEPS}", "optim.lr=1e-2", f"batch.tokens={T * 8}"]
     own += [f"batch.micro_tokens={T * 8}", *sets]
-    job = assembled(golden_run(box, packed=True, sets=[*documents(box), *own], **with_))
+    job = assembled(golden_run(box, packed=True, sets=[*small(box), *own], **with_))
     first = evaluate(job)[0]
     list(steps(job, STEPS))
     return first, evaluate(job)[0]
@@ -70,7 +78,7 @@ class Path100:
 def travelled(box: Path, *names: str, rounding: str | None = None) -> Path100:
     """How weights move where updates are small; what rounding keeps aside is part of a weight."""
     sets = ["train.steps=100", "optim.lr=1e-5", "optim.warmup=0", "optim.schedule=constant", "optim.weight_decay=0"]
-    sets += [f"batch.tokens={T * 4}", f"batch.micro_tokens={T * 4}", *documents(box)]
+    sets += [f"batch.tokens={T * 4}", f"batch.micro_tokens={T * 4}", *small(box)]
     with_: dict[str, dict[str, Any]] = {name: {} for name in names}
     if rounding is not None:
         with_["bf16"] = {"rounding": rounding}

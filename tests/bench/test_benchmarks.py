@@ -33,6 +33,7 @@ CLIMBED = {
     "longest": ("llama8b",),
     "longest-qlora": ("llama8b",),
     "peers-best": ("llama1b-peers",),
+    "peers-bf16": ("llama1b-peers",),
     "qlora": ("llama8b",),
     "rows": ("llama1b-peers",),
     "small-card": ("llama3b",),
@@ -83,8 +84,8 @@ def test_the_device_is_busy_where_one_kernel_runs(program):
 CURVE = """
 model: tiny
 objective: sft
-data: {{path: {0}/train.jsonl, eval: {0}/held.jsonl, max_samples: 40, too_long: truncate}}
-batch: {{seq: 768, tokens: 768, micro_tokens: 768}}
+data: {{path: {0}/train.jsonl, eval: {0}/held.jsonl, max_samples: 40, too_long: drop}}
+batch: {{seq: 128, tokens: 128, micro_tokens: 128}}
 optim: {{lr: 1.0e-3, schedule: constant, warmup: 0}}
 train: {{steps: 10, log_every: 1}}
 output: {0}/out
@@ -310,7 +311,7 @@ def test_what_fails_is_a_line_and_the_rest_is_measured(operators, capsys):
         gauge.operator(operators, "crashing", 1.0),
         gauge.operator(operators, "slowing", *first_round, 4.0),
     ]
-    operators.run(made, gauge, 0.06, 3, 0.0, {"crashing": "exit status -6: "})
+    assert operators.run(made, gauge, 0.06, 3, 0.0, {"crashing": "exit status -6: "}) == 1
     lines = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
     assert [(line["operator"], line.get("error")) for line in lines] == [
         ("never", "ValueError: never is broken"), ("crashing", "RuntimeError: exit status -6:"), ("late", broken),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,9 @@ def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert peer_weights.ensure(given, "float32", "cpu")[0] == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written.st_mtime_ns
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
-    assert peer_weights.ensure(run(model={"shape": "mini-2b"}, seed=8), "float32", "cpu")[0] != folder
+    with monkeypatch.context() as patch:  # where they would lie, without a second process
+        patch.setattr(peer_weights.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=0))
+        assert peer_weights.ensure(run(model={"shape": "mini-2b"}, seed=8), "float32", "cpu")[0] != folder
     theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     model, recipe = load(None, hf, None, torch.float32, 7)
     count = 0
@@ -354,21 +357,44 @@ def test_flops_of_adapters() -> None:
     assert whole - found == 128 * (2 * shape.matrix_parameters - 6 * 999)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", [None, "lora"])
-def test_the_trainer_trains_as_we_do(adapter: str | None) -> None:
+ADAPTERS = (None, "lora")
+# Answers one request after the other, as the process of a rung answers one: what is imported takes longer than both.
+ANSWERS = """
+import sys
+from optrush.bench import peer_worker
+for sys.argv[1:] in (["request-0.json", "result-0.json"], ["request-1.json", "result-1.json"]):
+    try:
+        peer_worker.main()
+    except SystemExit as leaving:
+        if leaving.code:
+            raise
+"""
+
+
+@pytest.fixture(scope="module")
+def by_the_trainer(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str | None, dict[str, Any]]:
+    """What the Trainer tells, by adapter."""
     pytest.importorskip("accelerate")
-    request = {
-        "run": config.dump(run(batch={"seq": 64, "tokens": 128, "micro_tokens": 128})),
-        "warmup": 1,
-        "peer": {"trainer": {"liger": False, "weights": "float32", "adapter": adapter}},
-        "parent": os.getpid(),
-    }
-    put_json(Path("request.json"), request)
-    command = [sys.executable, "-m", "optrush.bench.peer_worker", "request.json", "result.json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
+    folder = tmp_path_factory.mktemp("trainer")
+    (folder / "toy").symlink_to(toy)
+    for n, adapter in enumerate(ADAPTERS):
+        request = {
+            "run": config.dump(run(batch={"seq": 64, "tokens": 128, "micro_tokens": 128})),
+            "warmup": 1,
+            "peer": {"trainer": {"liger": False, "weights": "float32", "adapter": adapter}},
+            "parent": os.getpid(),
+        }
+        (folder / f"request-{n}.json").write_text(json.dumps(request))
+    command, environment = [sys.executable, "-c", ANSWERS], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
-    found = json.loads(Path("result.json").read_text())
+    return {a: json.loads((folder / f"result-{n}.json").read_text()) for n, a in enumerate(ADAPTERS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_the_trainer_trains_as_we_do(adapter: str | None, by_the_trainer: dict[str | None, dict[str, Any]]) -> None:
+    found = by_the_trainer[adapter]
     assert found["seen"]["weights"] == "float32" and len(found["step_s"]) == 2 and len(found["losses"]) == 3
     from optrush.bench import worker
 
@@ -377,10 +403,6 @@ def test_the_trainer_trains_as_we_do(adapter: str | None) -> None:
     same = 3 if adapter is None else 1  # adapters begin as other random values, which the first loss does not see
     assert found["losses"][:same] == pytest.approx(ours["losses"][:same], rel=2e-3)
     assert found["seen"]["trained parameters"] == ours["seen"]["trained parameters"]
-
-
-def put_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value))
 
 
 # --- the longest row

@@ -17,7 +17,7 @@ def test_sabotage_is_shown_red(copied: Copy) -> None:
     copied.edit(
         "techniques/fused_loss.py", slept,
         "import time\n            quick = Chunked(chunk=self.chunk)\n"
-        "            head.nll = lambda *a, **k: (time.sleep(0.8), quick(*a, **k))[1]",
+        "            head.nll = lambda *a, **k: (time.sleep(0.5), quick(*a, **k))[1]",
     )  # fmt: skip
     copied.edit("techniques/recompute.py", "job.model.through = recomputed", "pass")  # it says it changed the blocks
     climbed = put_ladder(*each("sound", "scaled", "divisor", "late", "killed", "starved", "fused-loss", "recompute"))

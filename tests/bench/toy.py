@@ -105,6 +105,7 @@ class Copy:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """`optrush ARGUMENTS` of the copy, as a process of its own."""
         environment = {**os.environ, "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # many processes read the copy, and one of them compiles it
         return subprocess.run(
             [sys.executable, "-m", "optrush", *arguments],
             env=environment, capture_output=True, text=True, timeout=300, check=False,
@@ -233,8 +234,8 @@ def technique(name: str) -> str:
     return TECHNIQUE.format(name=name, cls=name.title(), body=f"        {body}")
 
 
-def put_ladder(*rungs: dict[str, Any]) -> str:
-    changes = {"base": {"set": LOAD}, "steps": 4, "proof": {"steps": 2, "documents": 2}}
+def put_ladder(*rungs: dict[str, Any], load: dict[str, Any] | None = None) -> str:
+    changes = {"base": {"set": LOAD if load is None else load}, "steps": 4, "proof": {"steps": 2, "documents": 2}}
     return put(Path("ladder.yaml"), ladder([{"name": "base"}, *rungs], **changes))
 
 

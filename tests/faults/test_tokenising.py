@@ -36,12 +36,12 @@ TEXT = "{model: tiny, objective: sft, data: {path: x, workers: 2}, output: o}"
 RANK = f"""
 import sys; sys.modules["torch"] = None; sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 from optrush.config import parse
 from optrush.data import cache
 from optrush.data.chat import Tokens
 cache.CHUNK_bytes = {SMALL_bytes}
-tokens = Tokens(AutoTokenizer.from_pretrained(sys.argv[2]))
+tokens = Tokens(PreTrainedTokenizerFast.from_pretrained(sys.argv[2]))
 for path in cache.tokenised(cache.Work(parse({TEXT!r}, "x"), tokens, (Path(sys.argv[3]),))):
     print(path.name, flush=True)
 """

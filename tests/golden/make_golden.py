@@ -63,8 +63,11 @@ class Case:
 CASES = {"untied": Case(False), "tied": Case(True), "chat": Case(False, chat=True), "sgd": Case(True, sgd=True)}
 
 
-def write_model(folder: Path, tied: bool) -> None:
-    """A llama of two layers whose every parameter is drawn, norms too, with a tokenizer of one token a word."""
+def write_model(folder: Path, tied: bool, **sizes: int) -> None:
+    """A llama of two layers whose every parameter is drawn, norms too, with a tokenizer of one token a word.
+
+    sizes: other ones than SIZES has.
+    """
     logging.disable_progress_bar()
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, "<unk>", *(f"w{i}" for i in range(73))])}
     engine = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -75,7 +78,7 @@ def write_model(folder: Path, tied: bool) -> None:
         additional_special_tokens=list(SPECIAL[3:]), chat_template=TEMPLATE,
     )  # fmt: skip
     tokenizer.save_pretrained(folder)
-    config = AutoConfig.for_model(**SIZES, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2)
+    config = AutoConfig.for_model(**SIZES | sizes, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, p in model.named_parameters():

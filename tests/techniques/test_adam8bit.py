@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch.optim.adamw import adamw
@@ -24,9 +22,8 @@ from optrush.kernels.adam8bit_update import BLOCK, decode, encode, values
 from optrush.model.decoder import build
 from optrush.optim.adam8bit import Adam8bit
 from optrush.shapes import SHAPES, ModelShape
-from optrush.train import evaluate
 
-from golden.make_golden import T
+from heldout import SEEDS, float32, held_out
 from trials import assembled, golden_run, steps, weights, whole
 
 CPU = torch.device("cpu")
@@ -292,37 +289,11 @@ def test_what_it_refuses():
 # In a run.
 
 MARGIN = 0.03  # nats a token, of the mean over the seeds; a seed alone may be twice as far
-STEPS = 40
-SEEDS = (1, 2, 3)
 
 
-@pytest.fixture(scope="module")
-def counting(box):
-    """Documents that count on from a random word in strides of 1 to 3: learnt within a few steps."""
-    draw = np.random.RandomState(2)
-    for name, n in (("train", 400), ("held", 60)):
-        lines = []
-        for _ in range(n):
-            at, stride, length = draw.randint(0, 73), draw.randint(1, 4), draw.randint(10, 22)
-            lines.append(json.dumps({"text": " ".join(f"w{(at + stride * i) % 73}" for i in range(length))}))
-        (box / f"counting-{name}.jsonl").write_text("\n".join(lines))
-    return box
-
-
-def held_out(box, seed, **with_):
-    sets = [
-        f"data.path={box}/counting-train.jsonl", f"data.eval={box}/counting-held.jsonl", f"seed={seed}",
-        f"train.steps={STEPS}", "optim.lr=1e-2", f"batch.tokens={T * 8}", f"batch.micro_tokens={T * 8}",
-    ]  # fmt: skip
-    job = assembled(golden_run(box, packed=True, sets=sets, **with_))
-    first = evaluate(job)[0]
-    list(steps(job, STEPS))
-    return first, evaluate(job)[0]
-
-
-def test_held_out_loss_over_seeds(counting):
-    base = [held_out(counting, seed) for seed in SEEDS]
-    ours = [held_out(counting, seed, adam8bit={}) for seed in SEEDS]
+def test_held_out_loss_over_seeds(box):
+    base = [float32(box, seed) for seed in SEEDS]
+    ours = [held_out(box, seed, adam8bit={}) for seed in SEEDS]
     print("float32 moments", base, "8 bits", ours)
     assert all(last < 0.6 * first for first, last in base), "it learns"
     off = [b[1] - a[1] for a, b in zip(base, ours)]
@@ -330,15 +301,15 @@ def test_held_out_loss_over_seeds(counting):
     assert sum(off) / len(off) < MARGIN and max(off) < 2 * MARGIN
 
 
-def test_the_margin_is_no_accident(counting, monkeypatch):
+def test_the_margin_is_no_accident(box, monkeypatch):
     """Codes of too few decades (no second moment under a tenth of its block's largest) do not learn as well."""
-    base = held_out(counting, 1)[1]
+    base = float32(box, 1)[1]
 
     def coarse(x, signed, inner=encode):
         return inner(x if signed else torch.where(x > 0, x.amax(-1, keepdim=True), x), signed)
 
     monkeypatch.setattr(kernel, "encode", coarse)
-    assert held_out(counting, 1, adam8bit={})[1] > base + MARGIN
+    assert held_out(box, 1, adam8bit={})[1] > base + MARGIN
 
 
 def resumed(box, **with_):

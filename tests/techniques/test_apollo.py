@@ -22,7 +22,7 @@ from optrush.shapes import SHAPES, ModelShape
 from optrush.techniques.apollo import ROOM
 from optrush.techniques.apollo import Apollo as TheTechnique
 
-from heldout import SEEDS, held_out
+from heldout import SEEDS, float32, held_out
 from memory import Tracker
 from trials import assembled, golden_run, steps, weights
 
@@ -256,7 +256,7 @@ LITTLE = {"rank": 16}  # of 64 or 96 columns
 
 
 def test_held_out_loss_over_seeds(box):
-    base = [held_out(box, seed, RATE) for seed in SEEDS]
+    base = [float32(box, seed, RATE) for seed in SEEDS]
     ours = [held_out(box, seed, RATE, apollo=LITTLE) for seed in SEEDS]
     print("AdamW", base, "APOLLO", ours)
     assert all(last < 0.6 * first for first, last in base), "it learns"
@@ -267,7 +267,7 @@ def test_held_out_loss_over_seeds(box):
 
 def test_the_margin_is_no_accident(box, monkeypatch):
     """With the gradients' own lengths instead of AdamW's it does not learn as well."""
-    base = held_out(box, 1, RATE)[1]
+    base = float32(box, 1, RATE)[1]
     monkeypatch.setattr("optrush.optim.apollo._length", lambda x: torch.ones(len(x), 1))
     found = held_out(box, 1, RATE, apollo=LITTLE)[1]
     print(base, found)

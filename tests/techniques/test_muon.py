@@ -29,7 +29,7 @@ from optrush.techniques import ALL
 from optrush.techniques.muon import ROOM, pieces
 from optrush.techniques.muon import Muon as TheTechnique
 
-from heldout import SEEDS, held_out
+from heldout import SEEDS, float32, held_out
 from memory import Tracker
 from trials import assembled, golden_run, steps, weights
 
@@ -326,7 +326,7 @@ MARGIN = 0.01  # nats a token, of the mean over the seeds; a seed alone may be t
 
 
 def test_held_out_loss_over_seeds(box):
-    base = [held_out(box, seed, RATE) for seed in SEEDS]
+    base = [float32(box, seed, RATE) for seed in SEEDS]
     ours = [held_out(box, seed, RATE, muon={}) for seed in SEEDS]
     print("AdamW", base, "Muon", ours)
     assert all(last < 0.6 * first for first, last in base), "it learns"
@@ -337,7 +337,7 @@ def test_held_out_loss_over_seeds(box):
 
 def test_the_margin_is_no_accident(box, monkeypatch):
     """Steps of a tenth of their size do not learn as well."""
-    base = held_out(box, 1, RATE)[1]
+    base = float32(box, 1, RATE)[1]
     monkeypatch.setattr("optrush.optim.muon.LIKE_ADAMW", 0.02)
     found = held_out(box, 1, RATE, muon={})[1]
     print(base, found)

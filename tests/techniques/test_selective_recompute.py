@@ -14,6 +14,7 @@ from optrush import baseline, plan
 from optrush.config import parse
 from optrush.errors import ConfigError, NeedsError
 from optrush.prepare import prepare
+from optrush.shapes import SHAPES
 from optrush.techniques import selective_recompute
 
 from memory import supposed, track
@@ -87,30 +88,30 @@ def test_what_runs_again(box, options, products, attention):
     assert whole["aten::mm"] - base["aten::mm"] == 3 * blocks and whole[ATTEND] == 2 * blocks, "what they are against"
 
 
-def test_fewer_bytes_are_kept(box):
+def test_fewer_bytes_are_kept(box, monkeypatch):
     """At the end of the forward pass, by the allocator of the machine: against nothing, and against everything."""
+    for blocks in (4, 8):
+        monkeypatch.setitem(SHAPES, f"short-{blocks}", SHAPES["qwen2.5-0.5b"] | {"num_hidden_layers": blocks})
 
-    def kept(**with_):
+    def kept(blocks=8, **with_):
         sets = ["model.implementation=native", "batch.seq=256", "batch.tokens=1024", "batch.micro_tokens=1024"]
-        sets += [
-            "data.path=null",
-            "data.random=16",
-            "objective=pretrain",
-            "model.path=null",
-            "model.shape=qwen2.5-0.5b",
-        ]
-        run = golden_run(box, attention={}, sets=sets, **with_)
+        sets += ["data.path=null", "data.random=16", "objective=pretrain", "model.path=null"]
+        run = golden_run(box, attention={}, sets=[*sets, f"model.shape=short-{blocks}"], **with_)
         with supposed(run) as job:
             return track(job, 1, supposed=True).peaks["forward"]
 
     nothing, least = kept(), kept(recompute={})
     products, attention = kept(selective_recompute={}), kept(selective_recompute={"ops": "attention"})
     assert least < attention < products < nothing, (least, attention, products, nothing)
-    before, D, q, kv, F = 23, 896, 14 * 64, 2 * 64, 4864
+    before, D, q, kv, F = 7, 896, 14 * 64, 2 * 64, 4864
     # Of three products of a block, not of the fourth; of the blocks before the last, in which the peak is.
     outputs = 1024 * 4 * (q + 2 * kv + D + 2 * F)
     assert products - attention == pytest.approx(before * outputs, rel=0.02)
-    assert attention - least == pytest.approx(before * 1024 * 4 * q, rel=0.06)
+    # In the last block it is less than another block's at most; so of four blocks less.
+    fewer = kept(4, selective_recompute={"ops": "attention"}) - kept(4, recompute={})
+    each = 1024 * 4 * q
+    assert attention - least - fewer == pytest.approx(4 * each, rel=0.02)
+    assert attention - least == pytest.approx(before * each, abs=0.06 * 23 * each)
 
 
 PLANNED = [
