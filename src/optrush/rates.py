@@ -25,7 +25,7 @@ from optrush.shapes import ModelShape
 # Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; LOG.md).
 HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70
 # Attention without scores: the share at long rows, and the length at which it is half of that, for what is read and
-# written once a token counts for less in a longer row.
+# written once a token counts for less in a longer row. On a CPU it is a product as any other, half of it wasted.
 ATTENTION, HALFWAY = 0.48, 800
 ROW = 2048  # tokens of a row where nobody says how many
 MOVING = 0.92  # of a copy's rate: what operators that also compute move bytes at (the same steps)
@@ -119,7 +119,7 @@ def of(
         assert shape is not None
         alone = _calibrated(device, found, shape, T)
         return replace(alone, bytes_s=alone.bytes_s * MOVING)
-    attention = ATTENTION * T / (T + HALFWAY)
+    attention = ATTENTION * T / (T + HALFWAY) if device.kind == "cuda" else HALF_PRODUCTS / 2
     return _datasheet(device, (HALF_PRODUCTS, FLOAT32_PRODUCTS, attention, FLOAT32_PRODUCTS / 2, MEMORY, LINK))
 
 

@@ -95,8 +95,10 @@ class Setup:
         return self.rows // (self.micro_rows * self.ranks)
 
     @property
-    def span(self) -> float:  # tokens of a row, as far as an attention sees that knows the documents
-        return self.seq * (self.reach if Part.SHARING in self.owned else 1.0)
+    def span(self) -> float:
+        """Tokens of a row as far as an attention sees them that knows documents: T, but of packed rows less."""
+        packed = {Part.ROWS, Part.SHARING} <= self.owned and Part.WIDTH not in self.owned
+        return self.seq * (self.reach if packed else 1.0)
 
 
 @dataclass(frozen=True)
@@ -365,5 +367,5 @@ def gpu(technique: str, setup: Setup, capability: tuple[int, int] = (0, 0)) -> N
 def forgetful(technique: str, setup: Setup) -> Need:
     """The need of an optimizer that keeps nothing of what it rounds away."""
     found = "a technique that adds what rounding took from a weight to its next update"
-    do = "take --with stochastic-rounding, or fused-adamw"
+    do = "take --with stochastic-rounding, or --with fused-adamw"
     return Need(Part.REMAINDERS not in setup.owned, f"`{technique}` has no place for remainders", found, do)

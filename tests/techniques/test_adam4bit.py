@@ -237,10 +237,10 @@ def test_a_shard_does_what_the_whole_does(at):
             assert all(torch.equal(want[n][rows], found[n]) for n in want if n != "count"), t.name
 
 
-def test_what_it_refuses():
-    with pytest.raises(NeedsError, match="4-bit AdamW with Kahan") as error:
-        Adam4bit(trained(), OPTIM, rounding="kahan")
-    assert "no place for" in error.value.found and "--with stochastic-rounding" in error.value.do
+def test_what_it_refuses(box):
+    with pytest.raises(NeedsError, match="`adam4bit` has no place for remainders") as error:
+        plan.predict(golden_run(box, bf16={}, kahan={}, adam4bit={}), "h200")
+    assert "what rounding took" in error.value.found and "--with stochastic-rounding" in error.value.do
     cut = trained(sizes={"a": (24, 300)})
     cut[0].local = cut[0].local[:, :150]
     with pytest.raises(NeedsError, match="4-bit AdamW, whose blocks lie in whole rows"):

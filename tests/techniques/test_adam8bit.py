@@ -275,10 +275,10 @@ def test_bf16_weights_move_at_a_small_rate():
     assert share["nearest"] < 0.5 and share["stochastic"] == pytest.approx(1, abs=0.15)
 
 
-def test_what_it_refuses():
-    with pytest.raises(NeedsError, match="Kahan") as error:
-        Adam8bit(trained(), OPTIM, rounding="kahan")
-    assert "no place for" in error.value.found and "--with stochastic-rounding" in error.value.do
+def test_what_it_refuses(box):
+    with pytest.raises(NeedsError, match="`adam8bit` has no place for remainders") as error:
+        plan.predict(golden_run(box, bf16={}, kahan={}, adam8bit={}), "h200")
+    assert "what rounding took" in error.value.found and "--with stochastic-rounding" in error.value.do
     cut = trained(sizes={"a": (24, 300)})
     cut[0].local = cut[0].local[:, :150]
     with pytest.raises(NeedsError, match="whole rows") as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from collections import defaultdict
@@ -14,7 +15,7 @@ from optrush.config import dump, parse
 from optrush.data.lengths import estimate, held
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.prepare import prepare
-from optrush.technique import Numerics
+from optrush.technique import Numerics, Part
 from optrush.techniques import ALL
 
 ROOT = Path(__file__).parents[2]
@@ -222,6 +223,31 @@ def test_attention_knows_the_documents_of_a_row(tmp_path):
     assert documents.flop == pytest.approx(dense.flop / 2 / 8)
     rate = rates.of(hardware.named("h200")[0], T=256).attention[True][""]
     assert documents.seconds == pytest.approx(documents.flop / rate)
+
+
+@pytest.mark.parametrize("T", [256, 1024, 4096])
+def test_a_mask_is_never_faster(T):
+    """Of full rows: packed or not, with the mask of packed rows or without."""
+    sets = (f"batch.seq={T}", "batch.tokens=32768", "batch.micro_tokens=32768")
+
+    def speed(**with_):
+        return plan.predict(llama(*sets, bf16={}, fused_adamw={}, **with_), "h200").tokens_per_s
+
+    alone = speed(attention={"impl": "sdpa"})
+    assert alone == speed(attention={"impl": "varlen"}, packing={}) > speed(attention={"impl": "sdpa"}, packing={})
+
+
+def test_pairs_are_two_documents_and_padding_is_one():
+    """Packed, each of a pair is a document; alone in its row, what lies behind a pair is seen by itself."""
+    text = "model: {shape: llama-3.2-1b, tokenizer: t}\nobjective: dpo\ndata: {sample: recipes}\noutput: o\n"
+    run = parse(text + "batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}\n", "x")
+    lengths = estimate(run.data, run.seed, pairs=True)
+    assert held(run).reach == pytest.approx(sum(2 * (n / 2) ** 2 for n in lengths) / (2048 * sum(lengths)))
+    owned = frozenset({Part.SHARING})
+    setup = dataclasses.replace(prepare(llama()).setup, reach=held(run).reach, owned=owned)
+    assert setup.span == setup.seq
+    assert dataclasses.replace(setup, owned=owned | {Part.ROWS}).span == pytest.approx(setup.seq * setup.reach)
+    assert dataclasses.replace(setup, owned=owned | {Part.ROWS, Part.WIDTH}).span == setup.seq
 
 
 def test_packing_is_worth_what_padding_wastes():

@@ -16,7 +16,7 @@ from typing import Any
 from optrush import config
 from optrush.bench import ladder, longest, stats
 from optrush.bench.ladder import Rung
-from optrush.bench.peer import FEW
+from optrush.bench.peer import UNCOMPARED
 from optrush.bench.record import Record, Verdict
 from optrush.bench.stats import Figures
 from optrush.bench.written import Ladder
@@ -169,7 +169,7 @@ def unlike(theirs: Mapping[str, Any], ours: Mapping[str, Any], alike: bool) -> I
         alike: both begin from the same weights.
     """
     for name, value in ours.get("seen", {}).items():
-        if name != FEW and (found := theirs["seen"].get(name)) != value:
+        if name != UNCOMPARED and (found := theirs["seen"].get(name)) != value:
             yield f"not the same work: {name} {found or 'unknown'}, ours {value}"
     whole = theirs["fill"] == ours.get("fill") == 1  # else the same documents lie in other steps
     pair = [r["losses"][0] if r.get("losses") else None for r in (theirs, ours)]

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 Weights = Literal["float32", "bfloat16"]
 Adapter = Literal["lora", "qlora"]
-LITTLE, FEW = 1e-3, "not compared"  # a type that so few of the values have is no other precision
+LITTLE = 1e-3  # a type that so few of the values have is no other precision: see `facts`
+UNCOMPARED = "not compared"
 # Of every linear of the blocks, as `lora` adapts them.
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -157,11 +158,11 @@ class Work:
 
 
 def facts(count: int, weights: Iterable[Any], states: Iterable[Any]) -> dict[str, str]:
-    """What two systems must have in common, in words; and, under FEW, what of theirs need not be.
+    """What two systems must have in common, in words; and, UNCOMPARED, types that hardly any value has.
 
     Args:
         count: trained values.
-        states: of the optimizer; single values (counts of steps) say nothing and are left out.
+        states: of the optimizer, the scales of codes too; single values (counts of steps) say nothing and are left out.
     """
     found, few = {"trained parameters": f"{count:,}"}, list[str]()
     for name, tensors in (("weights", weights), ("optimizer states", states)):
@@ -172,4 +173,4 @@ def facts(count: int, weights: Iterable[Any], states: Iterable[Any]) -> dict[str
         most = {dtype for dtype, n in values.items() if n >= LITTLE * values.total()}
         found[name] = ", ".join(sorted(most))
         few += [f"{n:,} {dtype} {name}" for dtype, n in sorted(values.items()) if dtype not in most]
-    return {**found, **({FEW: ", ".join(few)} if few else {})}
+    return {**found, **({UNCOMPARED: ", ".join(few)} if few else {})}

@@ -22,7 +22,7 @@ class Held(NamedTuple):
     """What rows of T slots hold, by estimate."""
 
     padding: float  # share of the slots that hold no token, where a row holds one document
-    reach: float  # a token's document as a share of T, on average over the tokens
+    reach: float  # a token's document as a share of T, on average over the tokens; a pair is two documents
 
 
 def held(run: Run) -> Held:
@@ -37,7 +37,8 @@ def held(run: Run) -> Held:
     lengths = [min(n, T) for n in estimate(run.data, run.seed, pairs=run.objective == "dpo")]
     if not any(lengths):
         return Held(0.0, 1.0)
-    return Held(1 - sum(lengths) / (T * len(lengths)), sum(n * n for n in lengths) / (T * sum(lengths)))
+    reach = sum(n * n for n in lengths) / (T * sum(lengths))
+    return Held(1 - sum(lengths) / (T * len(lengths)), reach / 2 if run.objective == "dpo" else reach)
 
 
 def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:

@@ -42,10 +42,6 @@ class Adam8bit:
         seed: int = 0,
         zeros: Zeros = zeros_beside,
     ) -> None:
-        if rounding == "kahan":
-            found = "it keeps what rounding took from a weight, which this optimizer has no place for"
-            asked = f"{self.codes.bits}-bit AdamW with Kahan summation"
-            raise NeedsError(asked, found, "take --with stochastic-rounding, or fused-adamw")
         self.trained = list(trained)
         self.rounding: Rounding = rounding
         kinds: dict[tuple[bool, torch.dtype], list[int]] = {}

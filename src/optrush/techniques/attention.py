@@ -75,9 +75,11 @@ class Attention(Technique):
             why = "the mask of packed rows, T a slot"
             values = setup.blocks * setup.seq
             yield add(Line("saved.mask", why, values, "product", "saved", True, setup.blocks))
+            yield live("*.scores", "whole scores, where the mask lets nothing through too", unit="attention")
         else:
             yield live("saved.spread", "the kernel groups the query heads itself", gone=True)
-            why = "the half behind the diagonal is skipped, and what lies between documents"
+            between = ", and what lies between documents" if setup.span < setup.seq else ""
+            why = f"the half behind the diagonal is skipped{between}"
             yield live("*.scores", why, times=0.5 * setup.span / setup.seq, unit="attention")
 
     def packages(self) -> tuple[tuple[str, str], ...]:
