@@ -53,6 +53,25 @@ SAME = {
 }
 
 
+def first_page() -> str:
+    """Other systems in turn with ours where they did the same work, then the ladder."""
+    rows = [
+        "Ours and other systems in turn, one NVIDIA H200, one run each in its own process: the same data, precision",
+        "and trained parameters ([all of it](docs/ladder.md#measured-the-fastest-set-and-other-systems)).",
+        "",
+        "| case | system | tokens/s: ours | theirs | ours / theirs | peak GiB: ours | theirs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for records in (read(ROOT / folder) for folder in FASTEST):
+        by_name = {r.rung: r for r in records}
+        for ours, r in ((by_name.get(r.since or ""), r) for r in records if r.peer and not r.red):
+            if ours and ours.tokens_per_s and ours.peak_bytes and r.tokens_per_s and r.peak_bytes:
+                speeds = f"{ours.tokens_per_s:,.0f} | {r.tokens_per_s:,.0f} | {ours.tokens_per_s / r.tokens_per_s:.2f}"
+                peaks = f"{ours.peak_bytes / GIB:.1f} | {r.peak_bytes / GIB:.1f}"
+                rows.append(f"| {r.case} | {r.rung} | {speeds} | {peaks} |")
+    return "\n".join([*rows, "", "What each optimisation is worth, alone:", "", table()])
+
+
 def table() -> str:
     """The ladder, a row a rung; beside it the plain loop, and what was predicted."""
     records = read(ROOT / LADDER)
@@ -212,7 +231,7 @@ def _red(records: list[Record]) -> list[str]:
     return [line for reason, names in reasons.items() for line in ("", f"Red, {' and '.join(names)}: {reason}.")]
 
 
-PAGES = {"README.md": table, "docs/data.md": layouts, "docs/ladder.md": fastest, "docs/plan.md": accuracy}
+PAGES = {"README.md": first_page, "docs/data.md": layouts, "docs/ladder.md": fastest, "docs/plan.md": accuracy}
 
 
 def written(name: str) -> str:

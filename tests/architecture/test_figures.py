@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
     ("page", "rung"),
     [
         ("README.md", "| float32, eager |"),
+        ("README.md", "| 1b-amp-2048 | torchtitan |"),
         ("docs/data.md", "| padded to the longest |"),
         ("docs/ladder.md", "| torchtitan |"),
         ("docs/plan.md", "| rows | T=8192 |"),
