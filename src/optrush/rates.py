@@ -29,6 +29,7 @@ HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70
 ATTENTION, HALFWAY = 0.48, 800
 ROW = 2048  # tokens of a row where nobody says how many
 MOVING = 0.92  # of a copy's rate: what operators that also compute move bytes at (the same steps)
+FLASH2 = 0.54  # of attention's rate from Hopper on, for which that kernel was not written (h200-operators)
 EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of Ada, Hopper and Blackwell
 # To pinned memory of the host, by the major capability: PCI Express x16 of that generation's datasheets, one direction,
 # times a share that is assumed, not measured.
@@ -63,9 +64,9 @@ class Rates:
 
     def flop_s(self, work: Work, narrow: bool) -> float:
         """Of a piece of work."""
-        table = (self.attention if work.unit == "attention" else self.products)[narrow]
+        table = (self.attention if work.unit in ("attention", "flash2") else self.products)[narrow]
         rate = table.get(work.name) or table[""]
-        return rate * EIGHT if work.unit == "product8" else rate
+        return rate * {"product8": EIGHT, "flash2": FLASH2}.get(work.unit, 1.0)
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ def _part(work: Work) -> str:
         return "optimizer"
     if work.name.startswith("head."):
         return "head"
-    if work.unit == "attention" or ".scores" in work.name:
+    if work.unit in ("attention", "flash2") or ".scores" in work.name:
         return "attention"
     return "products" if work.flop else "elementwise"
 
