@@ -271,11 +271,14 @@ def phases(mark: Callable[[str], None], job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def supposed(run: Any, classes: Sequence[type[Technique]] = ALL) -> Iterator[Job]:
+def supposed(run: Any, classes: Sequence[type[Technique]] = ALL, *, kernels: bool = True) -> Iterator[Job]:
     """A job whose tensors have shapes and no bytes, valid inside the context: any model, in seconds.
 
     No value is ever made: weights are not drawn, the adapter is taken without its probe, and transformers is told
     that rows hold one document each unless the run packs.
+
+    Args:
+        kernels: rounded updates allocate nothing, as those of a GPU; else what a CPU's loop allocates.
     """
     materialise = assemble.materialise
     with ExitStack() as stack:
@@ -287,8 +290,8 @@ def supposed(run: Any, classes: Sequence[type[Technique]] = ALL) -> Iterator[Job
         stack.enter_context(mock.patch.object(assemble, "load", _unfilled))
         stack.enter_context(mock.patch.object(assemble, "materialise", without_bytes))
         stack.enter_context(mock.patch("torch.nn.Module.to_empty", _to_empty))
-        # The kernel that a GPU has in its place allocates nothing either.
-        stack.enter_context(mock.patch.object(adamw_update.Loop, "__call__", return_value=None))
+        if kernels:
+            stack.enter_context(mock.patch.object(adamw_update.Loop, "__call__", return_value=None))
         if "packing" not in run.with_:  # it reads the positions' values to find that out
             single = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
             stack.enter_context(single)
