@@ -26,7 +26,8 @@ class Held(NamedTuple):
 
 
 def held(run: Run) -> Held:
-    """
+    """Of the run's data; where lengths cannot be told, rows are taken to be full of one document.
+
     Raises:
         DataError: a local file is not there.
     """
