@@ -250,14 +250,6 @@ def test_a_kernel_for_older_devices_is_slower_on_newer_ones():
     assert not any(s.with_.get("attention") == {"impl": "varlen"} for s in found.settings)
 
 
-def test_on_a_cpu_a_mask_costs_nothing():
-    """Whose kernel makes the scores behind the diagonal too."""
-    alone, packed = (plan.predict(llama(fused_adamw={}, attention={}, **more), "cpu") for more in ({}, {"packing": {}}))
-    assert alone.tokens_per_s is not None
-    times = [next(e.seconds for e in p.work if e.name == "forward.scores") for p in (alone, packed)]
-    assert times[0] == pytest.approx(times[1])
-
-
 def test_pairs_are_two_documents_and_padding_is_one():
     """Packed, each of a pair is a document; alone in its row, what lies behind a pair is seen by itself."""
     text = "model: {shape: llama-3.2-1b, tokenizer: t}\nobjective: dpo\ndata: {sample: recipes}\noutput: o\n"

@@ -76,8 +76,7 @@ class Attention(Technique):
             why = "the mask of packed rows, T a slot"
             values = setup.blocks * setup.seq
             yield add(Line("saved.mask", why, values, "product", "saved", True, setup.blocks))
-            if setup.device.kind == "cuda":  # a CPU's kernel makes all scores with and without a mask
-                yield live("*.scores", "whole scores, where the mask lets nothing through too", unit="attention")
+            yield live("*.scores", "whole scores, where the mask lets nothing through too", unit="attention")
         else:
             yield live("saved.spread", "the kernel groups the query heads itself", gone=True)
             between = ", and what lies between documents" if setup.span < setup.seq else ""
