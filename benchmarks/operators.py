@@ -2,7 +2,7 @@
 
 usage: operators.py GROUP... [--seconds S] [--rounds R] [--rest S] [--rows N] [--only TEXT]... [--jobs J]
 
-    head       linear and cross-entropy, forward and backward
+    head       linear and cross-entropy, forward and backward; its first product tile by tile
     feed       the gated product and its backward pass, tile by tile, and what these kernels replace
     products   each linear, forward and both gradients: cuBLAS, and QuACK tile by tile
     attention  causal rows, forward and backward
@@ -38,8 +38,9 @@ from torch import Tensor
 from optrush.bench import environment
 from optrush.calibrate import HEAD_TOKENS
 from optrush.data.batch import IGNORE, Documents
-from optrush.kernels import libraries, nll, swiglu, swiglu_quack
+from optrush.kernels import exponents, nll, swiglu, swiglu_quack
 from optrush.kernels.attention import ATTENTIONS
+from optrush.kernels.liger import liger
 from optrush.rates import linears
 from optrush.shapes import SHAPES, ModelShape
 from optrush.technique import library
@@ -47,6 +48,7 @@ from optrush.technique import library
 FED = (("llama-3.2-1b", 32768), ("llama-3.1-8b", 4096), ("llama-3.1-8b", 16384))  # model, rows
 ATTENDED = (("llama-3.2-1b", 16, 2048), ("llama-3.2-1b", 8, 4096), ("llama-3.2-1b", 4, 8192), ("llama-3.1-8b", 4, 4096))
 CHUNKS, COPIED_BYTES = (4096, 8192), 1 << 30  # rows of the loss
+EXPONENTS = ((256, False), (192, False), (192, True), (128, False), (128, True))  # columns of a tile, groups in turns
 SCALES = {"weight": 0.02, "grad": 1e-3}  # of random values; 1 of others
 # QuACK's kernels: the tile, whether two groups of warps share or alternate, the cluster, and the order of the tiles.
 TILES = [f"{tile}-cooperative" for tile in ("128x256", "256x128", "256x192", "128x224")]
@@ -110,19 +112,27 @@ def head(rows: int, V: int, D: int) -> Iterator[Operator]:
         both = lambda hidden, weight, labels: torch.autograd.grad(loss(hidden, weight, labels), (hidden, weight))
         return Operator("loss", impl, f"head-{D}", shape, operands, both, work, kernel=kernel)
 
-    def own(chunk: int, tile: int, *operands: Tensor) -> Any:
+    def library(*operands: Tensor) -> Any:
         from quack.linear_cross_entropy import scaled_exp_linear_cross_entropy
 
-        return scaled_exp_linear_cross_entropy(*operands, chunk, IGNORE, "sum", tile)
+        return scaled_exp_linear_cross_entropy(*operands, rows, IGNORE, "sum")
+
+    def first(columns: int, turns: bool, *operands: Tensor) -> Tensor:
+        from optrush.kernels.exponents_quack import product
+
+        return product(*operands, columns=columns, turns=turns)
 
     for chunk in CHUNKS:
         yield made(f"chunked-{chunk}", nll.Chunked(chunk=chunk))
         yield made(f"chunked-compiled-{chunk}", nll.Chunked(chunk=chunk).compiled("default"))
-    yield made("liger", partial(libraries.liger, chunk=0))
-    for chunk in dict.fromkeys(libraries.even(rows, D, most) for most in CHUNKS):
-        yield made(f"quack-{chunk}", partial(libraries.quack, chunk=chunk), "loss")
-        for tile in (width for width in (192, 256) if V % width == 0):  # of its first product
-            yield made(f"quack-{chunk}-own-{tile}", partial(own, chunk, tile), f"loss {tile}")
+        yield made(f"quack-{chunk}", partial(exponents.quack, chunk=chunk), "loss")
+    yield made("liger", partial(liger, chunk=0))
+    yield made("quack-library", library, "library")
+    of_first = lambda values: (values("x", rows, D), values("weight", V, D), torch.zeros(rows), values("e", rows, V))
+    for columns, turns in ((c, t) for c, t in EXPONENTS if V % c == 0):
+        impl, sizes = f"quack-{columns}{'-turns' * turns}", {"rows": rows, "V": V, "D": D}
+        said: Figures = {"function": partial(first, columns, turns), "flop": 2.0 * rows * V * D, "kernel": impl}
+        yield Operator("exponents", impl, f"head-{D}", sizes, of_first, **said)
 
 
 def feed(case: str, shape: ModelShape, rows: int) -> Iterator[Operator]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optrush.errors import NeedsError
-from optrush.kernels import cross_entropy, libraries
+from optrush.kernels import cross_entropy, exponents
 from optrush.kernels.cross_entropy import Reduce
 
 
@@ -79,9 +79,9 @@ class Chunked(_Kernel):
 
 @dataclass(frozen=True)
 class Package(_Kernel):
-    """A kernel library's sum in training; evaluation, which makes no gradients, as `Chunked`."""
+    """A sum with its gradients in training; evaluation, which makes no gradients, as `Chunked`."""
 
-    function: Callable[[Tensor, Tensor, Tensor, int], Tensor] = libraries.quack  # hidden, weight, labels, chunk
+    function: Callable[[Tensor, Tensor, Tensor, int], Tensor] = exponents.quack  # hidden, weight, labels, chunk
     chunk: int = 4096
 
     @cached_property

@@ -94,7 +94,8 @@ class FusedLoss(Technique):
     def loss(self, job: Job) -> int:
         import torch
 
-        from optrush.kernels import libraries
+        from optrush.kernels.exponents import quack
+        from optrush.kernels.liger import liger
         from optrush.kernels.nll import Chunked, Package
 
         head = job.model.head
@@ -112,6 +113,6 @@ class FusedLoss(Technique):
                 raise NeedsError(f"`{asked}`", f"a vocabulary of {V}, no multiple of 128", "take impl=chunked")
             if job.precision == torch.float16:
                 raise NeedsError(f"`{asked}`", "products in fp16", "take bf16, or impl=chunked")
-        head.nll = Package(function=getattr(libraries, self.impl), chunk=self.chunk)
+        head.nll = Package(function={"quack": quack, "liger": liger}[self.impl], chunk=self.chunk)
         job.notes.append("fused-loss: evaluation, which needs no gradients, goes through the chunked kernel")
         return 1

@@ -1,0 +1,35 @@
+"""The product of exponents.py: QuACK's, with an epilogue that exponentiates. Imported on CUDA only.
+
+Its own module, for QuACK finds an epilogue again by where it is defined.
+"""
+# Epilogues are no Python functions: they are traced, value by value.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
+
+from __future__ import annotations
+
+import torch
+from quack.epilogue.frontend import gemm_epilogue
+from quack.epilogue.math import pexp2
+from quack.epilogue.ops import ColVecLoad, ColVecReduce
+from torch import Tensor
+
+from optrush.kernels.exponents import LOG2E
+
+ROWS = 128  # of a tile
+
+
+@gemm_epilogue(ops={"offset": ColVecLoad("offset")}, reduces={"sums": ColVecReduce("sums")})
+def _exponents(acc, offset):
+    e = pexp2(acc * LOG2E - offset)
+    return {"D": e, "sums": e}
+
+
+def product(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor, columns: int = 0, turns: bool = False) -> Tensor:
+    """As `exponents.exponents` says; `columns` of a tile, and whether groups of warps take turns, are for measuring."""
+    columns = columns or (256 if len(weight) % 256 == 0 else 128)  # a part of a tile would be summed as well
+    sums = torch.empty(len(x), len(weight) // columns, dtype=torch.float32, device=x.device)
+    rows = 256 if columns < 256 and not turns else ROWS
+    operands = {"offset": offset, "sums": sums}
+    _exponents.gemm(x, weight, out, epi_args=operands, tile_M=rows, tile_N=columns, cluster_M=2, pingpong=turns)
+    return sums

@@ -1,0 +1,86 @@
+"""The kernels of exponents.py that go by rows, in Triton. Imported on CUDA only."""
+
+# Kernels are no Python functions: their arguments are typed by what is launched.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from optrush.data.batch import IGNORE
+
+BLOCK = 2048
+
+
+@triton.jit
+def _offsets(x, weight, labels, out, D, LOG2E, SHIFT, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    learnt = label != IGNORE
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, D, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        there = (at < D) & learnt
+        values = tl.load(x + row * D + at, mask=there, other=0.0).to(tl.float32)
+        total += values * tl.load(weight + label * D + at, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + row, tl.where(learnt, tl.sum(total) * LOG2E + SHIFT, float("inf")))
+
+
+def offsets(x: Tensor, weight: Tensor, labels: Tensor, log2e: float, shift: float) -> Tensor:
+    """As `exponents.offsets` says."""
+    assert x.is_contiguous() and weight.is_contiguous()
+    n, D = x.shape
+    out = torch.empty(n, dtype=torch.float32, device=x.device)
+    _offsets[(n,)](x, weight, labels, out, D, log2e, shift, IGNORE=IGNORE, BLOCK=BLOCK)
+    return out
+
+
+@triton.jit
+def _settle(
+    e, sums, labels, losses, inverse, V, parts, SHIFT, UP, LN2, IGNORE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    learnt = label != IGNORE
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, parts, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(sums + row * parts + at, mask=at < parts, other=0.0)
+    s = tl.sum(total)
+    # The sum of two large numbers of which little is left would lose digits.
+    nats = tl.where(s < 1.0, tl.log2(s * UP), tl.log2(s) + SHIFT) * LN2
+    tl.store(losses + row, tl.where(learnt, nats, 0.0))
+    tl.store(inverse + row, tl.where(learnt, 1.0 / s, 0.0))
+    tl.store(e + row * V + label, (1.0 / UP - s).to(e.dtype.element_ty), mask=learnt)
+
+
+def settle(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse: Tensor, shift: float) -> None:
+    """As `exponents.settle` says."""
+    assert e.is_contiguous() and sums.is_contiguous() and losses.is_contiguous() and inverse.is_contiguous()
+    (n, V), ln2 = e.shape, 0.6931471805599453
+    _settle[(n,)](
+        e, sums, labels, losses, inverse, V, sums.shape[1], shift, 2.0**shift, ln2, IGNORE=IGNORE, BLOCK=1024
+    )  # fmt: skip
+
+
+@triton.jit
+def _rows_scaled(x, rows, factor, out, D, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    of_row = tl.load(rows + row)
+    by = of_row * tl.load(factor)
+    for start in range(0, D, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(x + row * D + at, mask=at < D, other=0.0).to(tl.float32)
+        tl.store(out + row * D + at, tl.where(of_row == 0.0, 0.0, values * by), mask=at < D)
+
+
+def rows_scaled(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """As `exponents.rows_scaled` says."""
+    assert x.is_contiguous() and out.is_contiguous() and factor.dtype == torch.float32
+    if len(x):
+        _rows_scaled[(len(x),)](x, rows, factor, out, x.shape[1], BLOCK=BLOCK)
+    return out
