@@ -1,6 +1,6 @@
 """What single operators cost on a hot GPU, in time, power and energy: where power bounds a step, time alone misleads.
 
-usage: operators.py GROUP... [--seconds S] [--rounds R] [--rest S] [--rows N] [--only TEXT]... [--jobs J]
+usage: operators.py GROUP... [--seconds S] [--rounds R] [--rest S] [--rows N] [--only PATTERN]... [--jobs J]
 
     head       linear and cross-entropy, forward and backward; its first product tile by tile
     feed       the gated product and its backward pass, tile by tile, and what these kernels replace
@@ -10,8 +10,8 @@ usage: operators.py GROUP... [--seconds S] [--rounds R] [--rest S] [--rows N] [-
 
 --rest lets the device idle so long before each round, and heats nothing before: figures of a cool device, at clocks
 that no training keeps, as libraries publish them. --rows gives head, feed and products other rows; --only keeps
-operators with TEXT in `case operator impl`; J processes compile. A line about the machine, then one an operator as soon
-as it is known (benchmarks/README.md).
+operators in whose `case operator impl` the regular expression is found; J processes compile. A line about the machine,
+then one an operator as soon as it is known (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import ctypes
 import itertools
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -355,7 +356,9 @@ def main() -> None:
     a = parser.parse_args()
     if a.rest < 0 or not all(figure > 0 for figure in (a.seconds, a.rounds, a.jobs, 1 if a.rows is None else a.rows)):
         sys.exit("wanted: more than 0 of each, and --rest of 0 at least")
-    asked = [[o for o in case if all(t in o.name for t in a.only)] for g in a.groups for case in cases(a.rows)[g]]
+    asked = [
+        [o for o in case if all(re.search(t, o.name) for t in a.only)] for g in a.groups for case in cases(a.rows)[g]
+    ]
     if not any(asked):
         sys.exit(f"wanted: an operator of {' '.join(a.groups)} with {' and '.join(a.only)} in its name")
     if not torch.cuda.is_available():

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from optrush.kernels.exponents import LOG2E
 
-ROWS = 128  # of a tile
-
 
 @gemm_epilogue(ops={"offset": ColVecLoad("offset")}, reduces={"sums": ColVecReduce("sums")})
 def _exponents(acc, offset):
@@ -25,11 +23,17 @@ def _exponents(acc, offset):
     return {"D": e, "sums": e}
 
 
+def tile(V: int) -> tuple[int, bool]:
+    """Columns of a tile, and whether groups of warps take turns. A part of a tile would be summed as well."""
+    return (192 if V % 192 == 0 else 128), True
+
+
 def product(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor, columns: int = 0, turns: bool = False) -> Tensor:
-    """As `exponents.exponents` says; `columns` of a tile, and whether groups of warps take turns, are for measuring."""
-    columns = columns or (256 if len(weight) % 256 == 0 else 128)  # a part of a tile would be summed as well
+    """As `exponents.exponents` says; by another than `tile`'s for who measures."""
+    if not columns:
+        columns, turns = tile(len(weight))
     sums = torch.empty(len(x), len(weight) // columns, dtype=torch.float32, device=x.device)
-    rows = 256 if columns < 256 and not turns else ROWS
+    rows = 256 if columns < 256 and not turns else 128
     operands = {"offset": offset, "sums": sums}
     _exponents.gemm(x, weight, out, epi_args=operands, tile_M=rows, tile_N=columns, cluster_M=2, pingpong=turns)
     return sums
