@@ -246,7 +246,7 @@ def fake_quack(monkeypatch):
 def test_kernels_of_a_library_are_asked_for_the_same_as_torch(operators, fake_quack):
     made, values = [o for o in small(operators) if "attention" not in o.operator], cache(operators.drawn)
     wanted = {o.operator: o for o in made if o.impl in ("chunked-4096", "cublas", "cublas+triton")}
-    asked = [o for o in made if o.impl.startswith("quack-")]
+    asked = [o for o in made if o.impl.startswith("quack-") and o.operator != "exponents"]
     for o in asked:
         results = []
         for each in (wanted[o.operator], o):
