@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from optrush.errors import NeedsError
 from optrush.frozen import EMBEDDING, HEAD, last, named, whole
+from optrush.kernels.products import By
 from optrush.model.decoder import Linear
 from optrush.model.weights import Filler, Recipe, Shape
 
@@ -49,6 +50,8 @@ class Beside(nn.Module, ABC):
     The rows of a linear are `groups` groups of its pieces; its chosen rows are the same without the pieces that have no
     adapter.
     """
+
+    by: By = "cublas"  # who multiplies by a weight that is a matrix
 
     def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: Switch) -> None:
         """modules: Hugging Face's, one a piece; names: the last parts of those that are chosen."""

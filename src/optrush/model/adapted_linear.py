@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optrush.kernels.add_product import add_product
+from optrush.kernels.products import By, add_product
 from optrush.model.quantised import Layout, unpacked
 
 
@@ -25,13 +25,13 @@ def dense(layout: Layout | None, parts: Sequence[Tensor], dtype: torch.dtype, us
 
 
 def linear(
-    x: Tensor, a: Tensor, u: Tensor, bias: Tensor | None, layout: Layout | None, parts: Sequence[Tensor]
+    x: Tensor, a: Tensor, u: Tensor, bias: Tensor | None, layout: Layout | None, parts: Sequence[Tensor], by: By
 ) -> Tensor:
     """x (..., D), A (r, D), U (rows, r), bias (rows,) or None, the weight's layout and parts -> (..., rows).
 
-    All of one type; the weight has no gradient.
+    All of one type; the weight has no gradient. by: who multiplies by the weight.
     """
-    y: Tensor = _Linear.apply(x.flatten(0, -2), a, u, bias, layout, *parts)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x.flatten(0, -2), a, u, bias, layout, by, *parts)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
@@ -39,12 +39,12 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         """Not by name: see `quantised._Product`."""
-        x, a, u, bias, layout, *parts = given
-        ctx.layout = layout
+        x, a, u, bias, layout, by, *parts = given
+        ctx.layout, ctx.by = layout, by
         with torch.autocast(x.device.type, enabled=False):
             z = x @ a.t()
             y = F.linear(z, u, bias)
-            add_product(y, x, dense(layout, parts, x.dtype, "forward").t())
+            add_product(y, x, dense(layout, parts, x.dtype, "forward").t(), by)
         ctx.save_for_backward(x, z, a, u, *parts)
         return y
 
@@ -56,8 +56,8 @@ class _Linear(torch.autograd.Function):
             d_z = grad @ u  # (N, r)
             if ctx.needs_input_grad[0]:
                 d_x = d_z @ a
-                add_product(d_x, grad, dense(ctx.layout, parts, grad.dtype, "backward"))
+                add_product(d_x, grad, dense(ctx.layout, parts, grad.dtype, "backward"), ctx.by)
             if ctx.needs_input_grad[3]:
                 d_bias = grad.sum(0)
             d_a, d_u = d_z.t() @ x, grad.t() @ z
-        return d_x, d_a, d_u, d_bias, None, *[None] * len(parts)
+        return d_x, d_a, d_u, d_bias, None, None, *[None] * len(parts)

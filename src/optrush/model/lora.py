@@ -65,7 +65,8 @@ class Lora(Beside):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         low_rank, base = self.low_rank(dtype), self._base(weight, dtype)
         if low_rank is not None and base is not None:
-            return adapted_linear.linear(x.to(dtype), *low_rank, None if bias is None else bias.to(dtype), *base)
+            bias = None if bias is None else bias.to(dtype)
+            return adapted_linear.linear(x.to(dtype), *low_rank, bias, *base, self.by)
         y = self.inner(x, weight, None if self.s.dora else bias)
         low = F.dropout(x.to(y.dtype), self.s.dropout, self.training) if self.s.dropout else x.to(y.dtype)
         h = F.linear(low, self.a.to(y.dtype)).flatten(0, -2)  # (N, n r)

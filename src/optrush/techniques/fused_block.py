@@ -23,7 +23,8 @@ class FusedBlock(Technique):
     triton: a kernel between the products. Backward it reads gate, up and the incoming gradient, and writes gradients
         of both and the activation itself, which the down product's weight gradient wants: so it was not kept.
     quack: the same in the epilogues of the products before and after, by the package quack-kernels; bf16 on Hopper.
-        Low-rank adapters of frozen linears, dense or stored in fewer bits, are further columns of these products.
+        Low-rank adapters of frozen linears, dense or stored in fewer bits, are further columns of these products. The
+        others of this part, and of linears with such adapters, are by its kernel, too, but for gradients of weights.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
     Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes.
@@ -116,6 +117,7 @@ def _in_products(blocks: Sequence[Any]) -> int:
         NeedsError: linears that they cannot do.
     """
     from optrush.kernels import swiglu_quack
+    from optrush.kernels.products import ALIGNED
     from optrush.model import adapted_feed
 
     linears = [linear for block in blocks for linear in (block.gate_up, block.down)]
@@ -128,6 +130,9 @@ def _in_products(blocks: Sequence[Any]) -> int:
         raise NeedsError("`fused-block:impl=quack`", found, "take impl=triton")
     for block in blocks:
         block.feed = feed
+        for linear in (block.qkv, block.o):
+            if linear.adapter is not None and linear.in_features % ALIGNED == linear.out_features % ALIGNED == 0:
+                linear.adapter.by = "quack"
     return len(blocks)
 
 
