@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optrush.data.batch import Documents
-from optrush.kernels import attention, cross_entropy, exponents, norm, products, rotation, store, swiglu
+from optrush.kernels import attention, cross_entropy, exponents, norm, rotation, store, swiglu
 from optrush.kernels.liger import liger
 from optrush.kernels.scaled import scaled
 from optrush.model.adapted import Switch, place
@@ -51,42 +51,25 @@ def test_feed_forward_in_the_products(compiled, autocast):
     torch.manual_seed(0)
     D, F, N = 256, 384, 200
     layers = [torch.nn.Linear(D, 2 * F, bias=False).cuda(), torch.nn.Linear(F, D, bias=False).cuda()]
-    x, stream = (torch.randn(2, N, D, device="cuda", requires_grad=True) for _ in range(2))
+    x = torch.randn(2, N, D, device="cuda", requires_grad=True)
     g = torch.randn(2, N, D, device="cuda")
-    inputs = [x, stream, *(layer.weight for layer in layers)]
-    want = swiglu.gated(x, *layers, stream)
+    inputs = [x, *(layer.weight for layer in layers)]
+    want = swiglu.gated(x, *layers)
     wants = torch.autograd.grad(want, inputs, g)
     if not autocast:
         layers = [layer.bfloat16() for layer in layers]
-        inputs = [*(t.detach().bfloat16().requires_grad_() for t in (x, stream)), *(layer.weight for layer in layers)]
+        inputs = [x.detach().bfloat16().requires_grad_(), *(layer.weight for layer in layers)]
 
-    def feed(x, stream):
-        return swiglu_quack.feed(x, *layers, stream)
+    def feed(x):
+        return swiglu_quack.feed(x, *layers)
 
     run = torch.compile(feed, fullgraph=True, dynamic=False) if compiled else feed
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        got = run(*inputs[:2])
+        got = run(inputs[0])
     grads = torch.autograd.grad(got, inputs, g.to(got.dtype))
     assert off(got, want) < 2e-2
     for one, other, given in zip(grads, wants, inputs, strict=True):
         assert one.dtype == given.dtype and off(one, other) < 2e-2
-
-
-@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("n", "k", "m"), [(200, 256, 384), (1000, 4096, 128), (512, 512, 512), (0, 64, 64)])
-def test_products(dtype, n, k, m):
-    """By both layouts of the right factor, of rows with something behind them; into what is added to, and not."""
-    torch.manual_seed(0)
-    a, b, wide = (torch.randn(*s, device="cuda").to(dtype) for s in ((n, k), (k, m), (m, k + 64)))
-    to = torch.randn(n, m, device="cuda").to(dtype)
-    for right in (b, wide[:, :k].t()):
-        want = a.float() @ right.float()
-        assert off(products.product(a, right, None), want) < 3e-3 or not n
-        assert off(products.product(a, right, to), want + to.float()) < 3e-3 or not n
-        y = to.clone()
-        products.add_product(y, a, right, "quack")
-        assert torch.equal(y, products.product(a, right, to))
 
 
 def adapted(width, pieces, groups, modules, names, rank):
@@ -146,14 +129,12 @@ def test_adapters_in_the_products(compiled, autocast, packed, names, rank):
             layer.weight.data = layer.weight.data.bfloat16()
         assert adapted_feed.fits(layer)
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
-    stream = torch.randn(2, N, D, device="cuda")
-    want = swiglu.gated(x, *wide, stream)
+    want = swiglu.gated(x, *wide)
     wants = torch.autograd.grad(want, given(x, wide), g)
     inputs = given(x if autocast else x.detach().bfloat16().requires_grad_(), ours)
-    stream = stream.bfloat16()
 
     def feed(x):
-        return adapted_feed.feed(x, *ours, stream)
+        return adapted_feed.feed(x, *ours)
 
     run = torch.compile(feed, fullgraph=True, dynamic=False) if compiled else feed
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):

@@ -23,17 +23,17 @@ ALIGNED = 8  # values: QuACK's loads want rows that begin at 16 bytes
 
 
 @torch.library.custom_op("optrush::product", mutates_args=())
-def product(a: Tensor, b: Tensor, to: Tensor | None) -> Tensor:
-    """a (N, K) @ b (K, M), added to `to`; 16-bit and by QuACK on CUDA. No gradient: for inside of a Function."""
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a (N, K) @ b (K, M), 16-bit and by QuACK on CUDA. No gradient: for inside of a Function."""
     if not a.is_cuda:
-        return a @ b if to is None else torch.addmm(to, a, b)
+        return a @ b
     y = a.new_empty(len(a), b.shape[1])
-    _quack(y, a, b, to)
+    _quack(y, a, b, None)
     return y
 
 
 @product.register_fake
-def _(a: Tensor, b: Tensor, to: Tensor | None) -> Tensor:
+def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(len(a), b.shape[1])
 
 
@@ -56,7 +56,6 @@ def _quack(y: Tensor, a: Tensor, b: Tensor, to: Tensor | None) -> None:
     from quack.gemm_interface import gemm_tuned
 
     if y.numel():
-        to = to if to is None or to is y else _loaded(to)
         gemm_tuned.fn(_loaded(a), _loaded(b), y, to, config=_tile(), dynamic_scheduler=True)
 
 

@@ -20,26 +20,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def gated(x: Tensor, gate_up: nn.Module, down: nn.Module, stream: Tensor | None = None) -> Tensor:
-    """x (..., D) -> down(silu(gate) * up) (..., D), where gate_up(x) is (..., F, 2); added to `stream`, if any."""
+def gated(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+    """x (..., D) -> down(silu(gate) * up) (..., D), where gate_up(x) is (..., F, 2)."""
     pairs: Tensor = gate_up(x)
     gate, up = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)  # (..., F)
     out: Tensor = down(F.silu(gate) * up)
-    return out if stream is None else stream + out
+    return out
 
 
-def activated(x: Tensor, gate_up: nn.Module, down: nn.Module, stream: Tensor | None = None) -> Tensor:
+def activated(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """As `gated`, with one kernel each way; `down` may be any module, and keeps its input."""
     out: Tensor = down(_Gated.apply(gate_up(x)))  # type: ignore[no-untyped-call]
-    return out if stream is None else stream + out
+    return out
 
 
-def fused(x: Tensor, gate_up: nn.Module, down: nn.Module, stream: Tensor | None = None) -> Tensor:
+def fused(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """As `gated`, for a `down` that is a matrix and nothing else: its input is not kept."""
     pairs: Tensor = gate_up(x)
     # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
     out: Tensor = _Down.apply(pairs, down.weight.to(pairs.dtype))  # type: ignore[no-untyped-call]
-    return out if stream is None else stream + out
+    return out
 
 
 class _Gated(torch.autograd.Function):

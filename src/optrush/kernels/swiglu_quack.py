@@ -20,35 +20,33 @@ from torch import Tensor, nn
 from optrush.kernels.products import product
 
 
-def feed(x: Tensor, gate_up: nn.Module, down: nn.Module, stream: Tensor | None = None) -> Tensor:
+def feed(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """As `swiglu.gated`, for a `gate_up` and a `down` that are matrices and nothing else."""
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
     tensors = (t.to(dtype) for t in (x, gate_up.weight, down.weight))
-    within = stream if stream is not None and stream.dtype == dtype else None
-    out: Tensor = _Feed.apply(*tensors, within)  # type: ignore[no-untyped-call]
-    return out if stream is None or within is not None else stream + out
+    out: Tensor = _Feed.apply(*tensors)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Feed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, stream: Tensor | None) -> Tensor:
-        """x (..., D), gate_up (2 F, D), down (D, F), what the last product is added to (..., D) -> (..., D)."""
+    def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """x (..., D), gate_up (2 F, D), down (D, F) -> (..., D)."""
         pairs, active = gated(x.flatten(0, -2), gate_up)
         ctx.save_for_backward(x, gate_up, down, pairs)
         with torch.autocast("cuda", enabled=False):
-            out: Tensor = product(active, down.t(), None if stream is None else stream.flatten(0, -2))
-        return out.view(x.shape)
+            out: Tensor = product(active, down.t()).view(*x.shape[:-1], -1)
+            return out
 
     @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, gate_up, down, pairs = ctx.saved_tensors
         grad = incoming[0].flatten(0, -2)  # (N, D)
         with torch.autocast("cuda", enabled=False):
             d_pairs, active = gated_backward(grad, down, pairs)
-            d_x = product(d_pairs, gate_up, None).view(x.shape)
-            d_weights = d_pairs.t() @ x.flatten(0, -2), grad.t() @ active
-        return d_x, *d_weights, incoming[0] if ctx.needs_input_grad[3] else None
+            d_x = product(d_pairs, gate_up).view(x.shape)
+            return d_x, d_pairs.t() @ x.flatten(0, -2), grad.t() @ active
 
 
 WIDE = 4096  # values that are summed

@@ -43,16 +43,15 @@ def fits(linear: nn.Module) -> bool:
     return product is F.linear and not linear.weight.requires_grad
 
 
-def feed(x: Tensor, gate_up: Linear, down: Linear, stream: Tensor | None = None) -> Tensor:
+def feed(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     """As `swiglu.gated`, x (..., D) -> (..., D), for linears that `fits` says are fit."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     x = x.to(dtype)
     small = (*_low(x, gate_up), *_low(x, down))
     (layout1, *parts1), (layout2, *parts2) = _weight(gate_up, dtype), _weight(down, dtype)
-    within = stream if stream is not None and stream.dtype == dtype else None
-    out: Tensor = _Feed.apply(x, within, *small, layout1, layout2, *parts1, *parts2)  # type: ignore[no-untyped-call]
-    return out if stream is None or within is not None else stream + out
+    out: Tensor = _Feed.apply(x, *small, layout1, layout2, *parts1, *parts2)  # type: ignore[no-untyped-call]
+    return out
 
 
 def _low(x: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
@@ -76,27 +75,20 @@ def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
 class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """given: x (..., D), what the last product is added to (..., D) or None, a1 (r, D), u1 (2 F, r), a2 (r, F),
-        u2 (D, r), both layouts, all parts -> (..., D).
+        """given: x (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, all parts -> (..., D).
 
         Not by name: see `quantised._Product`.
         """
-        x, stream, a1, u1, a2, u2, layout1, layout2, *parts = given
+        x, a1, u1, a2, u2, layout1, layout2, *parts = given
         ctx.layouts, rows, use = (layout1, layout2), x.flatten(0, -2), "forward"
         with torch.autocast(x.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
             pairs, active = gated(_beside(rows, z1, 1), _weight_beside(layout1, first, use, u1, 1))
             z2 = active @ a2.t()  # (N, r)
-            wide = dense(layout2, second, x.dtype, use).t()
-            if stream is None:
-                out = _sum(z2, u2.t(), active, wide)
-            else:
-                out = product(active, wide, stream.flatten(0, -2))
-                if len(a2):
-                    add_product(out, z2, u2.t(), "cublas")
+            out = _sum(z2, u2.t(), active, dense(layout2, second, x.dtype, use).t())
         ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
-        return out.view(x.shape)
+        return out.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
@@ -115,15 +107,14 @@ class _Feed(torch.autograd.Function):
             d_u1, d_x = d_pairs.t() @ z1, None
             if ctx.needs_input_grad[0]:
                 d_x = _sum(d_z1, a1, d_pairs, dense(layout1, first, grad.dtype, use)).view(incoming[0].shape)
-        d_stream = incoming[0] if ctx.needs_input_grad[1] else None
-        return d_x, d_stream, d_a1, d_u1, d_a2, d_u2, None, None, *[None] * len(parts)
+        return d_x, d_a1, d_u1, d_a2, d_u2, None, None, *[None] * len(parts)
 
 
 def _sum(narrow: Tensor, small: Tensor, wide: Tensor, large: Tensor) -> Tensor:
     """narrow (N, r) @ small (r, M) + wide (N, K) @ large (K, M)."""
     out: Tensor
     if not len(small):
-        out = product(wide, large, None)
+        out = product(wide, large)
         return out
     out = narrow @ small
     add_product(out, wide, large, "quack")
