@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optrush.data.batch import Documents
-from optrush.kernels import attention, cross_entropy, exponents, norm, rotation, store, swiglu
+from optrush.kernels import attention, cross_entropy, exponents, norm, products, rotation, store, swiglu
 from optrush.kernels.liger import liger
 from optrush.kernels.scaled import scaled
 from optrush.model.adapted import Switch, place
@@ -70,6 +70,34 @@ def test_feed_forward_in_the_products(compiled, autocast):
     assert off(got, want) < 2e-2
     for one, other, given in zip(grads, wants, inputs, strict=True):
         assert one.dtype == given.dtype and off(one, other) < 2e-2
+
+
+@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "k", "m"), [(200, 256, 384), (1000, 4096, 128), (512, 512, 512), (0, 64, 64)])
+def test_a_product_added_in_place(dtype, n, k, m):
+    """By both layouts of the right factor, of rows with something behind them."""
+    torch.manual_seed(0)
+    y, a, b, wide = (torch.randn(*s, device="cuda").to(dtype) for s in ((n, m), (n, k), (k, m), (m, k + 64)))
+    for right in (b, wide[:, :k].t()):
+        want, found = y.float() + a.float() @ right.float(), y.clone()
+        products.add_product(found, a, right, "quack")
+        torch.testing.assert_close(found.float(), want, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
+def test_what_is_small_beside_a_product_counts():
+    """A hundredth of the product's last place: lost where the product is rounded first, there on average otherwise."""
+    torch.manual_seed(0)
+    a, b = (torch.randn(1024, 1024, device="cuda").bfloat16() for _ in range(2))
+    product = a.float() @ b.float()
+    small = (product.abs() * 2.0**-8 / 100).bfloat16()
+    found = small.clone()
+    products.add_product(found, a, b, "quack")
+    gained = (found.float() - product).sum() / small.float().sum()
+    assert gained.item() == pytest.approx(1.0, abs=0.25)
+    rounded = product.bfloat16() + small
+    assert abs((rounded.float() - product).sum() / small.float().sum()) < 0.25, "what it is against"
 
 
 def adapted(width, pieces, groups, modules, names, rank):

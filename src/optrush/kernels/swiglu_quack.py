@@ -15,9 +15,8 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-
-from optrush.kernels.products import product
 
 
 def feed(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
@@ -33,20 +32,19 @@ class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """x (..., D), gate_up (2 F, D), down (D, F) -> (..., D)."""
-        pairs, active = gated(x.flatten(0, -2), gate_up)
+        pairs, product = gated(x.flatten(0, -2), gate_up)
         ctx.save_for_backward(x, gate_up, down, pairs)
         with torch.autocast("cuda", enabled=False):
-            out: Tensor = product(active, down.t()).view(*x.shape[:-1], -1)
-            return out
+            return F.linear(product, down).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, gate_up, down, pairs = ctx.saved_tensors
         grad = incoming[0].flatten(0, -2)  # (N, D)
         with torch.autocast("cuda", enabled=False):
-            d_pairs, active = gated_backward(grad, down, pairs)
-            d_x = product(d_pairs, gate_up).view(x.shape)
-            return d_x, d_pairs.t() @ x.flatten(0, -2), grad.t() @ active
+            d_pairs, product = gated_backward(grad, down, pairs)
+            d_x = (d_pairs @ gate_up).view(x.shape)
+            return d_x, d_pairs.t() @ x.flatten(0, -2), grad.t() @ product
 
 
 WIDE = 4096  # values that are summed
@@ -76,8 +74,8 @@ def gated(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """x (N, D), weight (2 F, D) -> gate and up (N, 2 F), silu(gate) * up (N, F)."""
     from quack.gemm_interface import gemm_gated
 
-    pairs, active = gemm_gated(x, weight.t(), activation="swiglu", config=_tile(256, 192, turns=False))
-    return pairs, active
+    pairs, product = gemm_gated(x, weight.t(), activation="swiglu", config=_tile(256, 192, turns=False))
+    return pairs, product
 
 
 @gated.register_fake
@@ -93,7 +91,7 @@ def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor,
     # The epilogue moves five times as many values as its tile has. Taken in turns, and by who is free instead of in a
     # fixed order, they pass while others multiply: a quarter less time at the 1B shape (LOG.md). Where more is summed
     # for each of them a larger tile is faster: 4 % at the 8B shape.
-    d_pairs, active = gemm_dgated(
+    d_pairs, product = gemm_dgated(
         grad.contiguous(),
         weight,
         pairs,
@@ -101,7 +99,7 @@ def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor,
         config=_tile(128, 192 if weight.shape[0] >= WIDE else 128, turns=True),
         dynamic_scheduler=True,
     )
-    return d_pairs, active
+    return d_pairs, product
 
 
 @gated_backward.register_fake

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.kernels.products import add_product, product
+from optrush.kernels.products import add_product
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.model.adapted import Beside
 from optrush.model.adapted_linear import dense
@@ -84,9 +84,9 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
-            pairs, active = gated(_beside(rows, z1, 1), _weight_beside(layout1, first, use, u1, 1))
-            z2 = active @ a2.t()  # (N, r)
-            out = _sum(z2, u2.t(), active, dense(layout2, second, x.dtype, use).t())
+            pairs, product = gated(_beside(rows, z1, 1), _weight_beside(layout1, first, use, u1, 1))
+            z2 = product @ a2.t()  # (N, r)
+            out = _sum(z2, u2.t(), product, dense(layout2, second, x.dtype, use).t())
         ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
         return out.view_as(x)
 
@@ -99,9 +99,9 @@ class _Feed(torch.autograd.Function):
             first, second = _split(ctx.layouts, parts)
             d_z2 = grad @ u2  # (N, r)
             down = _weight_beside(layout2, second, use, a2, 0)
-            d_pairs, active = gated_backward(_beside(grad, d_z2, 1), down, pairs)  # (N, 2 F), (N, F)
+            d_pairs, product = gated_backward(_beside(grad, d_z2, 1), down, pairs)  # (N, 2 F), (N, F)
             del down
-            d_a2, d_u2 = d_z2.t() @ active, grad.t() @ z2
+            d_a2, d_u2 = d_z2.t() @ product, grad.t() @ z2
             d_z1 = d_pairs @ u1  # (N, r)
             d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)
             d_u1, d_x = d_pairs.t() @ z1, None
@@ -112,10 +112,8 @@ class _Feed(torch.autograd.Function):
 
 def _sum(narrow: Tensor, small: Tensor, wide: Tensor, large: Tensor) -> Tensor:
     """narrow (N, r) @ small (r, M) + wide (N, K) @ large (K, M)."""
-    out: Tensor
     if not len(small):
-        out = product(wide, large)
-        return out
+        return wide @ large
     out = narrow @ small
     add_product(out, wide, large, "quack")
     return out

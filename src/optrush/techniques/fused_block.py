@@ -23,8 +23,8 @@ class FusedBlock(Technique):
     triton: a kernel between the products. Backward it reads gate, up and the incoming gradient, and writes gradients
         of both and the activation itself, which the down product's weight gradient wants: so it was not kept.
     quack: the same in the epilogues of the products before and after, by the package quack-kernels; bf16 on Hopper.
-        Low-rank adapters of frozen linears, dense or stored in fewer bits, are further columns of these products. The
-        others of this part, and of linears with such adapters, are by its kernel, too, but for gradients of weights.
+        Low-rank adapters of frozen linears, dense or stored in fewer bits, are further columns of these products; where
+        they are not, its kernel adds the frozen linear's product to what they make, and rounds the sum once.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
     Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes.
