@@ -26,11 +26,12 @@ class FusedLoss(Technique):
     """Computes a chunk's logits, its loss and its gradients at once, and forgets the logits.
 
     chunked: plain torch products around a compilable softmax; any device and type, biases, softcaps, losses by token.
-    quack: the package quack-kernels, whose products exponentiate in their epilogue; bf16 on Hopper.
+    quack: by the package quack-kernels, a product whose epilogue exponentiates, and two plain ones; bf16 on Hopper.
     liger: the package liger-kernel (Triton); CUDA. It chooses its chunk itself.
 
     Source: Wijmans et al., https://arxiv.org/abs/2411.09009; the chunking as in Liger, https://arxiv.org/abs/2410.10989
-    Memory: chunk*V*(2+4) bytes instead of B*T*V*(2+4+4), quack chunk*V*2; and V*D*4 for the weight's gradient.
+    Memory: chunk*V*(2+4) bytes instead of B*T*V*(2+4+4), quack chunk*V*2; and V*D*4 for the weight's gradient, but for
+        quack where all tokens fit into one chunk.
     Work: unchanged FLOPs.
     Differs from the source: the weight's gradient is summed over chunks in float32.
     """
@@ -72,15 +73,16 @@ class FusedLoss(Technique):
         yield live("tied.sum", "the head's gradient is added to in place", gone=True)
         if self.impl == "quack":
             yield live("head.logits*.eager", "the products' epilogue does it", gone=True)
-            yield live("head.moved", "exponents in bf16, written once and read twice", times=0.4)
+            yield live("head.moved", "written and read by products, which hide it", gone=True)
         else:
             why = "the gradients of a chunk's logits and of the one before, 2 V"
             yield like("head.logits", Line("head.chunk", why, 2.0, "product", "head", True, most_tokens=most))
             why = "operators of a chunk, one at a time"
             chunk = Line("head.chunk.eager", why, 1.25, "wide", "head", True, most_tokens=most, fusable=True)
             yield like("head.logits", chunk)
-        why = "the head's gradient, summed over chunks in float32, D V"
-        yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
+        if self.impl != "quack" or setup.micro_rows * setup.seq > self.chunk:  # one chunk: it is made once, at the end
+            why = "the head's gradient, summed over chunks in float32, D V"
+            yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return {"quack": (("quack-kernels", "kernels"),), "liger": (("liger-kernel", "kernels"),)}.get(self.impl, ())
