@@ -31,8 +31,8 @@ LAYOUTS = Path("benchmarks/results/h200-data")
 FASTEST = tuple(
     Path(f"benchmarks/results/h200-{name}")
     for name in (
-        "peers", "peers-bf16", "rows", "head", "least", "levers", "eight", "least8", "longest8", "small-card", "adapters",
-        "adapters8", "qlora", "longest-qlora", "chat-lengths",
+        "peers", "peers-bf16", "rows", "head", "least", "levers", "eight", "least8", "longest8", "small-card",
+        "adapters", "adapters8", "qlora", "longest-qlora", "chat-lengths",
     )
 )  # fmt: skip
 LEVERS = Path("benchmarks/results/h200-adapter-levers")

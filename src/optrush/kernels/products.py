@@ -5,7 +5,7 @@ the one that sums over less first, and add the other to it: the kernel of that o
 meanwhile. And what is small beside the other counts only where it is added before that is rounded.
 
 QuACK adds in float32 and rounds once. cuBLAS seems to round its product first: beside adapters that have just begun,
-the loss of an 8B model falls 1.4 times as fast with QuACK's (LOG.md).
+the loss of an 8B model fell 1.35 times as fast with QuACK's (LOG.md).
 
 Source: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm).
 """
