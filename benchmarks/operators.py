@@ -142,12 +142,12 @@ def feed(case: str, shape: ModelShape, rows: int) -> Iterator[Operator]:
     there = lambda values: (values("x", rows, D), values("weight", 2 * width, D).t())
     back = lambda values: (values("grad", rows, D), values("weight", D, width), values("pairs", rows, 2 * width))
     impls: list[tuple[str, Call, Call]] = [
-        ("cublas+triton", lambda x, w: swiglu.swiglu(x @ w), lambda g, w, pairs: swiglu.swiglu_backward(pairs, g @ w)),
+        ("cublas-triton", lambda x, w: swiglu.swiglu(x @ w), lambda g, w, pairs: swiglu.swiglu_backward(pairs, g @ w)),
         ("optrush", lambda x, w: swiglu_quack.gated(x, w.t()), swiglu_quack.gated_backward),
         *((k, partial(quack, "gemm_gated", k), partial(quack, "gemm_dgated", k)) for k in FED_BY),
     ]
     for impl, forward, backward in impls:
-        first, second = ("" if impl == "cublas+triton" else f"{way} {impl}" for way in ("gated", "dgated"))
+        first, second = ("" if impl == "cublas-triton" else f"{way} {impl}" for way in ("gated", "dgated"))
         yield Operator("gated forward", impl, case, sizes, there, forward, 4.0 * rows * D * width, kernel=first)
         yield Operator("gated backward", impl, case, sizes, back, backward, 2.0 * rows * D * width, kernel=second)
 
@@ -356,9 +356,11 @@ def main() -> None:
     a = parser.parse_args()
     if a.rest < 0 or not all(figure > 0 for figure in (a.seconds, a.rounds, a.jobs, 1 if a.rows is None else a.rows)):
         sys.exit("wanted: more than 0 of each, and --rest of 0 at least")
-    asked = [
-        [o for o in case if all(re.search(t, o.name) for t in a.only)] for g in a.groups for case in cases(a.rows)[g]
-    ]
+    try:
+        only = [re.compile(pattern) for pattern in a.only]
+    except re.error as error:
+        sys.exit(f"wanted: regular expressions after --only; {error}")
+    asked = [[o for o in case if all(t.search(o.name) for t in only)] for g in a.groups for case in cases(a.rows)[g]]
     if not any(asked):
         sys.exit(f"wanted: an operator of {' '.join(a.groups)} with {' and '.join(a.only)} in its name")
     if not torch.cuda.is_available():

@@ -280,17 +280,20 @@ LOSSES = {"quack": exponents.quack, "liger": liger}
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-@pytest.mark.parametrize(("N", "D", "chunk"), [(1000, 256, 512), (512, 512, 512), (1536, 512, 1024)])
-def test_loss_kernels(name, N, D, chunk):
-    """With ignored labels, scaled by the incoming gradient; also where rows are as many as the width."""
+@pytest.mark.parametrize("V", [1024, 1152], ids=["128 columns", "192 columns"])
+@pytest.mark.parametrize(
+    ("N", "D", "chunk"), [(1000, 256, 512), (512, 512, 512), (1536, 512, 1024), (1, 256, 128), (300, 2056, 128)]
+)
+def test_loss_kernels(name, N, D, chunk, V):
+    """With ignored labels, scaled by the incoming gradient; where rows are as many as the width too, in both tiles
+    and rows longer than a block."""
     if library(PACKAGES[name]) is None:
         pytest.skip(f"{PACKAGES[name]} is not installed")
     torch.manual_seed(0)
-    V = 1024
     hidden = torch.randn(N, D, device="cuda")
     weight = torch.randn(V, D, device="cuda") * 0.05
     labels = torch.randint(0, V, (N,), device="cuda")
-    labels[::5] = -100
+    labels[1::5] = -100
     wide = [hidden.bfloat16().float().requires_grad_(), weight.bfloat16().float().requires_grad_()]
     want = cross_entropy.nll(*wide, labels)
     wants = torch.autograd.grad(want * 0.125, wide)
@@ -300,7 +303,9 @@ def test_loss_kernels(name, N, D, chunk):
     assert got.dtype == torch.float32 and got.item() == pytest.approx(want.item(), rel=2e-3)
     for one, other in zip(grads, wants, strict=True):
         assert off(one, other) < 1e-2
-    assert not grads[0][::5].any()
+    assert not grads[0][1::5].any()
+    ignored = LOSSES[name](*half, torch.full_like(labels, -100), chunk)
+    assert ignored.item() == 0 and not any(grad.any() for grad in torch.autograd.grad(ignored, half))
 
 
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")

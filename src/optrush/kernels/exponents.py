@@ -10,8 +10,9 @@ Where all rows fit into one chunk, both are made in the backward pass, which kno
 weight's gradient is written once, in its own type. Otherwise the chunks' gradients are made in turn in the forward
 pass, the weight's summed in float32, and multiplied by the factor in the backward pass.
 
-bf16 holds 2^-126 to 2^127, so E is right where no logit is more than 132 nats above its label's; a loss beyond is
-infinite, and is seen as such. What is 43 nats below the label's becomes 0.
+bf16 holds 2^-126 to 2^127, so a loss is right up to 132 nats, and its gradients up to about 110, where X / S times the
+incoming factor goes under; a loss beyond is infinite, and is seen as such. What is 43 nats below the label's logit
+loses digits and becomes 0. A loss near 0 is right to the rounding of the logit: it may be a hundred-thousandth below.
 
 Source: the epilogue is written for QuACK's products (https://github.com/Dao-AILab/quack, epilogue/frontend.py), whose
 own loss (linear_cross_entropy.py) writes exponents relative to maxima of tiles, and so needs products that scale E
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from optrush.data.batch import IGNORE
 from optrush.kernels.scaled import scaled
@@ -39,17 +41,20 @@ STEP = 128  # rows of a tile
 def quack(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """hidden (N, D), weight (V, D), labels (N,) int64 -> () float32, the sum over labels that are not -100.
 
-    bfloat16 (autocast's too) on capability 9.0; V a multiple of 128. No bias, scale, softcap or row weights. Holds
-    (chunk, V) bfloat16. The gradients can be had once.
+    The others are from 0 to V - 1, which a kernel does not check. bfloat16 (autocast's too) on capability 9.0; V and
+    chunk multiples of 128. No bias, scale, softcap or row weights. Holds (chunk, V) bfloat16. The gradients can be had
+    once; without `torch.is_grad_enabled` none are made.
     """
-    total: Tensor = _Loss.apply(hidden, weight, labels, chunk)  # type: ignore[no-untyped-call]
+    learns = torch.is_grad_enabled()  # in a Function it never is
+    total: Tensor = _Loss.apply(hidden, weight, labels.contiguous(), chunk, learns)  # type: ignore[no-untyped-call]
     return total
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
-        kind, N, (h_needs, w_needs) = hidden.device.type, len(hidden), ctx.needs_input_grad[:2]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, learns: bool) -> Tensor:
+        kind, N = hidden.device.type, len(hidden)
+        h_needs, w_needs = (learns and needs for needs in ctx.needs_input_grad[:2])
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         h, w = hidden.to(dtype).contiguous(), weight.to(dtype)  # loads want rows that begin at 16 bytes
         size = even(N, chunk)
@@ -69,10 +74,15 @@ class _Loss(torch.autograd.Function):
                 if w_needs:
                     dw = _add(dw, part.t(), rows_scaled(x, inverse[rows], one, torch.empty_like(x)))
         ctx.types, ctx.needs = (hidden.dtype, weight.dtype), (h_needs, w_needs)
-        ctx.made = (inverse, dh, dw) if size < N else (inverse, e, h, w)
+        if size < N:
+            ctx.made = inverse, dh, dw
+        else:
+            ctx.made = inverse, e
+            ctx.save_for_backward(h, w)
         return losses.sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.made is None:
             raise RuntimeError("quack's loss gives its gradients once: what they are made of is gone")
@@ -82,7 +92,7 @@ class _Loss(torch.autograd.Function):
             dh, dw = made
             dw = None if dw is None else scaled(dw, incoming[0], w_dtype)
         else:
-            e, h, w = made
+            (e,), (h, w) = made, ctx.saved_tensors
             with torch.autocast(e.device.type, enabled=False):
                 if w_needs:
                     x = rows_scaled(h, inverse, incoming[0], torch.empty_like(h))
@@ -92,11 +102,11 @@ class _Loss(torch.autograd.Function):
         if dh is not None:
             out = dh if dh.dtype == h_dtype else torch.empty_like(dh, dtype=h_dtype)
             dh = rows_scaled(dh, inverse, incoming[0], out)
-        return dh, dw, None, None
+        return dh, dw, None, None, None
 
 
 def even(N: int, chunk: int) -> int:
-    """Rows a chunk: up to `chunk`, about as many in each, a multiple of 128 where there are several."""
+    """Rows a chunk: up to `chunk`, a multiple of 128, about as many in each; all N where they fit into one."""
     if chunk >= N:
         return max(N, 1)
     chunks = -(-N // chunk)
@@ -122,7 +132,7 @@ def offsets(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         from optrush.kernels import exponents_triton
 
         return exponents_triton.offsets(x, weight, labels, LOG2E, SHIFT)
-    z = (x.float() * weight[labels.clamp_min(0)].float()).sum(1)
+    z = (x.float() * weight[labels.where(labels != IGNORE, 0)].float()).sum(1)
     return torch.where(labels == IGNORE, math.inf, z * LOG2E + SHIFT)
 
 
@@ -132,7 +142,7 @@ def exponents(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor) -> Tensor:
         from optrush.kernels import exponents_quack
 
         return exponents_quack.product(x, weight, offset, out)
-    e = torch.exp2((x @ weight.t()).float() * LOG2E - offset[:, None])
+    e = torch.exp2((x.float() @ weight.float().t()) * LOG2E - offset[:, None])
     out.copy_(e)
     return e.sum(1, keepdim=True)
 

@@ -23,15 +23,18 @@ def _exponents(acc, offset):
     return {"D": e, "sums": e}
 
 
-def tile(V: int) -> tuple[int, bool]:
-    """Columns of a tile, and whether groups of warps take turns. A part of a tile would be summed as well."""
-    return (192 if V % 192 == 0 else 128), True
+def product(
+    x: Tensor, weight: Tensor, offset: Tensor, out: Tensor, columns: int | None = None, turns: bool = True
+) -> Tensor:
+    """As `exponents.exponents` says.
 
-
-def product(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor, columns: int = 0, turns: bool = False) -> Tensor:
-    """As `exponents.exponents` says; by another than `tile`'s for who measures."""
-    if not columns:
-        columns, turns = tile(len(weight))
+    Args:
+        columns: of a tile; None takes those that were fastest (LOG.md). They divide V: what lies behind the last column
+            of a matrix would be summed as well.
+        turns: two groups of warps, of which one multiplies while the other writes what it has.
+    """
+    if columns is None:
+        columns = 192 if len(weight) % 192 == 0 else 128
     sums = torch.empty(len(x), len(weight) // columns, dtype=torch.float32, device=x.device)
     rows = 256 if columns < 256 and not turns else 128
     operands = {"offset": offset, "sums": sums}

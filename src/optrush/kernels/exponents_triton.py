@@ -17,7 +17,7 @@ BLOCK = 2048
 
 
 @triton.jit
-def _offsets(x, weight, labels, out, D, LOG2E, SHIFT, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
+def _offsets(x, weight, labels, out, D: tl.constexpr, LOG2E, SHIFT, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
     learnt = label != IGNORE
@@ -32,7 +32,7 @@ def _offsets(x, weight, labels, out, D, LOG2E, SHIFT, IGNORE: tl.constexpr, BLOC
 
 def offsets(x: Tensor, weight: Tensor, labels: Tensor, log2e: float, shift: float) -> Tensor:
     """As `exponents.offsets` says."""
-    assert x.is_contiguous() and weight.is_contiguous()
+    assert x.is_contiguous() and weight.is_contiguous() and labels.is_contiguous()
     n, D = x.shape
     out = torch.empty(n, dtype=torch.float32, device=x.device)
     _offsets[(n,)](x, weight, labels, out, D, log2e, shift, IGNORE=IGNORE, BLOCK=BLOCK)
@@ -41,7 +41,7 @@ def offsets(x: Tensor, weight: Tensor, labels: Tensor, log2e: float, shift: floa
 
 @triton.jit
 def _settle(
-    e, sums, labels, losses, inverse, V, parts, SHIFT, UP, LN2, IGNORE: tl.constexpr, BLOCK: tl.constexpr
+    e, sums, labels, losses, inverse, V, parts: tl.constexpr, SHIFT, UP, LN2, IGNORE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels + row)
@@ -60,7 +60,7 @@ def _settle(
 
 def settle(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse: Tensor, shift: float) -> None:
     """As `exponents.settle` says."""
-    assert e.is_contiguous() and sums.is_contiguous() and losses.is_contiguous() and inverse.is_contiguous()
+    assert all(t.is_contiguous() for t in (e, sums, labels, losses, inverse))
     (n, V), ln2 = e.shape, 0.6931471805599453
     _settle[(n,)](
         e, sums, labels, losses, inverse, V, sums.shape[1], shift, 2.0**shift, ln2, IGNORE=IGNORE, BLOCK=1024
@@ -68,7 +68,7 @@ def settle(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse: Ten
 
 
 @triton.jit
-def _rows_scaled(x, rows, factor, out, D, BLOCK: tl.constexpr):
+def _rows_scaled(x, rows, factor, out, D: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     of_row = tl.load(rows + row)
     by = of_row * tl.load(factor)
@@ -80,7 +80,7 @@ def _rows_scaled(x, rows, factor, out, D, BLOCK: tl.constexpr):
 
 def rows_scaled(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     """As `exponents.rows_scaled` says."""
-    assert x.is_contiguous() and out.is_contiguous() and factor.dtype == torch.float32
+    assert all(t.is_contiguous() for t in (x, rows, out)) and factor.dtype == torch.float32
     if len(x):
         _rows_scaled[(len(x),)](x, rows, factor, out, x.shape[1], BLOCK=BLOCK)
     return out

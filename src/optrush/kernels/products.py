@@ -41,7 +41,7 @@ def _(y: Tensor, a: Tensor, b: Tensor, by: str) -> None:
 def _loaded(t: Tensor) -> Tensor:
     """A matrix as its loads want it."""
     small, large = sorted(t.stride())
-    return t if small == 1 and large % ALIGNED == 0 else t.contiguous()
+    return t if small == 1 and large % ALIGNED == 0 and t.storage_offset() % ALIGNED == 0 else t.contiguous()
 
 
 @cache

@@ -51,7 +51,7 @@ class Beside(nn.Module, ABC):
     adapter.
     """
 
-    by: By = "cublas"  # who multiplies by a weight that is a matrix
+    by: By = "cublas"  # who multiplies by the frozen weight
 
     def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: Switch) -> None:
         """modules: Hugging Face's, one a piece; names: the last parts of those that are chosen."""

@@ -115,7 +115,7 @@ def _sum(narrow: Tensor, small: Tensor, wide: Tensor, large: Tensor) -> Tensor:
     if not len(small):
         return wide @ large
     out = narrow @ small
-    add_product(out, wide, large, "quack")
+    add_product(out, wide, large, "quack")  # which wants widths that `gated` wants, too
     return out
 
 

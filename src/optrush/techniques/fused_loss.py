@@ -80,9 +80,9 @@ class FusedLoss(Technique):
             why = "operators of a chunk, one at a time"
             chunk = Line("head.chunk.eager", why, 1.25, "wide", "head", True, most_tokens=most, fusable=True)
             yield like("head.logits", chunk)
-        if self.impl != "quack" or setup.micro_rows * setup.seq > self.chunk:  # one chunk: it is made once, at the end
-            why = "the head's gradient, summed over chunks in float32, D V"
-            yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
+        # Of one chunk `quack` has none: counted all the same, for a line does not know how many chunks there are.
+        why = "the head's gradient, summed over chunks in float32, D V"
+        yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return {"quack": (("quack-kernels", "kernels"),), "liger": (("liger-kernel", "kernels"),)}.get(self.impl, ())
