@@ -31,6 +31,7 @@ def test_everything_compiled_is_told(box, modes, with_, tuned):
     list(steps(job, 1))
     assert {kind for kind, _ in modes} == {"module", "function"}
     assert {mode for _, mode in modes} == {MODE if tuned else "default"}
+    assert tuned == any("first steps compile" in note for note in job.notes)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own

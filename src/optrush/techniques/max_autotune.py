@@ -36,4 +36,5 @@ class MaxAutotune(Technique):
 
     def model(self, job: Job) -> int:
         job.compile_mode = "max-autotune-no-cudagraphs"  # the compile stage reads it
+        job.notes.append("max-autotune: the first steps compile and time every candidate: minutes, on a GPU many")
         return 1
