@@ -4,8 +4,8 @@ torch.addmm copies what it adds to first, and a compiler makes addmm of addmm_. 
 the one that sums over less first, and add the other to it: the kernel of that one is busy multiplying, and reads
 meanwhile. And what is small beside the other counts only where it is added before that is rounded.
 
-QuACK adds in float32 and rounds once. cuBLAS seems to round its product first: beside adapters that have just begun,
-the loss of an 8B model fell 1.35 times as fast with QuACK's (LOG.md).
+QuACK adds in float32 and rounds once. cuBLAS seems to round its product first: inferred from how fast the loss of an 8B
+model fell beside adapters that had just begun, not shown (LOG.md).
 
 Source: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm).
 """
