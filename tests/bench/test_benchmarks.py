@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 CLIMBED = {
     "adapter-levers": ("llama1b-peers",),
     "adapters": ("llama1b-peers", "llama8b"),
+    "adapters-rows": ("llama8b",),
     "eight": ("llama8b",),
     "head": ("llama1b-peers",),
     "least": ("llama1b-peers", "llama8b"),
