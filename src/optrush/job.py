@@ -145,7 +145,7 @@ class Job:
     housing: Callable[[Sequence[Trained], Make], Optimizer] = whole
     """Makes an optimizer over parameters, its states where they are kept; set before `optimizer`, called there."""
     optimizer: Optimizer = None  # type: ignore[assignment]
-    compile_mode: str = "default"  # torch.compile's, of whatever is compiled
+    compile_options: dict[str, Any] = field(default_factory=dict)  # torch.compile's, of whatever is compiled
     recorded_bytes: int = 0  # that a recorded window holds on the device, beside what torch counts as allocated
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast

@@ -10,6 +10,7 @@ import torch
 from optrush.data.batch import Documents
 from optrush.kernels import attention, cross_entropy, exponents, norm, products, rotation, store, swiglu
 from optrush.kernels.liger import liger
+from optrush.kernels.room import with_room
 from optrush.kernels.scaled import scaled
 from optrush.model.adapted import Switch, place
 from optrush.model.decoder import Linear
@@ -100,6 +101,22 @@ def test_what_is_small_beside_a_product_counts():
     assert abs((rounded.float() - product).sum() / small.float().sum()) < 0.25, "what it is against"
 
 
+@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
+@pytest.mark.parametrize("roomy", [False, True], ids=["dense", "roomy"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "m", "d", "r"), [(200, 768, 256, 32), (1000, 512, 4096, 5), (0, 64, 64, 8)])
+def test_gradients_beside_an_adapter(roomy, dtype, n, m, d, r):
+    torch.manual_seed(0)
+    grad, weight, u, a = (torch.randn(*s, device="cuda").to(dtype) for s in ((n, m), (m, d), (m, r), (r, d)))
+    d_z = grad.float() @ u.float()
+    want = grad.float() @ weight.float() + d_z @ a.float()
+    weight = with_room(weight, 0, r) if roomy else weight
+    for _ in range(2):
+        found = products.gradients(grad, weight, u, a)
+        assert [t.dtype for t in found] == [dtype, dtype] and [t.shape for t in found] == [(n, d), (n, r)]
+        assert n == 0 or (off(found[0], want) < 1e-2 and off(found[1], d_z) < 1e-2)
+
+
 def adapted(width, pieces, groups, modules, names, rank):
     """A frozen linear with an adapter for those names, if any is its own; float32."""
     at = {"bias": False, "device": torch.device("cuda"), "dtype": torch.float32}
@@ -131,11 +148,11 @@ def pack(linear, wide):
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "amp"])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "nf4"])
+@pytest.mark.parametrize("base", ["dense", "roomy", "nf4"])
 @pytest.mark.parametrize(
     ("names", "rank"), [(["gate_proj", "up_proj", "down_proj"], 16), (["gate_proj"], 4), (["down_proj"], 12)], ids=str
 )
-def test_adapters_in_the_products(compiled, autocast, packed, names, rank):
+def test_adapters_in_the_products(compiled, autocast, base, names, rank):
     from optrush.model import adapted_feed
 
     torch._dynamo.reset()
@@ -151,11 +168,13 @@ def test_adapters_in_the_products(compiled, autocast, packed, names, rank):
 
     (ours, wide), g = (made(), made()), torch.randn(2, N, D, device="cuda")
     for layer, other in zip(ours, wide, strict=True):
-        if packed:
+        if base == "nf4":
             pack(layer, other)
         else:
             layer.weight.data = layer.weight.data.bfloat16()
         assert adapted_feed.fits(layer)
+    if base == "roomy":
+        assert adapted_feed.make_room(*ours) == 1 + (len(names) == 3)
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
     want = swiglu.gated(x, *wide)
     wants = torch.autograd.grad(want, given(x, wide), g)

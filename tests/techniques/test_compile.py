@@ -101,7 +101,7 @@ def test_an_attention_may_be_compiled_for_many_lengths(box, monkeypatch):
     """Nine values of the longest document, each a constant of its graph; torch's own limit is eight. The limit is on
     graphs: without the code that a compiler writes."""
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, mode=None, **kwargs: real(f, backend="eager", **kwargs))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **kwargs: real(f, backend="eager", **kwargs))
 
     def told(q, k, v, documents):
         return attention.masked(q, k, v, documents) * (1.0 if documents.longest else 2.0)

@@ -100,7 +100,7 @@ def test_compiled(box):
 def test_compiled_where_nothing_has_a_gradient(box, monkeypatch, base):
     """An evaluation, over weights stored in two parts each; without the code that a compiler writes."""
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, mode=None, **kwargs: real(f, backend="aot_eager", **kwargs))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **kwargs: real(f, backend="aot_eager", **kwargs))
     torch._dynamo.reset()
     want, found = (evaluate_on(learning(box, **base, **more)) for more in ({}, {"compile": {}}))
     assert found == pytest.approx(want, rel=1e-6)

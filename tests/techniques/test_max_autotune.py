@@ -1,4 +1,4 @@
-"""Max-autotune: whatever is compiled is told the mode, and computes what it computed before."""
+"""Max-autotune: whatever is compiled is told the options, and computes what it computed before."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from optrush.prepare import prepare
 
 from trials import assembled, first_gradients, furthest, golden_run, steps, wire
 
-MODE = "max-autotune-no-cudagraphs"
 CLOSE = 1e-5
 
 
 @pytest.fixture
-def modes(monkeypatch):
-    """The modes that modules and functions are compiled in, instead of compiling them."""
+def told(monkeypatch):
+    """The options that modules and functions are compiled with, instead of compiling them."""
     told = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, mode, **_: told.append(("module", mode)))
-    monkeypatch.setattr(torch, "compile", lambda f, mode, **_: told.append(("function", mode)) or f)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, options, **_: told.append(("module", options)))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **_: told.append(("function", options)) or f)
     return told
 
 
 @pytest.mark.parametrize("with_", [{}, {"fused_loss": {"chunk": 32}}, {"compile": {"scope": "model"}}], ids=str)
 @pytest.mark.parametrize("tuned", [True, False])
-def test_everything_compiled_is_told(box, modes, with_, tuned):
+def test_everything_compiled_is_told(box, told, with_, tuned):
     asked = {"compile": {}, **with_, **({"max_autotune": {}} if tuned else {})}
     job = assembled(golden_run(box, packed=True, **asked))
     list(steps(job, 1))
-    assert {kind for kind, _ in modes} == {"module", "function"}
-    assert {mode for _, mode in modes} == {MODE if tuned else "default"}
+    assert {kind for kind, _ in told} == {"module", "function"}
+    assert all(options == ({"max_autotune": True} if tuned else {}) for _, options in told)
     assert tuned == any("first steps compile" in note for note in job.notes)
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_same_figures(box):
-    """Compiled in that mode, in earnest: losses, norms and gradients of the baseline."""
+    """Compiled with them, in earnest: losses, norms and gradients of the baseline."""
 
     def trained(**with_):
         job = assembled(golden_run(box, packed=True, attention={}, **with_))

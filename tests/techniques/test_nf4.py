@@ -146,7 +146,7 @@ def test_a_bias_that_is_trained_has_its_gradient(tmp_path):
 def test_compiled(box, monkeypatch, beside):
     """Through all of torch's compiler but the code it writes, which takes half a minute."""
     real, kept = torch.compile, []
-    monkeypatch.setattr(torch, "compile", lambda f, mode=None, **kwargs: real(f, backend="aot_eager", **kwargs))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **kwargs: real(f, backend="aot_eager", **kwargs))
     torch._dynamo.reset()
     counters.clear()
     ours = job_of(box, {"nf4": {}, "compile": {}, **LORA, **beside}, rows=8)

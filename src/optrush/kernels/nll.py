@@ -32,22 +32,22 @@ class Nll(Protocol):
         reduce: Reduce,
     ) -> Tensor: ...
 
-    def compiled(self, mode: str) -> Nll:
-        """The same kernel, compiled as far as it can be, in a mode of torch.compile."""
+    def compiled(self, options: dict[str, Any]) -> Nll:
+        """The same kernel, compiled as far as it can be, with options of torch.compile."""
         ...
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    mode: str | None = None  # torch.compile's mode; None runs eagerly
+    options: dict[str, Any] | None = None  # torch.compile's; None runs eagerly
 
-    def compiled(self, mode: str) -> Self:
-        return replace(self, mode=mode)
+    def compiled(self, options: dict[str, Any]) -> Self:
+        return replace(self, options=options)
 
     def _body(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if self.mode is None:
+        if self.options is None:
             return function
-        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, mode=self.mode)
+        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, options=self.options)
         return compiled
 
 
@@ -86,7 +86,7 @@ class Package(_Kernel):
 
     @cached_property
     def _evaluation(self) -> Chunked:
-        return Chunked(self.mode, self.chunk)
+        return Chunked(self.options, self.chunk)
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
         if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):

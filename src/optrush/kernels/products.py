@@ -1,11 +1,11 @@
-"""A product added in place: by cuBLAS, or by QuACK's kernel on Hopper.
+"""Products that an adapter's are added to, or made in one with: by cuBLAS, or by QuACK's kernel on Hopper.
 
 torch.addmm copies what it adds to first, and a compiler makes addmm of addmm_. Of two products that are added up, make
 the one that sums over less first, and add the other to it: the kernel of that one is busy multiplying, and reads
 meanwhile. And what is small beside the other counts only where it is added before that is rounded.
 
-QuACK adds in float32 and rounds once. cuBLAS seems to round its product first: inferred from how fast the loss of an 8B
-model fell beside adapters that had just begun, not shown (LOG.md).
+QuACK adds in float32 and rounds once. By cuBLAS (addmm_ of 16 bits) a hundredth of a last place is lost, at every shape
+that was tried (LOG.md).
 
 Source: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm).
 """
@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from optrush.kernels.room import beside
 
 By = Literal["cublas", "quack"]
 ALIGNED = 8  # values: QuACK's loads want rows that begin at 16 bytes
@@ -36,6 +38,31 @@ def add_product(y: Tensor, a: Tensor, b: Tensor, by: str) -> None:
 @add_product.register_fake
 def _(y: Tensor, a: Tensor, b: Tensor, by: str) -> None:
     return None
+
+
+@torch.library.custom_op("optrush::gradients", mutates_args=())
+def gradients(grad: Tensor, weight: Tensor, u: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Of y = x W^T + (x A^T) U^T with W (M, D), U (M, r), A (r, D): grad (N, M) -> d_x (N, D), d_z = grad U (N, r).
+
+    grad is read once: d_z is further columns of the product with W, and they are free where D is no multiple of a
+    tile's 192. d_x is rounded before and after d_z A is added to it. By QuACK; no gradient: for inside of a Function.
+    """
+    if not grad.is_cuda or not len(grad):
+        d_z = grad @ u
+        return grad @ weight + d_z @ a, d_z
+    from quack.gemm_interface import gemm_tuned
+
+    (width, rank), whole = (weight.shape[1], u.shape[1]), beside(weight, u, 1)  # (M, D + r, up to whole tiles)
+    both, d_x = grad.new_empty(len(grad), whole.shape[1]), grad.new_empty(len(grad), width)
+    gemm_tuned.fn(_loaded(grad), whole, both, config=_tile(), dynamic_scheduler=True)
+    small = torch.nn.functional.pad(a, (0, 0, 0, whole.shape[1] - width - rank))
+    gemm_tuned.fn(both[:, width:], small, d_x, both[:, :width], config=_tile(), dynamic_scheduler=True)
+    return d_x, both[:, width : width + rank].contiguous()
+
+
+@gradients.register_fake
+def _(grad: Tensor, weight: Tensor, u: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    return grad.new_empty(len(grad), weight.shape[1]), grad.new_empty(len(grad), u.shape[1])
 
 
 def _loaded(t: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optrush.kernels.room import beside
+
 
 def feed(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """As `swiglu.gated`, for a `gate_up` and a `down` that are matrices and nothing else."""
@@ -70,22 +72,23 @@ def _tile(rows: int, columns: int, *, turns: bool) -> Any:
 
 
 @torch.library.custom_op("optrush::gated", mutates_args=(), device_types="cuda")
-def gated(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x (N, D), weight (2 F, D) -> gate and up (N, 2 F), silu(gate) * up (N, F)."""
+def gated(x: Tensor, weight: Tensor, right: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x (N, D), weight (2 F, D) and columns right of it -> gate and up (N, 2 F), silu(gate) * up (N, F)."""
     from quack.gemm_interface import gemm_gated
 
-    pairs, product = gemm_gated(x, weight.t(), activation="swiglu", config=_tile(256, 192, turns=False))
+    whole = beside(weight, right, 1)
+    pairs, product = gemm_gated(x, whole.t(), activation="swiglu", config=_tile(256, 192, turns=False))
     return pairs, product
 
 
 @gated.register_fake
-def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, right: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight) // 2)
 
 
 @torch.library.custom_op("optrush::gated_backward", mutates_args=(), device_types="cuda")
-def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """grad (N, D), weight (D, F), gate and up (N, 2 F) -> their gradients (N, 2 F), the activation (N, F)."""
+def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """grad (N, D), weight (D, F) and rows below it, gate and up (N, 2 F) -> their gradients, the activation (N, F)."""
     from quack.gemm_interface import gemm_dgated
 
     # The epilogue moves five times as many values as its tile has. Taken in turns, and by who is free instead of in a
@@ -93,7 +96,7 @@ def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor,
     # for each of them a larger tile is faster: 4 % at the 8B shape.
     d_pairs, product = gemm_dgated(
         grad.contiguous(),
-        weight,
+        beside(weight, below, 0),
         pairs,
         activation="swiglu",
         config=_tile(128, 192 if weight.shape[0] >= WIDE else 128, turns=True),
@@ -103,5 +106,5 @@ def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor,
 
 
 @gated_backward.register_fake
-def _(grad: Tensor, weight: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, weight: Tensor, pairs: Tensor, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(pairs), pairs.new_empty(len(pairs), pairs.shape[1] // 2)

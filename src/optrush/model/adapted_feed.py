@@ -19,14 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.kernels.products import add_product
+from optrush.kernels.products import add_product, gradients
+from optrush.kernels.room import ALIGNED, aligned, joined, with_room
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.model.adapted import Beside
 from optrush.model.adapted_linear import dense
 from optrush.model.decoder import Linear
 from optrush.model.quantised import Layout, Quantised, unpacked
-
-ALIGNED = 64  # values of a row: QuACK wants 8; of 64 its tiles have no fewer, and a compiler pads to them, and copies
 
 
 def fits(linear: nn.Module) -> bool:
@@ -52,6 +51,18 @@ def feed(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     (layout1, *parts1), (layout2, *parts2) = _weight(gate_up, dtype), _weight(down, dtype)
     out: Tensor = _Feed.apply(x, *small, layout1, layout2, *parts1, *parts2)  # type: ignore[no-untyped-call]
     return out
+
+
+def make_room(gate_up: Linear, down: Linear) -> int:
+    """Lays dense weights that have an adapter where there is room for its matrices; how many. Not for sharded ones."""
+    found = 0
+    for linear, right in ((gate_up, True), (down, False)):
+        low = linear.adapter.low_rank(torch.float32) if isinstance(linear.adapter, Beside) else None
+        if low is not None and linear.stored is None:
+            r = len(low[0])
+            linear.weight.data = with_room(linear.weight.data, *((0, r) if right else (r, 1)))
+            found += 1
+    return found
 
 
 def _low(x: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
@@ -84,7 +95,7 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
-            pairs, product = gated(_beside(rows, z1, 1), _weight_beside(layout1, first, use, u1, 1))
+            pairs, product = gated(joined(rows, z1, 1), _roomy(layout1, first, use, u1, 1), u1)
             z2 = product @ a2.t()  # (N, r)
             out = _sum(z2, u2.t(), product, dense(layout2, second, x.dtype, use).t())
         ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
@@ -94,19 +105,21 @@ class _Feed(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         x, z1, z2, pairs, a1, u1, a2, u2, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
         layout1, layout2 = ctx.layouts
-        grad, use = incoming[0].flatten(0, -2), "backward"  # (N, D)
+        grad, use, d_x = incoming[0].flatten(0, -2), "backward", None  # (N, D)
         with torch.autocast(grad.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             d_z2 = grad @ u2  # (N, r)
-            down = _weight_beside(layout2, second, use, a2, 0)
-            d_pairs, product = gated_backward(_beside(grad, d_z2, 1), down, pairs)  # (N, 2 F), (N, F)
+            down = _roomy(layout2, second, use, a2, 0)
+            d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2)  # (N, 2 F), (N, F)
             del down
-            d_a2, d_u2 = d_z2.t() @ product, grad.t() @ z2
-            d_z1 = d_pairs @ u1  # (N, r)
+            d_a2, d_u2, d_u1 = d_z2.t() @ product, grad.t() @ z2, d_pairs.t() @ z1
+            if ctx.needs_input_grad[0] and len(a1):
+                d_x, d_z1 = gradients(d_pairs, _roomy(layout1, first, use, u1, 1), u1, a1)
+            else:
+                d_z1 = d_pairs @ u1  # (N, r)
+                d_x = d_pairs @ dense(layout1, first, grad.dtype, use) if ctx.needs_input_grad[0] else None
+            d_x = None if d_x is None else d_x.view(incoming[0].shape)
             d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)
-            d_u1, d_x = d_pairs.t() @ z1, None
-            if ctx.needs_input_grad[0]:
-                d_x = _sum(d_z1, a1, d_pairs, dense(layout1, first, grad.dtype, use)).view(incoming[0].shape)
         return d_x, d_a1, d_u1, d_a2, d_u2, None, None, *[None] * len(parts)
 
 
@@ -125,33 +138,10 @@ def _split(layouts: Sequence[Layout | None], parts: Sequence[Tensor]) -> tuple[S
     return parts[:n], parts[n:]
 
 
-def _weight_beside(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int) -> Tensor:
-    """`_beside` of a weight; a stored one is made dense where it is to lie."""
-    many = narrow.shape[dim]
+def _roomy(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int) -> Tensor:
+    """The weight; a stored one is made dense with room for `narrow` beside it."""
+    many = aligned(narrow.shape[dim])
     if layout is None or not many:
-        return _beside(dense(layout, parts, narrow.dtype, use), narrow, dim)
-    room = many + -many % ALIGNED
-    wide = unpacked(parts, layout, narrow.dtype, use, (0, room) if dim else (room, 0))
-    lay(wide, narrow, dim, room)
-    return wide
-
-
-@torch.library.custom_op("optrush::lay", mutates_args={"wide"})
-def lay(wide: Tensor, narrow: Tensor, dim: int, room: int) -> None:
-    """Fills the last `room` rows (dim 0) or columns (1) of wide with narrow, and zeros behind it."""
-    here, rest = wide.narrow(dim, wide.shape[dim] - room, room).tensor_split([narrow.shape[dim]], dim)
-    here.copy_(narrow)
-    rest.zero_()
-
-
-@lay.register_fake
-def _(wide: Tensor, narrow: Tensor, dim: int, room: int) -> None:
-    return None
-
-
-def _beside(wide: Tensor, narrow: Tensor, dim: int) -> Tensor:
-    """Both side by side along a dimension, and zeros up to a multiple of ALIGNED."""
-    if not narrow.shape[dim]:
-        return wide
-    zeros = narrow.new_zeros(-narrow.shape[dim] % ALIGNED, narrow.shape[1 - dim])
-    return torch.cat((wide, narrow, zeros.t() if dim else zeros), dim)
+        return dense(layout, parts, narrow.dtype, use)
+    wide = unpacked(parts, layout, narrow.dtype, use, (0, many) if dim else (many, ALIGNED))
+    return wide[:, :-many] if dim else wide[:-many, :-ALIGNED]

@@ -84,6 +84,6 @@ class Compile(Technique):
         if not whole and isinstance(model, Decoder):
             modules.append(model.norm)
         for module in modules:
-            module.compile(fullgraph=job.setup.native, dynamic=False, mode=job.compile_mode)
-        head.nll = head.nll.compiled(job.compile_mode)
+            module.compile(fullgraph=job.setup.native, dynamic=False, options=job.compile_options)
+        head.nll = head.nll.compiled(job.compile_options)
         return len(modules) + 1

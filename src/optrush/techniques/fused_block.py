@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,8 +29,9 @@ class FusedBlock(Technique):
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
     Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes.
     Work: unchanged FLOPs; triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and 5 F.
-        With adapters quack spares 4 F a token, and lays 4 D a token side by side, and 6 D F a micro-batch of weights
-        that are not stored in fewer bits: those are made dense in their place.
+        With adapters quack spares 4 F a token, and lays 4 D a token side by side. Weights have room for what lies
+        beside them, those that are stored in fewer bits when they are made dense; where they are sharded, they are
+        copied instead, 6 D F a micro-batch.
     Differs from the source: gate and up lie as pairs in one matrix; the down product belongs to it.
     """
 
@@ -100,6 +101,15 @@ class FusedBlock(Technique):
             job.notes.append("fused-block: `down` is more than a matrix or runs again, so its input is kept")
         return len(blocks)
 
+    def drive(self, job: Job) -> int:  # weights have bytes now
+        """Room behind frozen weights for what their adapters lay there."""
+        if self.impl != "quack" or Part.CUTS in job.setup.owned:
+            return 0
+        from optrush.model import adapted_feed
+
+        blocks: Iterable[Any] = job.model.blocks.values()
+        return sum(adapted_feed.make_room(block.gate_up, block.down) for block in blocks)
+
 
 def _plain(linear: object) -> bool:
     """Whether a linear is a matrix and nothing else."""
@@ -136,6 +146,9 @@ def _in_products(blocks: Sequence[Any]) -> int:
     return len(blocks)
 
 
+ROOM = 64  # rows and columns, up to 64 rows of an adapter: see kernels/room.py
+
+
 def _hidden(s: ModelShape) -> Iterator[Rule]:
     """What the epilogues read and write, less what passes while others multiply: F and 3 F, of 3 F and 6 F (LOG.md)."""
     D, F, heads = s.width, s.ff_width, 2 * (s.heads + s.kv_heads) * s.head_width
@@ -146,16 +159,25 @@ def _hidden(s: ModelShape) -> Iterator[Rule]:
 
 def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
     """What it takes to lay adapters beside what they add to, as if all linears had some."""
-    D, F, L, stored = shape.width, shape.ff_width, setup.blocks, Part.LINEARS in setup.owned
+    D, F, L, cut, stored = (
+        shape.width,
+        shape.ff_width,
+        setup.blocks,
+        Part.CUTS in setup.owned,
+        Part.LINEARS in setup.owned,
+    )
     yield live("forward.added.gate_up", "in the product itself", gone=True)
     ways: tuple[tuple[Literal["forward", "backward"], str, str, int], ...]
     ways = ("forward", "gate_up's", "input", 2 * D * F), ("backward", "down's", "gradient", D * F)
     for way, whose, other, weight in ways:
         yield add(Work(f"{way}.beside", f"{whose} {other} and A x", "token", values=2.0 * L * D, role="product"))
-        if not stored:
+        if cut and not stored:
             why = f"{whose} weight beside its adapter's"
             moved = Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
             yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
+    if not (cut or stored):
+        values = L * ROOM * (3 * F + D + ROOM)
+        yield add(Line("weights.room", "room behind them for their adapters'", values, "product", "always", blocks=L))
 
 
 def _again(setup: Setup) -> bool:

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MaxAutotune(Technique):
-    """Compiles whatever is compiled in the mode that tries generated products beside the library's.
+    """Compiles whatever is compiled with generated products tried beside the library's.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html (mode "max-autotune-no-cudagraphs")
     Memory: unchanged while training; while compiling, inputs and outputs of the operator that is timed.
     Work: unchanged FLOPs; the first step compiles and times every candidate.
-    Differs from the source: never records CUDA graphs, which is a technique of its own.
+    Differs from the source: never records CUDA graphs, which is a technique of its own; launch settings are chosen
+        among a few, not searched by steps of one setting at a time, for which every kernel is compiled over and over.
     """
 
     name = "max-autotune"
@@ -35,6 +36,6 @@ class MaxAutotune(Technique):
         yield from ()  # which kernels win is known on the machine only: the plan predicts nothing of it
 
     def model(self, job: Job) -> int:
-        job.compile_mode = "max-autotune-no-cudagraphs"  # the compile stage reads it
+        job.compile_options = {"max_autotune": True}  # the compile stage reads them
         job.notes.append("max-autotune: the first steps compile and time every candidate: minutes, on a GPU many")
         return 1
