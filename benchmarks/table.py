@@ -56,11 +56,11 @@ SAME = {
 def first_page() -> str:
     """Other systems in turn with ours where they did the same work, then the ladder."""
     rows = [
-        "Ours and other systems in turn, one NVIDIA H200, one run each in its own process: the same data, precision",
+        "Ours and other systems in turn, one NVIDIA H200, each run in its own process: the same data, precision",
         "and trained parameters ([all of it](docs/ladder.md#measured-the-fastest-set-and-other-systems)).",
         "",
-        "| case | system | tokens/s: ours | theirs | ours / theirs | peak GiB: ours | theirs |",
-        "|---|---|---|---|---|---|---|",
+        "| case | system | runs | tokens/s: ours | theirs | ours / theirs | peak GiB: ours | theirs |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for records in (read(ROOT / folder) for folder in FASTEST):
         by_name = {r.rung: r for r in records}
@@ -68,7 +68,7 @@ def first_page() -> str:
             if ours and ours.tokens_per_s and ours.peak_bytes and r.tokens_per_s and r.peak_bytes:
                 speeds = f"{ours.tokens_per_s:,.0f} | {r.tokens_per_s:,.0f} | {ours.tokens_per_s / r.tokens_per_s:.2f}"
                 peaks = f"{ours.peak_bytes / GIB:.1f} | {r.peak_bytes / GIB:.1f}"
-                rows.append(f"| {r.case} | {r.rung} | {speeds} | {peaks} |")
+                rows.append(f"| {r.case} | {r.rung} | {len(r.repeats)} | {speeds} | {peaks} |")
     return "\n".join([*rows, "", "What each optimisation is worth, alone:", "", table()])
 
 
@@ -129,14 +129,14 @@ def fastest() -> str:
     """The fastest set on one GPU, other systems in turn with it, longer rows, larger shapes, adapters, least memory."""
     ladders = [read(ROOT / folder) for folder in FASTEST]
     first = ladders[0][0]
-    runs = max(len(r.repeats) for records in ladders for r in records)
     rows = [
         f"Random tokens (chats: words), a step in one micro-batch, one {first.device},",
         f"torch {first.environment['torch']};",
-        f"{runs} run{'s' * (runs > 1)} of each rung in a fresh process, median step. Rungs of one ladder ran in turn.",
+        "median step of all runs, each in a fresh process; where there are several, the range of their medians. Rungs of",
+        "one ladder ran in turn.",
         "",
-        "| rung | case | tokens a step | tokens/s | ours / theirs | peak GiB | predicted tokens/s | predicted GiB |",
-        "|---|---|---|---|---|---|---|---|",
+        "| rung | case | tokens a step | runs | tokens/s | ours / theirs | peak GiB | predicted tokens/s | predicted GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for records in ladders:
         by_name = {r.rung: r for r in records}
@@ -148,8 +148,11 @@ def fastest() -> str:
                 speed = f"{r.predicted_tokens_per_s:,.0f}" if r.predicted_tokens_per_s else ""
                 size = f"{r.predicted_peak_bytes / GIB:.1f}" if r.predicted_peak_bytes else ""
                 figures = f"{r.tokens_per_s:,.0f} | {ratio} | {r.peak_bytes / GIB:.1f} | {speed} | {size}"
+            runs = str(len(r.repeats))
+            if len(r.repeats) > 1:
+                runs += f": {min(r.repeats):,.0f} to {max(r.repeats):,.0f}"
             tokens = "" if r.peer and (r.fill or 1) < 0.9 else f"{r.config['batch']['tokens']:,}"  # so many documents
-            rows.append(f"| {r.rung} | {r.case} | {tokens} | {figures} |")
+            rows.append(f"| {r.rung} | {r.case} | {tokens} | {runs} | {figures} |")
     links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in FASTEST)
     tail = f"The least memory has no global clip: weights are updated in the backward pass. Records: {links}."
     unproved = [
