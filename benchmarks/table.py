@@ -132,10 +132,10 @@ def fastest() -> str:
     rows = [
         f"Random tokens (chats: words), a step in one micro-batch, one {first.device},",
         f"torch {first.environment['torch']};",
-        "median step of all runs, each in a fresh process; where there are several, the range of their medians. Rungs of",
-        "one ladder ran in turn.",
+        "median step of all runs, each in a fresh process; of several, the range of their medians. Rungs of one ladder",
+        "ran in turn.",
         "",
-        "| rung | case | tokens a step | runs | tokens/s | ours / theirs | peak GiB | predicted tokens/s | predicted GiB |",
+        "| rung | case | tokens a step | runs | tokens/s | ours / theirs | peak GiB | predicted tokens/s | and GiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for records in ladders:
