@@ -17,10 +17,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from optrush import distributed, step
+from optrush import distributed, sharded, step
 from optrush.data import stream
 from optrush.data.chat import Tokens
 from optrush.data.live import flow
@@ -213,12 +211,7 @@ def materialise(job: Job) -> None:
 
 def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's piece of a parameter, and where it begins in the whole."""
-    if not isinstance(p, DTensor):
-        return p.detach(), (0,) * p.dim()
-    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-    local = p.detach()
-    assert isinstance(local, DTensor)
-    return local.to_local(), tuple(offset)
+    return sharded.local(p.detach()), sharded.offset(p)
 
 
 def check_rounding(job: Job) -> None:

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from optrush import card
 from optrush.data.tokenizer import turn_ends
@@ -23,6 +21,7 @@ from optrush.errors import NeedsError, RunError, UserError
 from optrush.job import Job
 from optrush.model import peft_files
 from optrush.model.save import export
+from optrush.sharded import gathered, is_gathered
 
 GENERATION = "generation_config.json"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -71,8 +70,7 @@ def learnt(job: Job) -> dict[str, Tensor]:
     """Parameters that are trained by canonical name, whole, on the host of rank 0; every rank takes part."""
     found: dict[str, Tensor] = {}
     for t in job.trained:
-        values = t.parameter.detach()
-        values = values.full_tensor() if isinstance(values, DTensor) else values
+        values = gathered(t.parameter.detach())
         if job.world.rank == 0:
             found[t.name] = values.cpu()
     return found
@@ -145,17 +143,15 @@ def whole(job: Job) -> Iterator[tuple[str, Tensor]]:
     for name, p in model.named_parameters():
         if any(name.startswith(f"{owner}.") for owner in changed):
             continue
-        whole = p.detach()
-        if isinstance(whole, DTensor):
-            whole = whole.full_tensor()
-        yield name, whole.cpu() if first else whole
+        values = gathered(p.detach())
+        yield name, values.cpu() if first else values
 
 
 @contextmanager
 def _gathered(model: nn.Module, name: str) -> Iterator[None]:
     """While it lasts, the module of that name holds its parameters whole."""
     owners = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
-    cut = next((m for o in owners if isinstance(m := model.get_submodule(o), FSDPModule)), None)
+    cut = next((m for o in owners if is_gathered(m := model.get_submodule(o))), None)
     if cut is not None:
         cut.unshard()
     yield

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from optrush import sharded
 from optrush.config import Run
 from optrush.data.batch import Batch
 from optrush.data.live import Live
@@ -50,14 +49,13 @@ class Trained:
     @property
     def local(self) -> Tensor:
         """This rank's piece, the very storage."""
-        p = self.parameter.detach()
-        return p.to_local() if isinstance(p, DTensor) else p
+        return sharded.local(self.parameter.detach())
 
     @property
     def grad(self) -> Tensor | None:
         """This rank's piece of the gradient."""
         g = self.parameter.grad
-        return g.to_local() if isinstance(g, DTensor) else g
+        return None if g is None else sharded.local(g)
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -67,15 +65,13 @@ class Trained:
     @property
     def offset(self) -> tuple[int, ...]:
         """Where in the whole this rank's piece begins."""
-        p = self.parameter
-        if not isinstance(p, DTensor):
-            return (0,) * p.dim()
-        return tuple(compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)[1])
+        return sharded.offset(self.parameter)
 
     @property
     def cut(self) -> bool:
         """Whether this rank holds a slice only (else the whole, the same on every rank)."""
-        return isinstance(self.parameter, DTensor) and any(p.is_shard() for p in self.parameter.placements)
+        p = self.parameter
+        return sharded.is_sharded(p) and any(how.is_shard() for how in p.placements)
 
 
 class State(Protocol):

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from optrush import distributed, shards
 from optrush.data import stream
@@ -30,6 +29,7 @@ from optrush.data.live import ROOM, Live
 from optrush.errors import NeedsError, RunError, UserError
 from optrush.hardware import GIB
 from optrush.job import Batch, Job
+from optrush.sharded import local
 from optrush.step import exhausted
 from optrush.technique import Part
 from optrush.train import Plan
@@ -81,7 +81,7 @@ def release(job: Job) -> None:
     held = [*job.model.parameters(), *job.model.buffers()]
     held += [state for states in job.optimizer.state().values() for state in states.values()]
     for t in held:
-        storage = (t.to_local() if isinstance(t, DTensor) else t).untyped_storage()
+        storage = local(t).untyped_storage()
         if storage.resizable():
             storage.resize_(0)
     del held

@@ -16,8 +16,8 @@ from typing import IO, TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from optrush.sharded import is_sharded
 
 if TYPE_CHECKING:
     from optrush.job import Job, Trained
@@ -157,8 +157,10 @@ def slices(job: Job) -> list[Slice]:
 def _box(t: Trained, data_rank: int) -> tuple[Ints, Ints, bool]:
     """(whole shape, offset of this rank's box, whether this rank is the first of those that hold the same box)."""
     p = t.parameter
-    if not isinstance(p, DTensor):
+    if not is_sharded(p):
         return tuple(p.shape), (0,) * p.dim(), data_rank == 0
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
     assert shape == tuple(t.local.shape), f"{t.name}: holds {tuple(t.local.shape)} where its placement says {shape}"
     where = p.device_mesh.get_coordinate()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "safetensors", "tokenizers")
+OFTEN_UNUSED = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "transformers", "matplotlib")
 PROBE = """
 import sys
 from pathlib import Path
@@ -25,10 +26,10 @@ except SystemExit as leaving:
 """
 
 
-def loaded(code: str) -> list[str]:
+def loaded(code: str, heavy: tuple[str, ...] = HEAVY) -> list[str]:
     """Which of the heavy libraries are loaded after this code, in a fresh interpreter."""
     done = subprocess.run(
-        [sys.executable, "-c", PROBE.format(code=code, heavy=HEAVY)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROBE.format(code=code, heavy=heavy)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stderr.splitlines()[-1].split()
@@ -72,3 +73,8 @@ def test_doctor() -> None:
 def test_plan() -> None:
     arguments = ["plan", str(Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml"), "--hardware", "h200"]
     assert loaded(HELP.format(arguments=arguments, code=0)) == []
+
+
+def test_what_trains_waits_for_no_compiler_and_no_sharding() -> None:
+    """Nor for what a tokenizer or a report loads: each takes a process a second or more, and not all want them."""
+    assert loaded("import optrush.fit, optrush.bench.worker", OFTEN_UNUSED) == []

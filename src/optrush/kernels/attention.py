@@ -19,24 +19,17 @@ hidden from that document's loss. With one document a row, rows never meet and n
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.kernels.flash4 import flash4
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents], Tensor]
-
-# torch 2.11 wants as many key/value heads as query heads, later versions group them.
-# Asked once, here: inspecting a signature inside a compiled block would break its graph.
-_VARLEN_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def visible(documents: Documents) -> Tensor:
@@ -66,26 +59,15 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     Raises:
         NeedsError: not on CUDA, or neither bfloat16 nor float16.
     """
-    B, T, H, E = q.shape
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         raise NeedsError(
             "variable-length attention",
             f"{q.dtype} on {q.device.type}",
             "use bfloat16 or float16 on a CUDA device, or sdpa attention",
         )
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # everything before, nothing after
-    if k.shape[2] != H:
-        if _VARLEN_GQA:
-            options["enable_gqa"] = True
-        else:
-            k, v = _spread(k, H), _spread(v, H)
-    starts, longest = documents.starts, documents.longest
-    out = varlen_attn(
-        q.reshape(B * T, H, E), k.reshape(B * T, -1, E), v.reshape(B * T, -1, E),
-        starts, starts, longest, longest, **options,
-    )  # fmt: skip
-    assert isinstance(out, Tensor)
-    return out.view(B, T, H, E)
+    from optrush.kernels.varlen import attend  # torch's own loads its compiler: a second that others need not wait
+
+    return attend(q, k, v, documents)
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
@@ -127,7 +109,7 @@ def _finite(x: Tensor) -> Tensor:
 def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     H, E = q.shape[2:]
     q = q.transpose(1, 2)  # (B, H, T, E)
-    k, v = _spread(k, H).transpose(1, 2), _spread(v, H).transpose(1, 2)
+    k, v = spread(k, H).transpose(1, 2), spread(v, H).transpose(1, 2)
     scores = (q @ k.transpose(2, 3)) * E**-0.5  # (B, H, T, T)
     scores = scores.masked_fill(~seen[:, None], float("-inf"))
     p = torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
@@ -136,11 +118,11 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     # Heads are spread by hand: with a mask, only torch's slowest kernel groups them itself.
-    k, v = _spread(k, q.shape[2]), _spread(v, q.shape[2])
+    k, v = spread(k, q.shape[2]), spread(v, q.shape[2])
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]).transpose(1, 2)
 
 
-def _spread(x: Tensor, H: int) -> Tensor:
+def spread(x: Tensor, H: int) -> Tensor:
     """(B, T, K, E) -> (B, T, H, E): each key/value head for its H / K query heads."""
     return x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], dim=2)
