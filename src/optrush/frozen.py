@@ -25,7 +25,13 @@ LINEARS = tuple(name for names in PIECES.values() for name in names)
 EVERY = ("auto", "all-linear")
 SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:]}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
+TILE = 64  # an adapter's rows lie beside a weight's in whole tiles of a product; fewer, and a compiler pads, and copies
 WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+
+
+def tiles(many: int) -> int:
+    """So many, and what is missing to whole tiles."""
+    return many + -many % TILE
 
 
 def last(module: str) -> str:

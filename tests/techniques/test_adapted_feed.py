@@ -16,9 +16,10 @@ from torch._dynamo.utils import counters
 from optrush import baseline, plan
 from optrush.config import parse
 from optrush.errors import NeedsError
+from optrush.frozen import TILE
 from optrush.hardware import named
 from optrush.kernels import room, swiglu, swiglu_quack
-from optrush.kernels.room import ALIGNED, beside, joined, with_room
+from optrush.kernels.room import beside, joined, with_room
 from optrush.model import adapted_feed, offload
 from optrush.model.adapted import Switch, place
 from optrush.model.decoder import Linear
@@ -45,16 +46,16 @@ def aligned(*tensors):
 
 
 @swiglu_quack.gated.register_kernel("cpu")
-def _(x, weight, right=None):
-    whole = beside(weight, right, 1)
+def _(x, weight, right=None, roomy=False):
+    whole = beside(weight, right, 1, roomy)
     aligned(x, whole)
     pairs = F.linear(x, whole)
     return pairs, swiglu.swiglu(pairs)
 
 
 @swiglu_quack.gated_backward.register_kernel("cpu")
-def _(grad, weight, pairs, below=None):
-    whole = beside(weight, below, 0)
+def _(grad, weight, pairs, below=None, roomy=False):
+    whole = beside(weight, below, 0, roomy)
     aligned(grad, whole, pairs)
     return swiglu.swiglu_backward(pairs, grad @ whole)
 
@@ -138,9 +139,9 @@ def test_gradients_by_finite_differences(names):
 def test_adapters_lie_in_whole_tiles_of_columns(monkeypatch):
     seen = []
 
-    def gated(x, weight, right):
-        seen.append((x.shape, beside(weight, right, 1).shape))
-        return swiglu_quack.gated(x, weight, right)
+    def gated(x, weight, right, roomy):
+        seen.append((x.shape, beside(weight, right, 1, roomy).shape))
+        return swiglu_quack.gated(x, weight, right, roomy)
 
     monkeypatch.setattr(adapted_feed, "gated", gated)
     for rank, width in ((4, 16 + 64), (32, 16 + 64), (33, 16 + 128)):
@@ -199,7 +200,7 @@ def test_compiled(box, targets, beside):
     shapes = set()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (shapes.add(tuple(t.shape)), t)[1], lambda t: t):
         loss, grads = first_gradients(job)
-    N, wide = 8 * T, D_ + ALIGNED
+    N, wide = 8 * T, D_ + TILE
     assert (N, 2 * F_) in shapes and not shapes & {(N, F_), (8, T, F_), (N, wide), (2 * F_, wide), (wide, F_)}
     dense = {(2 * F_, D_), (D_, 2 * F_), (D_, F_), (F_, D_), (2 * F_, wide), (wide, F_)}
     assert not ("nf4" in beside or "int8" in beside) or not shapes & dense
@@ -266,6 +267,19 @@ def shared(box, with_):
     return loss, grads, list(steps(learning(box, **QUACK, **with_), 2))
 
 
+def test_what_has_no_room(box, monkeypatch):
+    """Weights that nobody gave room, as sharded ones: copied where A or U lies beside them, and not for the input's
+    gradient, which is made by two products then."""
+    monkeypatch.setattr(adapted_feed, "make_room", lambda *_: 1)
+    monkeypatch.setattr(adapted_feed, "gradients", mock.Mock(side_effect=AssertionError))
+    job, copied = learning(box, **QUACK), []
+    monkeypatch.setattr(room, "joined", lambda *given: copied.append(given[0].shape) or joined(*given))
+    loss, grads = first_gradients(job)
+    assert {*copied} == {(2 * F_, D_), (D_, F_)}
+    want_loss, want = first_gradients(learning(box))
+    assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5
+
+
 @pytest.mark.parametrize("with_", [{"fsdp": {}, "nf4": {}}, {"fsdp": {}, "recompute": {}}], ids=str)
 def test_two_ranks_agree_with_one_process(box, pair, with_):
     want_loss, want, want_steps = shared(box, {k: v for k, v in with_.items() if k == "nf4"})
@@ -283,24 +297,27 @@ def test_what_lies_in_room(dim, shape):
     want = torch.cat((weight, narrow), dim)
     roomy = with_room(weight, 64, 3)
     assert torch.equal(roomy, weight) and roomy.stride() == (74, 1)
-    for t in (weight, roomy, roomy):
-        found = beside(t, narrow, dim)
+    for t, has in ((weight, False), (weight, True), (roomy, False), (roomy, True), (roomy, True)):
+        found = beside(t, narrow, dim, has)
         assert found.shape[dim] == weight.shape[dim] + 64
         assert torch.equal(found.narrow(dim, 0, want.shape[dim]), want)
         assert not found.narrow(dim, want.shape[dim], 61).any()
-        assert (found.data_ptr() == t.data_ptr()) == (t is roomy)
+        assert (found.data_ptr() == t.data_ptr()) == (t is roomy and has)
+        found.fill_(torch.nan).narrow(dim, 0, weight.shape[dim]).copy_(weight)  # room is scratch
     assert torch.equal(roomy, weight)
     large = torch.randn(6, 65) if dim else torch.randn(65, 10)
-    assert beside(roomy, large, dim).data_ptr() != roomy.data_ptr(), "it has no room for so much"
-    assert beside(roomy, narrow[:0] if dim == 0 else narrow[:, :0], dim) is roomy
+    assert beside(roomy, large, dim, True).data_ptr() != roomy.data_ptr(), "it has no room for so much"
+    assert beside(roomy, narrow.narrow(dim, 0, 0), dim, True) is roomy
 
 
 def test_what_is_no_room():
-    """Where something else lies behind a weight, it is copied."""
-    narrow, flat = torch.randn(6, 3), torch.randn(1000)
+    """What lies behind a weight stays, unless somebody said that it is the weight's own, and it looks like that."""
+    narrow, flat = torch.randn(6, 3), torch.randn(1200)
     behind = flat.clone()
-    for weight in (flat[:60].view(6, 10), flat[10:130].view(6, 20)[:, :10], flat.view(10, 100).t()[:6]):
-        assert torch.equal(beside(weight, narrow, 1)[:, :-61], torch.cat((weight, narrow), 1))
+    for weight in (flat[:60].view(6, 10), flat[10:130].view(6, 20)[:, :10], flat.view(12, 100).t()[:6]):
+        for said in (False, True):
+            assert torch.equal(beside(weight, narrow, 1, said)[:, :-61], torch.cat((weight, narrow), 1))
+    beside(flat.view(10, 120)[:6, :10], narrow, 1, False)
     assert torch.equal(flat, behind)
 
 
@@ -369,7 +386,7 @@ def adapter_names(job, which):
     [
         (["amp", "fused-adamw", "attention", "lora"], 2, 1),
         (["bf16", "fused-adamw", "attention", "lora:rank=64,targets=[down_proj]", "fused-loss:chunk=1024"], 4, 2),
-        (["bf16", "fused-adamw", "attention", "recompute", "lora:targets=mlp"], 2, 1),
+        (["bf16", "fused-adamw", "attention", "recompute", "lora:targets=mlp,rank=33"], 2, 1),
         (["bf16", "fused-adamw", "attention", "nf4", "lora"], 2, 1),
     ],
     ids=str,
@@ -387,6 +404,10 @@ output: {tmp_path / "output"}
     said = plan.predict(run, "h200")
     with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(run, CLASSES) as job:
         assert inside(job)
+        made = [linear.weight for _, linear in job.model.linears() if linear.roomy]
+        room = sum(w.untyped_storage().nbytes() - w.numel() * w.element_size() for w in made)
+        assert room == sum(line.bytes for line in said.lines if line.name == "weights.room")
+        assert bool(room) == ("nf4" not in withs)
         found = memory.track(job, 1, supposed=True)
     assert said.peak_bytes - baseline.CUBLAS_BYTES == pytest.approx(found.peak, rel=0.05)
 
@@ -412,7 +433,7 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
             lines = {i.name for i in quack.lines}
             assert "saved.product" not in lines and {"saved.enters.gate_up", "saved.gate_up"} <= lines
             assert "saved.product" in {i.name for i in triton.lines}
-            room = 0 if more else 16 * 64 * (3 * 8192 + 2048 + 64) * 2
+            room = 0 if more == ["nf4"] else 16 * 64 * (3 * 8192 + 2048 + 64) * 2
             assert quack.peak_bytes == triton.peak_bytes - 16 * 32768 * 8192 * 2 + room
         assert quack.tokens_per_s > 1.005 * plain.tokens_per_s
         done = {w.name: w.seconds for w in quack.work}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, Self
 
@@ -39,7 +39,7 @@ class Nll(Protocol):
 
 @dataclass(frozen=True)
 class _Kernel:
-    options: dict[str, Any] | None = None  # torch.compile's; None runs eagerly
+    options: dict[str, Any] | None = field(default=None, hash=False)  # torch.compile's; None runs eagerly
 
     def compiled(self, options: dict[str, Any]) -> Self:
         return replace(self, options=options)

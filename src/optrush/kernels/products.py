@@ -4,8 +4,8 @@ torch.addmm copies what it adds to first, and a compiler makes addmm of addmm_. 
 the one that sums over less first, and add the other to it: the kernel of that one is busy multiplying, and reads
 meanwhile. And what is small beside the other counts only where it is added before that is rounded.
 
-QuACK adds in float32 and rounds once. By cuBLAS (addmm_ of 16 bits) a hundredth of a last place is lost, at every shape
-that was tried (LOG.md).
+QuACK adds in float32 and rounds once. By cuBLAS (addmm_ of 16 bits) a hundredth of a last place is lost, on an H200 at
+every shape that was tried (LOG.md).
 
 Source: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm).
 """
@@ -44,15 +44,19 @@ def _(y: Tensor, a: Tensor, b: Tensor, by: str) -> None:
 def gradients(grad: Tensor, weight: Tensor, u: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """Of y = x W^T + (x A^T) U^T with W (M, D), U (M, r), A (r, D): grad (N, M) -> d_x (N, D), d_z = grad U (N, r).
 
-    grad is read once: d_z is further columns of the product with W, and they are free where D is no multiple of a
-    tile's 192. d_x is rounded before and after d_z A is added to it. By QuACK; no gradient: for inside of a Function.
+    W is `roomy` (kernels/room.py). grad is read once: d_z is further columns of the product with W, and free as long as
+    the last of the tiles, of 192 columns, has place for them. d_x is rounded before d_z A is added to it, and after:
+    what is small beside it is lost, which a gradient can bear. By QuACK; no gradient: for inside of a Function.
     """
     if not grad.is_cuda or not len(grad):
         d_z = grad @ u
         return grad @ weight + d_z @ a, d_z
     from quack.gemm_interface import gemm_tuned
 
-    (width, rank), whole = (weight.shape[1], u.shape[1]), beside(weight, u, 1)  # (M, D + r, up to whole tiles)
+    (width, rank), whole = (
+        (weight.shape[1], u.shape[1]),
+        beside(weight, u, 1, roomy=True),
+    )  # (M, D + r, up to whole tiles)
     both, d_x = grad.new_empty(len(grad), whole.shape[1]), grad.new_empty(len(grad), width)
     gemm_tuned.fn(_loaded(grad), whole, both, config=_tile(), dynamic_scheduler=True)
     small = torch.nn.functional.pad(a, (0, 0, 0, whole.shape[1] - width - rank))

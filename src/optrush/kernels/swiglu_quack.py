@@ -72,22 +72,24 @@ def _tile(rows: int, columns: int, *, turns: bool) -> Any:
 
 
 @torch.library.custom_op("optrush::gated", mutates_args=(), device_types="cuda")
-def gated(x: Tensor, weight: Tensor, right: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def gated(x: Tensor, weight: Tensor, right: Tensor | None = None, roomy: bool = False) -> tuple[Tensor, Tensor]:
     """x (N, D), weight (2 F, D) and columns right of it -> gate and up (N, 2 F), silu(gate) * up (N, F)."""
     from quack.gemm_interface import gemm_gated
 
-    whole = beside(weight, right, 1)
+    whole = beside(weight, right, 1, roomy)
     pairs, product = gemm_gated(x, whole.t(), activation="swiglu", config=_tile(256, 192, turns=False))
     return pairs, product
 
 
 @gated.register_fake
-def _(x: Tensor, weight: Tensor, right: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, right: Tensor | None = None, roomy: bool = False) -> tuple[Tensor, Tensor]:
     return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight) // 2)
 
 
 @torch.library.custom_op("optrush::gated_backward", mutates_args=(), device_types="cuda")
-def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def gated_backward(
+    grad: Tensor, weight: Tensor, pairs: Tensor, below: Tensor | None = None, roomy: bool = False
+) -> tuple[Tensor, Tensor]:
     """grad (N, D), weight (D, F) and rows below it, gate and up (N, 2 F) -> their gradients, the activation (N, F)."""
     from quack.gemm_interface import gemm_dgated
 
@@ -96,7 +98,7 @@ def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor, below: Tensor | 
     # for each of them a larger tile is faster: 4 % at the 8B shape.
     d_pairs, product = gemm_dgated(
         grad.contiguous(),
-        beside(weight, below, 0),
+        beside(weight, below, 0, roomy),
         pairs,
         activation="swiglu",
         config=_tile(128, 192 if weight.shape[0] >= WIDE else 128, turns=True),
@@ -106,5 +108,7 @@ def gated_backward(grad: Tensor, weight: Tensor, pairs: Tensor, below: Tensor | 
 
 
 @gated_backward.register_fake
-def _(grad: Tensor, weight: Tensor, pairs: Tensor, below: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _(
+    grad: Tensor, weight: Tensor, pairs: Tensor, below: Tensor | None = None, roomy: bool = False
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(pairs), pairs.new_empty(len(pairs), pairs.shape[1] // 2)

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optrush.frozen import TILE, tiles
 from optrush.kernels.products import add_product, gradients
-from optrush.kernels.room import ALIGNED, aligned, joined, with_room
+from optrush.kernels.room import joined, with_room
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.model.adapted import Beside
 from optrush.model.adapted_linear import dense
@@ -49,7 +50,8 @@ def feed(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     x = x.to(dtype)
     small = (*_low(x, gate_up), *_low(x, down))
     (layout1, *parts1), (layout2, *parts2) = _weight(gate_up, dtype), _weight(down, dtype)
-    out: Tensor = _Feed.apply(x, *small, layout1, layout2, *parts1, *parts2)  # type: ignore[no-untyped-call]
+    roomy1, roomy2 = (linear.roomy or linear.stored is not None for linear in (gate_up, down))
+    out: Tensor = _Feed.apply(x, *small, layout1, layout2, roomy1, roomy2, *parts1, *parts2)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -61,6 +63,7 @@ def make_room(gate_up: Linear, down: Linear) -> int:
         if low is not None and linear.stored is None:
             r = len(low[0])
             linear.weight.data = with_room(linear.weight.data, *((0, r) if right else (r, 1)))
+            linear.roomy = True
             found += 1
     return found
 
@@ -86,16 +89,17 @@ def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
 class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """given: x (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, all parts -> (..., D).
+        """given: x (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, whether they have room, all
+        parts -> (..., D).
 
         Not by name: see `quantised._Product`.
         """
-        x, a1, u1, a2, u2, layout1, layout2, *parts = given
-        ctx.layouts, rows, use = (layout1, layout2), x.flatten(0, -2), "forward"
+        x, a1, u1, a2, u2, layout1, layout2, roomy1, roomy2, *parts = given
+        ctx.layouts, ctx.roomy, rows, use = (layout1, layout2), (roomy1, roomy2), x.flatten(0, -2), "forward"
         with torch.autocast(x.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
-            pairs, product = gated(joined(rows, z1, 1), _roomy(layout1, first, use, u1, 1), u1)
+            pairs, product = gated(joined(rows, z1, 1), _roomy(layout1, first, use, u1, 1), u1, roomy1)
             z2 = product @ a2.t()  # (N, r)
             out = _sum(z2, u2.t(), product, dense(layout2, second, x.dtype, use).t())
         ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
@@ -104,23 +108,24 @@ class _Feed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         x, z1, z2, pairs, a1, u1, a2, u2, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
-        layout1, layout2 = ctx.layouts
+        (layout1, layout2), (roomy1, roomy2) = ctx.layouts, ctx.roomy
         grad, use, d_x = incoming[0].flatten(0, -2), "backward", None  # (N, D)
         with torch.autocast(grad.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             d_z2 = grad @ u2  # (N, r)
             down = _roomy(layout2, second, use, a2, 0)
-            d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2)  # (N, 2 F), (N, F)
+            d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2, roomy2)  # (N, 2 F), (N, F)
             del down
             d_a2, d_u2, d_u1 = d_z2.t() @ product, grad.t() @ z2, d_pairs.t() @ z1
-            if ctx.needs_input_grad[0] and len(a1):
+            if ctx.needs_input_grad[0] and len(a1) and roomy1:
                 d_x, d_z1 = gradients(d_pairs, _roomy(layout1, first, use, u1, 1), u1, a1)
-            else:
-                d_z1 = d_pairs @ u1  # (N, r)
-                d_x = d_pairs @ dense(layout1, first, grad.dtype, use) if ctx.needs_input_grad[0] else None
+            else:  # (N, D), (N, r)
+                d_z1 = d_pairs @ u1
+                if ctx.needs_input_grad[0]:
+                    d_x = _sum(d_z1, a1, d_pairs, dense(layout1, first, grad.dtype, use))
             d_x = None if d_x is None else d_x.view(incoming[0].shape)
             d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)
-        return d_x, d_a1, d_u1, d_a2, d_u2, None, None, *[None] * len(parts)
+        return d_x, d_a1, d_u1, d_a2, d_u2, *[None] * (4 + len(parts))
 
 
 def _sum(narrow: Tensor, small: Tensor, wide: Tensor, large: Tensor) -> Tensor:
@@ -140,8 +145,8 @@ def _split(layouts: Sequence[Layout | None], parts: Sequence[Tensor]) -> tuple[S
 
 def _roomy(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int) -> Tensor:
     """The weight; a stored one is made dense with room for `narrow` beside it."""
-    many = aligned(narrow.shape[dim])
+    many = tiles(narrow.shape[dim])
     if layout is None or not many:
         return dense(layout, parts, narrow.dtype, use)
-    wide = unpacked(parts, layout, narrow.dtype, use, (0, many) if dim else (many, ALIGNED))
-    return wide[:, :-many] if dim else wide[:-many, :-ALIGNED]
+    wide = unpacked(parts, layout, narrow.dtype, use, (0, many) if dim else (many, TILE))
+    return wide[:, :-many] if dim else wide[:-many, :-TILE]

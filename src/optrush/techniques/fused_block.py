@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.errors import NeedsError
+from optrush.frozen import TILE, tiles
 from optrush.ledger import Line, Rule, Work, add, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
 from optrush.toolchain import compilers
@@ -24,10 +25,12 @@ class FusedBlock(Technique):
         of both and the activation itself, which the down product's weight gradient wants: so it was not kept.
     quack: the same in the epilogues of the products before and after, by the package quack-kernels; bf16 on Hopper.
         Low-rank adapters of frozen linears, dense or stored in fewer bits, are further columns of these products; where
-        they are not, its kernel adds the frozen linear's product to what they make, and rounds the sum once.
+        they are not, its kernel adds the frozen linear's product to what they make, and rounds the sum once; but not
+        the gradient of what enters gate and up, unless weights are sharded: rounded, then added to.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
-    Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes.
+    Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes. With adapters of rank r on dense weights that are not
+        sharded 2 F (2 r) + D F' - D F + r F' values a block more, F' = F + 64, each r up to a multiple of 64.
     Work: unchanged FLOPs; triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and 5 F.
         With adapters quack spares 4 F a token, and lays 4 D a token side by side. Weights have room for what lies
         beside them, those that are stored in fewer bits when they are made dense; where they are sharded, they are
@@ -105,10 +108,15 @@ class FusedBlock(Technique):
         """Room behind frozen weights for what their adapters lay there."""
         if self.impl != "quack" or Part.CUTS in job.setup.owned:
             return 0
+        import torch
+
         from optrush.model import adapted_feed
 
         blocks: Iterable[Any] = job.model.blocks.values()
-        return sum(adapted_feed.make_room(block.gate_up, block.down) for block in blocks)
+        made = sum(adapted_feed.make_room(block.gate_up, block.down) for block in blocks)
+        if made and job.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # where weights lay before is too small for one with room
+        return made
 
 
 def _plain(linear: object) -> bool:
@@ -146,9 +154,6 @@ def _in_products(blocks: Sequence[Any]) -> int:
     return len(blocks)
 
 
-ROOM = 64  # rows and columns, up to 64 rows of an adapter: see kernels/room.py
-
-
 def _hidden(s: ModelShape) -> Iterator[Rule]:
     """What the epilogues read and write, less what passes while others multiply: F and 3 F, of 3 F and 6 F (LOG.md)."""
     D, F, heads = s.width, s.ff_width, 2 * (s.heads + s.kv_heads) * s.head_width
@@ -159,13 +164,8 @@ def _hidden(s: ModelShape) -> Iterator[Rule]:
 
 def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
     """What it takes to lay adapters beside what they add to, as if all linears had some."""
-    D, F, L, cut, stored = (
-        shape.width,
-        shape.ff_width,
-        setup.blocks,
-        Part.CUTS in setup.owned,
-        Part.LINEARS in setup.owned,
-    )
+    D, F, L = shape.width, shape.ff_width, setup.blocks
+    cut, stored = Part.CUTS in setup.owned, Part.LINEARS in setup.owned
     yield live("forward.added.gate_up", "in the product itself", gone=True)
     ways: tuple[tuple[Literal["forward", "backward"], str, str, int], ...]
     ways = ("forward", "gate_up's", "input", 2 * D * F), ("backward", "down's", "gradient", D * F)
@@ -176,8 +176,10 @@ def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
             moved = Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
             yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
     if not (cut or stored):
-        values = L * ROOM * (3 * F + D + ROOM)
-        yield add(Line("weights.room", "room behind them for their adapters'", values, "product", "always", blocks=L))
+        upper, lower = setup.feed_ranks
+        values = 2 * F * tiles(upper) + ((D + tiles(lower)) * (F + TILE) - D * F if lower else 0)
+        why = "room behind them for their adapters' matrices, in whole tiles"
+        yield add(Line("weights.room", why, L * values, "product", "always", blocks=L))
 
 
 def _again(setup: Setup) -> bool:

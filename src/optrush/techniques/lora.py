@@ -61,6 +61,12 @@ class Lora(Technique):
         mlp = {*frozen.chosen(self.targets, frozen.LINEARS)} & {*frozen.SETS["mlp"]}
         return not mlp or not (self.dora or self.dropout)
 
+    @property
+    def feed_ranks(self) -> tuple[int, int]:
+        names = {*frozen.chosen(self.targets, frozen.LINEARS)}
+        of = [self.rank * len(names & {*frozen.PIECES[linear]}) for linear in ("gate_up", "down")]
+        return of[0], of[1]
+
     def needs(self, setup: Setup) -> Iterator[Need]:
         if setup.native:  # others tell the names of their linears when they are there
             yield frozen.named(self.name, "targets", self.targets, frozen.LINEARS)
