@@ -53,10 +53,8 @@ def gradients(grad: Tensor, weight: Tensor, u: Tensor, a: Tensor) -> tuple[Tenso
         return grad @ weight + d_z @ a, d_z
     from quack.gemm_interface import gemm_tuned
 
-    (width, rank), whole = (
-        (weight.shape[1], u.shape[1]),
-        beside(weight, u, 1, roomy=True),
-    )  # (M, D + r, up to whole tiles)
+    width, rank = weight.shape[1], u.shape[1]
+    whole = beside(weight, u, 1, roomy=True)  # (M, D + r, up to whole tiles)
     both, d_x = grad.new_empty(len(grad), whole.shape[1]), grad.new_empty(len(grad), width)
     gemm_tuned.fn(_loaded(grad), whole, both, config=_tile(), dynamic_scheduler=True)
     small = torch.nn.functional.pad(a, (0, 0, 0, whole.shape[1] - width - rank))

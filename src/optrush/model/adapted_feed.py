@@ -123,8 +123,8 @@ class _Feed(torch.autograd.Function):
                 d_z1 = d_pairs @ u1
                 if ctx.needs_input_grad[0]:
                     d_x = _sum(d_z1, a1, d_pairs, dense(layout1, first, grad.dtype, use))
-            d_x = None if d_x is None else d_x.view(incoming[0].shape)
             d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)
+        d_x = None if d_x is None else d_x.view(incoming[0].shape)
         return d_x, d_a1, d_u1, d_a2, d_u2, *[None] * (4 + len(parts))
 
 
