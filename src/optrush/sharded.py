@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def is_sharded(t: Tensor | None) -> TypeGuard[DTensor]:
+def is_sharded(t: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor: this rank may hold a piece of it only."""
     made = sys.modules.get("torch.distributed.tensor")
     return made is not None and isinstance(t, made.DTensor)
