@@ -310,6 +310,15 @@ def test_what_lies_in_room(dim, shape):
     assert beside(roomy, narrow.narrow(dim, 0, 0), dim, True) is roomy
 
 
+def test_two_passes_before_one_goes_back():
+    """What is laid behind a weight is no change of the weight that the backward pass has saved."""
+    x, gate_up, down, _ = linears(PLACES[0])
+    want = torch.autograd.grad(adapted_feed.feed(x, gate_up, down).sum(), x)
+    assert adapted_feed.make_room(gate_up, down) == 2
+    first, _ = adapted_feed.feed(x, gate_up, down), adapted_feed.feed(x, gate_up, down)
+    torch.testing.assert_close(torch.autograd.grad(first.sum(), x), want)
+
+
 def test_what_is_no_room():
     """What lies behind a weight stays, unless somebody said that it is the weight's own, and it looks like that."""
     narrow, flat = torch.randn(6, 3), torch.randn(1200)

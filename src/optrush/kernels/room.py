@@ -51,4 +51,5 @@ def _whole(weight: Tensor) -> Tensor | None:
     values = weight.untyped_storage().nbytes() // weight.element_size()
     if one != 1 or pitch <= weight.shape[1] or weight.storage_offset() or values % pitch:
         return None
-    return weight.as_strided((values // pitch, pitch), (pitch, 1))
+    # Of its data: what lies there is no change of the weight, which the backward pass may have saved.
+    return weight.data.as_strided((values // pitch, pitch), (pitch, 1))
