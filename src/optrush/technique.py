@@ -87,7 +87,7 @@ class Setup:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     undoable: bool = False  # the model can be asked without what is trained: `Job.untrained` will be there
     plain_feed: bool = True  # feed-forward linears multiply by matrices, stored in whatever form, and low-rank sums
-    feed_ranks: tuple[int, int] = (0, 0)  # rows of A beside gate and up together, and beside down
+    beside: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows of A beside each linear that has some
     opaque: frozenset[str] = frozenset()  # the ledger's lines that kernels of their own make: no compiler can again
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
 
@@ -146,9 +146,9 @@ class Technique:
         return True
 
     @property
-    def feed_ranks(self) -> tuple[int, int]:
-        """Of who owns what is trained: rows of A beside gate and up together, and beside down."""
-        return 0, 0
+    def beside(self) -> Mapping[str, int]:
+        """Of who owns what is trained: rows of A beside each linear that has some (`frozen.PIECES`)."""
+        return {}
 
     def axes(self, setup: Setup) -> dict[str, int]:
         """Mesh axes this technique adds; what is left of the ranks is the data axis."""
@@ -280,12 +280,10 @@ def settle(techniques: Sequence[Technique], setup: Setup, classes: Sequence[type
             owners[part] = t.name
     undoable = any(t.undoable for t in techniques)
     plain = all(t.plain_feed for t in techniques)
-    ranks = max((t.feed_ranks for t in techniques), default=(0, 0))
+    beside = {linear: rows for t in techniques for linear, rows in t.beside.items()}
     opaque = frozenset[str]().union(*(t.opaque for t in techniques))
     owned = frozenset(owners) | ({Part.SHARING} if setup.dpo is not None else set())
-    setup = dataclasses.replace(
-        setup, owned=owned, undoable=undoable, plain_feed=plain, feed_ranks=ranks, opaque=opaque
-    )
+    setup = dataclasses.replace(setup, owned=owned, undoable=undoable, plain_feed=plain, beside=beside, opaque=opaque)
     axes: dict[str, int] = {}
     for t in techniques:
         axes.update(t.axes(setup))

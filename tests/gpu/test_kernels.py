@@ -87,6 +87,25 @@ def test_a_product_added_in_place(dtype, n, k, m):
 
 
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("n", "k", "m", "r"), [(200, 768, 256, 16), (99, 512, 4096, 5), (70, 256, 64, 100), (0, 64, 64, 8)]
+)
+def test_a_product_with_a_low_rank_sum(dtype, n, k, m, r):
+    """By a weight and by its transpose, of rows with and without room."""
+    torch.manual_seed(0)
+    x, wide, first, second = (torch.randn(*s, device="cuda").to(dtype) for s in ((n, k), (k, m), (k, r), (r, m)))
+    z = x.float() @ first.float()
+    want = x.float() @ wide.float() + z @ second.float()
+    for weight in (with_room(wide, r, r), with_room(wide.t(), r, r).t()):
+        for given, roomy in ((x, False), (with_room(x, 0, r), True)):
+            for _ in range(2):
+                found = products.low_rank(given, weight, first, second, "quack", roomy=True, roomy_x=roomy)
+                assert [t.dtype for t in found] == [dtype, dtype] and [t.shape for t in found] == [(n, m), (n, r)]
+                assert n == 0 or (off(found[0], want) < 1e-2 and off(found[1], z) < 1e-2)
+
+
+@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
 def test_what_is_small_beside_a_product_counts():
     """A hundredth of the product's last place: lost where the product is rounded first, there on average otherwise."""
     torch.manual_seed(0)
@@ -176,7 +195,8 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
             layer.weight.data = layer.weight.data.bfloat16()
         assert adapted_feed.fits(layer)
     if base == "roomy":
-        assert adapted_feed.make_room(*ours) == 1 + (len(names) == 3)
+        made = [adapted_feed.make_room(layer, below=layer is ours[1]) for layer in ours]
+        assert made == [layer.adapter is not None for layer in ours]
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
     want = swiglu.gated(x, *wide)
     wants = torch.autograd.grad(want, given(x, wide), g)

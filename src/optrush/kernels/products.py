@@ -1,11 +1,9 @@
 """Products that an adapter's are added to, or made in one with: by cuBLAS, or by QuACK's kernel on Hopper.
 
-torch.addmm copies what it adds to first, and a compiler makes addmm of addmm_. Of two products that are added up, make
-the one that sums over less first, and add the other to it: the kernel of that one is busy multiplying, and reads
-meanwhile. And what is small beside the other counts only where it is added before that is rounded.
-
-QuACK adds in float32 and rounds once. By cuBLAS (addmm_ of 16 bits) a hundredth of a last place is lost, on an H200 at
-every shape that was tried (LOG.md).
+Where the frozen weight has room (kernels/room.py), W x + U A x is one product of [x | A x] by [W | U], rounded once.
+Where it has none, U A x is made first and W x added to it: what is small beside the other counts only where it is added
+before that is rounded. QuACK adds in float32 and rounds once; by cuBLAS (addmm_ of 16 bits) a hundredth of a last place
+is lost, on an H200 at every shape that was tried (LOG.md).
 
 Source: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm).
 """
@@ -24,9 +22,48 @@ By = Literal["cublas", "quack"]
 ALIGNED = 8  # values: QuACK's loads want rows that begin at 16 bytes
 
 
+def low_rank(
+    x: Tensor, wide: Tensor, first: Tensor, second: Tensor, by: By, roomy: bool, bias: Tensor | None = None,
+    roomy_x: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x (N, K), wide (K, M), first (K, r), second (r, M) -> x wide + (x first) second + bias (N, M), x first (N, r).
+
+    roomy, roomy_x: whether wide, or its transpose, has room for `second`, and x for x first. Without gradient.
+    """
+    if roomy and by == "quack" and bias is None:
+        y, z = _in_one(x, wide, first, second, roomy_x)
+        return y, z
+    z = x @ first
+    y = z @ second if bias is None else torch.addmm(bias, z, second)
+    add_product(y, x, wide, by)
+    return y, z
+
+
+@torch.library.custom_op("optrush::low_rank", mutates_args=())
+def _in_one(x: Tensor, wide: Tensor, first: Tensor, second: Tensor, roomy_x: bool) -> tuple[Tensor, Tensor]:
+    z = x @ first
+    if not x.is_cuda or not len(x):
+        return (z @ second).addmm_(x, wide), z
+    from quack.gemm_interface import gemm_tuned
+
+    turned = wide.stride(0) == 1
+    below = beside(wide.t(), second.t(), 1, roomy=True).t() if turned else beside(wide, second, 0, roomy=True)
+    y = x.new_empty(len(x), wide.shape[1])
+    gemm_tuned.fn(_loaded(beside(x, z, 1, roomy_x)), _loaded(below), y, config=_tile(), dynamic_scheduler=True)
+    return y, z
+
+
+@_in_one.register_fake
+def _(x: Tensor, wide: Tensor, first: Tensor, second: Tensor, roomy_x: bool) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x), wide.shape[1]), x.new_empty(len(x), first.shape[1])
+
+
 @torch.library.custom_op("optrush::add_product", mutates_args={"y"})
 def add_product(y: Tensor, a: Tensor, b: Tensor, by: str) -> None:
-    """y (N, M) += a (N, K) @ b (K, M), of 16 bits where by QuACK. No gradient: for inside of a Function."""
+    """y (N, M) += a (N, K) @ b (K, M), of 16 bits where by QuACK. No gradient: for inside of a Function.
+
+    torch.addmm copies what it adds to first, and a compiler makes addmm of addmm_.
+    """
     if by == "cublas" or not y.is_cuda:
         y.addmm_(a, b)
     elif y.numel():

@@ -53,8 +53,9 @@ WIDE = 4096  # values that are summed
 
 
 @cache
-def _tile(rows: int, columns: int, *, turns: bool) -> Any:
-    """A kernel's tile; `turns`: two groups of warps, of which one multiplies while the other writes what it has.
+def _tile(rows: int, columns: int, *, turns: bool = False, along: bool = True) -> Any:
+    """A kernel's tile. turns: two groups of warps, of which one multiplies while the other writes what it has; along:
+    two neighbours in a column of tiles read together, otherwise in a row.
 
     One object for all calls: QuACK knows a call again by it.
     """
@@ -64,26 +65,45 @@ def _tile(rows: int, columns: int, *, turns: bool) -> Any:
         tile_m=rows,
         tile_n=columns,
         pingpong=turns,
-        cluster_m=2,
-        cluster_n=1,
+        cluster_m=2 if along else 1,
+        cluster_n=1 if along else 2,
         is_dynamic_persistent=False,
         device_capacity=9,
     )
 
 
 @torch.library.custom_op("optrush::gated", mutates_args=(), device_types="cuda")
-def gated(x: Tensor, weight: Tensor, right: Tensor | None = None, roomy: bool = False) -> tuple[Tensor, Tensor]:
-    """x (N, D), weight (2 F, D) and columns right of it -> gate and up (N, 2 F), silu(gate) * up (N, F)."""
+def gated(
+    x: Tensor, weight: Tensor, right: Tensor | None = None, roomy: bool = False, room: int = 0
+) -> tuple[Tensor, Tensor]:
+    """x (N, D), weight (2 F, D) and columns right of it -> gate and up (N, 2 F), silu(gate) * up (N, F).
+
+    room: columns beside the latter.
+    """
     from quack.gemm_interface import gemm_gated
 
-    whole = beside(weight, right, 1, roomy)
-    pairs, product = gemm_gated(x, whole.t(), activation="swiglu", config=_tile(256, 192, turns=False))
+    many = weight.shape[1] >= WIDE
+    pairs, product = gemm_gated(
+        x,
+        beside(weight, right, 1, roomy).t(),
+        activation="swiglu",
+        postact_out=_product(x, weight, room),
+        config=_tile(256, 192, along=not many),
+        dynamic_scheduler=many,
+    )
     return pairs, product
 
 
 @gated.register_fake
-def _(x: Tensor, weight: Tensor, right: Tensor | None = None, roomy: bool = False) -> tuple[Tensor, Tensor]:
-    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight) // 2)
+def _(
+    x: Tensor, weight: Tensor, right: Tensor | None = None, roomy: bool = False, room: int = 0
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(len(x), len(weight)), _product(x, weight, room)
+
+
+def _product(x: Tensor, weight: Tensor, room: int) -> Tensor:
+    F_ = len(weight) // 2
+    return x.new_empty(len(x), F_ + room)[:, :F_]
 
 
 @torch.library.custom_op("optrush::gated_backward", mutates_args=(), device_types="cuda")

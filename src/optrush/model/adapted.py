@@ -52,6 +52,7 @@ class Beside(nn.Module, ABC):
     """
 
     by: By = "cublas"  # who multiplies by the frozen weight
+    roomy = False  # whether a dense one has room: kernels/room.py
 
     def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: Switch) -> None:
         """modules: Hugging Face's, one a piece; names: the last parts of those that are chosen."""

@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.frozen import TILE, tiles
-from optrush.kernels.products import add_product, gradients
+from optrush.frozen import tiles
+from optrush.kernels.products import gradients, low_rank
 from optrush.kernels.room import joined, with_room
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.model.adapted import Beside
-from optrush.model.adapted_linear import dense
+from optrush.model.adapted_linear import dense, roomy_weight
 from optrush.model.decoder import Linear
-from optrush.model.quantised import Layout, Quantised, unpacked
+from optrush.model.quantised import Layout, Quantised
 
 
 def fits(linear: nn.Module) -> bool:
@@ -55,17 +55,17 @@ def feed(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     return out
 
 
-def make_room(gate_up: Linear, down: Linear) -> int:
-    """Lays dense weights that have an adapter where there is room for its matrices; how many. Not for sharded ones."""
-    found = 0
-    for linear, right in ((gate_up, True), (down, False)):
-        low = linear.adapter.low_rank(torch.float32) if isinstance(linear.adapter, Beside) else None
-        if low is not None and linear.stored is None:
-            r = len(low[0])
-            linear.weight.data = with_room(linear.weight.data, *((0, r) if right else (r, 1)))
-            linear.roomy = True
-            found += 1
-    return found
+def make_room(linear: Linear, *, below: bool) -> int:
+    """Lays a dense weight that has a low-rank adapter where there is room for its matrices, U right of it and A below;
+    whether it did. Not for sharded ones."""
+    adapter = linear.adapter
+    low = adapter.low_rank(torch.float32) if isinstance(adapter, Beside) else None
+    if low is None or linear.stored is not None:
+        return 0
+    assert isinstance(adapter, Beside)
+    linear.weight.data = with_room(linear.weight.data, len(low[0]) if below else 0, len(low[0]))
+    linear.roomy = adapter.roomy = True
+    return 1
 
 
 def _low(x: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
@@ -99,9 +99,10 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
-            pairs, product = gated(joined(rows, z1, 1), _roomy(layout1, first, use, u1, 1), u1, roomy1)
-            z2 = product @ a2.t()  # (N, r)
-            out = _sum(z2, u2.t(), product, dense(layout2, second, x.dtype, use).t())
+            whole, many = joined(rows, z1, 1), tiles(len(a2))
+            pairs, product = gated(whole, roomy_weight(layout1, first, use, u1, 1), u1, roomy1, many)
+            lower = roomy_weight(layout2, second, use, u2, 1)
+            out, z2 = low_rank(product, lower.t(), a2.t(), u2.t(), "quack", roomy2, roomy_x=True)  # (N, D), (N, r)
         ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
         return out.view_as(x)
 
@@ -113,40 +114,22 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             d_z2 = grad @ u2  # (N, r)
-            down = _roomy(layout2, second, use, a2, 0)
+            down = roomy_weight(layout2, second, use, a2, 0)
             d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2, roomy2)  # (N, 2 F), (N, F)
             del down
             d_a2, d_u2, d_u1 = d_z2.t() @ product, grad.t() @ z2, d_pairs.t() @ z1
             if ctx.needs_input_grad[0] and len(a1) and roomy1:
-                d_x, d_z1 = gradients(d_pairs, _roomy(layout1, first, use, u1, 1), u1, a1)
-            else:  # (N, D), (N, r)
+                d_x, d_z1 = gradients(d_pairs, roomy_weight(layout1, first, use, u1, 1), u1, a1)
+            elif ctx.needs_input_grad[0]:  # (N, D), (N, r)
+                d_x, d_z1 = low_rank(d_pairs, dense(layout1, first, grad.dtype, use), u1, a1, "quack", roomy=False)
+            else:
                 d_z1 = d_pairs @ u1
-                if ctx.needs_input_grad[0]:
-                    d_x = _sum(d_z1, a1, d_pairs, dense(layout1, first, grad.dtype, use))
             d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)
         d_x = None if d_x is None else d_x.view(incoming[0].shape)
         return d_x, d_a1, d_u1, d_a2, d_u2, *[None] * (4 + len(parts))
-
-
-def _sum(narrow: Tensor, small: Tensor, wide: Tensor, large: Tensor) -> Tensor:
-    """narrow (N, r) @ small (r, M) + wide (N, K) @ large (K, M)."""
-    if not len(small):
-        return wide @ large
-    out = narrow @ small
-    add_product(out, wide, large, "quack")  # which wants widths that `gated` wants, too
-    return out
 
 
 def _split(layouts: Sequence[Layout | None], parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """What each of both weights is made of."""
     n = 1 if layouts[0] is None else layouts[0].parts * len(layouts[0].rows)
     return parts[:n], parts[n:]
-
-
-def _roomy(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int) -> Tensor:
-    """The weight; a stored one is made dense with room for `narrow` beside it."""
-    many = tiles(narrow.shape[dim])
-    if layout is None or not many:
-        return dense(layout, parts, narrow.dtype, use)
-    wide = unpacked(parts, layout, narrow.dtype, use, (0, many) if dim else (many, TILE))
-    return wide[:, :-many] if dim else wide[:-many, :-TILE]

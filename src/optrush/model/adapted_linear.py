@@ -1,4 +1,4 @@
-"""A frozen linear with a low-rank sum beside it as one function: U A x, and W x added to it in place; both ways.
+"""A frozen linear with a low-rank sum beside it as one function, W x + U A x, both ways.
 
 Kept for the backward pass: the input, A x, the small matrices, and what the weight is made of; no weight that was made
 dense.
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from optrush.kernels.products import By, add_product
+from optrush.frozen import TILE, tiles
+from optrush.kernels.products import By, low_rank
 from optrush.model.quantised import Layout, unpacked
 
 
@@ -24,14 +24,24 @@ def dense(layout: Layout | None, parts: Sequence[Tensor], dtype: torch.dtype, us
     return parts[0] if layout is None else unpacked(parts, layout, dtype, use)
 
 
+def roomy_weight(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int) -> Tensor:
+    """As `dense`; a stored one with room for `narrow` below it (0) or right of it (1)."""
+    many = tiles(narrow.shape[dim])
+    if layout is None or not many:
+        return dense(layout, parts, narrow.dtype, use)
+    wide = unpacked(parts, layout, narrow.dtype, use, (0, many) if dim else (many, TILE))
+    return wide[:, :-many] if dim else wide[:-many, :-TILE]
+
+
 def linear(
-    x: Tensor, a: Tensor, u: Tensor, bias: Tensor | None, layout: Layout | None, parts: Sequence[Tensor], by: By
-) -> Tensor:
+    x: Tensor, a: Tensor, u: Tensor, bias: Tensor | None, layout: Layout | None, parts: Sequence[Tensor], by: By,
+    roomy: bool,
+) -> Tensor:  # fmt: skip
     """x (..., D), A (r, D), U (rows, r), bias (rows,) or None, the weight's layout and parts -> (..., rows).
 
-    All of one type; the weight has no gradient. by: who multiplies by the weight.
+    All of one type; the weight has no gradient. by: who multiplies by the weight; roomy: whether a dense one has room.
     """
-    y: Tensor = _Linear.apply(x.flatten(0, -2), a, u, bias, layout, by, *parts)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x.flatten(0, -2), a, u, bias, layout, by, roomy, *parts)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
@@ -39,12 +49,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         """Not by name: see `quantised._Product`."""
-        x, a, u, bias, layout, by, *parts = given
-        ctx.layout, ctx.by = layout, by
+        x, a, u, bias, layout, by, roomy, *parts = given
+        ctx.layout, ctx.by, ctx.roomy = layout, by, roomy or layout is not None
         with torch.autocast(x.device.type, enabled=False):
-            z = x @ a.t()
-            y = F.linear(z, u, bias)
-            add_product(y, x, dense(layout, parts, x.dtype, "forward").t(), by)
+            weight = roomy_weight(layout, parts, "forward", u, 1)
+            y, z = low_rank(x, weight.t(), a.t(), u.t(), by, ctx.roomy, bias)
         ctx.save_for_backward(x, z, a, u, *parts)
         return y
 
@@ -53,11 +62,12 @@ class _Linear(torch.autograd.Function):
         x, z, a, u, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
         grad, d_x, d_bias = incoming[0], None, None  # (N, rows)
         with torch.autocast(grad.device.type, enabled=False):
-            d_z = grad @ u  # (N, r)
             if ctx.needs_input_grad[0]:
-                d_x = d_z @ a
-                add_product(d_x, grad, dense(ctx.layout, parts, grad.dtype, "backward"), ctx.by)
+                weight = roomy_weight(ctx.layout, parts, "backward", a, 0)
+                d_x, d_z = low_rank(grad, weight, u, a, ctx.by, ctx.roomy)
+            else:
+                d_z = grad @ u  # (N, r)
             if ctx.needs_input_grad[3]:
                 d_bias = grad.sum(0)
             d_a, d_u = d_z.t() @ x, grad.t() @ z
-        return d_x, d_a, d_u, d_bias, None, None, *[None] * len(parts)
+        return d_x, d_a, d_u, d_bias, None, None, None, *[None] * len(parts)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optrush.errors import NeedsError
-from optrush.frozen import TILE, tiles
+from optrush.frozen import sizes, tiles
 from optrush.ledger import Line, Rule, Work, add, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
 from optrush.toolchain import compilers
@@ -112,8 +112,10 @@ class FusedBlock(Technique):
 
         from optrush.model import adapted_feed
 
-        blocks: Iterable[Any] = job.model.blocks.values()
-        made = sum(adapted_feed.make_room(block.gate_up, block.down) for block in blocks)
+        made, blocks = 0, cast("Iterable[Any]", job.model.blocks.values())
+        for block in blocks:
+            made += adapted_feed.make_room(block.gate_up, below=False) + adapted_feed.make_room(block.down, below=True)
+            made += sum(adapted_feed.make_room(linear, below=True) for linear in (block.qkv, block.o) if _ours(linear))
         if made and job.world.device.type == "cuda":
             torch.cuda.empty_cache()  # where weights lay before is too small for one with room
         return made
@@ -154,6 +156,11 @@ def _in_products(blocks: Sequence[Any]) -> int:
     return len(blocks)
 
 
+def _ours(linear: Any) -> bool:
+    """Whether QuACK multiplies by a linear with a low-rank sum, which has no bias."""
+    return linear.adapter is not None and linear.adapter.by == "quack" and linear.bias is None
+
+
 def _hidden(s: ModelShape) -> Iterator[Rule]:
     """What the epilogues read and write, less what passes while others multiply: F and 3 F, of 3 F and 6 F (LOG.md)."""
     D, F, heads = s.width, s.ff_width, 2 * (s.heads + s.kv_heads) * s.head_width
@@ -176,9 +183,11 @@ def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
             moved = Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
             yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
     if not (cut or stored):
-        upper, lower = setup.feed_ranks
-        values = 2 * F * tiles(upper) + ((D + tiles(lower)) * (F + TILE) - D * F if lower else 0)
-        why = "room behind them for their adapters' matrices, in whole tiles"
+        why, values = "room behind them for their adapters' matrices, in whole tiles", 0
+        for linear, (width, pieces) in sizes(shape).items():
+            many, rows = tiles(setup.beside.get(linear, 0)), sum(pieces.values())
+            if many and not {"qkv": shape.qkv_bias, "o": shape.o_bias}.get(linear):
+                values += (rows + many * (linear != "gate_up")) * (width + many) - rows * width
         yield add(Line("weights.room", why, L * values, "product", "always", blocks=L))
 
 

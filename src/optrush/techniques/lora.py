@@ -62,10 +62,10 @@ class Lora(Technique):
         return not mlp or not (self.dora or self.dropout)
 
     @property
-    def feed_ranks(self) -> tuple[int, int]:
+    def beside(self) -> dict[str, int]:
         names = {*frozen.chosen(self.targets, frozen.LINEARS)}
-        of = [self.rank * len(names & {*frozen.PIECES[linear]}) for linear in ("gate_up", "down")]
-        return of[0], of[1]
+        found = {linear: self.rank * len(names & {*pieces}) for linear, pieces in frozen.PIECES.items()}
+        return {linear: rows for linear, rows in found.items() if rows}
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         if setup.native:  # others tell the names of their linears when they are there
