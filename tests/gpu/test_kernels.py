@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 
 from optrush.data.batch import Documents
 from optrush.kernels import attention, cross_entropy, exponents, norm, products, rotation, store, swiglu
+from optrush.kernels.flash4 import flash4
 from optrush.kernels.liger import liger
-from optrush.kernels.room import with_room
+from optrush.kernels.room import Room, with_room
 from optrush.kernels.scaled import scaled
 from optrush.model.adapted import Switch, place
 from optrush.model.decoder import Linear
 from optrush.model.lora import Lora, Settings
 from optrush.model.quantised import Form, Quantised
+from optrush.model.roomy import lay
 from optrush.technique import library
 
 from updates import edges
@@ -195,8 +198,10 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
             layer.weight.data = layer.weight.data.bfloat16()
         assert adapted_feed.fits(layer)
     if base == "roomy":
-        made = [adapted_feed.make_room(layer, below=layer is ours[1]) for layer in ours]
-        assert made == [layer.adapter is not None for layer in ours]
+        for layer in ours:
+            if layer.adapter is not None:
+                layer.adapter.by = "quack"
+            assert lay(layer, Room(True), below=layer is ours[1]) == (layer.adapter is not None)
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
     want = swiglu.gated(x, *wide)
     wants = torch.autograd.grad(want, given(x, wide), g)
@@ -223,8 +228,8 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "amp"])
-@pytest.mark.parametrize("D", [300, 2048, 4096])
-def test_norm_and_the_addition_before_it(compiled, autocast, D):
+@pytest.mark.parametrize(("D", "room"), [(300, 0), (2048, 64), (4096, 128)])
+def test_norm_and_the_addition_before_it(compiled, autocast, D, room):
     torch.manual_seed(0)
     x, branch, past, g = (torch.randn(3, 1111, D, device="cuda") for _ in range(4))
     inputs = [t.requires_grad_() for t in (x, branch, torch.rand(D, device="cuda") + 0.5)]
@@ -243,7 +248,8 @@ def test_norm_and_the_addition_before_it(compiled, autocast, D):
         inputs = [t.detach().bfloat16().requires_grad_() for t in inputs]
     run = torch.compile(both, fullgraph=True, dynamic=False) if compiled else both
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        made = run(norm.fused, inputs)
+        made = run(partial(norm.fused, room=room, back=room), inputs)
+    assert all(pair[1].stride() == (1111 * (D + room), D + room, 1) for pair in made)
     for got, sure in zip((t for pair in made for t in pair), (t for pair in want for t in pair), strict=True):
         assert off(got, sure) < 1e-2
     for one, other, given in zip(gradients(made, inputs), wants, inputs, strict=True):
@@ -257,7 +263,7 @@ def test_norm_and_the_addition_before_it(compiled, autocast, D):
 def test_rotation(compiled, dtype, turns, K, group, E):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    B, T = 3, 333
+    B, T, room = 3, 333, 64 if K > 2 else 0
     qkv = torch.randn(B, T, K, group + 2, E, device="cuda").to(dtype).requires_grad_()
     cos, sin = (torch.randn(B, T, 1, E, device="cuda").to(turns) for _ in range(2))
     grads = [torch.randn(B, n, T, E, device="cuda").to(dtype).transpose(1, 2) for n in (K * group, K, K)]
@@ -266,13 +272,15 @@ def test_rotation(compiled, dtype, turns, K, group, E):
     (wanted,) = torch.autograd.grad(want, wide, [g.float() for g in grads])
 
     def separate(qkv):
-        return rotation.fused(qkv, cos, sin, None, None)
+        return rotation.fused(qkv, cos, sin, None, None, back=room)
 
     found = (torch.compile(separate, fullgraph=True, dynamic=False) if compiled else separate)(qkv)
     (grad,) = torch.autograd.grad(found, qkv, grads)
     close = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
     for got, sure in zip((*found, grad), (*want, wanted), strict=True):
-        assert got.dtype == dtype and got.is_contiguous() and off(got, sure) < close
+        assert got.dtype == dtype and off(got, sure) < close
+        assert got.is_contiguous() == (got is not grad or not room)
+    assert grad.stride(1) == K * (group + 2) * E + room
     assert torch.equal(found[2], qkv[:, :, :, -1])
 
 
@@ -312,8 +320,11 @@ def test_flash_attention_4(single, H, K, E, compiled):
     half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
 
     def attend(q, k, v):
-        return attention.ATTENTIONS["fa4"](q, k, v, documents) * 1.0
+        out = flash4(q, k, v, documents, room=room)
+        assert out.stride(1) == H * E + room
+        return out * 1.0
 
+    room = 64 if H == K else 0
     got = (torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend)(*half)
     grads = torch.autograd.grad(got, half, weight.bfloat16())
     assert off(got, want) < 1e-2

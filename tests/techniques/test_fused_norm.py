@@ -14,6 +14,7 @@ from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
 from optrush.kernels import norm
+from optrush.kernels.room import copied_with_room
 from optrush.prepare import prepare
 from optrush.toolchain import demand_triton
 
@@ -116,19 +117,22 @@ def interpreted() -> None:
         for types in ((torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.bfloat16), (torch.bfloat16,) * 3):
             stream, narrow, out = types
             x, past = (torch.randn(rows, width).to(stream) for _ in range(2))
+            past, room = copied_with_room(past, rows), 7 * (rows % 2)
             branch, grad = torch.randn(rows, width).to(narrow), torch.randn(rows, width).to(out)
             weight = torch.randn(width)
             near = 1e-5 if out == torch.float32 else 2e-2
             for added in (None, branch):
-                total, normed, scale = norm_triton.forward(x, added, weight, EPS, out)
+                total, normed, scale = norm_triton.forward(x, added, weight, EPS, out, room)
                 want, wanted = norm.plain(x, added, weight, EPS)
                 assert total.dtype == want.dtype and normed.dtype == out and scale.dtype == torch.float32
+                assert normed.stride() == (width + room, 1) and total.is_contiguous()
                 torch.testing.assert_close(total, want)
                 torch.testing.assert_close(normed.float(), wanted.float(), rtol=near, atol=near)
             sure = [t.double() for t in (total, weight, scale, past, grad)]
             for learns in (True, False):
-                dx, dw = norm_triton.backward(total, weight, scale, past, grad, learns)
+                dx, dw = norm_triton.backward(total, weight, scale, past, grad, learns, room)
                 first, second = norm.norm_backward(*sure, learns)
+                assert dx.stride() == (width + room, 1)
                 torch.testing.assert_close(dx.double(), first, rtol=near, atol=near)
                 torch.testing.assert_close(dw.double(), second, rtol=near, atol=near * rows)
                 assert dx.dtype == stream and dw.dtype == weight.dtype and len(dw) == (width if learns else 0)

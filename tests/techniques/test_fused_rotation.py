@@ -13,6 +13,7 @@ import interpreter
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
 from optrush.kernels import rotation
+from optrush.kernels.room import empty_with_room
 from optrush.prepare import prepare
 from optrush.toolchain import demand_triton
 
@@ -127,10 +128,12 @@ def interpreted() -> None:
                 assert one.dtype == kind and one.is_contiguous()
                 torch.testing.assert_close(one.double(), want, **near)
             assert torch.equal(found[2], qkv[:, :, :, -1]), "values are moved, not touched"
-            back = rotation_triton.backward(*grads, cos, sin)
-            assert back.dtype == kind and back.is_contiguous()
             wanted = rotation.rotation_backward(*(g.double() for g in grads), *sure)
-            torch.testing.assert_close(back.double(), wanted, **near)
+            for room in (0, 8):
+                d_qkv = empty_with_room(qkv, B, T, K * (group + 2) * E, columns=room).view(qkv.shape)
+                back = rotation_triton.backward(*grads, cos, sin, d_qkv)
+                assert back is d_qkv and back.dtype == kind
+                torch.testing.assert_close(back.double(), wanted, **near)
     print("near")
 
 

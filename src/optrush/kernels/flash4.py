@@ -17,10 +17,11 @@ from torch import Tensor
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
+from optrush.kernels.room import empty_with_room
 
 
-def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Causal attention within each document.
+def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, room: int = 0) -> Tensor:
+    """Causal attention within each document; room: columns that are left (kernels/room.py) beside a token's heads.
 
     Raises:
         NeedsError: not on CUDA, or neither bfloat16 nor float16.
@@ -30,31 +31,37 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         raise NeedsError("flash-attn-4", found, do)
     B, T, H, E = q.shape
     if documents.single:
-        out: Tensor = _forward(q, k, v, None, T)[0]
+        out: Tensor = _forward(q, k, v, None, T, room)[0]
         return out
     # The longest document only bounds the launch: T for all batches, so that no other length compiles anything anew.
     q, k, v = (x.reshape(B * T, -1, E) for x in (q, k, v))
-    out = _forward(q, k, v, documents.starts, T)[0]
+    out = _forward(q, k, v, documents.starts, T, room)[0]
     return out.view(B, T, H, E)
 
 
 @torch.library.custom_op("optrush::flash4", mutates_args=(), device_types="cuda")
-def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
-    """Output like q, and the logarithm of each row's sum: (B, H, T) dense, (H, B*T) with starts; float32."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, room: int) -> tuple[Tensor, Tensor]:
+    """Output like q, with room, and the logarithm of each row's sum: (B, H, T) dense, (H, B*T) with starts; float32."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
     most = None if starts is None else longest
     out, lse, *_ = _flash_attn_fwd(
         q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=most, max_seqlen_k=most, causal=True,
-        return_lse=True,
+        return_lse=True, out=_empty(q, room),
     )  # fmt: skip
     return out, lse
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, room: int) -> tuple[Tensor, Tensor]:
     shape = (q.shape[0], q.shape[2], q.shape[1]) if starts is None else (q.shape[1], q.shape[0])
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(shape, dtype=torch.float32)
+    return _empty(q, room), q.new_empty(shape, dtype=torch.float32)
+
+
+def _empty(q: Tensor, room: int) -> Tensor:
+    """For the output."""
+    *tokens, H, E = q.shape
+    return empty_with_room(q, *tokens, H * E, columns=room).view(q.shape)
 
 
 @torch.library.custom_op("optrush::flash4_backward", mutates_args=(), device_types="cuda")
@@ -82,7 +89,7 @@ def _(
 
 
 def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, starts, longest = inputs
+    q, k, v, starts, longest, _ = inputs
     ctx.save_for_backward(q, k, v, *output, starts)  # type: ignore[arg-type]
     ctx.longest = longest  # type: ignore[attr-defined]
     ctx.set_materialize_grads(False)
@@ -92,7 +99,7 @@ def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: None) 
     q, k, v, out, lse, starts = ctx.saved_tensors  # type: ignore[attr-defined]
     ordered = torch.are_deterministic_algorithms_enabled()
     longest: int = ctx.longest  # type: ignore[attr-defined]
-    return (*_backward(grad, q, k, v, out, lse, starts, longest, ordered), None, None)
+    return (*_backward(grad, q, k, v, out, lse, starts, longest, ordered), None, None, None)
 
 
 _forward.register_autograd(_gradients, setup_context=_keep)

@@ -11,44 +11,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from optrush.kernels.room import empty_with_room
+
 TILE = 4096  # values a program looks at together: whole rows, at least one
 BACKWARD = 2048  # likewise in the backward pass, which has more of them in registers: 8 a thread
 EACH = 4  # programs a multiprocessor there: each sums the weight's gradient over its rows
 
 
 def forward(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, room: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, branch (..., D) -> their sum (x itself without one), that normed in a type, 1 / rms (N,) float32."""
+    """x, branch (..., D) -> their sum (x itself without one), that normed in a type, 1 / rms (N,) float32.
+
+    room: columns that are left beside what is normed.
+    """
     assert x.dtype != torch.float64, "float32 inside"
     x = x.contiguous()
     branch = x if (alone := branch is None) else branch.contiguous()
     total = x if alone else torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
     D, N = x.shape[-1], x.shape[:-1].numel()
-    normed = torch.empty_like(x, dtype=dtype)
+    normed = empty_with_room(x, *x.shape, columns=room, dtype=dtype)
     scale = torch.empty(N, dtype=torch.float32, device=x.device)
     rows, width, warps = _tile(D, TILE, 16)
     if N:
         _forward[(triton.cdiv(N, rows),)](
-            x, branch, weight, total, normed, scale, N, D, eps,
+            x, branch, weight, total, normed, scale, N, D, D + room, eps,
             ADDS=not alone, ROWS=rows, WIDTH=width, num_warps=warps,
         )  # fmt: skip
     return total, normed, scale
 
 
 def backward(
-    x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, learns: bool
+    x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, learns: bool, room: int
 ) -> tuple[Tensor, Tensor]:
     """As `norm.norm_backward`."""
-    x, past, grad = x.contiguous(), past.contiguous(), grad.contiguous()
+    x, grad = x.contiguous(), grad.contiguous()
+    past = past.flatten(0, -2) if past.stride(-1) == 1 else past.contiguous().flatten(0, -2)
     D, N = x.shape[-1], x.shape[:-1].numel()
     rows, width, warps = _tile(D, BACKWARD, 8)
     programs = min(triton.cdiv(N, rows), EACH * _multiprocessors(x.device))
-    dx = torch.empty_like(x)
+    dx = empty_with_room(x, *x.shape, columns=room)
     parts = torch.empty(programs if learns else 0, D, dtype=torch.float32, device=x.device)
     if N:
         _backward[(programs,)](
-            x, weight, scale, past, grad, dx, parts, N, D,
+            x, weight, scale, past, grad, dx, parts, N, D, past.stride(0), D + room,
             LEARNS=learns, ROWS=rows, WIDTH=width, num_warps=warps,
         )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype) if learns else weight.new_empty(0)
@@ -67,8 +73,10 @@ def _multiprocessors(device: torch.device) -> int:
 
 @triton.jit
 def _forward(
-    x, branch, weight, total, normed, scale, N, D, eps, ADDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    x, branch, weight, total, normed, scale, N, D, pitch, eps,
+    ADDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
+    """pitch: values from one row of what is normed to the next."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     at = row[:, None] * D + column[None, :]
@@ -83,12 +91,12 @@ def _forward(
     tl.store(scale + row, s, mask=row < N)
     unit = (a * s[:, None]).to(total.dtype.element_ty).to(tl.float32)
     w = tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)
-    tl.store(normed + at, unit * w[None, :], mask=there)
+    tl.store(normed + row[:, None] * pitch + column[None, :], unit * w[None, :], mask=there)
 
 
 @triton.jit
 def _backward(
-    x, weight, scale, past, grad, dx, parts, N, D,
+    x, weight, scale, past, grad, dx, parts, N, D, past_pitch, dx_pitch,
     LEARNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     """Every so many rows of one program; its part of the weight's gradient is a row of `parts`."""
@@ -104,10 +112,11 @@ def _backward(
         s = tl.load(scale + row, mask=row < N, other=0.0)[:, None]
         unit = tl.load(x + at, mask=there, other=0.0).to(tl.float32) * s
         d = tl.load(grad + at, mask=there, other=0.0).to(tl.float32)
-        through = tl.load(past + at, mask=there, other=0.0).to(tl.float32)
+        through = tl.load(past + row[:, None] * past_pitch + column[None, :], mask=there, other=0.0).to(tl.float32)
         inner = d * w[None, :]
         mean = tl.sum(inner * unit, 1) / D
-        tl.store(dx + at, s * (inner - unit * mean[:, None]) + through, mask=there)
+        out = s * (inner - unit * mean[:, None]) + through
+        tl.store(dx + row[:, None] * dx_pitch + column[None, :], out, mask=there)
         if LEARNS:
             gathered += d * unit.to(dx.dtype.element_ty).to(tl.float32)
         tile += tl.num_programs(0)

@@ -23,7 +23,7 @@ ALIGNED = 8  # values: QuACK's loads want rows that begin at 16 bytes
 
 
 def low_rank(
-    x: Tensor, wide: Tensor, first: Tensor, second: Tensor, by: By, roomy: bool, bias: Tensor | None = None,
+    x: Tensor, wide: Tensor, first: Tensor, second: Tensor, by: By, roomy: bool = False, bias: Tensor | None = None,
     roomy_x: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x (N, K), wide (K, M), first (K, r), second (r, M) -> x wide + (x first) second + bias (N, M), x first (N, r).
@@ -41,15 +41,15 @@ def low_rank(
 
 @torch.library.custom_op("optrush::low_rank", mutates_args=())
 def _in_one(x: Tensor, wide: Tensor, first: Tensor, second: Tensor, roomy_x: bool) -> tuple[Tensor, Tensor]:
-    z = x @ first
+    z, turned = x @ first, wide.stride(0) == 1
+    left = beside(x, z, 1, roomy_x)
+    right = beside(wide.t(), second.t(), 1, roomy=True).t() if turned else beside(wide, second, 0, roomy=True)
     if not x.is_cuda or not len(x):
-        return (z @ second).addmm_(x, wide), z
+        return left @ right, z
     from quack.gemm_interface import gemm_tuned
 
-    turned = wide.stride(0) == 1
-    below = beside(wide.t(), second.t(), 1, roomy=True).t() if turned else beside(wide, second, 0, roomy=True)
     y = x.new_empty(len(x), wide.shape[1])
-    gemm_tuned.fn(_loaded(beside(x, z, 1, roomy_x)), _loaded(below), y, config=_tile(), dynamic_scheduler=True)
+    gemm_tuned.fn(_loaded(left), _loaded(right), y, config=_tile(), dynamic_scheduler=True)
     return y, z
 
 

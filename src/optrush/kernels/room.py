@@ -1,13 +1,15 @@
-"""Room behind a frozen weight: rows and columns in the same memory, where an adapter's small matrices lie beside it.
+"""Room behind a matrix: rows and columns in the same memory, where an adapter's small matrices lie beside it.
 
-[W | U] is one matrix to a product, if U lies behind W. Laid there it costs what U has; without room W is copied, once a
-product. Room is scratch: whoever multiplies by it lays there what it wants, each time.
+[W | U] is one matrix to a product, if U lies behind W, and so is [x | A x]. Laid there it costs what U has; without
+room W is copied, once a product. Room is scratch: whoever multiplies by it lays there what it wants, each time.
 
-A weight with room is a view whose rows are further apart than they are wide, of a storage with nothing else in it. The
+A matrix with room is a view whose rows are further apart than they are wide, of a storage with nothing else in it. The
 second cannot be seen: so who has made it must say so (`roomy`).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +17,30 @@ from torch import Tensor
 from optrush.frozen import TILE, tiles
 
 
+class Room(NamedTuple):
+    """Where there is room for the small matrices of an adapter."""
+
+    weight: bool = False  # U right of a frozen weight, A below it
+    x: bool = False  # beside what the linear reads
+    grad: bool = False  # beside the gradient of what it gives
+
+
 def with_room(weight: Tensor, rows: int, columns: int) -> Tensor:
     """A copy of weight (R, C), with room for so many rows below it and columns (one at least) beside it."""
     assert columns
     wide = weight.new_empty(weight.shape[0] + tiles(rows), weight.shape[1] + tiles(columns))
     return wide[: weight.shape[0], : weight.shape[1]].copy_(weight)
+
+
+def empty_with_room(like: Tensor, *shape: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Of that shape, and like another tensor otherwise, with room for so many columns beside the last dimension."""
+    *rows, width = shape
+    return like.new_empty(*rows, width + columns, dtype=dtype or like.dtype)[..., :width]
+
+
+def copied_with_room(t: Tensor, columns: int) -> Tensor:
+    """t (..., D), or a copy where there is room for columns."""
+    return empty_with_room(t, *t.shape, columns=columns).copy_(t) if columns else t
 
 
 def joined(wide: Tensor, narrow: Tensor, dim: int) -> Tensor:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optrush.kernels.room import copied_with_room, empty_with_room
+
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, H, E), k and v (B, T, K, E)
 HeadNorm = Callable[[Tensor], Tensor]
 Separate = Callable[[Tensor, Tensor, Tensor, HeadNorm | None, HeadNorm | None], Heads]
@@ -32,10 +34,15 @@ def plain(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm
     return rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype), v
 
 
-def fused(qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None) -> Heads:
-    """As `Separate` says, for heads without norms: these stand between the two things that the kernel does."""
+def fused(
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: HeadNorm | None, k_norm: HeadNorm | None, *, back: int = 0
+) -> Heads:
+    """As `Separate` says, for heads without norms: these stand between the two things that the kernel does.
+
+    back: columns that are left (kernels/room.py) beside a token's gradient.
+    """
     assert q_norm is None and k_norm is None
-    heads: Heads = _Rotation.apply(qkv, cos, sin)  # type: ignore[no-untyped-call]
+    heads: Heads = _Rotation.apply(qkv, cos, sin, back)  # type: ignore[no-untyped-call]
     return heads
 
 
@@ -47,14 +54,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
+    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, back: int) -> Heads:
         ctx.save_for_backward(cos, sin)
+        ctx.room = back
         heads: Heads = rotation(qkv, cos, sin)
         return heads
 
     @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None]:
-        return rotation_backward(*incoming, *ctx.saved_tensors), None, None
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None, None]:
+        return rotation_backward(*incoming, *ctx.saved_tensors, ctx.room), None, None, None
 
 
 @torch.library.custom_op("optrush::rotation", mutates_args=())
@@ -76,24 +84,31 @@ def _(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
 
 
 @torch.library.custom_op("optrush::rotation_backward", mutates_args=())
-def rotation_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradients of q (B, T, H, E), k and v (B, T, K, E) -> of qkv (B, T, K, H/K + 2, E), in their type."""
+def rotation_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, room: int = 0) -> Tensor:
+    """Gradients of q (B, T, H, E), k and v (B, T, K, E) -> of qkv (B, T, K, H/K + 2, E), in their type, with room."""
     if dq.is_cuda:
         from optrush.kernels.rotation_triton import backward
 
-        return backward(dq, dk, dv, cos, sin)
+        return backward(dq, dk, dv, cos, sin, _empty(dq, dk, room))
     # The transpose of a turn: each half's sine stands at the other half, with the other sign.
     back = -sin.roll(sin.shape[-1] // 2, -1)
     dq, dk = rotate(_wide(dq), cos, back), rotate(_wide(dk), cos, back)
     B, T, K, E = dk.shape
     dq = dq.view(B, T, K, dq.shape[2] // K, E)
-    return torch.cat((dq, dk[:, :, :, None], dv[:, :, :, None]), 3).to(dv.dtype)
+    d_qkv = torch.cat((dq, dk[:, :, :, None], dv[:, :, :, None]), 3).to(dv.dtype)
+    return copied_with_room(d_qkv.flatten(2), room).view(d_qkv.shape)
 
 
 @rotation_backward.register_fake
-def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, room: int = 0) -> Tensor:
+    return _empty(dq, dk, room)
+
+
+def _empty(dq: Tensor, dk: Tensor, room: int) -> Tensor:
+    """For the gradient of qkv."""
     B, T, K, E = dk.shape
-    return dq.new_empty(B, T, K, dq.shape[2] // K + 2, E)
+    group = dq.shape[2] // K + 2
+    return empty_with_room(dq, B, T, K * group * E, columns=room).view(B, T, K, group, E)
 
 
 def _wide(x: Tensor) -> Tensor:

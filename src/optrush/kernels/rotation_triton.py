@@ -19,40 +19,39 @@ def forward(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tens
     """As `rotation.rotation`."""
     B, T, K, group, E = qkv.shape
     q, k, v = (qkv.new_empty(B, T, n, E) for n in (K * (group - 2), K, K))
-    _launch(qkv.contiguous(), q, k, v, cos, sin, back=False)
+    _launch(qkv.contiguous(), q, k, v, cos, sin, K * group * E, back=False)
     return q, k, v
 
 
-def backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `rotation.rotation_backward`."""
-    B, T, K, E = dk.shape
-    d_qkv = dq.new_empty(B, T, K, dq.shape[2] // K + 2, E)
-    _launch(d_qkv, dq.contiguous(), dk.contiguous(), dv.contiguous(), cos, sin, back=True)
+def backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, d_qkv: Tensor) -> Tensor:
+    """As `rotation.rotation_backward`, into d_qkv, whose tokens may lie apart."""
+    _launch(d_qkv, dq.contiguous(), dk.contiguous(), dv.contiguous(), cos, sin, d_qkv.stride(1), back=True)
     return d_qkv
 
 
-def _launch(qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> None:
+def _launch(qkv: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, pitch: int, *, back: bool) -> None:
     assert qkv.dtype != torch.float64, "float32 inside"
     B, T, K, group, E = qkv.shape
     width = triton.next_power_of_2(E // 2)
     tokens = max(1, TILE // width)
     if qkv.numel():
         _turn[(triton.cdiv(B * T, tokens) * K,)](
-            qkv, q, k, v, cos.contiguous(), sin.contiguous(), B * T,
+            qkv, q, k, v, cos.contiguous(), sin.contiguous(), B * T, pitch,
             K=K, GROUP=group - 2, HALF=E // 2, WIDTH=width, TOKENS=tokens, BACK=back, num_warps=WARPS,
         )  # fmt: skip
 
 
 @triton.jit
 def _turn(
-    qkv, q, k, v, cos, sin, N,
+    qkv, q, k, v, cos, sin, N, pitch,
     K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     BACK: tl.constexpr
 ):  # fmt: skip
     """One key/value head's part of so many tokens, from qkv to q, k, v; or BACK from their gradients to its.
 
     Programs that run at the same time have the same tokens, so that their cosines are read from memory once. The
-    next head is read before this one is written: a compiler may not move a load over a store.
+    next head is read before this one is written: a compiler may not move a load over a store. pitch: values from one
+    token of qkv to the next.
     """
     kv = tl.program_id(0) % K
     token = (tl.program_id(0) // K).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -65,13 +64,15 @@ def _turn(
     s2 = tl.load(sin + angle + HALF, mask=there, other=0.0).to(tl.float32)
     if BACK:  # the transpose
         s1, s2 = -s2, -s1
-    source, target = _places(qkv, q, k, v, token[:, None], column[None, :], kv, 0, K, GROUP, HALF, BACK)
+    source, target = _places(qkv, q, k, v, token[:, None], column[None, :], pitch, kv, 0, K, GROUP, HALF, BACK)
     first = tl.load(source, mask=there, other=0.0)
     second = tl.load(source + HALF, mask=there, other=0.0)
     for head in tl.static_range(GROUP + 2):
         a, b, here = first, second, target
         if head < GROUP + 1:
-            source, target = _places(qkv, q, k, v, token[:, None], column[None, :], kv, head + 1, K, GROUP, HALF, BACK)
+            source, target = _places(
+                qkv, q, k, v, token[:, None], column[None, :], pitch, kv, head + 1, K, GROUP, HALF, BACK
+            )
             first = tl.load(source, mask=there, other=0.0)
             second = tl.load(source + HALF, mask=there, other=0.0)
         if head <= GROUP:
@@ -83,11 +84,11 @@ def _turn(
 
 @triton.jit
 def _places(
-    qkv, q, k, v, token, column, kv, head: tl.constexpr,
+    qkv, q, k, v, token, column, pitch, kv, head: tl.constexpr,
     K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr
 ):  # fmt: skip
     """Where one head of a group is read and where it is written: its first halves."""
-    whole = qkv + ((token * K + kv) * (GROUP + 2) + head) * (2 * HALF) + column
+    whole = qkv + token * pitch + (kv * (GROUP + 2) + head) * (2 * HALF) + column
     if head < GROUP:
         part = q + ((token * K + kv) * GROUP + head) * (2 * HALF) + column
     elif head == GROUP:

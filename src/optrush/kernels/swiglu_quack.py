@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.kernels.room import beside
+from optrush.kernels.room import beside, empty_with_room
 
 
 def feed(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
@@ -74,9 +74,10 @@ def _tile(rows: int, columns: int, *, turns: bool = False, along: bool = True) -
 
 @torch.library.custom_op("optrush::gated", mutates_args=(), device_types="cuda")
 def gated(
-    x: Tensor, weight: Tensor, right: Tensor | None = None, roomy: bool = False, room: int = 0
-) -> tuple[Tensor, Tensor]:
-    """x (N, D), weight (2 F, D) and columns right of it -> gate and up (N, 2 F), silu(gate) * up (N, F).
+    x: Tensor, weight: Tensor, z: Tensor | None = None, u: Tensor | None = None, roomy_x: bool = False,
+    roomy: bool = False, room: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x (N, D) and z (N, r) beside it, weight (2 F, D) and u (2 F, r) -> gate and up (N, 2 F), silu(gate) * up (N, F).
 
     room: columns beside the latter.
     """
@@ -84,8 +85,8 @@ def gated(
 
     many = weight.shape[1] >= WIDE
     pairs, product = gemm_gated(
-        x,
-        beside(weight, right, 1, roomy).t(),
+        beside(x, z, 1, roomy_x),
+        beside(weight, u, 1, roomy).t(),
         activation="swiglu",
         postact_out=_product(x, weight, room),
         config=_tile(256, 192, along=not many),
@@ -96,14 +97,14 @@ def gated(
 
 @gated.register_fake
 def _(
-    x: Tensor, weight: Tensor, right: Tensor | None = None, roomy: bool = False, room: int = 0
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, z: Tensor | None = None, u: Tensor | None = None, roomy_x: bool = False,
+    roomy: bool = False, room: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     return x.new_empty(len(x), len(weight)), _product(x, weight, room)
 
 
 def _product(x: Tensor, weight: Tensor, room: int) -> Tensor:
-    F_ = len(weight) // 2
-    return x.new_empty(len(x), F_ + room)[:, :F_]
+    return empty_with_room(x, len(x), len(weight) // 2, columns=room)
 
 
 @torch.library.custom_op("optrush::gated_backward", mutates_args=(), device_types="cuda")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from optrush.errors import NeedsError
 from optrush.frozen import EMBEDDING, HEAD, last, named, whole
 from optrush.kernels.products import By
+from optrush.kernels.room import Room
 from optrush.model.decoder import Linear
 from optrush.model.weights import Filler, Recipe, Shape
 
@@ -52,7 +53,7 @@ class Beside(nn.Module, ABC):
     """
 
     by: By = "cublas"  # who multiplies by the frozen weight
-    roomy = False  # whether a dense one has room: kernels/room.py
+    room = Room()
 
     def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: Switch) -> None:
         """modules: Hugging Face's, one a piece; names: the last parts of those that are chosen."""

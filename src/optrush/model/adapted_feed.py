@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from optrush.frozen import tiles
 from optrush.kernels.products import gradients, low_rank
-from optrush.kernels.room import joined, with_room
+from optrush.kernels.room import Room, joined
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.model.adapted import Beside
 from optrush.model.adapted_linear import dense, roomy_weight
@@ -50,22 +50,15 @@ def feed(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     x = x.to(dtype)
     small = (*_low(x, gate_up), *_low(x, down))
     (layout1, *parts1), (layout2, *parts2) = _weight(gate_up, dtype), _weight(down, dtype)
-    roomy1, roomy2 = (linear.roomy or linear.stored is not None for linear in (gate_up, down))
-    out: Tensor = _Feed.apply(x, *small, layout1, layout2, roomy1, roomy2, *parts1, *parts2)  # type: ignore[no-untyped-call]
+    rooms = _room(gate_up), _room(down)
+    out: Tensor = _Feed.apply(x, *small, layout1, layout2, *rooms, *parts1, *parts2)  # type: ignore[no-untyped-call]
     return out
 
 
-def make_room(linear: Linear, *, below: bool) -> int:
-    """Lays a dense weight that has a low-rank adapter where there is room for its matrices, U right of it and A below;
-    whether it did. Not for sharded ones."""
-    adapter = linear.adapter
-    low = adapter.low_rank(torch.float32) if isinstance(adapter, Beside) else None
-    if low is None or linear.stored is not None:
-        return 0
-    assert isinstance(adapter, Beside)
-    linear.weight.data = with_room(linear.weight.data, len(low[0]) if below else 0, len(low[0]))
-    linear.roomy = adapter.roomy = True
-    return 1
+def _room(linear: Linear) -> Room:
+    """A stored weight has some whenever it is made dense."""
+    room = linear.adapter.room if isinstance(linear.adapter, Beside) else Room()
+    return room._replace(weight=room.weight or linear.stored is not None)
 
 
 def _low(x: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
@@ -89,39 +82,41 @@ def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
 class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """given: x (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, whether they have room, all
-        parts -> (..., D).
+        """given: x (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, both rooms, all parts
+        -> (..., D).
 
         Not by name: see `quantised._Product`.
         """
-        x, a1, u1, a2, u2, layout1, layout2, roomy1, roomy2, *parts = given
-        ctx.layouts, ctx.roomy, rows, use = (layout1, layout2), (roomy1, roomy2), x.flatten(0, -2), "forward"
+        x, a1, u1, a2, u2, layout1, layout2, room1, room2, *parts = given
+        ctx.layouts, ctx.rooms, rows, use = (layout1, layout2), (room1, room2), x.flatten(0, -2), "forward"
         with torch.autocast(x.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
-            whole, many = joined(rows, z1, 1), tiles(len(a2))
-            pairs, product = gated(whole, roomy_weight(layout1, first, use, u1, 1), u1, roomy1, many)
+            upper, many = roomy_weight(layout1, first, use, u1, 1), tiles(len(a2))
+            pairs, product = gated(rows, upper, z1, u1, room1.x, room1.weight, many)
             lower = roomy_weight(layout2, second, use, u2, 1)
-            out, z2 = low_rank(product, lower.t(), a2.t(), u2.t(), "quack", roomy2, roomy_x=True)  # (N, D), (N, r)
+            out, z2 = low_rank(
+                product, lower.t(), a2.t(), u2.t(), "quack", room2.weight, roomy_x=True
+            )  # (N, D), (N, r)
         ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
         return out.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         x, z1, z2, pairs, a1, u1, a2, u2, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
-        (layout1, layout2), (roomy1, roomy2) = ctx.layouts, ctx.roomy
+        (layout1, layout2), (room1, room2) = ctx.layouts, ctx.rooms
         grad, use, d_x = incoming[0].flatten(0, -2), "backward", None  # (N, D)
         with torch.autocast(grad.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             d_z2 = grad @ u2  # (N, r)
             down = roomy_weight(layout2, second, use, a2, 0)
-            d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2, roomy2)  # (N, 2 F), (N, F)
+            d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2, room2.weight)  # (N, 2 F), (N, F)
             del down
             d_a2, d_u2, d_u1 = d_z2.t() @ product, grad.t() @ z2, d_pairs.t() @ z1
-            if ctx.needs_input_grad[0] and len(a1) and roomy1:
+            if ctx.needs_input_grad[0] and len(a1) and room1.weight:
                 d_x, d_z1 = gradients(d_pairs, roomy_weight(layout1, first, use, u1, 1), u1, a1)
             elif ctx.needs_input_grad[0]:  # (N, D), (N, r)
-                d_x, d_z1 = low_rank(d_pairs, dense(layout1, first, grad.dtype, use), u1, a1, "quack", roomy=False)
+                d_x, d_z1 = low_rank(d_pairs, dense(layout1, first, grad.dtype, use), u1, a1, "quack")
             else:
                 d_z1 = d_pairs @ u1
             d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from optrush.frozen import TILE, tiles
 from optrush.kernels.products import By, low_rank
+from optrush.kernels.room import Room
 from optrush.model.quantised import Layout, unpacked
 
 
@@ -35,13 +36,13 @@ def roomy_weight(layout: Layout | None, parts: Sequence[Tensor], use: str, narro
 
 def linear(
     x: Tensor, a: Tensor, u: Tensor, bias: Tensor | None, layout: Layout | None, parts: Sequence[Tensor], by: By,
-    roomy: bool,
+    room: Room,
 ) -> Tensor:  # fmt: skip
     """x (..., D), A (r, D), U (rows, r), bias (rows,) or None, the weight's layout and parts -> (..., rows).
 
-    All of one type; the weight has no gradient. by: who multiplies by the weight; roomy: whether a dense one has room.
+    All of one type; the weight has no gradient. by: who multiplies by the weight.
     """
-    y: Tensor = _Linear.apply(x.flatten(0, -2), a, u, bias, layout, by, roomy, *parts)  # type: ignore[no-untyped-call]
+    y: Tensor = _Linear.apply(x.flatten(0, -2), a, u, bias, layout, by, room, *parts)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
@@ -49,11 +50,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         """Not by name: see `quantised._Product`."""
-        x, a, u, bias, layout, by, roomy, *parts = given
-        ctx.layout, ctx.by, ctx.roomy = layout, by, roomy or layout is not None
+        x, a, u, bias, layout, by, room, *parts = given
+        ctx.layout, ctx.by, ctx.room = layout, by, room._replace(weight=room.weight or layout is not None)
         with torch.autocast(x.device.type, enabled=False):
             weight = roomy_weight(layout, parts, "forward", u, 1)
-            y, z = low_rank(x, weight.t(), a.t(), u.t(), by, ctx.roomy, bias)
+            y, z = low_rank(x, weight.t(), a.t(), u.t(), by, ctx.room.weight, bias, room.x)
         ctx.save_for_backward(x, z, a, u, *parts)
         return y
 
@@ -64,7 +65,7 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 weight = roomy_weight(ctx.layout, parts, "backward", a, 0)
-                d_x, d_z = low_rank(grad, weight, u, a, ctx.by, ctx.roomy)
+                d_x, d_z = low_rank(grad, weight, u, a, ctx.by, ctx.room.weight, None, ctx.room.grad)
             else:
                 d_z = grad @ u  # (N, r)
             if ctx.needs_input_grad[3]:

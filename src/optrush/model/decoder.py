@@ -67,7 +67,6 @@ class Linear(nn.Linear):
 
     stored: Stored | None
     adapter: Adapted | None
-    roomy = False  # whether room was made behind the weight: kernels/room.py
 
     def __init__(
         self, width: int, pieces: Pieces, *, groups: int = 1, bias: bool, device: torch.device, dtype: torch.dtype

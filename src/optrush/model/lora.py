@@ -66,7 +66,7 @@ class Lora(Beside):
         low_rank, base = self.low_rank(dtype), self._base(weight, dtype)
         if low_rank is not None and base is not None:
             bias = None if bias is None else bias.to(dtype)
-            return adapted_linear.linear(x.to(dtype), *low_rank, bias, *base, self.by, self.roomy)
+            return adapted_linear.linear(x.to(dtype), *low_rank, bias, *base, self.by, self.room)
         y = self.inner(x, weight, None if self.s.dora else bias)
         low = F.dropout(x.to(y.dtype), self.s.dropout, self.training) if self.s.dropout else x.to(y.dtype)
         h = F.linear(low, self.a.to(y.dtype)).flatten(0, -2)  # (N, n r)

@@ -110,12 +110,9 @@ class FusedBlock(Technique):
             return 0
         import torch
 
-        from optrush.model import adapted_feed
+        from optrush.model.roomy import make_room
 
-        made, blocks = 0, cast("Iterable[Any]", job.model.blocks.values())
-        for block in blocks:
-            made += adapted_feed.make_room(block.gate_up, below=False) + adapted_feed.make_room(block.down, below=True)
-            made += sum(adapted_feed.make_room(linear, below=True) for linear in (block.qkv, block.o) if _ours(linear))
+        made = sum(make_room(block) for block in cast("Iterable[Any]", job.model.blocks.values()))
         if made and job.world.device.type == "cuda":
             torch.cuda.empty_cache()  # where weights lay before is too small for one with room
         return made
@@ -150,15 +147,10 @@ def _in_products(blocks: Sequence[Any]) -> int:
         raise NeedsError("`fused-block:impl=quack`", found, "take impl=triton")
     for block in blocks:
         block.feed = feed
-        for linear in (block.qkv, block.o):
+        for linear in (block.qkv, block.o, block.gate_up, block.down):
             if linear.adapter is not None and linear.in_features % ALIGNED == linear.out_features % ALIGNED == 0:
                 linear.adapter.by = "quack"
     return len(blocks)
-
-
-def _ours(linear: Any) -> bool:
-    """Whether QuACK multiplies by a linear with a low-rank sum, which has no bias."""
-    return linear.adapter is not None and linear.adapter.by == "quack" and linear.bias is None
 
 
 def _hidden(s: ModelShape) -> Iterator[Rule]:
