@@ -24,17 +24,18 @@ class FusedBlock(Technique):
     triton: a kernel between the products. Backward it reads gate, up and the incoming gradient, and writes gradients
         of both and the activation itself, which the down product's weight gradient wants: so it was not kept.
     quack: the same in the epilogues of the products before and after, by the package quack-kernels; bf16 on Hopper.
-        Low-rank adapters of frozen linears, dense or stored in fewer bits, are further columns of these products; where
-        they are not, its kernel adds the frozen linear's product to what they make, and rounds the sum once; but not
-        the gradient of what enters gate and up, unless weights are sharded: rounded, then added to.
+        Low-rank adapters of frozen linears, dense or stored in fewer bits, are further columns of these products and of
+        those before them, and the sum is rounded once; but not the gradient of what enters gate and up: rounded, then
+        added to. Where weights are sharded, its kernel adds the frozen linear's product to what adapters make.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
     Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes. With adapters of rank r on dense weights that are not
         sharded 2 F (2 r) + D F' - D F + r F' values a block more, F' = F + 64, each r up to a multiple of 64.
     Work: unchanged FLOPs; triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and 5 F.
-        With adapters quack spares 4 F a token, and lays 4 D a token side by side. Weights have room for what lies
-        beside them, those that are stored in fewer bits when they are made dense; where they are sharded, they are
-        copied instead, 6 D F a micro-batch.
+        With adapters quack spares 4 F a token, and lays 4 D a token side by side, 2 D with `fused-norm`. Weights
+        have room for what lies beside them, those that are stored in fewer bits when they are made dense; so do the
+        results of `fused-norm`, `fused-rotation` and `attention:impl=fa4`, in the columns of whole tiles. Where weights
+        are sharded, gate_up's and down's are copied instead, 6 D F a micro-batch.
     Differs from the source: gate and up lie as pairs in one matrix; the down product belongs to it.
     """
 
@@ -165,11 +166,12 @@ def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
     """What it takes to lay adapters beside what they add to, as if all linears had some."""
     D, F, L = shape.width, shape.ff_width, setup.blocks
     cut, stored = Part.CUTS in setup.owned, Part.LINEARS in setup.owned
-    yield live("forward.added.gate_up", "in the product itself", gone=True)
+    yield live("forward.added.gate_up" if cut else "forward.added*", "in the products themselves", gone=True)
     ways: tuple[tuple[Literal["forward", "backward"], str, str, int], ...]
     ways = ("forward", "gate_up's", "input", 2 * D * F), ("backward", "down's", "gradient", D * F)
     for way, whose, other, weight in ways:
-        yield add(Work(f"{way}.beside", f"{whose} {other} and A x", "token", values=2.0 * L * D, role="product"))
+        if cut or way == "backward" or "saved.normed" not in setup.opaque:  # else norms of our own leave room
+            yield add(Work(f"{way}.beside", f"{whose} {other} and A x", "token", values=2.0 * L * D, role="product"))
         if cut and not stored:
             why = f"{whose} weight beside its adapter's"
             moved = Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
