@@ -22,22 +22,25 @@ from optrush.technique import Part, Setup, Technique
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
 # On a CPU the resident set is counted: the process with Python, torch and a tokenizer, and the C library's heap, which
 # keeps more than is in use. The factors were fitted to a small model's ladder (Linux, torch 2.13); whole scores, which
-# come and go at every block, scatter most. Large tensors go back to the system at once: there this is too much.
-PROCESS_BYTES, HEAP, HEAP_OF_SCORES = 4.1e8, 1.4, 4.0
+# come and go at every block, scatter most. What is as large as glibc's largest threshold for memory of its own
+# (mallopt(3), M_MMAP_THRESHOLD) goes back to the system at once.
+PROCESS_BYTES, HEAP, HEAP_OF_SCORES, APART = 4.1e8, 1.4, 4.0, 2**25
 
 
 def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: float = 0.0) -> list[Entry]:
     """Lines and work of float32 training, masked attention, whole logits, a loop over parameters as optimizer."""
     lines = [*_parameters(shape), *_block(shape, T, native), *_head(shape), *_tie(shape), *_rest(shape, cuda)]
     if not cuda:
-        lines = [dataclasses.replace(e, values=e.values * _heap(e)) for e in lines]
+        lines = [dataclasses.replace(e, values=e.values * _heap(e, shape, T)) for e in lines]
     return [*lines, *_work(shape, T, native, padding)]
 
 
-def _heap(line: Line) -> float:
+def _heap(line: Line, shape: ModelShape, T: int) -> float:
     if not line.per_token:
         return 1.0
-    return HEAP_OF_SCORES if "scores" in line.name or "spread" in line.name else HEAP
+    if "scores" in line.name:  # (B, H, T, T) in float32
+        return HEAP_OF_SCORES if 4 * shape.heads * T * T < APART else 1.0
+    return HEAP_OF_SCORES if "spread" in line.name else HEAP
 
 
 def _parameters(s: ModelShape) -> Iterator[Line]:

@@ -129,11 +129,11 @@ def _inputs(setup: Setup, shape: ModelShape, keep: Collection[str]) -> Iterator[
 
 
 def _added(setup: Setup, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:
-    """Work of adding. That of gate_up is always there, if only as 0: who owns its product may do the adding, too."""
-    rows = {name: sum(pieces.values()) for name, (_, pieces) in sizes(shape).items() if name in added}
-    why, gate_up = "what a linear gave, read and written", rows.pop("gate_up", 0)
-    for name, values in (("forward.added.gate_up", gate_up), ("forward.added", sum(rows.values()))):
-        yield add(Work(name, why, "token", values=2.0 * setup.blocks * values, role="product"))
+    """Work of adding, for each linear, if only as 0: who owns its product may do the adding, too."""
+    for name, (_, pieces) in sizes(shape).items():
+        values = 2.0 * setup.blocks * sum(pieces.values()) * (name in added)
+        why = "what a linear gave, read and written"
+        yield add(Work(f"forward.added.{name}", why, "token", values=values, role="product"))
 
 
 def _learnt(setup: Setup, s: ModelShape, outer: Sequence[bool], learnt: Sequence[int]) -> Iterator[Rule]:

@@ -87,8 +87,11 @@ class Setup:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     undoable: bool = False  # the model can be asked without what is trained: `Job.untrained` will be there
     plain_feed: bool = True  # feed-forward linears multiply by matrices, stored in whatever form, and low-rank sums
-    beside: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows of A beside each linear that has some
+    rows_beside: Mapping[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # rows of A beside each linear that has some
     opaque: frozenset[str] = frozenset()  # the ledger's lines that kernels of their own make: no compiler can again
+    spacious: frozenset[str] = frozenset()  # what is written with room beside it (kernels/room.py), where asked for
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
 
     @property
@@ -146,9 +149,14 @@ class Technique:
         return True
 
     @property
-    def beside(self) -> Mapping[str, int]:
+    def rows_beside(self) -> Mapping[str, int]:
         """Of who owns what is trained: rows of A beside each linear that has some (`frozen.PIECES`)."""
         return {}
+
+    @property
+    def spacious(self) -> frozenset[str]:
+        """See `Setup.spacious`: which of "normed", "attended" and "turned" its kernels write."""
+        return frozenset()
 
     def axes(self, setup: Setup) -> dict[str, int]:
         """Mesh axes this technique adds; what is left of the ranks is the data axis."""
@@ -280,10 +288,13 @@ def settle(techniques: Sequence[Technique], setup: Setup, classes: Sequence[type
             owners[part] = t.name
     undoable = any(t.undoable for t in techniques)
     plain = all(t.plain_feed for t in techniques)
-    beside = {linear: rows for t in techniques for linear, rows in t.beside.items()}
+    beside = {linear: rows for t in techniques for linear, rows in t.rows_beside.items()}
     opaque = frozenset[str]().union(*(t.opaque for t in techniques))
+    spacious = frozenset[str]().union(*(t.spacious for t in techniques))
     owned = frozenset(owners) | ({Part.SHARING} if setup.dpo is not None else set())
-    setup = dataclasses.replace(setup, owned=owned, undoable=undoable, plain_feed=plain, beside=beside, opaque=opaque)
+    setup = dataclasses.replace(
+        setup, owned=owned, undoable=undoable, plain_feed=plain, rows_beside=beside, opaque=opaque, spacious=spacious
+    )
     axes: dict[str, int] = {}
     for t in techniques:
         axes.update(t.axes(setup))

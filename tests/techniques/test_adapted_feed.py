@@ -18,7 +18,7 @@ from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.frozen import TILE
 from optrush.hardware import named
-from optrush.kernels import room, swiglu, swiglu_quack
+from optrush.kernels import products, room, swiglu, swiglu_quack
 from optrush.kernels.room import Room, beside, joined, with_room
 from optrush.model import adapted_feed, offload, roomy
 from optrush.model.adapted import Switch, place
@@ -74,6 +74,7 @@ class Here(FusedBlock):
 
 CLASSES = [Here if t is FusedBlock else t for t in ALL]
 QUACK = {"fused_block": {"impl": "quack"}}
+FUSED = {"fused_norm": {}, "fused_rotation": {}}  # which leave room
 LORA = {"targets": "all-linear", "rank": 4}
 
 
@@ -230,7 +231,7 @@ def test_mixed_precision(box, stream, beside, monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("beside", [{}, {"nf4": {}}, {"recompute": {}}], ids=str)
+@pytest.mark.parametrize("beside", [{}, {"nf4": {}}, {"recompute": {}}, FUSED], ids=str)
 def test_switched_off_it_is_the_base(box, beside):
     job, base = learning(box, **QUACK, **beside), learning(box, **beside)
     batch = micro(job)
@@ -257,7 +258,7 @@ def test_offloaded(box, monkeypatch):
 
     monkeypatch.setattr(offload.Offload.__init__, "__kwdefaults__", {"page": 4096, "least": 256})
     classes = [Moved if t is OffloadActivations else t for t in CLASSES]
-    for base in ({}, {"nf4": {}}):
+    for base in ({}, {"nf4": {}}, FUSED):
         want = first_gradients(learning(box, **QUACK, **base))
         found = first_gradients(learning(box, classes=classes, offload_activations={"keep": 0}, **QUACK, **base))
         assert found[0] == want[0] and furthest(found[1], want[1]) == 0
@@ -271,7 +272,7 @@ def shared(box, with_):
 def test_what_has_no_room(box, monkeypatch):
     """Weights that nobody gave room, as sharded ones: copied where A or U lies beside them, and not for the input's
     gradient, which is made by two products then."""
-    monkeypatch.setattr(roomy, "make_room", lambda *_: 1)
+    monkeypatch.setattr(roomy, "make_room", lambda *_, **__: 1)
     monkeypatch.setattr(adapted_feed, "gradients", mock.Mock(side_effect=AssertionError))
     job, copied = learning(box, **QUACK), []
     monkeypatch.setattr(room, "joined", lambda *given: copied.append(given[0].shape) or joined(*given))
@@ -281,7 +282,7 @@ def test_what_has_no_room(box, monkeypatch):
     assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5
 
 
-@pytest.mark.parametrize("with_", [{"fsdp": {}, "nf4": {}}, {"fsdp": {}, "recompute": {}}], ids=str)
+@pytest.mark.parametrize("with_", [{"fsdp": {}, "nf4": {}, **FUSED}, {"fsdp": {}, "recompute": {}}], ids=str)
 def test_two_ranks_agree_with_one_process(box, pair, with_):
     want_loss, want, want_steps = shared(box, {k: v for k, v in with_.items() if k == "nf4"})
     for loss, grads, found in pair(shared, box, with_):
@@ -316,10 +317,27 @@ def test_two_passes_before_one_goes_back():
     x, gate_up, down, _ = linears(PLACES[0])
     want = torch.autograd.grad(adapted_feed.feed(x, gate_up, down).sum(), x)
     for linear in (gate_up, down):
-        linear.adapter.by = "quack"
-        assert roomy.lay(linear, Room(True), below=linear is down)
+        assert roomy.lay(linear, 64, Room(True), below=linear is down)
     first, _ = adapted_feed.feed(x, gate_up, down), adapted_feed.feed(x, gate_up, down)
     torch.testing.assert_close(torch.autograd.grad(first.sum(), x), want)
+
+
+@pytest.mark.parametrize(
+    "lora", [{"targets": "all-linear", "rank": 40}, {"targets": ["o_proj", "up_proj"], "rank": 65}]
+)
+def test_ranks_beyond_a_tile(box, lora):
+    want, found = (first_gradients(learning(box, lora, **FUSED, **with_)) for with_ in ({}, QUACK))
+    assert found[0] == pytest.approx(want[0], rel=1e-6) and furthest(found[1], want[1]) < 1e-5
+
+
+def test_no_sum_of_nothing(monkeypatch):
+    """Where no adapter acts there is one product, and nothing is added."""
+    monkeypatch.setattr(products, "add_product", mock.Mock(side_effect=AssertionError))
+    x, wide, bias = torch.randn(3, 8), torch.randn(8, 5), torch.randn(5)
+    for added, want in ((None, x @ wide), (bias, x @ wide + bias)):
+        y, z = products.low_rank(x, wide, x.new_empty(8, 0), x.new_empty(0, 5), "quack", added)
+        assert z.shape == (3, 0)
+        torch.testing.assert_close(y, want)
 
 
 def test_what_is_no_room():
@@ -335,7 +353,7 @@ def test_what_is_no_room():
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("base", [{}, {"nf4": {}}, {"int8": {}}], ids=str)
-@pytest.mark.parametrize("fused", [{}, {"fused_norm": {}, "fused_rotation": {}}], ids=str)
+@pytest.mark.parametrize("fused", [{}, FUSED, {**FUSED, "amp": {}}], ids=str)
 def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch):
     """Nor what a linear reads, forward or backward, where a kernel of ours wrote it: attention's result is not."""
     torch._dynamo.reset()
@@ -354,7 +372,8 @@ def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch):
     assert before and frozen() == before
     assert {shape[0] for shape in copied} == {2 * T}, "no weight"
     if fused:
-        assert len(copied) == 16, "two blocks, eight micro-batches"
+        both = compiled and "amp" in fused  # a compiler casts the gradient of attention's result without room
+        assert len(copied) == 16 * (1 + both), "two blocks, eight micro-batches"
     torch._dynamo.reset()
 
 
@@ -446,6 +465,14 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
     def said(*withs):
         return plan.predict(parse(text, "x", (), withs), "h200")
 
+    def copied(said):
+        found = {}
+        for work in said.work:
+            way, _, rest = work.name.partition(".beside.")
+            if rest and work.seconds:
+                found.setdefault(way, set()).add(rest)
+        return found
+
     for more in ([], ["nf4"], ["recompute"]):
         plain, triton, quack = (
             said("lora", *more, *block) for block in ([], ["fused-block"], ["fused-block:impl=quack"])
@@ -460,11 +487,15 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
             assert quack.peak_bytes == triton.peak_bytes - 16 * 32768 * 8192 * 2 + room
         assert quack.tokens_per_s > 1.005 * plain.tokens_per_s
         done = {w.name: w.seconds for w in quack.work}
-        assert not done.get("forward.added.gate_up") and not done.get("forward.added") and done["forward.beside"]
-        assert not {w.name: w.seconds for w in said("lora", *more, "fused-norm", "fused-block:impl=quack").work}.get(
-            "forward.beside"
-        )
-    assert said("lora:targets=attention", "fused-block:impl=quack").tokens_per_s
+        assert not any(seconds for name, seconds in done.items() if name.startswith("forward.added"))
+        assert copied(quack) == {"forward": {"qkv", "o", "gate_up"}, "backward": {"qkv", "o", "down"}}
+        fused = said("lora", *more, "fused-norm", "fused-rotation", "attention:impl=fa4", "fused-block:impl=quack")
+        assert copied(fused) == {"backward": {"down"}}
+    attention = said("lora:targets=attention", "fused-block:impl=quack")
+    assert copied(attention) == {"forward": {"qkv", "o"}, "backward": {"qkv", "o"}}
+    for other in ("lora:targets=attention,dora=true", "lora:targets=attention,dropout=0.1", "ia3:targets=attention"):
+        none = said(other, "fused-block:impl=quack")
+        assert not copied(none) and not any(i.bytes for i in none.lines if i.name == "weights.room")
 
 
 # What is refused.

@@ -74,14 +74,17 @@ class _AddNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         total, normed, scale = add_norm(x, branch, weight, eps, dtype, room)
         ctx.save_for_backward(total, weight, scale)
-        ctx.types, ctx.room = (x.dtype, branch.dtype), back
+        ctx.types, ctx.back = (x.dtype, branch.dtype), back
         return total, normed
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = norm_backward(*ctx.saved_tensors, *incoming, ctx.needs_input_grad[2], ctx.room)
         first, second = ctx.types
-        return dx.to(first), dx.to(second), dw if ctx.needs_input_grad[2] else None, None, None, None, None
+        dx, dw = norm_backward(
+            *ctx.saved_tensors, *incoming, ctx.needs_input_grad[2], ctx.back if first == second else 0
+        )
+        branch = dx if first == second else copied_with_room(dx, ctx.back, second)
+        return dx.to(first), branch, dw if ctx.needs_input_grad[2] else None, None, None, None, None
 
 
 @torch.library.custom_op("optrush::norm", mutates_args=())

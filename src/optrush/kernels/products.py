@@ -23,14 +23,21 @@ ALIGNED = 8  # values: QuACK's loads want rows that begin at 16 bytes
 
 
 def low_rank(
-    x: Tensor, wide: Tensor, first: Tensor, second: Tensor, by: By, roomy: bool = False, bias: Tensor | None = None,
-    roomy_x: bool = False,
+    x: Tensor, wide: Tensor, first: Tensor, second: Tensor, by: By, bias: Tensor | None = None, *,
+    roomy: bool = False, roomy_x: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x (N, K), wide (K, M), first (K, r), second (r, M) -> x wide + (x first) second + bias (N, M), x first (N, r).
 
-    roomy, roomy_x: whether wide, or its transpose, has room for `second`, and x for x first. Without gradient.
+    Without gradient.
+
+    Args:
+        roomy: wide, or its transpose, has room for `second`: by QuACK, and without bias.
+        roomy_x: x has room for x first.
     """
-    if roomy and by == "quack" and bias is None:
+    if not first.shape[1]:
+        return x @ wide if bias is None else torch.addmm(bias, x, wide), x @ first
+    if roomy:
+        assert by == "quack" and bias is None
         y, z = _in_one(x, wide, first, second, roomy_x)
         return y, z
     z = x @ first

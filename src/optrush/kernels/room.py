@@ -18,7 +18,11 @@ from optrush.frozen import TILE, tiles
 
 
 class Room(NamedTuple):
-    """Where there is room for the small matrices of an adapter."""
+    """Where there is room for the small matrices of an adapter.
+
+    x and grad come from kernels of our own as they are: who cuts something out of them must take back what is said
+    here, for a part of a larger tensor looks as if it had room.
+    """
 
     weight: bool = False  # U right of a frozen weight, A below it
     x: bool = False  # beside what the linear reads
@@ -38,9 +42,10 @@ def empty_with_room(like: Tensor, *shape: int, columns: int, dtype: torch.dtype 
     return like.new_empty(*rows, width + columns, dtype=dtype or like.dtype)[..., :width]
 
 
-def copied_with_room(t: Tensor, columns: int) -> Tensor:
-    """t (..., D), or a copy where there is room for columns."""
-    return empty_with_room(t, *t.shape, columns=columns).copy_(t) if columns else t
+def copied_with_room(t: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """t (..., D) in a type, or a copy where there is room for columns."""
+    dtype = dtype or t.dtype
+    return empty_with_room(t, *t.shape, columns=columns, dtype=dtype).copy_(t) if columns else t.to(dtype)
 
 
 def joined(wide: Tensor, narrow: Tensor, dim: int) -> Tensor:

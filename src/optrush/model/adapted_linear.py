@@ -25,10 +25,10 @@ def dense(layout: Layout | None, parts: Sequence[Tensor], dtype: torch.dtype, us
     return parts[0] if layout is None else unpacked(parts, layout, dtype, use)
 
 
-def roomy_weight(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int) -> Tensor:
-    """As `dense`; a stored one with room for `narrow` below it (0) or right of it (1)."""
+def weight_of(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int, room: Room) -> Tensor:
+    """As `dense`; where it shall have room, a stored one has it for `narrow` below it (0) or right of it (1)."""
     many = tiles(narrow.shape[dim])
-    if layout is None or not many:
+    if layout is None or not (many and room.weight):
         return dense(layout, parts, narrow.dtype, use)
     wide = unpacked(parts, layout, narrow.dtype, use, (0, many) if dim else (many, TILE))
     return wide[:, :-many] if dim else wide[:-many, :-TILE]
@@ -51,10 +51,10 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         """Not by name: see `quantised._Product`."""
         x, a, u, bias, layout, by, room, *parts = given
-        ctx.layout, ctx.by, ctx.room = layout, by, room._replace(weight=room.weight or layout is not None)
+        ctx.layout, ctx.by, ctx.room = layout, by, room
         with torch.autocast(x.device.type, enabled=False):
-            weight = roomy_weight(layout, parts, "forward", u, 1)
-            y, z = low_rank(x, weight.t(), a.t(), u.t(), by, ctx.room.weight, bias, room.x)
+            weight = weight_of(layout, parts, "forward", u, 1, room)
+            y, z = low_rank(x, weight.t(), a.t(), u.t(), by, bias, roomy=room.weight, roomy_x=room.x)
         ctx.save_for_backward(x, z, a, u, *parts)
         return y
 
@@ -64,8 +64,8 @@ class _Linear(torch.autograd.Function):
         grad, d_x, d_bias = incoming[0], None, None  # (N, rows)
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                weight = roomy_weight(ctx.layout, parts, "backward", a, 0)
-                d_x, d_z = low_rank(grad, weight, u, a, ctx.by, ctx.room.weight, None, ctx.room.grad)
+                weight = weight_of(ctx.layout, parts, "backward", a, 0, ctx.room)
+                d_x, d_z = low_rank(grad, weight, u, a, ctx.by, roomy=ctx.room.weight, roomy_x=ctx.room.grad)
             else:
                 d_z = grad @ u  # (N, r)
             if ctx.needs_input_grad[3]:

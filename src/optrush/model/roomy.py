@@ -19,46 +19,46 @@ from optrush.model.adapted import Beside
 from optrush.model.decoder import Block, Linear
 
 
-def make_room(block: Block) -> int:
-    """How many dense weights were laid anew. Weights must have bytes, and be whole."""
-    qkv, o, gate_up = (_columns(linear) for linear in (block.qkv, block.o, block.gate_up))
+def make_room(block: Block, *, whole: bool = True) -> int:
+    """How many slots and dense weights of a block changed. Weights must have bytes; whole: not sharded."""
+    linears = block.qkv, block.o, block.gate_up, block.down
+    qkv, o, gate_up, _ = columns = [_columns(linear, whole) for linear in linears]
+    changed = 0
     before, after = block.norm1.kernel is norm.fused, block.norm2.kernel is norm.fused
     attends, turns = block.attend is flash4, block.separate is rotation.fused
-    if before:
+    if before and qkv:
         block.norm1.kernel = partial(norm.fused, room=qkv)
-    if after:
+        changed += 1
+    if after and (gate_up or o):
         block.norm2.kernel = partial(norm.fused, room=gate_up, back=o)
-    if attends:
+        changed += 1
+    if attends and o:
         block.attend = partial(flash4, room=o)
-    if turns:
+        changed += 1
+    if turns and qkv:
         block.separate = partial(rotation.fused, back=qkv)
-    # Of gate and up the gradient needs none: its product makes d_z, too (kernels/products.py).
-    return (
-        lay(block.qkv, Room(True, before, turns))
-        + lay(block.o, Room(True, attends, after))
-        + lay(block.gate_up, Room(True, after), below=False)
-        + lay(block.down, Room(True, True))
-    )
+        changed += 1
+    # The gradient of gate and up needs none: its product makes d_z, too (kernels/products.py).
+    rooms = Room(True, before, turns), Room(True, attends, after), Room(True, after), Room(True, True)
+    for linear, many, room in zip(linears, columns, rooms, strict=True):
+        if many:
+            changed += lay(linear, many, room, below=linear is not block.gate_up)
+    return changed
 
 
-def lay(linear: Linear, room: Room, *, below: bool = True) -> int:
-    """Tells a linear that QuACK multiplies by what room there is, and lays its weight where there is some, if it is
-    dense; whether it did."""
-    many = _columns(linear)
-    if not many:
-        return 0
+def lay(linear: Linear, many: int, room: Room, *, below: bool = True) -> bool:
+    """Tells a linear with an adapter what room there is, and lays a dense weight where there is; whether it did."""
     assert isinstance(linear.adapter, Beside)
     linear.adapter.room = room
-    if linear.stored is not None:
-        return 0
-    linear.weight.data = with_room(linear.weight.data, many if below else 0, many)
-    return 1
+    if linear.stored is None:
+        linear.weight.data = with_room(linear.weight.data, many if below else 0, many)
+    return linear.stored is None
 
 
-def _columns(linear: Linear) -> int:
-    """Rows of A in whole tiles, of a linear that QuACK multiplies by with a low-rank sum; else 0."""
+def _columns(linear: Linear, whole: bool) -> int:
+    """Rows of A in whole tiles, of a linear that QuACK multiplies by in one product with a low-rank sum; else 0."""
     adapter = linear.adapter
     if not isinstance(adapter, Beside) or adapter.by != "quack" or linear.bias is not None:
         return 0
     low = adapter.low_rank(torch.float32)
-    return 0 if low is None else tiles(len(low[0]))
+    return 0 if low is None or not (whole or linear.stored is not None) else tiles(len(low[0]))

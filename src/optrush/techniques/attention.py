@@ -85,6 +85,10 @@ class Attention(Technique):
             times, unit = 0.5 * setup.span / setup.seq, "flash2" if older else "attention"
             yield live("*.scores", why, times=times, unit=unit)
 
+    @property
+    def spacious(self) -> frozenset[str]:
+        return frozenset({"attended"} if self.impl == "fa4" else ())
+
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("flash-attn-4", "kernels"),) if self.impl == "fa4" else ()
 

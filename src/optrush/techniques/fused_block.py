@@ -26,16 +26,18 @@ class FusedBlock(Technique):
     quack: the same in the epilogues of the products before and after, by the package quack-kernels; bf16 on Hopper.
         Low-rank adapters of frozen linears, dense or stored in fewer bits, are further columns of these products and of
         those before them, and the sum is rounded once; but not the gradient of what enters gate and up: rounded, then
-        added to. Where weights are sharded, its kernel adds the frozen linear's product to what adapters make.
+        added to. Where dense weights are sharded, its kernel adds the frozen product to what adapters make.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
-    Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes. With adapters of rank r on dense weights that are not
-        sharded 2 F (2 r) + D F' - D F + r F' values a block more, F' = F + 64, each r up to a multiple of 64.
+    Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes. With adapters on dense weights that are not sharded, r
+        rows of A beside each up to a multiple of 64, 2 F r values of gate_up's a block more and (rows + r) (width + r)
+        - rows * width of each other linear's.
     Work: unchanged FLOPs; triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and 5 F.
-        With adapters quack spares 4 F a token, and lays 4 D a token side by side, 2 D with `fused-norm`. Weights
-        have room for what lies beside them, those that are stored in fewer bits when they are made dense; so do the
-        results of `fused-norm`, `fused-rotation` and `attention:impl=fa4`, in the columns of whole tiles. Where weights
-        are sharded, gate_up's and down's are copied instead, 6 D F a micro-batch.
+        With adapters quack spares what is added, 2 values a token and row of a linear. Weights have room for what lies
+        beside them, those that are stored in fewer bits when they are made dense; so has what `fused-norm`,
+        `fused-rotation` and `attention:impl=fa4` write. What a linear reads, forward and backward, is copied where
+        another wrote it: 2 D a token with all of these. Where dense weights are sharded, gate_up's and down's are
+        copied, 6 D F a micro-batch, and others' products added in place.
     Differs from the source: gate and up lie as pairs in one matrix; the down product belongs to it.
     """
 
@@ -106,14 +108,15 @@ class FusedBlock(Technique):
         return len(blocks)
 
     def drive(self, job: Job) -> int:  # weights have bytes now
-        """Room behind frozen weights for what their adapters lay there."""
-        if self.impl != "quack" or Part.CUTS in job.setup.owned:
+        """Room for adapters' matrices behind frozen weights that are whole, and beside what the products read."""
+        if self.impl != "quack":
             return 0
         import torch
 
         from optrush.model.roomy import make_room
 
-        made = sum(make_room(block) for block in cast("Iterable[Any]", job.model.blocks.values()))
+        cut = Part.CUTS in job.setup.owned
+        made = sum(make_room(block, whole=not cut) for block in cast("Iterable[Any]", job.model.blocks.values()))
         if made and job.world.device.type == "cuda":
             torch.cuda.empty_cache()  # where weights lay before is too small for one with room
         return made
@@ -162,27 +165,36 @@ def _hidden(s: ModelShape) -> Iterator[Rule]:
     yield live("backward.elementwise", why, times=(10 * D + heads + 3 * F) / (10 * D + heads + 6 * F))
 
 
+INPUTS = {"qkv": "normed", "o": "attended", "gate_up": "normed"}  # down reads what the product before it wrote
+GRADIENTS = {"qkv": "turned", "o": "normed", "down": "the stream's"}  # of gate_up's the product makes d_z
+
+
 def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
-    """What it takes to lay adapters beside what they add to, as if all linears had some."""
-    D, F, L = shape.width, shape.ff_width, setup.blocks
-    cut, stored = Part.CUTS in setup.owned, Part.LINEARS in setup.owned
-    yield live("forward.added.gate_up" if cut else "forward.added*", "in the products themselves", gone=True)
-    ways: tuple[tuple[Literal["forward", "backward"], str, str, int], ...]
-    ways = ("forward", "gate_up's", "input", 2 * D * F), ("backward", "down's", "gradient", D * F)
-    for way, whose, other, weight in ways:
-        if cut or way == "backward" or "saved.normed" not in setup.opaque:  # else norms of our own leave room
-            yield add(Work(f"{way}.beside", f"{whose} {other} and A x", "token", values=2.0 * L * D, role="product"))
-        if cut and not stored:
-            why = f"{whose} weight beside its adapter's"
-            moved = Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
-            yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
-    if not (cut or stored):
-        why, values = "room behind them for their adapters' matrices, in whole tiles", 0
-        for linear, (width, pieces) in sizes(shape).items():
-            many, rows = tiles(setup.beside.get(linear, 0)), sum(pieces.values())
-            if many and not {"qkv": shape.qkv_bias, "o": shape.o_bias}.get(linear):
-                values += (rows + many * (linear != "gate_up")) * (width + many) - rows * width
-        yield add(Line("weights.room", why, L * values, "product", "always", blocks=L))
+    """What it takes to lay adapters beside what they add to; kernels that leave room for it spare a copy."""
+    L, room, stored = setup.blocks, 0, Part.LINEARS in setup.owned
+    bare = Part.CUTS in setup.owned and not stored  # nothing has room
+    ways: tuple[tuple[Literal["forward", "backward"], dict[str, str]], ...]
+    ways = ("forward", INPUTS), ("backward", GRADIENTS)
+    for name, (width, pieces) in sizes(shape).items():
+        many, rows = tiles(setup.rows_beside.get(name, 0)), sum(pieces.values())
+        feeds, biased = name in ("gate_up", "down"), {"qkv": shape.qkv_bias, "o": shape.o_bias}.get(name, False)
+        if name == "gate_up" or not (bare or biased):
+            yield live(f"forward.added.{name}", "in the product itself", gone=True)
+        if not many or biased or (bare and not feeds):
+            continue
+        for way, by in ways:
+            if name in by and (bare or by[name] not in setup.spacious):
+                n, what = (width, "input") if way == "forward" else (rows, "gradient")
+                why = f"{name}'s {what}, and A x or its gradient"
+                yield add(Work(f"{way}.beside.{name}", why, "token", values=2.0 * L * n, role="product"))
+            if bare and way == ("forward" if name == "gate_up" else "backward"):
+                why, weight = f"{name}'s weight beside its adapter's", rows * width
+                moved = Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
+                yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
+        room += (rows + many * (name != "gate_up")) * (width + many) - rows * width
+    if not (bare or stored):
+        why = "room behind them for their adapters' matrices, in whole tiles"
+        yield add(Line("weights.room", why, L * room, "product", "always", blocks=L))
 
 
 def _again(setup: Setup) -> bool:

@@ -47,6 +47,10 @@ class FusedNorm(Technique):
         yield live("saved.middle", "the sum is kept, in the stream's type", role="residual")
         yield live("saved.middle.wide", "in the sum", gone=True)
 
+    @property
+    def spacious(self) -> frozenset[str]:
+        return frozenset({"normed"})
+
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
         yield from ()  # less than a percent in pure bf16, nothing or less elsewhere: a search cannot tell

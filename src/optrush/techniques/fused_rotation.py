@@ -41,6 +41,10 @@ class FusedRotation(Technique):
             not normed, "`fused-rotation` turns queries and keys as the product makes them", found, "leave it out"
         )
 
+    @property
+    def spacious(self) -> frozenset[str]:
+        return frozenset({"turned"})
+
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
         yield from ()  # less than a percent: a search cannot tell

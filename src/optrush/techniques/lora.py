@@ -62,7 +62,9 @@ class Lora(Technique):
         return not mlp or not (self.dora or self.dropout)
 
     @property
-    def beside(self) -> dict[str, int]:
+    def rows_beside(self) -> dict[str, int]:
+        if self.dora or self.dropout:
+            return {}  # no low-rank sum of what enters
         names = {*frozen.chosen(self.targets, frozen.LINEARS)}
         found = {linear: self.rank * len(names & {*pieces}) for linear, pieces in frozen.PIECES.items()}
         return {linear: rows for linear, rows in found.items() if rows}
