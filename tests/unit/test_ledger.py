@@ -181,6 +181,17 @@ def test_what_was_said_beforehand():
     assert 11.4 < peak(booked({**with_, "recompute": {}}, rows=16), 16 * 2048).bytes / GIB < 14
 
 
+@pytest.mark.parametrize(("T", "times"), [(256, 4.0), (512, 1.0), (2048, 1.0)])
+def test_whole_scores_that_leave_the_heap_at_once(T, times):
+    """On a CPU: from 32 MiB on, which scores of 32 heads have at T = 512, memory is a tensor's own."""
+    cpu, gpu = (
+        {e.name: e.values for e in baseline.entries(LLAMA, T, native=True, cuda=cuda) if isinstance(e, ledger.Line)}
+        for cuda in (False, True)
+    )
+    assert cpu["working.scores.forward.held"] == times * gpu["working.scores.forward.held"]
+    assert cpu["saved.gate_up"] == pytest.approx(1.4 * gpu["saved.gate_up"])
+
+
 # --- the micro-batch
 
 
