@@ -256,10 +256,11 @@ def test_a_stopped_climb_keeps_what_it_has(call: Call, fakes: Fakes, number: int
 
 
 def stop_when_it_hangs(fakes: Fakes, number: int) -> None:
-    """Sends this process a signal, as a terminal or a scheduler does, once a worker has begun to hang."""
+    """Sends this process a signal, as a terminal or a scheduler does, once a worker has begun to hang, and said so."""
+    pids = Path(f"{fakes.log}.pids")
 
     def send(*_: object) -> None:
-        if Path(f"{fakes.log}.pids").exists():
+        if pids.exists() and pids.stat().st_size:
             signal.setitimer(signal.ITIMER_REAL, 0)
             os.kill(os.getpid(), number)
 

@@ -55,7 +55,7 @@ def fused(
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int = 0
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int
     ) -> tuple[Tensor, Tensor]:
         normed, scale = norm(x, weight, eps, dtype, room)
         ctx.save_for_backward(x, weight, scale)
