@@ -352,8 +352,11 @@ def test_what_is_no_room():
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("base", [{}, {"nf4": {}}, {"int8": {}}], ids=str)
-@pytest.mark.parametrize("fused", [{}, FUSED, {**FUSED, "amp": {}}], ids=str)
+@pytest.mark.parametrize(
+    ("base", "fused"),
+    [*((base, fused) for base in ({}, {"nf4": {}}, {"int8": {}}) for fused in ({}, FUSED)), ({}, {**FUSED, "amp": {}})],
+    ids=str,
+)
 def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch):
     """Nor what a linear reads, forward or backward, where a kernel of ours wrote it: attention's result is not."""
     torch._dynamo.reset()
