@@ -87,9 +87,7 @@ class Setup:
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     undoable: bool = False  # the model can be asked without what is trained: `Job.untrained` will be there
     plain_feed: bool = True  # feed-forward linears multiply by matrices, stored in whatever form, and low-rank sums
-    rows_beside: Mapping[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # rows of A beside each linear that has some
+    rows_beside: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows of A beside linears that have some
     opaque: frozenset[str] = frozenset()  # the ledger's lines that kernels of their own make: no compiler can again
     spacious: frozenset[str] = frozenset()  # what is written with room beside it (kernels/room.py), where asked for
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it

@@ -499,6 +499,7 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
     for other in ("lora:targets=attention,dora=true", "lora:targets=attention,dropout=0.1", "ia3:targets=attention"):
         none = said(other, "fused-block:impl=quack")
         assert not copied(none) and not any(i.bytes for i in none.lines if i.name == "weights.room")
+        assert any(w.seconds for w in none.work if w.name.startswith("forward.added")) == other.startswith("lora")
 
 
 # What is refused.

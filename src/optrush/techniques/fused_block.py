@@ -178,10 +178,10 @@ def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
     for name, (width, pieces) in sizes(shape).items():
         many, rows = tiles(setup.rows_beside.get(name, 0)), sum(pieces.values())
         feeds, biased = name in ("gate_up", "down"), {"qkv": shape.qkv_bias, "o": shape.o_bias}.get(name, False)
-        if name == "gate_up" or not (bare or biased):
-            yield live(f"forward.added.{name}", "in the product itself", gone=True)
         if not many or biased or (bare and not feeds):
             continue
+        if name == "gate_up" or not bare:
+            yield live(f"forward.added.{name}", "in the product itself", gone=True)
         for way, by in ways:
             if name in by and (bare or by[name] not in setup.spacious):
                 n, what = (width, "input") if way == "forward" else (rows, "gradient")
