@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import subprocess
@@ -11,6 +10,7 @@ from typing import Any
 
 import optrush
 from optrush.technique import library
+from optrush.toolchain import digest
 
 PATIENCE_S = 10.0  # for git and nvidia-smi: a slow disk or driver must not hold up a climb
 
@@ -35,12 +35,8 @@ def machine() -> dict[str, str]:
 
 def source() -> dict[str, Any]:
     """The package that runs: a digest of its files, and the commit, where it lies in a checkout of its own."""
-    folder = Path(optrush.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(path.read_bytes())
-    found: dict[str, Any] = {"commit": None, "clean": None, "digest": digest.hexdigest()[:16]}
-    git = ("git", "-C", str(folder))
+    found: dict[str, Any] = {"commit": None, "clean": None, "digest": digest()}
+    git = ("git", "-C", str(Path(optrush.__file__).parent))
     if _ask(*git, "ls-files", "--error-unmatch", "__init__.py") is not None:
         found["commit"] = _ask(*git, "rev-parse", "HEAD")
         status = _ask(*git, "status", "--porcelain")

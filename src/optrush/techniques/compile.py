@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from optrush.errors import NeedsError
 from optrush.ledger import COMPILED, Rule, Work, add, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique
-from optrush.toolchain import compilers
+from optrush.toolchain import compilers, digest
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -72,6 +72,9 @@ class Compile(Technique):
         for need in compilers(job.setup.device):
             if not need.met:
                 raise NeedsError(need.asked, need.found, need.do)
+        # What torch keeps on the disk knows our operators by their names, not by what they do.
+        mark, tag = digest(), torch.compiler.config.cache_key_tag
+        torch.compiler.config.cache_key_tag = tag if mark in tag else f"{tag} {mark}".strip()
         # Where attention asks for it, one for each power of two of the longest document, and again for evaluation;
         # torch gives up after eight.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
