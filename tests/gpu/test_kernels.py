@@ -48,32 +48,40 @@ def test_gated_activation(dtype):
 
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "amp"])
-def test_feed_forward_in_the_products(compiled, autocast):
+@pytest.mark.parametrize(
+    ("autocast", "half"), [(False, True), (True, False), (True, True)], ids=["bf16", "amp", "half"]
+)
+@pytest.mark.parametrize("D", [256, 4096])
+def test_feed_forward_in_the_products(compiled, autocast, half, D):
+    """half: the stream is bf16. The kernels' tiles differ with D."""
     from optrush.kernels import swiglu_quack
 
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    D, F, N = 256, 384, 200
+    F, N = 384, 200
     layers = [torch.nn.Linear(D, 2 * F, bias=False).cuda(), torch.nn.Linear(F, D, bias=False).cuda()]
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
     g = torch.randn(2, N, D, device="cuda")
     inputs = [x, *(layer.weight for layer in layers)]
-    want = swiglu.gated(x, *layers)
+    want = swiglu.gated(x, x, *layers)
     wants = torch.autograd.grad(want, inputs, g)
     if not autocast:
         layers = [layer.bfloat16() for layer in layers]
-        inputs = [x.detach().bfloat16().requires_grad_(), *(layer.weight for layer in layers)]
+    given = x.detach().to(torch.bfloat16 if half else x.dtype).requires_grad_()
+    inputs = [given, *(layer.weight for layer in layers)]
 
     def feed(x):
-        return swiglu_quack.feed(x, *layers)
+        return swiglu_quack.feed(x, x, *layers)
 
     run = torch.compile(feed, fullgraph=True, dynamic=False) if compiled else feed
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         got = run(inputs[0])
     grads = torch.autograd.grad(got, inputs, g.to(got.dtype))
-    assert off(got, want) < 2e-2
+    assert got.dtype == given.dtype and off(got, want) < 2e-2
     for one, other, given in zip(grads, wants, inputs, strict=True):
         assert one.dtype == given.dtype and off(one, other) < 2e-2
+    for one in grads[1:] if autocast else ():
+        assert not torch.equal(one, one.bfloat16().float()), "weights' gradients were rounded on their way"
 
 
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
@@ -117,6 +125,9 @@ def test_what_is_small_beside_a_product_counts():
     small = (product.abs() * 2.0**-8 / 100).bfloat16()
     found = small.clone()
     products.add_product(found, a, b, "quack")
+    gained = (found.float() - product).sum() / small.float().sum()
+    assert gained.item() == pytest.approx(1.0, abs=0.25)
+    found = products.plus_product(small, a, b)
     gained = (found.float() - product).sum() / small.float().sum()
     assert gained.item() == pytest.approx(1.0, abs=0.25)
     lost = small.clone()
@@ -201,12 +212,12 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
         if base != "dense" and layer.adapter is not None:
             assert lay(layer, 64, Room(True), below=layer is ours[1]) == (base == "roomy")
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
-    want = swiglu.gated(x, *wide)
+    want = swiglu.gated(x, x, *wide)
     wants = torch.autograd.grad(want, given(x, wide), g)
     inputs = given(x if autocast else x.detach().bfloat16().requires_grad_(), ours)
 
     def feed(x):
-        return adapted_feed.feed(x, *ours)
+        return adapted_feed.feed(x, x, *ours)
 
     run = torch.compile(feed, fullgraph=True, dynamic=False) if compiled else feed
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -218,8 +229,8 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
         if layer.adapter is not None:
             layer.adapter.switch.on = False
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast), torch.no_grad():
-        assert off(run(inputs[0]), swiglu.gated(x, *wide)) < 2e-2, "switched off, it is the base"
-    assert got.dtype == torch.bfloat16 and off(got, want) < 2e-2
+        assert off(run(inputs[0]), swiglu.gated(x, x, *wide)) < 2e-2, "switched off, it is the base"
+    assert got.dtype == inputs[0].dtype and off(got, want) < 2e-2
     for one, other, of in zip(grads, wants, inputs, strict=True):
         assert one.dtype == of.dtype and off(one, other) < 2e-2
 

@@ -33,6 +33,7 @@ def test_same_loss_and_gradients(box, name, others):
 
 
 SAME = nn.Identity()  # in the place of the product before
+STREAM = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def drawn(dtype=torch.float64, *, bias=False):
@@ -45,14 +46,15 @@ def drawn(dtype=torch.float64, *, bias=False):
 def test_gradients_by_finite_differences(bias):
     x, down = drawn(bias=bias)
     ours = swiglu.activated if bias else swiglu.fused
-    assert torch.autograd.gradcheck(lambda x, *_: ours(x, SAME, down), (x, *down.parameters()))
-    torch.testing.assert_close(ours(x, SAME, down), swiglu.gated(x, SAME, down))
+    inputs = (STREAM.clone().requires_grad_(), x, *down.parameters())
+    assert torch.autograd.gradcheck(lambda stream, x, *_: ours(stream, x, SAME, down), inputs)
+    torch.testing.assert_close(ours(STREAM, x, SAME, down), swiglu.gated(STREAM, x, SAME, down))
 
 
 def test_what_is_more_than_a_matrix_is_called(box):
     """A bias and another product are not lost."""
     x, down = drawn(bias=True)
-    torch.testing.assert_close(swiglu.activated(x, SAME, down), swiglu.gated(x, SAME, down))
+    torch.testing.assert_close(swiglu.activated(STREAM, x, SAME, down), swiglu.gated(STREAM, x, SAME, down))
 
     class Doubled(Technique):
         name = "doubled"
@@ -75,10 +77,10 @@ def test_what_is_more_than_a_matrix_is_called(box):
 def test_autocast_gives_the_weight_its_own_type(box):
     x, down = drawn(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        out = swiglu.fused(x.bfloat16(), SAME, down)
+        out = swiglu.fused(STREAM.bfloat16(), x.bfloat16(), SAME, down)
     out.float().sum().backward()
     assert out.dtype == torch.bfloat16 and down.weight.grad.dtype == torch.float32
-    want = torch.autograd.grad(swiglu.gated(x, SAME, down).sum(), down.weight)[0]
+    want = torch.autograd.grad(swiglu.gated(STREAM.float(), x, SAME, down).sum(), down.weight)[0]
     torch.testing.assert_close(down.weight.grad, want, rtol=3e-2, atol=3e-2)
 
 

@@ -84,6 +84,30 @@ def _(y: Tensor, a: Tensor, b: Tensor, by: str) -> None:
     return None
 
 
+@torch.library.custom_op("optrush::plus_product", mutates_args=())
+def plus_product(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x (N, M) + a (N, K) @ b (K, M), rounded once; by QuACK where on a GPU. No gradient: for inside of a Function."""
+    if not x.is_cuda or not len(x):
+        return torch.addmm(x, a, b)
+    from quack.gemm_interface import gemm_tuned
+
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    gemm_tuned.fn(_loaded(a), _loaded(b), y, _loaded(x), config=_tile(), dynamic_scheduler=True)
+    return y
+
+
+@plus_product.register_fake
+def _(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def summed(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a (M, N) @ b (N, K) in a type as wide as theirs or wider: then what was summed is not rounded to theirs."""
+    if dtype == a.dtype:
+        return a @ b
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)
+
+
 @torch.library.custom_op("optrush::gradients", mutates_args=())
 def gradients(grad: Tensor, weight: Tensor, u: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     """Of y = x W^T + (x A^T) U^T with W (M, D), U (M, r), A (r, D): grad (N, M) -> d_x (N, D), d_z = grad U (N, r).

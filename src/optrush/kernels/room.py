@@ -65,10 +65,19 @@ def beside(weight: Tensor, narrow: Tensor | None, dim: int, roomy: bool) -> Tens
     if whole is None or whole.shape[dim] < at + many:  # a copy of it, which has none, or a larger rank than it is for
         return joined(weight, narrow, dim)
     found = whole.narrow(1 - dim, 0, weight.shape[1 - dim]).narrow(dim, 0, at + many)
-    here, rest = found.narrow(dim, at, many).tensor_split([narrow.shape[dim]], dim)
-    here.copy_(narrow)
-    rest.zero_()
+    _fill(found.narrow(dim, at, many), narrow)
     return found
+
+
+def _fill(place: Tensor, narrow: Tensor) -> None:
+    """place (R, C) becomes narrow (r, c), and zero beyond it."""
+    if place.is_cuda:
+        from optrush.kernels.room_triton import fill
+
+        fill(place, narrow)
+    else:
+        place.zero_()
+        place[: narrow.shape[0], : narrow.shape[1]] = narrow
 
 
 def _whole(weight: Tensor) -> Tensor | None:

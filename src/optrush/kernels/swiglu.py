@@ -1,4 +1,4 @@
-"""The gated activation silu(gate) * up and the product behind it, keeping gate and up only for the backward pass.
+"""The gated feed-forward part, x + down(silu(gate) * up), keeping gate and up only for the backward pass.
 
 Gate and up alternate along the last dimension (F, 2), as the decoder's rows do, so a pair lies in one load.
 
@@ -13,32 +13,38 @@ Chen et al. (arXiv:1604.06174) applied to one operator. float32 inside, one roun
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+Feed = Callable[[Tensor, Tensor, Any, Any], Tensor]
+"""(the stream x (..., D), h normed from it (..., D), gate_up, down) -> x + down(silu(gate) * up) (..., D)
 
-def gated(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
-    """x (..., D) -> down(silu(gate) * up) (..., D), where gate_up(x) is (..., F, 2)."""
-    pairs: Tensor = gate_up(x)
+What is added to is handed in, for a product may add it while it writes."""
+
+
+def gated(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+    """As `Feed` says, where gate_up(h) is (..., F, 2)."""
+    pairs: Tensor = gate_up(h)
     gate, up = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)  # (..., F)
-    out: Tensor = down(F.silu(gate) * up)
+    out: Tensor = x + down(F.silu(gate) * up)
     return out
 
 
-def activated(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+def activated(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """As `gated`, with one kernel each way; `down` may be any module, and keeps its input."""
-    out: Tensor = down(_Gated.apply(gate_up(x)))  # type: ignore[no-untyped-call]
+    out: Tensor = x + down(_Gated.apply(gate_up(h)))  # type: ignore[no-untyped-call]
     return out
 
 
-def fused(x: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+def fused(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """As `gated`, for a `down` that is a matrix and nothing else: its input is not kept."""
-    pairs: Tensor = gate_up(x)
+    pairs: Tensor = gate_up(h)
     # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
-    out: Tensor = _Down.apply(pairs, down.weight.to(pairs.dtype))  # type: ignore[no-untyped-call]
+    out: Tensor = x + _Down.apply(pairs, down.weight.to(pairs.dtype))  # type: ignore[no-untyped-call]
     return out
 
 

@@ -43,15 +43,15 @@ def fits(linear: nn.Module) -> bool:
     return product is F.linear and not linear.weight.requires_grad
 
 
-def feed(x: Tensor, gate_up: Linear, down: Linear) -> Tensor:
-    """As `swiglu.gated`, x (..., D) -> (..., D), for linears that `fits` says are fit."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    x = x.to(dtype)
-    small = (*_low(x, gate_up), *_low(x, down))
+def feed(x: Tensor, h: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+    """As `swiglu.Feed`, for linears that `fits` says are fit."""
+    kind = h.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
+    h = h.to(dtype)
+    small = (*_low(h, gate_up), *_low(h, down))
     (layout1, *parts1), (layout2, *parts2) = _weight(gate_up, dtype), _weight(down, dtype)
     rooms = _room(gate_up), _room(down)
-    out: Tensor = _Feed.apply(x, *small, layout1, layout2, *rooms, *parts1, *parts2)  # type: ignore[no-untyped-call]
+    out: Tensor = _Feed.apply(x, h, *small, layout1, layout2, *rooms, *parts1, *parts2)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -59,14 +59,14 @@ def _room(linear: Linear) -> Room:
     return linear.adapter.room if isinstance(linear.adapter, Beside) else Room()
 
 
-def _low(x: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
-    """A (r, width) and U (rows, r) of what acts beside a linear now, in the type of x."""
+def _low(h: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
+    """A (r, width) and U (rows, r) of what acts beside a linear now, in the type of h."""
     beside = linear.adapter
     if isinstance(beside, Beside) and beside.switch.on:
-        low = beside.low_rank(x.dtype)
+        low = beside.low_rank(h.dtype)
         assert low is not None
         return low
-    return x.new_empty(0, linear.in_features), x.new_empty(linear.out_features, 0)
+    return h.new_empty(0, linear.in_features), h.new_empty(linear.out_features, 0)
 
 
 def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -80,14 +80,14 @@ def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
 class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """given: x (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, both rooms, all parts
+        """given: x and h (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, both rooms, all parts
         -> (..., D).
 
         Not by name: see `quantised._Product`.
         """
-        x, a1, u1, a2, u2, layout1, layout2, room1, room2, *parts = given
-        ctx.layouts, ctx.rooms, rows, use = (layout1, layout2), (room1, room2), x.flatten(0, -2), "forward"
-        with torch.autocast(x.device.type, enabled=False):
+        x, h, a1, u1, a2, u2, layout1, layout2, room1, room2, *parts = given
+        ctx.layouts, ctx.rooms, rows, use = (layout1, layout2), (room1, room2), h.flatten(0, -2), "forward"
+        with torch.autocast(h.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
             upper, many = weight_of(layout1, first, use, u1, 1, room1), tiles(len(a2)) * room2.weight
@@ -96,14 +96,15 @@ class _Feed(torch.autograd.Function):
             out, z2 = low_rank(
                 product, lower.t(), a2.t(), u2.t(), "quack", roomy=room2.weight, roomy_x=True
             )  # (N, D), (N, r)
-        ctx.save_for_backward(x if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
-        return out.view_as(x)
+        ctx.save_for_backward(h if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
+        total: Tensor = x + out.view_as(x)  # as C of the product it would cost as much (LOG.md)
+        return total
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        x, z1, z2, pairs, a1, u1, a2, u2, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
+        h, z1, z2, pairs, a1, u1, a2, u2, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
         (layout1, layout2), (room1, room2) = ctx.layouts, ctx.rooms
-        grad, use, d_x = incoming[0].flatten(0, -2), "backward", None  # (N, D)
+        grad, use, d_h = incoming[0].flatten(0, -2).to(pairs.dtype), "backward", None  # (N, D)
         with torch.autocast(grad.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
             d_z2 = grad @ u2  # (N, r)
@@ -111,15 +112,15 @@ class _Feed(torch.autograd.Function):
             d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2, room2.weight)  # (N, 2 F), (N, F)
             del down
             d_a2, d_u2, d_u1 = d_z2.t() @ product, grad.t() @ z2, d_pairs.t() @ z1
-            if ctx.needs_input_grad[0] and len(a1) and room1.weight:
-                d_x, d_z1 = gradients(d_pairs, weight_of(layout1, first, use, u1, 1, room1), u1, a1)
-            elif ctx.needs_input_grad[0]:  # (N, D), (N, r)
-                d_x, d_z1 = low_rank(d_pairs, dense(layout1, first, grad.dtype, use), u1, a1, "quack")
+            if ctx.needs_input_grad[1] and len(a1) and room1.weight:
+                d_h, d_z1 = gradients(d_pairs, weight_of(layout1, first, use, u1, 1, room1), u1, a1)
+            elif ctx.needs_input_grad[1]:  # (N, D), (N, r)
+                d_h, d_z1 = low_rank(d_pairs, dense(layout1, first, grad.dtype, use), u1, a1, "quack")
             else:
                 d_z1 = d_pairs @ u1
-            d_a1 = None if x is None else d_z1.t() @ x.flatten(0, -2)
-        d_x = None if d_x is None else d_x.view(incoming[0].shape)
-        return d_x, d_a1, d_u1, d_a2, d_u2, *[None] * (4 + len(parts))
+            d_a1 = None if h is None else d_z1.t() @ h.flatten(0, -2)
+        d_h = None if d_h is None else d_h.view(incoming[0].shape)
+        return incoming[0], d_h, d_a1, d_u1, d_a2, d_u2, *[None] * (4 + len(parts))
 
 
 def _split(layouts: Sequence[Layout | None], parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

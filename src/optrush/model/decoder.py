@@ -152,7 +152,7 @@ class Block(nn.Module):
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
         self.separate: rotation.Separate = rotation.plain
         self.attend: attention.Attend = attention.masked
-        self.feed: Callable[[Tensor, nn.Module, nn.Module], Tensor] = swiglu.gated
+        self.feed: swiglu.Feed = swiglu.gated
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
         """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D)."""
@@ -161,7 +161,7 @@ class Block(nn.Module):
         qkv = self.qkv(h).view(B, T, -1, self.group + 2, self.head_width)  # (B, T, K, H/K + 2, E)
         q, k, v = self.separate(qkv, cos, sin, self.q_norm, self.k_norm)  # (B, T, H or K, E)
         x, h = self.norm2.added(x, self.o(self.attend(q, k, v, documents).reshape(B, T, -1)))
-        return x + self.feed(h, self.gate_up, self.down)
+        return self.feed(x, h, self.gate_up, self.down)
 
 
 class Head(nn.Module):

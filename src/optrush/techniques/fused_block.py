@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -14,6 +14,7 @@ from optrush.toolchain import compilers
 
 if TYPE_CHECKING:
     from optrush.job import Job
+    from optrush.kernels.swiglu import Feed
     from optrush.shapes import ModelShape
 
 
@@ -143,7 +144,7 @@ def _in_products(blocks: Sequence[Any]) -> int:
 
     linears = [linear for block in blocks for linear in (block.gate_up, block.down)]
     if all(adapted_feed.fits(linear) for linear in linears):
-        feed: Callable[..., Any] = adapted_feed.feed
+        feed: Feed = adapted_feed.feed
     elif all(_plain(linear) for linear in linears):
         feed = swiglu_quack.feed
     else:

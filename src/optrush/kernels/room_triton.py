@@ -1,0 +1,35 @@
+"""What is laid in room (kernels/room.py) by one Triton kernel: copied, and zeros up to whole tiles. On CUDA only."""
+
+# Kernels are no Python functions: their arguments are typed by what is launched.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+VALUES, WIDEST, WARPS = 2048, 512, 4  # of a program's tile
+
+
+def fill(place: Tensor, narrow: Tensor) -> None:
+    """place (R, C), rows of neighbours, becomes narrow (r, c) in its first corner, and zero beyond it."""
+    (R, C), (r, c) = place.shape, narrow.shape
+    assert place.stride(1) == 1 and r <= R and c <= C
+    columns = min(WIDEST, triton.next_power_of_2(C))
+    rows = VALUES // columns
+    grid = triton.cdiv(R, rows), triton.cdiv(C, columns)
+    _fill[grid](
+        place, narrow, R, C, r, c, place.stride(0), narrow.stride(0), narrow.stride(1),
+        ROWS=rows, COLUMNS=columns, num_warps=WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fill(place, narrow, R, C, r, c, pitch, down, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """pitch: values from one row of the place to the next; down, right: of narrow, from one to the next."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    value = tl.load(narrow + row * down + column * right, mask=(row < r) & (column < c), other=0.0)
+    tl.store(place + row * pitch + column, value, mask=(row < R) & (column < C))
