@@ -63,11 +63,13 @@ def metrics(run: config.Run, classes: Sequence[type[Technique]] = ALL) -> list[d
     """Trains to the end and returns what metrics.jsonl says; empty on other ranks than the first."""
     from optrush.launch import launched
 
+    output, others = Path(run.output), launched()[0]
+    if not others:
+        shutil.rmtree(output, ignore_errors=True)  # what a process of an earlier test wrote there when that was over
     prepared = prepare(run, classes)
     assert fit.fit(prepared).code == 0
-    if launched()[0]:
+    if others:
         return []
-    output = Path(run.output)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(output)
     return lines

@@ -63,7 +63,7 @@ def test_feed_forward_in_the_products(compiled, autocast, half, D):
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
     g = torch.randn(2, N, D, device="cuda")
     inputs = [x, *(layer.weight for layer in layers)]
-    want = swiglu.gated(x, x, *layers)
+    want = swiglu.gated(x, 2 * x, *layers)
     wants = torch.autograd.grad(want, inputs, g)
     if not autocast:
         layers = [layer.bfloat16() for layer in layers]
@@ -71,7 +71,7 @@ def test_feed_forward_in_the_products(compiled, autocast, half, D):
     inputs = [given, *(layer.weight for layer in layers)]
 
     def feed(x):
-        return swiglu_quack.feed(x, x, *layers)
+        return swiglu_quack.feed(x, 2 * x, *layers)
 
     run = torch.compile(feed, fullgraph=True, dynamic=False) if compiled else feed
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -212,12 +212,12 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
         if base != "dense" and layer.adapter is not None:
             assert lay(layer, 64, Room(True), below=layer is ours[1]) == (base == "roomy")
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
-    want = swiglu.gated(x, x, *wide)
+    want = swiglu.gated(x, 2 * x, *wide)
     wants = torch.autograd.grad(want, given(x, wide), g)
     inputs = given(x if autocast else x.detach().bfloat16().requires_grad_(), ours)
 
     def feed(x):
-        return adapted_feed.feed(x, x, *ours)
+        return adapted_feed.feed(x, 2 * x, *ours)
 
     run = torch.compile(feed, fullgraph=True, dynamic=False) if compiled else feed
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -229,7 +229,7 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
         if layer.adapter is not None:
             layer.adapter.switch.on = False
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast), torch.no_grad():
-        assert off(run(inputs[0]), swiglu.gated(x, x, *wide)) < 2e-2, "switched off, it is the base"
+        assert off(run(inputs[0]), swiglu.gated(x, 2 * x, *wide)) < 2e-2, "switched off, it is the base"
     assert got.dtype == inputs[0].dtype and off(got, want) < 2e-2
     for one, other, of in zip(grads, wants, inputs, strict=True):
         assert one.dtype == of.dtype and off(one, other) < 2e-2

@@ -119,20 +119,24 @@ PLACES = [["gate_proj", "up_proj", "down_proj"], ["down_proj"], ["gate_proj"], [
 @pytest.mark.parametrize("names", PLACES, ids=str)
 def test_gradients_by_finite_differences(names):
     x, gate_up, down, switch = linears(names)
-    inputs = (x, *(p for p in (*gate_up.parameters(), *down.parameters()) if p.requires_grad))
-    assert len(inputs) == 1 + 2 * len({n == "down_proj" for n in names})
+    stream = torch.randn_like(x).requires_grad_()
+    inputs = (stream, x, *(p for p in (*gate_up.parameters(), *down.parameters()) if p.requires_grad))
+    assert len(inputs) == 2 + 2 * len({n == "down_proj" for n in names})
 
     def ours(*_):
-        return adapted_feed.feed(x, x, gate_up, down)
+        return adapted_feed.feed(stream, x, gate_up, down)
+
+    def plain():
+        return swiglu.gated(stream, x, gate_up, down)
 
     assert torch.autograd.gradcheck(ours, inputs)
-    torch.testing.assert_close(ours(), swiglu.gated(x, x, gate_up, down))
-    want, got = (torch.autograd.grad(f.sin().sum(), inputs) for f in (swiglu.gated(x, x, gate_up, down), ours()))
+    torch.testing.assert_close(ours(), plain())
+    want, got = (torch.autograd.grad(f.sin().sum(), inputs) for f in (plain(), ours()))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other)
     with switch.off():
-        plain = F.linear(x, gate_up.weight).view(2, 3, -1, 2)
-        want = x + (F.silu(plain[..., 0]) * plain[..., 1]) @ down.weight.t()
+        pairs = F.linear(x, gate_up.weight).view(2, 3, -1, 2)
+        want = stream + (F.silu(pairs[..., 0]) * pairs[..., 1]) @ down.weight.t()
         torch.testing.assert_close(ours(), want)
         with torch.no_grad():
             torch.testing.assert_close(ours(), want)
@@ -340,6 +344,13 @@ def test_no_sum_of_nothing(monkeypatch):
         torch.testing.assert_close(y, want)
 
 
+def test_what_does_not_lie_beside():
+    for weight in (torch.randn(6, 16), with_room(torch.randn(6, 16), 64, 64)):
+        for narrow, dim in ((torch.randn(5, 3), 1), (torch.randn(3, 15), 0)):
+            with pytest.raises(AssertionError):
+                beside(weight, narrow, dim, True)
+
+
 def test_what_is_no_room():
     """What lies behind a weight stays, unless somebody said that it is the weight's own, and it looks like that."""
     narrow, flat = torch.randn(6, 3), torch.randn(1200)
@@ -528,6 +539,18 @@ def test_what_needs_refuse(box):
         assert caught.value.do == "take impl=triton"
 
 
+def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
+    job = learning(box, **QUACK)
+    monkeypatch.setattr("optrush.toolchain.library", lambda name: None)
+    there = mock.Mock(setup=mock.Mock(owned=job.setup.owned, device=named("h200")[0]), model=job.model)
+    with pytest.raises(NeedsError, match="triton is not installed") as caught:
+        FusedBlock(impl="quack").drive(there)
+    assert caught.value.asked == "`fused-block:impl=quack` runs a Triton kernel"
+    there.setup.owned = {}
+    monkeypatch.setattr(roomy, "make_room", lambda *_, **__: 0)
+    assert FusedBlock(impl="quack").drive(there) == 0
+
+
 def test_no_search_takes_what_is_refused():
     text = """
 model: {shape: llama-3.2-1b}
@@ -583,6 +606,22 @@ def test_what_fits():
     assert adapted_feed.fits(down)
     down.adapter.inner = F.linear
     assert not adapted_feed.fits(down)
+
+
+@pytest.mark.parametrize("with_", [{}, {"bf16": {}}, {"amp": {}}, {"amp": {"stream": "half"}}], ids=str)
+def test_compiled_without_adapters(box, with_, monkeypatch):
+    """Compiled without the code that would be written; a compiler refuses a tensor that is given twice."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options, **kwargs: real(f, backend="aot_eager", **kwargs))
+    torch._dynamo.reset()
+    want, right = first_gradients(assembled(golden_run(box, packed=True)))
+    loss, grads = first_gradients(
+        assembled(golden_run(box, packed=True, rows=8, compile={}, **QUACK, **with_), CLASSES)
+    )
+    assert loss == pytest.approx(want, rel=1e-2 if with_ else 1e-6)
+    for name, grad in grads.items():
+        assert (grad - right[name]).norm() < (0.1 if with_ else 1e-5) * right[name].norm(), name
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("stream", ["float32", "half"])

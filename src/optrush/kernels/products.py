@@ -102,7 +102,7 @@ def _(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def summed(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a (M, N) @ b (N, K) in a type as wide as theirs or wider: then what was summed is not rounded to theirs."""
+    """a (M, N) @ b (N, K) in their type, or in float32: then what was summed is not rounded to theirs."""
     if dtype == a.dtype:
         return a @ b
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda else a.to(dtype) @ b.to(dtype)

@@ -60,6 +60,7 @@ def beside(weight: Tensor, narrow: Tensor | None, dim: int, roomy: bool) -> Tens
     """As `joined`, in the room behind weight where it is `roomy`. For inside of operators, which no compiler sees."""
     if narrow is None or not narrow.shape[dim]:
         return weight
+    assert narrow.shape[1 - dim] == weight.shape[1 - dim]
     at, many = weight.shape[dim], tiles(narrow.shape[dim])
     whole = _whole(weight) if roomy else None
     if whole is None or whole.shape[dim] < at + many:  # a copy of it, which has none, or a larger rank than it is for

@@ -3,7 +3,7 @@
 The product that makes gate and up also writes silu(gate) * up from its epilogue. In the backward pass the product that
 makes the activation's gradient reads gate and up in its epilogue, and writes their gradients and the activation again:
 the activation's gradient is never written. QuACK wants gate and up as alternating columns, which is how the rows of our
-weight lie. The last product adds the stream to its sum before that is rounded.
+weight lie. The last product adds the stream to its sum before that is rounded, where it has the products' type.
 
 bfloat16 or float16 on capability 9.0. Keeps the input, gate and up (N, 2 F).
 Source: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm_gated and gemm_dgated).
@@ -29,21 +29,22 @@ def feed(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     weights = gate_up.weight, down.weight
     # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
     narrow = (t.to(dtype) for t in (h, *weights))
-    out: Tensor = _Feed.apply(x, *narrow, *weights)  # type: ignore[no-untyped-call]
+    wide = weights if gate_up.weight.dtype != dtype else ()  # the compiler wants no tensor twice
+    out: Tensor = _Feed.apply(x, *narrow, *wide)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Tensor) -> Tensor:
-        """x and h (..., D), gate_up (2 F, D) and down (D, F) in the type of h, both as they learn -> (..., D).
+        """x, h (..., D), gate_up (2 F, D), down (D, F) in the type of h, and what both are casts of, if so -> (..., D).
 
-        The gradients of the latter two are sums that are not rounded to the type of h on their way to them.
+        That has their gradients then, which are not rounded to the type of h on their way.
         """
-        x, h, gate_up, down, *weights = given
+        x, h, gate_up, down, *wide = given
         pairs, product = gated(h.flatten(0, -2), gate_up)
         ctx.save_for_backward(h, gate_up, down, pairs)
-        ctx.learns = [w.dtype for w in weights]
+        ctx.wide = [w.dtype for w in wide]
         with torch.autocast(h.device.type, enabled=False):
             rows, same = x.flatten(0, -2), x.dtype == h.dtype
             out: Tensor = plus_product(rows, product, down.t()) if same else rows + F.linear(product, down)
@@ -56,11 +57,9 @@ class _Feed(torch.autograd.Function):
         with torch.autocast(h.device.type, enabled=False):
             d_pairs, product = gated_backward(grad, down, pairs)
             d_h = (d_pairs @ gate_up).view(h.shape)
-            d_gate_up = summed(d_pairs.t(), h.flatten(0, -2), ctx.learns[0])
-            return incoming[0], d_h, None, None, d_gate_up, summed(grad.t(), product, ctx.learns[1])
-
-
-WIDE = 4096  # values that are summed
+            first, second = ctx.wide or (h.dtype, h.dtype)
+            learnt = summed(d_pairs.t(), h.flatten(0, -2), first), summed(grad.t(), product, second)
+            return incoming[0], d_h, *((None, None) if ctx.wide else ()), *learnt
 
 
 @cache
@@ -95,7 +94,7 @@ def gated(
     from quack.gemm_interface import gemm_gated
 
     # The epilogue writes half as many values again as its tile has. Taken in turns, and by who is free, they pass while
-    # others multiply: 6 % less time at the 1B shape than with a larger tile and one group, as much at the 8B shape.
+    # others multiply: at the 1B shape 5 % less time by itself than larger tiles take, as much at the 8B shape (LOG.md).
     pairs, product = gemm_gated(
         beside(x, z, 1, roomy_x),
         beside(weight, u, 1, roomy).t(),
@@ -117,6 +116,9 @@ def _(
 
 def _product(x: Tensor, weight: Tensor, room: int) -> Tensor:
     return empty_with_room(x, len(x), len(weight) // 2, columns=room)
+
+
+WIDE = 4096  # values that are summed
 
 
 @torch.library.custom_op("optrush::gated_backward", mutates_args=(), device_types="cuda")

@@ -12,8 +12,8 @@ The padding id is an ordinary token: transformers gives its embedding row no gra
 learns like any other, since padding is never a target and never read.
 
 Built on the meta device and without buffers: nothing is lost when real memory is given to it. Techniques change it
-through its slots (`through`, `block.separate`, `block.attend`, `linear.product`, `head.nll`, `head.part`) and by
-swapping instances.
+through its slots (`through`, `block.separate`, `block.attend`, `block.feed`, `linear.product`, `head.nll`, `head.part`)
+and by swapping instances.
 """
 
 from __future__ import annotations

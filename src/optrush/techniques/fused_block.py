@@ -10,7 +10,7 @@ from optrush.errors import NeedsError
 from optrush.frozen import sizes, tiles
 from optrush.ledger import Line, Rule, Work, add, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
-from optrush.toolchain import compilers
+from optrush.toolchain import compilers, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -117,6 +117,8 @@ class FusedBlock(Technique):
         from optrush.model.roomy import make_room
 
         cut = Part.CUTS in job.setup.owned
+        if Part.TRAINED in job.setup.owned:
+            demand_triton("fused-block:impl=quack", job.setup.device)  # which lays them there
         made = sum(make_room(block, whole=not cut) for block in cast("Iterable[Any]", job.model.blocks.values()))
         if made and job.world.device.type == "cuda":
             torch.cuda.empty_cache()  # where weights lay before is too small for one with room
