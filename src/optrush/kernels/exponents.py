@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from optrush.data.batch import IGNORE
+from optrush.kernels.products import summed
 from optrush.kernels.scaled import scaled
 
 SHIFT = 64.0  # binary places by which exponents are moved down: a label's own is 2^-64
@@ -115,11 +116,10 @@ def even(N: int, chunk: int) -> int:
 
 def _add(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total (M, K) float32 + a @ b, in place; a new one where there is none. Tensor cores' sums are not rounded."""
-    if a.dtype == torch.float32 or not a.is_cuda:
-        product = (a @ b).float()
-        return product if total is None else total.add_(product)
     if total is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
+        return summed(a, b, torch.float32)
+    if a.dtype == torch.float32 or not a.is_cuda:
+        return total.add_(summed(a, b, torch.float32))
     return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
 
 
