@@ -17,7 +17,7 @@ from torch import Tensor
 
 from optrush.frozen import TILE
 
-ROWS, COLUMNS, WARPS, STAGES = 64, 256, 4, 3  # of a program's tile; stages: tiles under way
+ROWS, COLUMNS, WARPS, STAGES = 64, 512, 8, 2  # of a program's tile; stages: tiles under way
 PROGRAMS = 256  # about two a multiprocessor
 LEAST = 16  # a product's sides at least
 
