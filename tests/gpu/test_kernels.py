@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optrush.data.batch import Documents
-from optrush.kernels import attention, cross_entropy, exponents, narrow, norm, products, rotation, store, swiglu
+from optrush.kernels import attention, cross_entropy, exponents, norm, products, rotation, store, swiglu
 from optrush.kernels.flash4 import flash4
 from optrush.kernels.liger import liger
 from optrush.kernels.room import Room, with_room
@@ -114,32 +114,6 @@ def test_a_product_with_a_low_rank_sum(dtype, n, k, m, r):
                 found = products.low_rank(given, weight, first, second, "quack", roomy=True, roomy_x=roomy)
                 assert [t.dtype for t in found] == [dtype, dtype] and [t.shape for t in found] == [(n, m), (n, r)]
                 assert n == 0 or (off(found[0], want) < 1e-2 and off(found[1], z) < 1e-2)
-
-
-@pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("n", "k", "m", "r"),
-    [(200, 256, 768, 16), (99, 4096, 512, 5), (5000, 64, 328, 32), (70, 64, 256, 100), (0, 64, 64, 8)],
-)
-def test_going_back_through_a_product_with_a_low_rank_sum(dtype, n, k, m, r):
-    """Gradients with and without room, and copied with d_z beside them; the same bits each time."""
-    torch.manual_seed(0)
-    sizes = (n, m), (m, k), (m, r), (r, k), (n, r)
-    grad, weight, u, a, z = (torch.randn(*s, device="cuda").to(dtype) for s in sizes)
-    d_z = grad.float() @ u.float()
-    wants = grad.float() @ weight.float() + d_z @ a.float(), d_z, grad.t().float() @ z.float()
-    first = None
-    for given, roomy in ((grad, False), (with_room(grad, 0, r), True), (with_room(grad, 0, r), False)):
-        wide = with_room(weight, r, r)
-        found = products.low_rank_backward(given, wide, u, a, z, "quack", roomy=True, roomy_grad=roomy)
-        first = first or found
-        for got, want, same in zip(found, wants, first, strict=True):
-            assert got.dtype == dtype and got.shape == want.shape and torch.equal(got, same)
-            assert n == 0 or off(got, want) < 1e-2
-    copy, *rest = narrow.together(grad, u, z)
-    assert torch.equal(copy[:, :m], grad) and torch.equal(copy[:, m : m + r], first[1]) and not copy[:, m + r :].any()
-    assert all(torch.equal(a, b) for a, b in zip(rest, first[1:], strict=True))
 
 
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
@@ -338,7 +312,7 @@ def test_gated_activation_beyond_32_bits():
 
 @pytest.mark.skipif(library("flash-attn-4") is None, reason="flash-attn-4 is not installed")
 @pytest.mark.parametrize("single", [True, False], ids=["dense", "packed"])
-@pytest.mark.parametrize(("H", "K", "E"), [(8, 2, 64), (4, 4, 128)])
+@pytest.mark.parametrize(("H", "K", "E"), [(8, 2, 64), (8, 2, 128), (4, 4, 128)])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_flash_attention_4(single, H, K, E, compiled):
     torch.manual_seed(0)
@@ -359,7 +333,7 @@ def test_flash_attention_4(single, H, K, E, compiled):
         assert out.stride(1) == H * E + room
         return out * 1.0
 
-    room = 64 if H == K else 0
+    room = 64 if E == 128 else 0
     got = (torch.compile(attend, fullgraph=True, dynamic=False) if compiled else attend)(*half)
     grads = torch.autograd.grad(got, half, weight.bfloat16())
     assert off(got, want) < 1e-2

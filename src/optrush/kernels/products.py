@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from optrush.kernels.narrow import once
 from optrush.kernels.room import beside
 
 By = Literal["cublas", "quack"]
@@ -49,52 +48,21 @@ def low_rank(
 
 @torch.library.custom_op("optrush::low_rank", mutates_args=())
 def _in_one(x: Tensor, wide: Tensor, first: Tensor, second: Tensor, roomy_x: bool) -> tuple[Tensor, Tensor]:
-    z = x @ first
-    return _joint(beside(x, z, 1, roomy_x), wide, second), z
+    z, turned = x @ first, wide.stride(0) == 1
+    left = beside(x, z, 1, roomy_x)
+    right = beside(wide.t(), second.t(), 1, roomy=True).t() if turned else beside(wide, second, 0, roomy=True)
+    if not x.is_cuda or not len(x):
+        return left @ right, z
+    from quack.gemm_interface import gemm_tuned
+
+    y = x.new_empty(len(x), wide.shape[1])
+    gemm_tuned.fn(_loaded(left), _loaded(right), y, config=_tile(), dynamic_scheduler=True)
+    return y, z
 
 
 @_in_one.register_fake
 def _(x: Tensor, wide: Tensor, first: Tensor, second: Tensor, roomy_x: bool) -> tuple[Tensor, Tensor]:
     return x.new_empty(len(x), wide.shape[1]), x.new_empty(len(x), first.shape[1])
-
-
-def low_rank_backward(
-    grad: Tensor, wide: Tensor, u: Tensor, a: Tensor, z: Tensor, by: By, *, roomy: bool, roomy_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of y = x W^T + z U^T with z = x A^T: grad (N, M), wide = W (M, K), U (M, r), A (r, K), z (N, r) -> the gradients
-    of x (N, K), of z and of U. As `low_rank` otherwise.
-    """
-    if roomy:
-        assert by == "quack"
-        d_x, d_z, d_u = _in_one_backward(grad, wide, u, a, z, roomy_grad)
-        return d_x, d_z, d_u
-    return *low_rank(grad, wide, u, a, by), grad.t() @ z
-
-
-@torch.library.custom_op("optrush::low_rank_backward", mutates_args=())
-def _in_one_backward(
-    grad: Tensor, wide: Tensor, u: Tensor, a: Tensor, z: Tensor, roomy_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    left, d_z, d_u = once(grad, u, z, roomy_grad)
-    return _joint(left, wide, a), d_z, d_u
-
-
-@_in_one_backward.register_fake
-def _(grad: Tensor, wide: Tensor, u: Tensor, a: Tensor, z: Tensor, roomy_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return grad.new_empty(len(grad), wide.shape[1]), z.new_empty(z.shape), u.new_empty(u.shape)
-
-
-def _joint(left: Tensor, wide: Tensor, second: Tensor) -> Tensor:
-    """left (N, K + r in whole tiles) by [wide ; second] (K and r, M), laid in the room of wide."""
-    turned = wide.stride(0) == 1
-    right = beside(wide.t(), second.t(), 1, roomy=True).t() if turned else beside(wide, second, 0, roomy=True)
-    if not left.is_cuda or not len(left):
-        return left @ right
-    from quack.gemm_interface import gemm_tuned
-
-    y = left.new_empty(len(left), wide.shape[1])
-    gemm_tuned.fn(_loaded(left), _loaded(right), y, config=_tile(), dynamic_scheduler=True)
-    return y
 
 
 @torch.library.custom_op("optrush::add_product", mutates_args={"y"})

@@ -62,19 +62,12 @@ def beside(weight: Tensor, narrow: Tensor | None, dim: int, roomy: bool) -> Tens
         return weight
     assert narrow.shape[1 - dim] == weight.shape[1 - dim]
     at, many = weight.shape[dim], tiles(narrow.shape[dim])
-    found = reach(weight, many, dim) if roomy else None
-    if found is None:
+    whole = _whole(weight) if roomy else None
+    if whole is None or whole.shape[dim] < at + many:  # a copy of it, which has none, or a larger rank than it is for
         return joined(weight, narrow, dim)
+    found = whole.narrow(1 - dim, 0, weight.shape[1 - dim]).narrow(dim, 0, at + many)
     _fill(found.narrow(dim, at, many), narrow)
     return found
-
-
-def reach(weight: Tensor, many: int, dim: int) -> Tensor | None:
-    """A roomy weight with so many rows or columns of its room; None: it is a copy, which has none, or has fewer."""
-    at, whole = weight.shape[dim], _whole(weight)
-    if whole is None or whole.shape[dim] < at + many:
-        return None
-    return whole.narrow(1 - dim, 0, weight.shape[1 - dim]).narrow(dim, 0, at + many)
 
 
 def _fill(place: Tensor, narrow: Tensor) -> None:

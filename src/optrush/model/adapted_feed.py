@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.frozen import tiles
-from optrush.kernels.narrow import together
 from optrush.kernels.products import gradients, low_rank
-from optrush.kernels.room import Room
+from optrush.kernels.room import Room, joined
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.model.adapted import Beside
 from optrush.model.adapted_linear import dense, weight_of
@@ -108,11 +107,11 @@ class _Feed(torch.autograd.Function):
         grad, use, d_h = incoming[0].flatten(0, -2).to(pairs.dtype), "backward", None  # (N, D)
         with torch.autocast(grad.device.type, enabled=False):
             first, second = _split(ctx.layouts, parts)
-            both, d_z2, d_u2 = together(grad, u2, z2)  # (N, D and more), (N, r), (D, r)
+            d_z2 = grad @ u2  # (N, r)
             down = weight_of(layout2, second, use, a2, 0, room2)
-            d_pairs, product = gated_backward(both, down, pairs, a2, room2.weight)  # (N, 2 F), (N, F)
-            del down, both
-            d_a2, d_u1 = d_z2.t() @ product, d_pairs.t() @ z1
+            d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2, room2.weight)  # (N, 2 F), (N, F)
+            del down
+            d_a2, d_u2, d_u1 = d_z2.t() @ product, grad.t() @ z2, d_pairs.t() @ z1
             if ctx.needs_input_grad[1] and len(a1) and room1.weight:
                 d_h, d_z1 = gradients(d_pairs, weight_of(layout1, first, use, u1, 1, room1), u1, a1)
             elif ctx.needs_input_grad[1]:  # (N, D), (N, r)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from optrush.frozen import TILE, tiles
-from optrush.kernels.products import By, low_rank, low_rank_backward
+from optrush.kernels.products import By, low_rank
 from optrush.kernels.room import Room
 from optrush.model.quantised import Layout, unpacked
 
@@ -65,11 +65,10 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 weight = weight_of(ctx.layout, parts, "backward", a, 0, ctx.room)
-                rooms = {"roomy": ctx.room.weight, "roomy_grad": ctx.room.grad}
-                d_x, d_z, d_u = low_rank_backward(grad, weight, u, a, z, ctx.by, **rooms)
+                d_x, d_z = low_rank(grad, weight, u, a, ctx.by, roomy=ctx.room.weight, roomy_x=ctx.room.grad)
             else:
-                d_z, d_u = grad @ u, grad.t() @ z  # (N, r), (rows, r)
+                d_z = grad @ u  # (N, r)
             if ctx.needs_input_grad[3]:
                 d_bias = grad.sum(0)
-            d_a = d_z.t() @ x
+            d_a, d_u = d_z.t() @ x, grad.t() @ z
         return d_x, d_a, d_u, d_bias, None, None, None, *[None] * len(parts)
