@@ -34,6 +34,7 @@ PACK = {
 
 BAD = {
     "truncated": (b'{"text": "go', "not valid JSON (cut off?)"),
+    "line in a string": (b'{"text": "go\r"}', "not valid JSON (cut off?): Invalid control character at character 12"),
     "array": (b'["text"]', "a list where an object"),
     "string": (b'"text"', "a string where an object"),
     "number": (b"7", "a number where an object"),

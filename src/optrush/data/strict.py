@@ -34,7 +34,8 @@ def decode(raw: bytes) -> Any:
     except UnicodeEncodeError as error:
         raise ValueError(f"half a surrogate pair: \\u{ord(error.object[error.start]):04x}") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON (cut off?): {error.msg} at character {error.pos}") from None
+        what = error.msg.removesuffix(" at")  # as some of them end
+        raise ValueError(f"not valid JSON (cut off?): {what} at character {error.pos}") from None
     except ValueError as error:  # raised by the three hooks, and for a number of thousands of digits
         raise ValueError(f"not valid JSON: {error}") from None
     return found
