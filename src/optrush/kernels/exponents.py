@@ -4,7 +4,8 @@ A row's exponents are taken relative to the logit of its own label, which one sm
 product's epilogue can write E = 2^((z - z_label) log2 e - SHIFT), V values a row in bf16, and their sums S in float32,
 without a maximum and without looking at other tiles. Then the softmax is E / S and the loss ln S + SHIFT ln 2. With
 E_label - S in its label's place, E / S is the gradient of the logits, and 1 / S is a factor of rows, which narrow
-matrices take: dX = (E W) / S, dW = E^T (X / S). E is made once and multiplied twice, by cuBLAS.
+matrices take: dX = (E W) / S, dW = E^T (X / S). E is made once and multiplied twice: by cuBLAS, but dW by QuACK where
+it is written once.
 
 Where all rows fit into one chunk, both are made in the backward pass, which knows the incoming factor by then: the
 weight's gradient is written once, in its own type. Otherwise the chunks' gradients are made in turn in the forward
@@ -97,7 +98,7 @@ class _Loss(torch.autograd.Function):
             with torch.autocast(e.device.type, enabled=False):
                 if w_needs:
                     x = rows_scaled(h, inverse, incoming[0], torch.empty_like(h))
-                    dw = e.t() @ x if w_dtype == h.dtype else _add(None, e.t(), x).to(w_dtype)
+                    dw = weight_gradient(e, x) if w_dtype == h.dtype else _add(None, e.t(), x).to(w_dtype)
                 if h_needs:
                     dh = e @ w
         if dh is not None:
@@ -162,6 +163,15 @@ def settle(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse: Ten
     rows = learnt.nonzero().squeeze(1)
     e[rows, labels[rows]] = (1 / up - total[rows]).to(e.dtype)
     return None
+
+
+def weight_gradient(e: Tensor, x: Tensor) -> Tensor:
+    """e (n, V), x (n, D) -> e^T x (V, D), in their type."""
+    if e.is_cuda:
+        from optrush.kernels import exponents_quack
+
+        return exponents_quack.weight_gradient(e, x)
+    return e.t() @ x
 
 
 def rows_scaled(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:

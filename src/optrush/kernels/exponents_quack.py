@@ -1,4 +1,4 @@
-"""The product of exponents.py: QuACK's, with an epilogue that exponentiates. Imported on CUDA only.
+"""Products of exponents.py: QuACK's, the first with an epilogue that exponentiates. Imported on CUDA only.
 
 Its own module, for QuACK finds an epilogue again by where it is defined.
 """
@@ -8,10 +8,14 @@ Its own module, for QuACK finds an epilogue again by where it is defined.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from quack.epilogue.frontend import gemm_epilogue
 from quack.epilogue.math import pexp2
 from quack.epilogue.ops import ColVecLoad, ColVecReduce
+from quack.gemm_config import GemmConfig
+from quack.gemm_interface import gemm_tuned
 from torch import Tensor
 
 from optrush.kernels.exponents import LOG2E
@@ -40,3 +44,25 @@ def product(
     operands = {"offset": offset, "sums": sums}
     _exponents.gemm(x, weight, out, epi_args=operands, tile_M=rows, tile_N=columns, cluster_M=2, pingpong=turns)
     return sums
+
+
+def weight_gradient(e: Tensor, x: Tensor) -> Tensor:
+    """As `exponents.weight_gradient` says. The kernel makes its transpose: 192 divides V better than D (LOG.md)."""
+    out = x.new_empty(e.shape[1], x.shape[1])
+    gemm_tuned.fn(e.t(), x, out, config=_transposed(), dynamic_scheduler=True)
+    return out
+
+
+@cache
+def _transposed() -> GemmConfig:
+    """256 values of D x 192 of V, pairs share what they read of x; one object for all calls: QuACK knows them by it."""
+    return GemmConfig(
+        tile_m=256,
+        tile_n=192,
+        pingpong=False,
+        cluster_m=1,
+        cluster_n=2,
+        swap_ab=True,
+        is_dynamic_persistent=False,
+        device_capacity=9,
+    )
