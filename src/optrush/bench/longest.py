@@ -1,8 +1,9 @@
 """The longest row that trains: lengths are tried one by one, each in a fresh process with one row a step. Pure.
 
 The rung is first measured and proved at the shortest length, as any rung is. Then lengths are tried without a proof,
-which at such lengths would take longer than the training: from the plan's prediction where there is one, else doubling;
-up while they train, down where memory ends, until the shortest that failed is near the longest that trained.
+which at such lengths would take longer than the training: from the plan's prediction, next to it and ever farther, or
+doubling where there is none; up while they train, down where memory ends, until the shortest that failed is near the
+longest that trained. So where the plan is right two are enough.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from optrush.config import Run
 from optrush.errors import UserError
 
 GRAIN = 1024  # lengths are multiples of it, or of what the shortest is a multiple of
-GUESSED = 1.25  # from a predicted length to the next, and ever farther; without a prediction lengths double
-FARTHEST = 4.0
+FARTHEST = 4.0  # from a length to the next
 MEMORY = ("out of memory", "killed by signal 9")  # how a result says that memory ended, on the device or the host
 
 
@@ -60,7 +60,7 @@ def search(
 def lengths(span: Longest, guess: int | None) -> Generator[int, bool]:
     """Lengths to try, sent whether each trained; `span.from_` has."""
     grain = math.gcd(span.from_, GRAIN)
-    low, high, stride = span.from_, 0, 2.0 if guess is None else GUESSED  # high 0: none has failed
+    low, high, stride = span.from_, 0, 2.0 if guess is None else span.factor  # high 0: none has failed
 
     def whole(length: float) -> int:
         return int(length) // grain * grain
@@ -77,7 +77,7 @@ def lengths(span: Longest, guess: int | None) -> Generator[int, bool]:
         else:
             if high <= max(low * span.factor, low + grain):
                 return
-            seq = min(high - grain, max(low + grain, whole(max(math.sqrt(low * high), high / stride))))
+            seq = min(high - grain, max(low + grain, whole(max(math.sqrt(low * high), high / stride) + grain - 1)))
             stride = min(stride * stride, FARTHEST)
         if (yield seq):
             low = seq
