@@ -99,7 +99,8 @@ def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     )
     yield working("scores.backward.held", "gradients of the scores, 2 H T", 2 * scores, "wide", "backward")
     yield working("forward", "gate, up and their product in flight, 2 F", 2 * F, "product", "forward")
-    yield working("backward", "gradients of the feed-forward part, 4 F", 4 * F, "product", "backward")
+    yield working("backward", "the activation again and its gradient, 2 F", 2 * F, "product", "backward")
+    yield Line("feed.gradients", "gradients of gate and up beside them, 2 F", 2 * F, "product", "backward", True)
 
 
 def _head(s: ModelShape) -> Iterator[Line]:

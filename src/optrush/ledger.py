@@ -285,8 +285,8 @@ class Peak:
         return sum(i.bytes for i in self.items)
 
 
-PHASES = ("forward", "head", "backward, last block", "backward, first block", "update")
-_WORKING = {"forward": "forward", "head": "head", "update": "update"}  # else: "backward"
+PHASES = ("forward", "head", "backward, last block", "backward, first block", "backward, embedding", "update")
+_WORKING = {"forward": "forward", "head": "head", "update": "update", "backward, embedding": "end"}  # else: "backward"
 
 
 def peak(ledger: Ledger, tokens: float) -> Peak:
@@ -381,20 +381,18 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
         return min(1.0, line.stays * one)
     if line.live == "gradient" and line.stepped:
         # Before the blocks' it is gone when theirs begin: the head's is made where the head's logits are.
-        last = float(phase == "backward, first block")
-        parts: dict[Made, float] = {"block": one, "before": 0.0, "after": last, "throughout": 1.0}
+        last = float(phase == "backward, embedding")
+        parts: dict[Made, float] = {"block": one * (1 - last), "before": 0.0, "after": last, "throughout": 1.0}
         return parts[line.made] if phase.startswith("backward") else 0.0
     if line.live == "gradient":
-        if accumulation > 1 or phase in ("backward, first block", "update"):
+        if accumulation > 1 or phase in ("backward, embedding", "update"):
             return 1.0
-        return one if phase == "backward, last block" else 0.0
+        early = phase in ("forward", "head") or line.made == "after"
+        return 0.0 if early else 1.0 if phase == "backward, first block" else one
     if line.live == "saved":
-        if phase == "update":
-            return 0.0
-        left = one if line.blocks > 1 else 0.0  # what lies outside the blocks was used first
-        there = left if phase == "backward, first block" else min(1.0, _near(line, phase) * one)
-        again = one if line.recomputed and phase.startswith("backward") else 0.0  # the block that runs again
-        return there * (1 - line.recomputed) + again
-    if line.live == "end":
-        return float(phase == "backward, first block")
+        backward = phase.startswith("backward")
+        if phase in ("backward, embedding", "update") or (backward and line.blocks == 1):
+            return 0.0  # what lies outside the blocks was used first
+        there = one if phase == "backward, first block" else min(1.0, _near(line, phase) * one)
+        return there * (1 - line.recomputed) + (one if line.recomputed and backward else 0.0)  # the block run again
     return float(line.live == _WORKING.get(phase, "backward"))

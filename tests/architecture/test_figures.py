@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -26,6 +27,14 @@ def test_the_page_is_what_the_records_say(page: str, rung: str) -> None:
     text = (ROOT / page).read_text()
     assert table["written"](page) == text, "run benchmarks/table.py"
     assert rung in text
+
+
+def test_the_plan_is_near_what_was_measured() -> None:
+    """Of every rung on an H200: peaks within 5 %, speeds within 10 %, by the datasheet and after `calibrate`."""
+    said = re.search(r"Errors of peaks: .*", (ROOT / "docs/plan.md").read_text())
+    assert said is not None
+    largest = [float(x) for x in re.findall(r"largest ([\d.]+)%", said[0])]
+    assert len(largest) == 3 and largest[0] <= 5 and max(largest[1:]) <= 10
 
 
 @pytest.mark.parametrize("picture", ["speed.png", "memory.png"])

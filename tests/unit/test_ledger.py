@@ -94,7 +94,7 @@ def test_a_role_that_nothing_has():
 
 
 def test_gradients_that_end_where_they_are_made():
-    """Of the blocks one at a time; what is made before them or after them is not there beside both ends' blocks."""
+    """Of the blocks one at a time; what is made before them is gone then, what comes after them is not there yet."""
     places: tuple[ledger.Made, ...] = ("block", "before", "after", "throughout")
     lines = [Line(f"g.{m}", m, 12.0, "byte", "gradient", blocks=4 if m == "block" else 1, made=m) for m in places]
 
@@ -104,7 +104,10 @@ def test_gradients_that_end_where_they_are_made():
 
     stepped = live("g.*", "updated at once", stepped=True)
     assert held_in("backward, last block", stepped) == [3, 0, 0, 12]
-    assert held_in("backward, first block", stepped) == [3, 0, 12, 12]
+    assert held_in("backward, first block", stepped) == [3, 0, 0, 12]
+    assert held_in("backward, embedding", stepped) == [0, 0, 12, 12]
+    assert held_in("backward, last block") == [3, 12, 0, 12]
+    assert held_in("backward, first block") == [12, 12, 0, 12] and held_in("backward, embedding") == [12] * 4
     assert all(held_in(phase, stepped) == [0] * 4 for phase in ("forward", "head", "update"))
     assert held_in("update") == [12] * 4
     assert held_in("update", live("g.*", "elsewhere", live="end")) == [0] * 4

@@ -73,9 +73,12 @@ class FusedBlock(Technique):
         inside = frozen and self.impl == "quack"
         if inside or not (frozen or Part.LINEARS in setup.owned or _again(setup)):
             yield live("saved.product", why, gone=True)
+            yield like("saved.product", Line("feed.product", why, 1.0 / setup.blocks, "product", "backward", True))
         yield live("saved.gated", why, gone=True)
-        why = "gradients of gate and up beside them, in one block's backward pass, 2 F"
-        yield like("saved.product", Line("feed.gradients", why, 2.0 / setup.blocks, "product", "backward", True))
+        yield live("working.backward", why, gone=True)
+        if self.impl == "triton":
+            why = "the activation's gradient, which the kernel reads, F"
+            yield like("saved.product", Line("feed.activation", why, 1.0 / setup.blocks, "product", "backward", True))
         if self.impl == "quack" and setup.shape is not None:
             yield from _hidden(setup.shape)
             if inside:
