@@ -35,6 +35,8 @@ FASTEST = tuple(
         "adapters", "adapters8", "qlora", "longest-qlora", "chat-lengths",
     )
 )  # fmt: skip
+SAVING = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("memory", "memory8"))
+LONGEST = Path("benchmarks/results/h200-long-context")
 LEVERS = Path("benchmarks/results/h200-adapter-levers")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
@@ -160,7 +162,40 @@ def fastest() -> str:
     ]
     tail += f" Without a proof, first on their ladder or after one without: {', '.join(unproved)}."
     red = [line for records in ladders for line in _red(records)]
-    return "\n".join([*rows, "", tail, *red])
+    return "\n".join([*rows, "", tail, *red, "", *savings()])
+
+
+def savings() -> list[str]:
+    """The ladder `memory` of both shapes side by side, and the longest rows of one, with what is predicted today."""
+    small, large = (read(ROOT / folder) for folder in SAVING)
+    rows = [
+        "Step by step, the ladder `memory` (one micro-batch a step: of 1B 16 rows of 2048, of 8B one of 4096; medians",
+        f"of {len(small[0].repeats)} interleaved repeats):",
+        "",
+        "| rung | 1B: tokens/s | peak GiB | predicted | 8B: tokens/s | peak GiB | predicted |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for pair in zip(zip(small, _said(small)), zip(large, _said(large)), strict=True):
+        figures = (f"{r.tokens_per_s:,.0f} | {_gib(r.peak_bytes)} | {_gib(p.peak_bytes)}" for r, p in pair)
+        rows.append(f"| {pair[0][0].rung} | {' | '.join(figures)} |")
+    found = read(ROOT / LONGEST)
+    most = max(r.longest_seq or 0 for r in found)
+    rows += [
+        "",
+        f"The longest row of 1B, the ladder `long-context`, which ends at {most:,} tokens:",
+        "",
+        "| rung | longest row | peak GiB there | predicted | did not train |",
+        "|---|---|---|---|---|",
+    ]
+    for r, plan in zip(found, _said(found), strict=True):
+        failed = ", ".join(f"{t['seq']:,}" for t in r.tries or () if t["error"])
+        rows.append(f"| {r.rung} | {r.longest_seq:,} | {_gib(r.peak_bytes)} | {_gib(plan.peak_bytes)} | {failed} |")
+    links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in (*SAVING, LONGEST))
+    return [*rows, "", f"Records: {links}."]
+
+
+def _gib(size: int | None) -> str:
+    return "" if size is None else f"{size / GIB:.2f}"
 
 
 def accuracy() -> str:
@@ -171,12 +206,12 @@ def accuracy() -> str:
     ]
     records = [
         (folder, r)
-        for folder in (LADDER, *FASTEST, LEVERS)
+        for folder in (LADDER, *FASTEST, *SAVING, LEVERS)
         for r in read(ROOT / folder)
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]
-    apart: list[tuple[float, ...]] = []
-    for (folder, r), sheet, own in zip(records, _said(records), _said(records, ROOT / CALIBRATION), strict=True):
+    apart, runs = list[tuple[float, ...]](), [r for _, r in records]
+    for (folder, r), sheet, own in zip(records, _said(runs), _said(runs, ROOT / CALIBRATION), strict=True):
         assert r.peak_bytes and r.tokens_per_s and sheet.tokens_per_s and own.tokens_per_s
         speeds = (sheet.tokens_per_s, own.tokens_per_s)
         apart.append((sheet.peak_bytes / r.peak_bytes - 1, *(said / r.tokens_per_s - 1 for said in speeds)))
@@ -191,13 +226,13 @@ def accuracy() -> str:
     return "\n".join([*rows, "", tail])
 
 
-def _said(records: list[tuple[Path, Record]], calibration: Path | None = None) -> list[Prediction]:
+def _said(records: list[Record], calibration: Path | None = None) -> list[Prediction]:
     """The plan of each rung, on a machine that knows this calibration and no other."""
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, OPTRUSH_CACHE=cache):
         if calibration is not None:
             (Path(cache) / "calibrations").mkdir()
             shutil.copy(calibration, Path(cache) / "calibrations")
-        return [predict(Run.model_validate(r.config), "h200") for _, r in records]
+        return [predict(Run.model_validate(r.config), "h200") for r in records]
 
 
 def plain_loops() -> dict[str, tuple[float, float]]:
