@@ -485,6 +485,7 @@ def test_a_ladder_of_longest_rows(call: Call, fakes: Fakes) -> None:
         assert r["config"]["batch"]["seq"] == r["config"]["batch"]["tokens"] == r["seq"]
         assert any(str(t["error"]).startswith("out of memory") for t in r["tries"]) and r["tries"][0]["seq"] == 64
         assert r["case"] == "toy-longest" and "which compile" in r["changes"]
+        assert r["predicted_tokens_per_s"] is None and not r["ceiling_s"] and r["predicted_peak_bytes"]
     assert told["recompute"]["proof"]["against"] == "base"
     assert " tokens: trained" in found.err and " tokens: failed: out of memory: no room" in found.err
     ran = len(fakes.started)
@@ -493,6 +494,14 @@ def test_a_ladder_of_longest_rows(call: Call, fakes: Fakes) -> None:
     assert call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out", "--resume").code == 0
     assert fakes.started == [] and records(Path("out"))["recompute"]["longest_seq"] == told["recompute"]["longest_seq"]
     report_of(Path("out"))
+    page = Path("out/report.html").read_text()
+    reached = [f"{r['longest_seq']:,}" for r in told.values()]
+    assert f"From rows of {reached[0]} to {reached[1]} tokens" in page and " or more" not in page
+    Path("short.yaml").write_text(Path("ladder.yaml").read_text().replace("4096", "128"))
+    assert call("bench", "run.yaml", "--ladder", "short.yaml", "--out", "short").code == 0
+    report_of(Path("short"))
+    page = Path("short/report.html").read_text()
+    assert "From rows of 128 or more to 128 or more tokens" in page and '<td class="n">128 or more</td>' in page
 
 
 def fakes_with_memory(fakes: Fakes) -> str:

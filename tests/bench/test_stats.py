@@ -189,6 +189,16 @@ def test_verdicts() -> None:
     assert judged(figures(40), before, "wrong: so", only_load=True) == "red"
 
 
+def test_verdicts_of_longest_rows() -> None:
+    def judged(reached: int, before: tuple[int, Figures] | None, peak: float = 1000, red: str | None = None) -> str:
+        return stats.judge_longest(reached, figures(100, peak=peak), before, 1.1, red)[0]
+
+    before = 1000, figures(100)
+    assert judged(1000, None) == "baseline" and judged(1101, before) == "longer" and judged(909, before) == "shorter"
+    assert judged(1000, before) == judged(1000, before, 985) == judged(1100, before, 500) == "noise"
+    assert judged(1000, before, 975) == "smaller" and judged(2000, before, red="wrong: so") == "red"
+
+
 def test_timed_steps_must_learn() -> None:
     assert stats.dead([2.0, 1.9], [1.0, 1.0]) is None
     assert stats.dead([2.0, None], [1.0, 1.0]) == "wrong: a timed step's loss or gradient norm is not finite"

@@ -139,6 +139,7 @@ class Rung:
     since_speed: float | None = None
     case: str = ""
     longest: float | None = None  # tokens of the longest row that trained
+    open: bool = False  # no longer one was tried: the search ended there
 
     @property
     def failed(self) -> bool:
@@ -159,6 +160,10 @@ class Rung:
     def word(self) -> str:
         """The verdict as a word of its own, for nobody sees it by the colour alone."""
         return {"base": self.verdict or "baseline", "peer": "other system"}.get(self.kind, self.kind)
+
+    @property
+    def length(self) -> str:
+        return DASH if self.longest is None else f"{plain(self.longest)}{' or more' * self.open}"
 
     @property
     def first_words(self) -> str:
@@ -201,6 +206,7 @@ def rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[Rung], int]:
 
 def _rung(record: Mapping[str, Any]) -> Rung:
     get = record.get
+    tries = get("tries")
     quartiles = numbers(get("tokens_per_s_iqr"))
     low, high = quartiles if len(quartiles) == 2 else (None, None)
     name, peer = clean(get("rung")) or "unnamed", clean(get("peer"))
@@ -232,6 +238,7 @@ def _rung(record: Mapping[str, Any]) -> Rung:
         red=tuple(clean(r) for r in reasons) if isinstance(reasons, list | tuple) else (),
         case=clean(get("case")),
         longest=positive(get("longest_seq")),
+        open=not any(isinstance(t, Mapping) and t.get("error") for t in tries) if isinstance(tries, list) else False,
         error=error or ("" if found is not None else "no figure, and no reason given"),
     )
 
@@ -268,6 +275,9 @@ def verdict(shown: Sequence[Rung]) -> str:
     first, last = climbed[0], climbed[-1]
     if first is last:
         return f"{speed(first.speed)} tokens/s, peak {gib(first.peak)} GiB ({first.name}); {tally}."
+    if first.longest is not None and last.longest is not None:
+        rows = f"From rows of {first.length} to {last.length} tokens"
+        return f"{rows}, peak {gib(first.peak)} → {gib(last.peak)} GiB; {tally}."
     text = (
         f"From {speed(first.speed)} to {speed(last.speed)} tokens/s: {times(ratio(last.speed, first.speed))}, "
         f"peak {gib(first.peak)} → {gib(last.peak)} GiB; {tally}."

@@ -103,8 +103,10 @@ def _record(whole: Climb, rung: Rung) -> Record:
     changes = rung.changes if since is None or since.name == rung.since else ladder.differences(since.run, rung.run)
     if note := first.get("proof", {}).get("note"):
         changes += f"; {note}"
+    plan = whole.plan(rung)
     if whole.ladder.warmup == 0:
         changes += "; its speed is that of first steps, which compile"
+        plan = {**plan, "predicted_tokens_per_s": None, "ceiling_s": {}}  # of steps that do not
     micro = first.get("micro_tokens", run.batch.micro_tokens)
     return Record(
         ladder=whole.ladder.name, rung=rung.name, case=rung.case, mode=rung.mode,
@@ -113,7 +115,7 @@ def _record(whole: Climb, rung: Rung) -> Record:
         config={**config.document(config.dump(run), "the run")[0], **_options(rung)},
         environment={**whole.machine, **first.get("environment", {})}, source=whole.source, command=whole.command,
         date=first.get("date", datetime.datetime.now().astimezone().isoformat("T", "seconds")),
-        proof=proof, error=error, **_measured(whole, rung), **whole.plan(rung), tries=first.get("tries", []),
+        proof=proof, error=error, **_measured(whole, rung), **plan, tries=first.get("tries", []),
         peer=None if rung.peer is None else rung.peer.name,
     )  # fmt: skip
 
@@ -155,8 +157,8 @@ def _judged(whole: Climb, rung: Rung, since: Rung | None, proof: Mapping[str, An
     said = next((b for b in bad if b), None)
     before = None if since is None else whole.figures(since)
     if whole.ladder.longest is not None:
-        reached = (whole.run(rung).batch.seq, None if since is None else whole.run(since).batch.seq)
-        return stats.judge_longest(*reached, whole.ladder.longest.factor, said)
+        longest_before = None if since is None or before is None else (whole.run(since).batch.seq, before)
+        return stats.judge_longest(whole.run(rung).batch.seq, after, longest_before, whole.ladder.longest.factor, said)
     same = rung.peer is not None or (since is not None and ladder.only_load(since.run, rung.run))
     return stats.judge(after, before, said, only_load=same, alone=rung.mode == "without")
 

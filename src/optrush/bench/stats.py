@@ -257,19 +257,34 @@ def judge(
         return "baseline", []
     if faster(after, before):
         return "faster", []
-    if after.peak_bytes < before.peak_bytes * (1 - SAME_MEMORY[after.memory_kind]):
+    if smaller(after, before):
         return "smaller", []
     return ("slower" if faster(before, after) else "noise"), []
 
 
-def judge_longest(reached: int, before: int | None, factor: float, red: str | None) -> tuple[Verdict, list[str]]:
-    """The verdict of a rung that looked for the longest row, which is known to a factor."""
+def judge_longest(
+    reached: int, after: Figures, before: tuple[int, Figures] | None, factor: float, red: str | None
+) -> tuple[Verdict, list[str]]:
+    """The verdict of a rung that looked for the longest row, which is known to a factor; of equal ones memory decides.
+
+    Args:
+        before: what the rung that it is compared with reached, and its figures there; None for the first.
+    """
     if red:
         return "red", [red]
     if before is None:
         return "baseline", []
-    longer, shorter = reached > before * factor, before > reached * factor
-    return ("longer" if longer else "shorter" if shorter else "noise"), []
+    reached_before, figures = before
+    if reached > reached_before * factor:
+        return "longer", []
+    if reached_before > reached * factor:
+        return "shorter", []
+    return ("smaller" if reached == reached_before and smaller(after, figures) else "noise"), []
+
+
+def smaller(a: Figures, b: Figures) -> bool:
+    """Whether a's peak lies below b's by more than the peaks of equal runs differ."""
+    return a.peak_bytes < b.peak_bytes * (1 - SAME_MEMORY[a.memory_kind])
 
 
 def _once(a: Figures, b: Figures) -> bool:
