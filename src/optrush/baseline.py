@@ -99,8 +99,7 @@ def _block(s: ModelShape, T: int, native: bool) -> Iterator[Line]:
     )
     yield working("scores.backward.held", "gradients of the scores, 2 H T", 2 * scores, "wide", "backward")
     yield working("forward", "gate, up and their product in flight, 2 F", 2 * F, "product", "forward")
-    yield working("backward", "the activation again and its gradient, 2 F", 2 * F, "product", "backward")
-    yield Line("feed.gradients", "gradients of gate and up beside them, 2 F", 2 * F, "product", "backward", True)
+    yield Line("feed.gradients", "gradients of gate and up, 2 F", 2 * F, "product", "backward", True)
 
 
 def _head(s: ModelShape) -> Iterator[Line]:
@@ -134,7 +133,8 @@ def _tie(s: ModelShape) -> Iterator[Line]:
 def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
     largest = max(s.vocab * s.width, s.width * 2 * s.ff_width)
     yield Line("update.loop", "two temporaries of the largest parameter", 2 * largest, "weight", "update")
-    yield Line("angles", "cosines and sines, 2 E", 2 * s.head_width, "residual", "saved", True)
+    yield Line("angles", "cosines and sines, 2 E", 2 * s.head_width, "residual", "always", True)
+    yield Line("stream gradient", "the gradient that enters the embedding, D", s.width, "residual", "end", True)
     yield Line("batch", "tokens, labels, positions, documents", 28, "byte", "always", True)
     if cuda:
         yield Line("runtime", "workspaces of the products' library", CUBLAS_BYTES, "byte", "always")

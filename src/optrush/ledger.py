@@ -293,7 +293,7 @@ def peak(ledger: Ledger, tokens: float) -> Peak:
     """The worst phase of a step with micro-batches of `tokens` tokens.
 
     Saved lines shrink and gradients grow while the backward pass goes from the last block to the first, both evenly:
-    so the most lies at one of its ends.
+    so the most lies at one of the two, or at the embedding.
     """
     worst = max(PHASES, key=lambda phase: _bytes(ledger, tokens, phase))
     items = []
@@ -338,7 +338,7 @@ def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float
     """Bytes of a line in a phase: this rank's share, and what is gathered whole beside it."""
     share = _share(line, phase, ledger.accumulation)
     gathered = 0.0
-    there = phase.startswith("backward") if line.live == "gradient" else phase != "update"
+    there = share > 0 and phase.startswith("backward") if line.live == "gradient" else phase != "update"
     if line.gathered and there:
         used = min(ledger.width(line), ledger.widths["product"])
         gathered = used * line.values * min(line.gathered, line.blocks) / line.blocks
@@ -385,10 +385,12 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
         parts: dict[Made, float] = {"block": one * (1 - last), "before": 0.0, "after": last, "throughout": 1.0}
         return parts[line.made] if phase.startswith("backward") else 0.0
     if line.live == "gradient":
-        if accumulation > 1 or phase in ("backward, embedding", "update"):
-            return 1.0
-        early = phase in ("forward", "head") or line.made == "after"
-        return 0.0 if early else 1.0 if phase == "backward, first block" else one
+        if accumulation > 1:  # those of earlier micro-batches, and this one's embedding's until it is whole
+            end = {"throughout": "backward", "after": "backward, embedding"}.get(line.made)
+            return 2.0 if end and phase.startswith(end) else 1.0
+        late = phase in ("backward, embedding", "update")
+        early = phase in ("forward", "head") or (line.made == "after" and not late)
+        return 0.0 if early else one if phase == "backward, last block" else 1.0
     if line.live == "saved":
         backward = phase.startswith("backward")
         if phase in ("backward, embedding", "update") or (backward and line.blocks == 1):

@@ -348,7 +348,8 @@ LOSSES = {"quack": exponents.quack, "liger": liger}
 @pytest.mark.parametrize("name", PACKAGES)
 @pytest.mark.parametrize("V", [1024, 1152], ids=["128 columns", "192 columns"])
 @pytest.mark.parametrize(
-    ("N", "D", "chunk"), [(1000, 256, 512), (512, 512, 512), (1536, 512, 1024), (1, 256, 128), (300, 2056, 128)]
+    ("N", "D", "chunk"),
+    [(1000, 256, 512), (512, 512, 512), (1536, 512, 1024), (1, 256, 128), (300, 2056, 128), (1000, 2056, 1024)],
 )
 def test_loss_kernels(name, N, D, chunk, V):
     """With ignored labels, scaled by the incoming gradient; where rows are as many as the width too, in both tiles

@@ -19,6 +19,7 @@ from optrush.ledger import Line
 from optrush.optim.apollo import Apollo
 from optrush.prepare import prepare
 from optrush.shapes import SHAPES, ModelShape
+from optrush.technique import Part
 from optrush.techniques.apollo import ROOM
 from optrush.techniques.apollo import Apollo as TheTechnique
 
@@ -402,3 +403,11 @@ def test_temporaries_are_as_predicted():
             ours.step(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(False))
         peak = tracker.measured().peak - sum(x.nbytes for x in held)
     assert peak == pytest.approx(4 * entries()[Line, "update.rows"].values, rel=0.1)
+
+
+def test_temporaries_beside_updates_in_the_backward_pass():
+    """Of a block's matrix while blocks go back, of the embedding after them."""
+    early = setup(ModelShape.read(SHAPES["llama-3.2-1b"]))
+    early.owned = frozenset({Part.UPDATE})
+    lines = [e for r in TheTechnique().predict(early) for e in r.entries if e.name.startswith("update.rows")]
+    assert [line.live for line in lines] == ["backward", "end"] and lines[0].values == lines[1].values > 0

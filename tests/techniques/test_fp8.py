@@ -364,10 +364,10 @@ def saved(said: plan.Prediction) -> float:
 
 
 def test_blocks_that_run_again_keep_as_much_as_before():
-    """But for the one that runs."""
+    """But for the one that runs: what enters qkv, gate and up takes 8 bits there instead of 16."""
     with_ = {"bf16": {}, "fused-block": {}, "fused-norm": {}, "recompute": {}, **USUAL}
     plain, ours = planned("llama-3.1-8b", with_, "all")
-    assert 0 <= ours.peak_bytes - plain.peak_bytes <= 16384 * inputs("all", 2, 4096, 14336)
+    assert ours.peak_bytes - plain.peak_bytes == -16384 * 2 * 4096
 
 
 def test_cast_copies_of_the_other_weights_are_made_again_too():

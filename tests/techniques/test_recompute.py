@@ -109,9 +109,9 @@ def test_compiled_blocks_cast_again():
 model: {shape: llama-3.2-1b}
 objective: pretrain
 data: {random: 8}
-batch: {seq: 2048, tokens: 16384, micro_tokens: 16384}
+batch: {seq: 2048, tokens: 65536, micro_tokens: 65536}
 output: unused
-with: {amp: {}, fused-adamw: {}, attention: {}}
+with: {amp: {}, fused-adamw: {}, attention: {}, fused-loss: {}}
 """
 
     def casts(*withs):

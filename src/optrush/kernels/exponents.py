@@ -5,7 +5,7 @@ product's epilogue can write E = 2^((z - z_label) log2 e - SHIFT), V values a ro
 without a maximum and without looking at other tiles. Then the softmax is E / S and the loss ln S + SHIFT ln 2. With
 E_label - S in its label's place, E / S is the gradient of the logits, and 1 / S is a factor of rows, which narrow
 matrices take: dX = (E W) / S, dW = E^T (X / S). E is made once and multiplied twice: by cuBLAS, but dW by QuACK where
-it is written once.
+it is written once in its own type.
 
 Where all rows fit into one chunk, both are made in the backward pass, which knows the incoming factor by then: the
 weight's gradient is written once, in its own type. Otherwise the chunks' gradients are made in turn in the forward
@@ -167,7 +167,7 @@ def settle(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse: Ten
 
 def weight_gradient(e: Tensor, x: Tensor) -> Tensor:
     """e (n, V), x (n, D) -> e^T x (V, D), in their type."""
-    if e.is_cuda:
+    if e.is_cuda and len(e):
         from optrush.kernels import exponents_quack
 
         return exponents_quack.weight_gradient(e, x)

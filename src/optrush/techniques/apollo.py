@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.ledger import Line, Live, Rule, Work, add, like, live
+from optrush.ledger import Line, Rule, Work, add, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, forgetful
 from optrush.toolchain import demand_triton
 
@@ -74,8 +75,12 @@ class Apollo(Technique):
         launches = LAUNCHES + 40 * (4 * s.layers + 1)
         yield add(Work("update.sketch", "gradients times signs", "step", flop=flop, launches=launches))
         why = "float32 copies of the rows under way"
-        when: Live = "backward" if Part.UPDATE in setup.owned else "update"
-        yield add(Line("update.rows", why, 3.0 * min(ROOM, s.vocab * s.width), "wide", when))
+        line = Line("update.rows", why, 3.0 * min(ROOM, s.vocab * s.width), "wide", "update")
+        if Part.UPDATE not in setup.owned:
+            yield add(line)
+        else:
+            last = dataclasses.replace(line, name="update.rows of the embedding", live="end")
+            yield add(dataclasses.replace(line, live="backward"), last)
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:

@@ -30,7 +30,8 @@ class FusedBlock(Technique):
         added to. Where dense weights are sharded, its kernel adds the frozen product to what adapters make.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
-    Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes. With adapters on dense weights that are not sharded, r
+    Memory: B*T*F values a block less, of 2 (bf16) or 4 bytes; as many more in one block's backward pass, and again as
+        many with triton, which reads the activation's gradient. With adapters on dense weights that are not sharded, r
         rows of A beside each up to a multiple of 64, 2 F r values of gate_up's a block more and (rows + r) (width + r)
         - rows * width of each other linear's.
     Work: unchanged FLOPs; triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and 5 F.
@@ -68,14 +69,16 @@ class FusedBlock(Technique):
             yield Need(setup.plain_feed, f"`{asked}` makes the products", found, do)
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
+        """What is no longer kept, what one block's backward pass makes instead, and the work in QuACK's products."""
         why = "made again from gate and up where the backward pass wants it"
         frozen = Part.TRAINED in setup.owned  # and an adapter of `down` may want its input
         inside = frozen and self.impl == "quack"
-        if inside or not (frozen or Part.LINEARS in setup.owned or _again(setup)):
+        again = inside or not (frozen or Part.LINEARS in setup.owned or _again(setup))
+        if again:
             yield live("saved.product", why, gone=True)
+        if again or (frozen and setup.rows_beside and "down" not in setup.rows_beside):  # which nobody kept
             yield like("saved.product", Line("feed.product", why, 1.0 / setup.blocks, "product", "backward", True))
         yield live("saved.gated", why, gone=True)
-        yield live("working.backward", why, gone=True)
         if self.impl == "triton":
             why = "the activation's gradient, which the kernel reads, F"
             yield like("saved.product", Line("feed.activation", why, 1.0 / setup.blocks, "product", "backward", True))
