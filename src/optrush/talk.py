@@ -268,14 +268,19 @@ class Speaker:
 
         thread = Thread(target=work, daemon=True)
         thread.start()
-        while thread.is_alive() or not streamer.text_queue.empty():
-            try:
-                for piece in streamer:
-                    told(piece)
-                break
-            except KeyboardInterrupt:
-                stop.set()
-        thread.join()
+        try:
+            while thread.is_alive() or not streamer.text_queue.empty():
+                try:
+                    for piece in streamer:
+                        told(piece)
+                    break
+                except KeyboardInterrupt:
+                    stop.set()
+        except BaseException:  # nobody listens any more
+            stop.set()
+            raise
+        finally:
+            thread.join()  # a thread that computes would abort the process while Python takes itself down
         if isinstance(made[0], BaseException):
             raise made[0]
         return self._answer(made[0], stop.is_set())

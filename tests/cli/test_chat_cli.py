@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,14 @@ def test_streaming(trained: Path) -> None:
     cut = speaker.stream(ids, Sampling(greedy=True, max_tokens=2000), 0, interrupt)
     assert cut.finish == "interrupted" and 0 < cut.tokens < 2000
     assert speaker.stream(ids, sampling, 0, lambda piece: None) == whole, "it goes on"
+
+    def gone(piece: str) -> None:
+        raise BrokenPipeError
+
+    threads = threading.active_count()
+    with pytest.raises(BrokenPipeError):
+        speaker.stream(ids, Sampling(greedy=True, max_tokens=2000), 0, gone)
+    assert threading.active_count() == threads
     speaker.model.generate = None
     with pytest.raises(TypeError):
         speaker.stream(ids, sampling, 0, lambda piece: None)
