@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
-from optrush.bench import report
+from optrush.bench import ladder, report
 from optrush.bench.record import Record, read
 from optrush.config import Run
 from optrush.plan import Prediction, predict
@@ -36,7 +36,7 @@ FASTEST = tuple(
     )
 )  # fmt: skip
 SAVING = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("memory", "memory8"))
-LONGEST = Path("benchmarks/results/h200-long-context")
+LONGEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("long-context", "long-context8"))
 LEVERS = Path("benchmarks/results/h200-adapter-levers")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
@@ -166,7 +166,7 @@ def fastest() -> str:
 
 
 def savings() -> list[str]:
-    """The ladder `memory` of both shapes side by side, and the longest rows of one, with what is predicted today."""
+    """The ladders `memory` and `long-context` of both shapes side by side, with what is predicted today."""
     small, large = (read(ROOT / folder) for folder in SAVING)
     rows = [
         "Step by step, the ladder `memory` (one micro-batch a step: of 1B 16 rows of 2048, of 8B one of 4096; medians",
@@ -178,19 +178,24 @@ def savings() -> list[str]:
     for pair in zip(zip(small, _said(small)), zip(large, _said(large)), strict=True):
         figures = (f"{r.tokens_per_s:,.0f} | {_gib(r.peak_bytes)} | {_gib(p.peak_bytes)}" for r, p in pair)
         rows.append(f"| {pair[0][0].rung} | {' | '.join(figures)} |")
-    found = read(ROOT / LONGEST)
-    most = max(r.longest_seq or 0 for r in found)
+    small, large = (read(ROOT / folder) for folder in LONGEST)
+    asked = ladder.find(small[0].ladder, Run.model_validate(small[0].config)).longest
+    assert asked is not None
     rows += [
         "",
-        f"The longest row of 1B, the ladder `long-context`, which ends at {most:,} tokens:",
+        f"The longest row, the ladder `long-context`, which ends at {asked.to:,} tokens (a run a rung):",
         "",
-        "| rung | longest row | peak GiB there | predicted | did not train |",
-        "|---|---|---|---|---|",
+        "| rung | 1B: tokens | peak GiB | predicted | too long | 8B: tokens | peak GiB | predicted | too long |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for r, plan in zip(found, _said(found), strict=True):
-        failed = ", ".join(f"{t['seq']:,}" for t in r.tries or () if t["error"])
-        rows.append(f"| {r.rung} | {r.longest_seq:,} | {_gib(r.peak_bytes)} | {_gib(plan.peak_bytes)} | {failed} |")
-    links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in (*SAVING, LONGEST))
+    for pair in zip(zip(small, _said(small)), zip(large, _said(large)), strict=True):
+        figures = (
+            f"{r.longest_seq:,} | {_gib(r.peak_bytes)} | {_gib(p.peak_bytes)} | "
+            + ", ".join(f"{t['seq']:,}" for t in r.tries if t["error"])
+            for r, p in pair
+        )
+        rows.append(f"| {pair[0][0].rung} | {' | '.join(figures)} |")
+    links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in (*SAVING, *LONGEST))
     return [*rows, "", f"Records: {links}."]
 
 
@@ -206,7 +211,7 @@ def accuracy() -> str:
     ]
     records = [
         (folder, r)
-        for folder in (LADDER, *FASTEST, *SAVING, LONGEST, LEVERS)
+        for folder in (LADDER, *FASTEST, *SAVING, *LONGEST, LEVERS)
         for r in read(ROOT / folder)
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]
@@ -216,7 +221,7 @@ def accuracy() -> str:
         speeds = (sheet.tokens_per_s, own.tokens_per_s)
         apart.append([sheet.peak_bytes / r.peak_bytes - 1])
         told = " | | | |"  # first steps, much of whose time is compiling
-        if folder != LONGEST:
+        if folder not in LONGEST:
             apart[-1] += [said / r.tokens_per_s - 1 for said in speeds]
             told = f"{r.tokens_per_s:,.0f} | "
             told += " | ".join(f"{said:,.0f} | {error:+.1%}" for said, error in zip(speeds, apart[-1][1:])) + " |"
