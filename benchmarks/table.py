@@ -78,7 +78,9 @@ def table() -> str:
     """The ladder, a row a rung; beside it the plain loop, and what was predicted."""
     records = read(ROOT / LADDER)
     plain = plain_loops()
-    first = records[0]
+    first, known = records[0], {r.rung for r in records}
+    run = Run.model_validate(first.config)
+    since = [f"*{r.name}*" for r in ladder.rungs(ladder.find(first.ladder, run), run, True) if r.name not in known]
     rows = [
         f"![tokens/s of each rung]({LADDER}/speed.png)",
         "",
@@ -93,6 +95,7 @@ def table() -> str:
         f"x: against the rung before, or the one it begins from. Records: [{LADDER}]({LADDER}/records.jsonl),",
         f"[{PLAIN}]({PLAIN}).",
         *_red(records),
+        *(["", f"Rungs that are younger than this climb: {', '.join(since)}."] if since else []),
         "",
         "The plan's constants were fitted to this load, in earlier climbs. Other shapes, row lengths and techniques,",
         "predicted before they were measured, by an earlier state of the plan (benchmarks/README.md), on the same",

@@ -16,7 +16,6 @@ from toy import document
 
 ADAMW, SDPA = {"fused-adamw": {}}, {"attention": {"impl": "sdpa"}}
 FA4, QUACK = {"attention": {"impl": "fa4"}}, {"fused-loss": {"impl": "quack", "chunk": 8192}}
-NORM, TUNED, GRAPHS = {"fused-norm": {}}, {"max-autotune": {}}, {"cuda-graphs": {}}
 MODEL, BLOCKS = {"compile": {"scope": "model"}}, {"compile": {"scope": "blocks"}}
 FAST = ADAMW | FA4 | BLOCKS | QUACK | {"bf16": {}}
 FASTER = FAST | {"fused-block": {"impl": "quack"}}
@@ -39,9 +38,10 @@ SINGLE_GPU = [  # name, T, rows, implementation, techniques
     ("QuACK loss", 2048, 16, "native", FAST),
     ("fused block", 2048, 16, "native", FAST | {"fused-block": {}}),
     ("fused block, in the products", 2048, 16, "native", FASTER),
-    ("fused norm", 2048, 16, "native", FASTER | NORM),
-    ("max-autotune", 2048, 16, "native", FASTER | NORM | TUNED),
-    ("CUDA graphs", 2048, 16, "native", FASTER | NORM | TUNED | GRAPHS),
+    ("max-autotune", 2048, 16, "native", FASTER | {"max-autotune": {}}),
+    ("CUDA graphs", 2048, 16, "native", FASTER | {"cuda-graphs": {}}),
+    ("fused norm", 2048, 16, "native", FASTER | {"fused-norm": {}}),
+    ("fused rotation", 2048, 16, "native", FASTER | {"fused-norm": {}, "fused-rotation": {}}),
 ]
 
 
@@ -72,7 +72,10 @@ def test_single_gpu_to_the_letter() -> None:
         assert rung.run.with_ == techniques, name
         assert (rung.run.train.steps, rung.run.train.log_every) == (13, 1)
     assert [r.case for r in found[11:14]] == ["toy, random tokens", "toy-full-2048", "toy-full-2048"]
-    assert found[9].since == "batch 8" and [r.since for r in found[:3]] == [None, "float32, eager", "mixed precision"]
+    assert [found[n].since for n in (9, 18, 19)] == ["batch 8", *["fused block, in the products"] * 2]
+    peers = config.parse((ROOT / "benchmarks/llama1b-peers.yaml").read_text(), "peers")
+    assert found[-1].run.with_ == peers.with_ | BLOCKS, "it ends at the set that is compared with others"
+    assert [r.since for r in found[:3]] == [None, "float32, eager", "mixed precision"]
 
 
 def test_cpu_demo_has_six_rungs_and_no_compiler() -> None:
