@@ -71,7 +71,7 @@ def first_page() -> str:
                 speeds = f"{ours.tokens_per_s:,.0f} | {r.tokens_per_s:,.0f} | {ours.tokens_per_s / r.tokens_per_s:.2f}"
                 peaks = f"{ours.peak_bytes / GIB:.1f} | {r.peak_bytes / GIB:.1f}"
                 rows.append(f"| {r.case} | {r.rung} | {len(r.repeats)} | {speeds} | {peaks} |")
-    return "\n".join([*rows, "", "What each optimisation is worth, alone:", "", table()])
+    return "\n".join([*rows, "", "What each optimisation adds to those before it:", "", table()])
 
 
 def table() -> str:
@@ -194,7 +194,7 @@ def savings() -> list[str]:
     for pair in zip(zip(small, _said(small)), zip(large, _said(large)), strict=True):
         figures = (
             f"{r.longest_seq:,} | {_gib(r.peak_bytes)} | {_gib(p.peak_bytes)} | "
-            + ", ".join(f"{t['seq']:,}" for t in r.tries if t["error"])
+            + ", ".join(f"{t['seq']:,}" for t in r.tries or () if t["error"])
             for r, p in pair
         )
         rows.append(f"| {pair[0][0].rung} | {' | '.join(figures)} |")

@@ -48,7 +48,7 @@ class Started:
 
 def start(prepared: Prepared) -> Started:
     """The process stage, then the process group."""
-    edits = [Edit("process", t.name, n) for t in prepared.techniques if (n := t.process(prepared.setup))]
+    edits = [Edit.of("process", t, n) for t in prepared.techniques if (n := t.process(prepared.setup))]
     return Started(distributed.join(prepared.setup.device.kind), tuple(edits))
 
 
@@ -113,7 +113,7 @@ def _assemble(
     def stage(name: str) -> None:
         for t in techniques:
             if count := getattr(t, name)(job):
-                job.edits.append(Edit(name, t.name, count))
+                job.edits.append(Edit.of(name, t, count))
 
     stage("data")
     check_layout(run, job.layout)

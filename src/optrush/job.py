@@ -164,7 +164,7 @@ class Job:
     stopped: Literal[0, 1, 2] = 0  # what all ranks agreed on: the step under way is the last
 
     def describe(self) -> str:
-        """What was changed, by whom, and what was left as it is, with the reason."""
-        lines = [f"{e.stage:<10} {e.technique}: {e.count} change{'s' * (e.count != 1)}" for e in self.edits]
+        """What was changed, by whom and by which kernel, and what was left as it is, with the reason."""
+        lines = [str(edit) for edit in self.edits]
         lines += [f"{'note':<10} {n}" for n in self.notes]
         return "\n".join(lines) or "nothing changed: the baseline"

@@ -64,7 +64,7 @@ def prepare(
     growth = grow(run, folder, hf)
     if growth is not None:
         hf["vocab_size"] = growth.vocab
-    edits = [Edit("config", t.name, n) for t in techniques if (n := t.config(hf))]
+    edits = [Edit.of("config", t, n) for t in techniques if (n := t.config(hf))]
     refuse_foreign(hf)
     obstacle = native_obstacle(hf)
     if run.model.implementation == "native" and obstacle is not None:

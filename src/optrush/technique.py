@@ -120,6 +120,17 @@ class Edit:
     stage: str
     technique: str
     count: int
+    options: str = ""
+
+    @classmethod
+    def of(cls, stage: str, technique: Technique, count: int) -> Edit:
+        """With the options that are on, defaults too: which kernel was chosen is one of them."""
+        chosen = (f"{name}={value}" for name, value in vars(technique).items() if value not in (None, False, ()))
+        return cls(stage, technique.name, count, ", ".join(chosen))
+
+    def __str__(self) -> str:
+        options = f" ({self.options})" if self.options else ""
+        return f"{self.stage:<10} {self.technique}{options}: {self.count} change{'s' * (self.count != 1)}"
 
 
 class Technique:

@@ -61,7 +61,7 @@ def test_one_batch_is_learnt(call: Call, write: Write, here: Path) -> None:
     config = write(**SMALL)
     found = call("train", config, "--overfit", "1", "--json")
     answer = document(found, 0)
-    assert "step 10/200  loss " in found.err and "packing: 1 change" in found.err
+    assert "step 10/200  loss " in found.err and "packing (window=65536): 1 change" in found.err
     assert answer["loss"] <= 0.05 == answer["target"] and answer["steps"] <= 200 and answer["floor"] == 0
     assert 7 < answer["first_loss"] < 8.5 and answer["terms"] > 20 and answer["unmoved"] < 0.1
     assert sorted(here.rglob("*")) == sorted([*before, here / config])

@@ -49,7 +49,7 @@ def test_a_run(call: Call, write: Write, here: Path) -> None:
     assert found.out == "out\n"
     out = here / "out"
     assert {p.name for p in out.iterdir()} - BESIDE == FOLDER
-    assert "held-out loss" in found.err and "packing: 1 change" in found.err
+    assert "held-out loss" in found.err and "packing (window=65536): 1 change" in found.err
 
     lines = metrics(out)
     logged = steps(lines)

@@ -156,11 +156,16 @@ def test_a_toy_that_changes_nothing(box):
 
 def test_another_technique_is_a_file_and_a_line(box):
     job = assembled(golden_run(box, sgd={}), (*ALL, Sgd))
-    assert "optimizer  sgd: 1 change" in job.describe()
+    assert "optimizer  sgd (momentum=0.9): 1 change" in job.describe()
     with pytest.raises(ConflictError, match="the optimizer"):
         prepare(golden_run(box, sgd={}, fused_adamw={}), (*ALL, Sgd))
     with pytest.raises(ConfigError, match="no such technique"):
         prepare(golden_run(box, sgd={}))
+
+
+def test_the_chosen_kernel_is_named(box):
+    said = assembled(golden_run(box, attention={}, fused_loss={"chunk": 16})).describe()
+    assert "attention (impl=sdpa): " in said and "fused-loss (impl=chunked, chunk=16): 1 change\n" in said
 
 
 # How several go together.
