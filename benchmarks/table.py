@@ -12,6 +12,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -170,36 +171,39 @@ def fastest() -> str:
 
 def savings() -> list[str]:
     """The ladders `memory` and `long-context` of both shapes side by side, with what is predicted today."""
-    small, large = (read(ROOT / folder) for folder in SAVING)
+    first, longest = (read(ROOT / folders[0])[0] for folders in (SAVING, LONGEST))
+    asked = ladder.find(longest.ladder, Run.model_validate(longest.config)).longest
+    assert asked is not None
     rows = [
         "Step by step, the ladder `memory` (one micro-batch a step: of 1B 16 rows of 2048, of 8B one of 4096; medians",
-        f"of {len(small[0].repeats)} interleaved repeats):",
+        f"of {len(first.repeats)} interleaved repeats):",
         "",
         "| rung | 1B: tokens/s | peak GiB | predicted | 8B: tokens/s | peak GiB | predicted |",
         "|---|---|---|---|---|---|---|",
-    ]
-    for pair in zip(zip(small, _said(small)), zip(large, _said(large)), strict=True):
-        figures = (f"{r.tokens_per_s:,.0f} | {_gib(r.peak_bytes)} | {_gib(p.peak_bytes)}" for r, p in pair)
-        rows.append(f"| {pair[0][0].rung} | {' | '.join(figures)} |")
-    small, large = (read(ROOT / folder) for folder in LONGEST)
-    asked = ladder.find(small[0].ladder, Run.model_validate(small[0].config)).longest
-    assert asked is not None
-    rows += [
+        *_side_by_side(SAVING, lambda r: f"{r.tokens_per_s:,.0f}", lambda r: ""),
         "",
         f"The longest row, the ladder `long-context`, which ends at {asked.to:,} tokens (a run a rung):",
         "",
         "| rung | 1B: tokens | peak GiB | predicted | too long | 8B: tokens | peak GiB | predicted | too long |",
         "|---|---|---|---|---|---|---|---|---|",
+        *_side_by_side(
+            LONGEST,
+            lambda r: f"{r.longest_seq:,}",
+            lambda r: " | " + ", ".join(f"{t['seq']:,}" for t in r.tries if t["error"]),
+        ),
     ]
-    for pair in zip(zip(small, _said(small)), zip(large, _said(large)), strict=True):
-        figures = (
-            f"{r.longest_seq:,} | {_gib(r.peak_bytes)} | {_gib(p.peak_bytes)} | "
-            + ", ".join(f"{t['seq']:,}" for t in r.tries or () if t["error"])
-            for r, p in pair
-        )
-        rows.append(f"| {pair[0][0].rung} | {' | '.join(figures)} |")
     links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in (*SAVING, *LONGEST))
     return [*rows, "", f"Records: {links}."]
+
+
+def _side_by_side(
+    folders: Sequence[Path], before: Callable[[Record], str], after: Callable[[Record], str]
+) -> Iterator[str]:
+    """A row a rung, of each folder its peak, measured and predicted today, between two more figures."""
+    found = [read(ROOT / folder) for folder in folders]
+    for pair in zip(*(zip(records, _said(records)) for records in found), strict=True):
+        figures = (f"{before(r)} | {_gib(r.peak_bytes)} | {_gib(p.peak_bytes)}{after(r)}" for r, p in pair)
+        yield f"| {pair[0][0].rung} | {' | '.join(figures)} |"
 
 
 def _gib(size: int | None) -> str:
