@@ -23,6 +23,10 @@ from optrush.train import Plan
 from golden.make_golden import BETAS, DECAY, EPS, LR, PER_STEP, SEED, STEPS, WARMUP, Case, T
 
 UNTIED = Case(False)
+FASTEST = (  # as --with takes them: what benchmarks/llama1b-peers.yaml has, with a chunk for small models
+    "fused-adamw", "bf16", "attention:impl=fa4", "fused-block:impl=quack", "fused-norm", "fused-rotation", "compile",
+    "fused-loss:impl=quack,chunk=512",
+)  # fmt: skip
 
 
 def golden_run(

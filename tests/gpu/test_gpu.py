@@ -17,6 +17,7 @@ from optrush.meter import Meter
 from optrush.prepare import prepare
 
 from isolation import alone, disturbed
+from trials import FASTEST
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
@@ -63,12 +64,6 @@ def packed() -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def single() -> tuple[float, dict[str, torch.Tensor]]:
     return first(job_of())
-
-
-FASTEST = (  # what benchmarks/llama1b-peers.yaml has
-    "bf16", "attention:impl=fa4", "fused-block:impl=quack", "fused-norm", "fused-rotation", "compile",
-    "fused-loss:impl=quack,chunk=512",
-)  # fmt: skip
 
 
 @pytest.mark.parametrize(
