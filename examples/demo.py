@@ -15,6 +15,8 @@ CONVERSATIONS = 700
 
 
 def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     folder = Path(sys.argv[1])
     folder.mkdir(exist_ok=True)
     recipes.write(folder / "recipes.jsonl", CONVERSATIONS, seed=0)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from optrush import fit, step
 from optrush.assemble import assemble
+from optrush.bench import parts
 from optrush.config import parse
 from optrush.job import Batch, Job
 from optrush.kernels import float8
@@ -70,6 +71,30 @@ def deterministic():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+# Marks.
+
+
+@pytest.mark.parametrize("withs", [
+    ("packing",), ("packing", "compile", "attention:impl=sdpa", "fused-adamw"),
+    ("packing", "attention:impl=sdpa", "compile", "fused-adamw", "fused-loss:chunk=512", "cuda-graphs"),
+], ids=lambda w: ", ".join(w))  # fmt: skip
+def test_marks_lie_in_the_queue_and_in_the_graph(withs: tuple[str, ...], deterministic) -> None:
+    """Two micro-batches a step: two of the head's regions, forward and backward, in each; the same bits as without."""
+    wanted, weights = played(job_of(*withs))
+    job = job_of(*withs)
+    marks = parts.Marks(job)
+    with marks.watching() as spans:
+        found, after = played(job)
+    assert found == wanted and all(torch.equal(after[n], w) for n, w in weights.items())
+    names = [m[1] for s in spans if (m := parts.MARK.search(s.name))]
+    assert [names.count(n) for n in ("asinh", "acosh")] == [4 * STEPS] * 2 or "cuda-graphs" in withs
+    assert names.count("asinh") == names.count("acosh") >= 4 * (STEPS - 1), "replays have theirs too"
+    assert names.count("atanh") == names.count("acos") == 2 * STEPS, "around the update, and the optimizer in it"
+    told = parts.seconds(spans)
+    assert min(told[p] for p in ("products", "head", "optimizer", "elementwise")) > 0, told
+    assert ("attention:impl=sdpa" in withs) == (told["attention"] > 0), told
 
 
 # Graphs.

@@ -89,10 +89,66 @@ def test_a_step_above_its_ceiling_is_called_so(roofed: Ladder, bench: Callable[.
     assert sum(widths) == pytest.approx(100, abs=0.1), "the bar ends where the plot does"
 
 
+TOOK = {"products": 0.36, "attention": 0.05, "head": 0.1, "elementwise": 0.01, "optimizer": 0.004, "gaps": 0.006}
+
+
+@pytest.fixture
+def profiled(roofed: Ladder) -> Ladder:
+    for record in roofed:
+        record["parts_s"] = {} if record["error"] else dict(TOOK)
+    roofed[0]["parts_s"]["attention"] = 0.0  # whole scores
+    roofed[1] |= {"parts_s": {}, "parts_note": "the profiler saw no kernel <x>"}
+    return roofed
+
+
+def test_each_part_against_its_ceiling(profiled: Ladder) -> None:
+    whole, none, *_, last = roofline.roofs(profiled)
+    assert last.profiled_s == pytest.approx(0.53) and sum(map(last.taken, TOOK)) == pytest.approx(100)
+    assert last.part_reached("products") == pytest.approx(75) and last.part_reached("attention") == pytest.approx(60)
+    assert last.part_reached("elementwise") == pytest.approx(200) and last.part_reached("gaps") is None
+    assert whole.part_reached("products") == pytest.approx(100 * 0.30 / 0.36), "with the attention that is in them"
+    assert whole.part_reached("attention") is None and whole.total_s == pytest.approx(0.404)
+    assert none.took is None and none.part_reached("products") is None
+
+
+def test_the_page_of_profiled_rungs(profiled: Ladder, bench: Callable[..., Path]) -> None:
+    page = _page(bench(profiled))
+    at = page.index('<section id="ceiling">')
+    said = page[at : page.index("</section>", at)]
+    for words in (
+        "What each part of a step took", "step, profiled", ">gaps<", "530.0 ms", "360.0 ms, 67.9 %", "in products",
+        "75.0 % of its ceiling", "200.0 % of its ceiling", "6 ms, 1.1 %", "Not profiled: amp: the profiler saw no",
+        "&lt;x&gt;", "More than 10 % slower under the profiler, so that parts are too long: ",
+    ):  # fmt: skip
+        assert words in said, words
+    assert "computed</th>" not in said and "remainder" not in said and "Only the length" not in said
+    drawn = re.findall(r'<rect class="(fill s\d(?: pale)?|band)"', said)
+    rungs = len(roofline.roofs(profiled)) - 1
+    assert len(drawn) == 11 * rungs + 6, "each part twice and the gaps, a rung; and the legend"
+    slow = re.findall(r"too long: ([^<]*)\.</p>", said)[0].split(", ")
+    assert "larger micro-batch" in slow and "eager" not in slow
+
+
+def test_a_bar_of_a_profiled_rung_is_whole(profiled: Ladder, bench: Callable[..., Path]) -> None:
+    page = _page(bench(profiled[-1:]))
+    widths = re.findall(r'class="(?:fill s\d(?: pale)?|band)" y="19" height="14" x="[\d.]+%" width="([\d.]+)%', page)
+    assert len(widths) == 11 and sum(map(float, widths)) == pytest.approx(100, abs=0.1)
+    assert float(widths[0]) / float(widths[1]) == pytest.approx(3, rel=0.01), "at the ceiling, and beyond it"
+    assert float(widths[7]) == 0, "faster than its ceiling: nothing of it is beyond"
+
+
+@pytest.mark.parametrize("seen", [None, [], {}, {"products": "x"}, {"products": -1.0}, {"other": 1.0}])
+def test_parts_that_are_none(roofed: Ladder, seen: object) -> None:
+    assert roofline.roofs([{**roofed[0], "parts_s": seen}])[0].took is None
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 @pytest.mark.parametrize("width", [400, 1600])
-def test_it_is_seen(roofed: Ladder, bench: Callable[..., Path], tmp_path: Path, width: int) -> None:
-    folder = bench(roofed)
+@pytest.mark.parametrize("kind", ["roofed", "profiled"])
+def test_it_is_seen(
+    request: pytest.FixtureRequest, kind: str, bench: Callable[..., Path], tmp_path: Path, width: int
+) -> None:
+    folder = bench(request.getfixturevalue(kind))
     report.write_bench(folder)
     browser = Browser(tmp_path / "profile")
     try:

@@ -137,10 +137,19 @@ def _measured(whole: Climb, rung: Rung) -> dict[str, Any]:
         "tokens_per_s": after.tokens_per_s, "tokens_per_s_iqr": list(after.quartiles), "repeats": after.repeats,
         "step_s": [r["step_s"] for r in results], "peak_bytes": after.peak_bytes, "memory_kind": after.memory_kind,
         **{name: _middle([r.get(name) for r in results]) for name in ("mfu", "targets_per_s", "fill", "data_wait")},
+        **_parts(results),
         "losses": first["losses"] if rung.peer else first["proof"]["losses"],
         "grad_norms": first["proof"]["grad_norms"], "seen": first.get("seen", {}),
         "host_peak_bytes": max(hosts, default=None), "longest_seq": first.get("longest_seq"),
     }  # fmt: skip
+
+
+def _parts(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds of a step by part, the median over the repeats that were profiled; or why none was."""
+    seen = [r["parts_s"] for r in results if r.get("parts_s")]
+    if not seen:
+        return {"parts_note": results[0].get("parts_note")}
+    return {"parts_s": {part: statistics.median(s[part] for s in seen) for part in seen[0]}}
 
 
 def _judged(whole: Climb, rung: Rung, since: Rung | None, proof: Mapping[str, Any] | None) -> tuple[Verdict, list[str]]:

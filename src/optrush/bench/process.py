@@ -17,6 +17,7 @@ from typing import Any
 STOPPED = 143  # the exit code of a climb that a signal stopped
 COMMAND = [sys.executable, "-m", "optrush.bench.worker"]
 PEER = [sys.executable, "-m", "optrush.bench.peer_worker"]  # for a request with a `peer`
+QUIET = {"KINETO_LOG_LEVEL": "6"}  # what the profiler says of itself would be taken for a process' last words
 TAIL = 5  # lines of standard error that an unexplained death is given
 
 
@@ -28,7 +29,9 @@ def run_worker(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         asked.write_text(json.dumps({**request, "parent": os.getpid()}))
         command = [*(PEER if "peer" in request else COMMAND), str(asked), str(answered)]
         with said.open("wb") as stderr:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True, env={**QUIET, **os.environ}
+            )
             try:
                 code: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:

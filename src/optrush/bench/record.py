@@ -51,6 +51,8 @@ class Record:
     predicted_tokens_per_s: float | None = None
     basis: str | None = None  # datasheet, calibrated
     ceiling_s: dict[str, float] = field(default_factory=dict)  # a step's seconds by part at the ceiling; computed
+    parts_s: dict[str, float] = field(default_factory=dict)  # a step's seconds by part, and gaps, under the profiler
+    parts_note: str | None = None  # why there are none
     mfu: float | None = None
     targets_per_s: float | None = None  # tokens that are learnt, median over the repeats
     fill: float | None = None  # real tokens / slots computed, over the timed steps

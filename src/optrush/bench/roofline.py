@@ -1,14 +1,15 @@
 """How near a rung comes to its device's ceiling: the step as measured, and what its parts would take at the ceiling.
 
-Only the length of a step is measured. The parts are computed: the work that the plan counts for the rung, at the rates
-that the device reaches with that kind of work alone (`optrush calibrate`) or, without them, at its datasheet's whole
-rates. What is left of the step is work below its ceiling, work that the plan does not count, and gaps.
+The ceiling is computed: the work that the plan counts for the rung, at the rates that the device reaches with that kind
+of work alone (`optrush calibrate`) or, without them, at its datasheet's whole rates. Where the rung was profiled
+(parts.py) each part is held against it; else the whole step alone, and what is left of that is work below its ceiling,
+work that the plan does not count, and gaps.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +19,20 @@ from optrush.bench import charts
 from optrush.bench.figures import clean, numbers, percent, positive
 from optrush.rates import PARTS
 
-LEFT = "remainder"
+LEFT, GAPS = "remainder", "gaps"
+SLOWED = 1.1  # times the timed step: a profiled step that is longer has parts that are too long
 
 
 @dataclass(frozen=True)
 class Roof:
-    """One rung: seconds of its step, and of each part at the ceiling."""
+    """One rung: seconds of its step, and of each part at the ceiling and, where it was profiled, as it took."""
 
     name: str
     basis: str
     step_s: float
     parts: dict[str, float]
+    took: dict[str, float] | None = None  # gaps among them
+    note: str = ""  # why it was not profiled
 
     @property
     def total_s(self) -> float:
@@ -48,6 +52,20 @@ class Roof:
         """Percent of the measured step that a part would take at the ceiling."""
         return 100 * (self.left_s if part == LEFT else self.parts[part]) / self.step_s
 
+    @property
+    def profiled_s(self) -> float:
+        """Of a step under the profiler."""
+        return sum((self.took or {}).values())
+
+    def taken(self, part: str) -> float:
+        """Percent of the profiled step."""
+        return 100 * (self.took or {})[part] / self.profiled_s
+
+    def part_reached(self, part: str) -> float | None:
+        """Percent of its ceiling that a part comes to; None: no work is counted, or none was seen."""
+        took, least = (self.took or {}).get(part), self.parts.get(part)
+        return 100 * least / took if took and least else None
+
 
 def roofs(records: Sequence[Mapping[str, Any]]) -> list[Roof]:
     """Of every rung that has both, the later record of a rung that was measured twice; other systems have no plan."""
@@ -64,8 +82,13 @@ def _roof(record: Mapping[str, Any]) -> Roof | None:
     parts = {part: positive(given.get(part)) or 0.0 for part in PARTS}
     if not any(parts.values()):
         return None
+    seen = record.get("parts_s")
+    took = {part: positive(seen.get(part)) or 0.0 for part in (*PARTS, GAPS)} if isinstance(seen, Mapping) else {}
+    if took and not took["attention"]:  # whole scores: its products cannot be told from the others
+        parts = {**parts, "products": parts["products"] + parts["attention"], "attention": 0.0}
     name = clean(record.get("rung")) or "unnamed"
-    return Roof(name, clean(record.get("basis")), statistics.median(held), parts)
+    step_s, note = statistics.median(held), clean(record.get("parts_note"))
+    return Roof(name, clean(record.get("basis")), step_s, parts, took if any(took.values()) else None, note)
 
 
 def section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -75,12 +98,17 @@ def section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         return None
     said = {"calibrated": "the rates that optrush calibrate measured", "datasheet": "the whole rates of a datasheet"}
     bases = dict.fromkeys(said.get(r.basis, "rates of an unknown kind") for r in shown)
+    profiled = any(r.took for r in shown)
+    parts = (*PARTS, GAPS if profiled else LEFT)
     return {
         "basis": " and ".join(bases),
-        "chart": _chart(shown),
-        "legend": [(_swatch(part), part) for part in (*PARTS, LEFT)],
-        "parts": (*PARTS, LEFT),
+        "profiled": profiled,
+        "chart": _profiled([r for r in shown if r.took]) if profiled else _chart(shown),
+        "legend": [(_swatch(part), part) for part in parts],
+        "parts": parts,
         "rows": shown,
+        "notes": [f"{r.name}: {r.note}" for r in shown if r.note],
+        "slowed": [r.name for r in shown if r.took and r.profiled_s > SLOWED * r.step_s],
         "above": [r.name for r in shown if r.left_s < 0],
     }
 
@@ -88,20 +116,41 @@ def section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 def _chart(shown: Sequence[Roof]) -> Markup:
     """A bar a rung, as long as its step: the parts from the left, then what is left."""
     most = max(1.0, *(r.total_s / r.step_s for r in shown))
-    inside = []
+    inside: list[Markup] = []
     for i, roof in enumerate(shown):
-        top, begin = i * charts.ROW, 0.0
-        inside.append(charts.named(roof.name, top))
-        for part in (*PARTS, LEFT):
-            width = max(0.0, roof.share(part)) / 100 / most
-            inside.append(charts.segment(begin, begin + width, top, _kind(part)))
-            begin += width
-        inside.append(charts.figure(f"{percent(roof.reached)}, {milliseconds(roof.step_s)}", top, begin))
+        pieces = [(max(0.0, roof.share(part)) / 100, _kind(part)) for part in (*PARTS, LEFT)]
+        inside += _row(i, roof, pieces, most)
     said = "; ".join(
         f"{r.name}: " + ", ".join(f"{part} {percent(r.share(part))}" for part in (*PARTS, LEFT)) for r in shown
     )
     title = "Parts of each rung's step at the ceiling, in percent of the measured step"
     return charts.picture(title, said, len(shown) * charts.ROW, *inside)
+
+
+def _profiled(shown: Sequence[Roof]) -> Markup:
+    """A bar a rung: each part as it took, of which pale what goes beyond its ceiling; then the gaps."""
+    inside: list[Markup] = []
+    for i, roof in enumerate(shown):
+        pieces = []
+        for part in PARTS:
+            width, reached = roof.taken(part) / 100, min(100.0, roof.part_reached(part) or 0.0) / 100
+            pieces += [(width * reached, _kind(part)), (width * (1 - reached), f"{_kind(part)} pale")]
+        inside += _row(i, roof, [*pieces, (roof.taken(GAPS) / 100, _kind(GAPS))], 1.0)
+    said = "; ".join(
+        f"{r.name}: " + ", ".join(f"{part} {percent(r.taken(part))}" for part in (*PARTS, GAPS)) for r in shown
+    )
+    title = "Parts of each rung's step as they took, in percent of the profiled step"
+    return charts.picture(title, said, len(shown) * charts.ROW, *inside)
+
+
+def _row(i: int, roof: Roof, pieces: Sequence[tuple[float, str]], most: float) -> Iterator[Markup]:
+    """A rung's name, its pieces side by side, each a share of the longest bar, and how it fares."""
+    top, begin = i * charts.ROW, 0.0
+    yield charts.named(roof.name, top)
+    for width, kind in pieces:
+        yield charts.segment(begin, begin + width / most, top, kind)
+        begin += width / most
+    yield charts.figure(f"{percent(roof.reached)}, {milliseconds(roof.step_s)}", top, begin)
 
 
 def milliseconds(seconds: float) -> str:
@@ -111,7 +160,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def _kind(part: str) -> str:
-    return "band" if part == LEFT else f"fill s{PARTS.index(part)}"
+    return "band" if part in (LEFT, GAPS) else f"fill s{PARTS.index(part)}"
 
 
 def _swatch(part: str) -> Markup:

@@ -1,7 +1,8 @@
 """One rung, once, in a process of its own: `python -m optrush.bench.worker REQUEST.json RESULT.json`.
 
 prepare -> assemble -> keep the initial state on the host -> the proof: a few training steps on documents that are the
-same in every rung -> restore the initial state -> warm up and time, through the real training loop -> RESULT.json.
+same in every rung -> restore the initial state -> warm up and time, through the real training loop -> a few more
+steps under the profiler -> RESULT.json.
 Nothing is written to the run's output. A failure is a result too; a process that is killed leaves none.
 """
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from optrush import config, reference, step
 from optrush.assemble import assemble
+from optrush.bench import parts
 from optrush.bench.peer import facts
 from optrush.bench.record import put
 from optrush.config import Run
@@ -46,6 +48,7 @@ from optrush.technique import Part
 from optrush.train import Plan, train
 
 UNASKED = "no proof: none was asked for at this length"
+PROFILED, PROFILED_S = 3, 1.0  # steps at most, and seconds of steps: of which the parts are told apart
 
 
 class Start:
@@ -89,6 +92,7 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
     """
     prepared = prepare(run)
     job = assemble(prepared)
+    marks = parts.Marks(job)
     reference.fill(job, prepared)
     plan = Plan(job, job.stream.plan(None, run.train.steps))
     documents: list[tuple[int, Document]] = []
@@ -111,21 +115,19 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
                 start.restore()
         if job.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung
-        meter = Lines(job, None, plan.total, lambda _: None)
-        meter.lines = []
-        job.begin = partial(step.begin, job, steps=plan.total)
-        train(job, meter, plan, lambda _: None)
-    if meter.failure is not None:
-        raise meter.failure
+        meter = loop(job, plan)
     timed = [line for line in meter.lines if line["step"] > warmup]
     memory = meter.memory()
     if start is not None:  # who behaves while he is watched is watched once more
         start.restore()
         proof["again"] = prove(job, laid, 1)
+    seconds = [line["step_s"] for line in timed]
+    apart = profiled(job, marks, plan, statistics.median(seconds)) if warmup else {}  # without one, first steps compile
     shares = [line["mfu"] for line in timed if line["mfu"] is not None]
     return {
         "proof": proof,
-        "step_s": [line["step_s"] for line in timed],
+        "step_s": seconds,
+        **apart,
         "tokens_per_s": [line["tokens_per_s"] for line in timed],
         "losses": [line["loss"] for line in meter.lines],
         "grad_norms": [line["grad_norm"] for line in meter.lines],
@@ -147,6 +149,32 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
             **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         },
     }
+
+
+def loop(job: Job, plan: Plan) -> Lines:
+    """Trains as a run does, on `job.batches`; the lines that it would have written."""
+    meter = Lines(job, None, plan.total, lambda _: None)
+    meter.lines = []
+    job.begin = partial(step.begin, job, steps=plan.total)
+    train(job, meter, plan, lambda _: None)
+    if meter.failure is not None:
+        raise meter.failure
+    return meter
+
+
+def profiled(job: Job, marks: parts.Marks, plan: Plan, step_s: float) -> dict[str, Any]:
+    """Seconds of a step by part, under the profiler; or why there are none. All other figures have been taken."""
+    steps = max(1, min(PROFILED, plan.total, int(PROFILED_S / step_s)))
+    short = Plan(job, plan.length._replace(steps=steps))
+    job.batches = batches(job, short)
+    try:
+        with reading(job.batches), marks.watching() as spans:
+            loop(job, short)
+    except RuntimeError as error:  # the profiler must be allowed to look, and has its own needs of memory
+        return {"parts_note": explain(error)}
+    if not spans:
+        return {"parts_note": "the profiler saw no kernel"}
+    return {"parts_s": {part: whole / steps for part, whole in parts.seconds(spans).items()}}
 
 
 def seen(job: Job) -> dict[str, str]:

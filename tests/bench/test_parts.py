@@ -1,0 +1,213 @@
+"""Where the time of a step goes: who a moment belongs to, what a kernel is called, and marks that change nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from optrush import config
+from optrush.assemble import assemble
+from optrush.bench import parts, worker
+from optrush.bench.parts import Marks, Span
+from optrush.config import Run
+from optrush.fit import batches
+from optrush.job import Job
+from optrush.prepare import prepare
+from optrush.rates import PARTS
+from optrush.train import Plan
+
+from toy import document
+
+KERNELS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-kernels.jsonl"
+
+
+def run(**changes: Any) -> Run:
+    return config.parse(yaml.safe_dump(document(**{"train": {"steps": 4, "log_every": 1}, **changes})), "run.yaml")
+
+
+def in_milliseconds(found: dict[str, float]) -> dict[str, float]:
+    return {part: round(1e3 * s, 6) for part, s in found.items() if s}
+
+
+def test_a_moment_belongs_to_the_innermost() -> None:
+    spans = [
+        Span(0, 9000, "aten::linear"),
+        Span(1000, 4000, "aten::mul"),
+        Span(2000, 3000, "aten::_softmax"),
+        Span(5000, 7000, "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    ]
+    assert in_milliseconds(parts.seconds(spans)) == {"products": 4.0, "elementwise": 3.0, "attention": 2.0}
+
+
+def test_copies_yield_to_what_computes_beside_them() -> None:
+    """The second copy begins after the product did, and has only the time in which that has ended."""
+    spans = [
+        Span(0, 6000, "Memcpy DtoH (Device -> Pinned)"),
+        Span(1000, 4000, "nvjet_sm90_tst_256x128"),
+        Span(7000, 9000, "nvjet_sm90_tst_256x128"),
+        Span(8000, 10000, "Memcpy HtoD (Pinned -> Device)"),
+    ]
+    assert in_milliseconds(parts.seconds(spans)) == {"products": 5.0, "elementwise": 4.0, "gaps": 1.0}
+
+
+def test_marks_tell_head_and_update() -> None:
+    marks = {
+        (region, change): f"void at::native::{name}_kernel_cuda(x)" for name, (region, change) in parts.MARKS.items()
+    }
+    spans = [
+        Span(0, 1, "nvjet_a"),
+        Span(1, 1.5, marks["head", 1]), Span(2, 4, "nvjet_b"), Span(4, 4.5, marks["head", -1]),
+        Span(5, 6, "nvjet_c"),
+        Span(6, 6.5, marks["optimizer", 1]), Span(7, 8, "multi_tensor"),
+        Span(8, 8.1, marks["optimizer", 1]), Span(9, 10, "_update"), Span(10, 10.1, marks["optimizer", -1]),
+        Span(11, 12, "multi_tensor"), Span(12, 12.5, marks["optimizer", -1]),
+        Span(13, 14, "multi_tensor"),
+    ]  # fmt: skip
+    found = {part: round(1e6 * s, 6) for part, s in parts.seconds(spans).items()}
+    assert found == {"products": 2, "head": 2, "optimizer": 3, "elementwise": 1, "attention": 0, "gaps": 6}
+
+
+def test_nothing_was_seen() -> None:
+    assert not any(parts.seconds([]).values())
+
+
+def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
+    """All that a record of whole steps lists: products are of cuBLAS and QuACK, attention is of flash-attn-4."""
+    names = {name for line in KERNELS.read_text().splitlines() for name, *_ in json.loads(line)["kernels"]}
+    for name in names:
+        product = "nvjet" in name or "quackgemm" in name or "GemmMod" in name or "splitKreduce" in name
+        wanted = "attention" if "flash_attncute" in name else "products" if product else "elementwise"
+        assert parts.called(name) == wanted, name
+    assert len(names) > 100
+
+
+@pytest.mark.parametrize(("name", "part"), [
+    ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8>", "products"),
+    ("void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<x",
+     "products"),
+    ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize128x128x32", "products"),
+    ("triton_tem_fused_mm_3", "products"), ("triton_mm_plus_mm", "products"),
+    ("triton_poi_fused__scaled_dot_product_flash_attention_mm_2", "elementwise"),
+    ("triton_red_fused_addmm_0", "elementwise"),
+    ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_3", "attention"),
+    ("void pytorch_flash::flash_fwd_kernel<x>", "attention"), ("fmha_cutlassF_bf16_aligned_64x128", "attention"),
+    ("aten::mm", "products"), ("aten::addmm", "products"), ("aten::bmm", "products"), ("aten::baddbmm", "products"),
+    ("aten::_scaled_mm", "products"), ("aten::_int_mm", "products"), ("aten::linear", "products"),
+    ("aten::mul", "elementwise"), ("aten::_softmax", "elementwise"), ("_update", "elementwise"),
+    ("kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensor", "elementwise"),
+])  # fmt: skip
+def test_names(name: str, part: str) -> None:
+    assert parts.called(name) == part
+
+
+# --- a job
+
+
+def job_of(of: Run) -> tuple[Job, Plan]:
+    job = assemble(prepare(of))
+    plan = Plan(job, job.stream.plan(None, of.train.steps or 1))
+    job.batches = batches(job, plan)
+    return job, plan
+
+
+WITH = [{}, {"packing": {}, "fused-loss": {}}, {"compile": {}}, {"bf16": {}, "update-in-backward": {}}]
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, when it begins to compile
+@pytest.mark.parametrize("with_", WITH, ids=lambda w: ", ".join(w) or "baseline")
+def test_marks_change_nothing(with_: dict[str, Any]) -> None:
+    """Bit by bit the same weights; and each mark that begins a region is followed by the one that ends it."""
+    of = run(**{"with": with_, **({"optim": {"clip": None, "lr": 1e-3}} if "update-in-backward" in with_ else {})})
+    plain, plan = job_of(of)
+    worker.loop(plain, plan)
+    marked, plan = job_of(of)
+    marks = Marks(marked)
+    with marks.watching() as spans:
+        worker.loop(marked, plan)
+    for a, b in zip(plain.trained, marked.trained, strict=True):
+        assert torch.equal(a.local, b.local), a.name
+    depth = {"head": 0, "optimizer": 0}
+    names = [m[1] for s in spans if (m := parts.MARK.search(s.name))]
+    each = len(marked.trained) if "update-in-backward" in with_ else 1
+    assert names.count("atanh") == 4 * (1 + each), "around the update, and each call of the optimizer"
+    for name in names:
+        region, change = parts.MARKS[name]
+        depth[region] += change
+        assert 0 <= depth[region] <= 2
+    assert not any(depth.values())
+    found = parts.seconds(spans)
+    assert set(found) == {*PARTS, parts.GAPS} and min(found[p] for p in ("products", "head", "optimizer")) > 0
+    wall = (max(s.end for s in spans) - min(s.start for s in spans)) / 1e6
+    assert sum(found.values()) == pytest.approx(wall, rel=1e-6), "every moment once"
+
+
+def test_no_marks_unless_watched() -> None:
+    job, plan = job_of(run())
+    marks = Marks(job)
+    marks.place.fill_(0.5)
+    worker.loop(job, plan)
+    assert marks.place.item() == 0.5
+
+
+def test_the_head_alone_is_the_heads() -> None:
+    """Its forward pass and its backward pass."""
+    job, _ = job_of(run())
+    marks = Marks(job)
+    hidden = torch.randn(8, 64, 64, requires_grad=True)
+    labels = torch.zeros(8, 64, dtype=torch.int64)
+    with marks.watching() as spans:
+        job.model.head(hidden, labels).backward()
+    told = {(part, span.name) for span, (_, _, part, _) in zip(_unmarked(spans), parts._told(spans), strict=True)}
+    assert ("head", "aten::mm") in told and ("products", "aten::mm") not in told
+
+
+def _unmarked(spans: list[Span]) -> list[Span]:
+    return [s for s in spans if not parts.MARK.search(s.name)]
+
+
+# --- a process
+
+
+def test_a_measurement_has_its_parts() -> None:
+    base = run()
+    found = worker.measure(base, base, warmup=1, proof_steps=0, proof_documents=0)
+    assert set(found["parts_s"]) == {*PARTS, parts.GAPS} and "parts_note" not in found
+    assert all(found["parts_s"][part] > 0 for part in ("products", "head", "elementwise", "optimizer"))
+    assert len(found["step_s"]) == 3 and len(found["losses"]) == 4, "of the timed steps alone"
+
+
+def test_steps_that_compile_have_none() -> None:
+    base = run()
+    assert "parts_s" not in worker.measure(base, base, warmup=0, proof_steps=0, proof_documents=0)
+
+
+@pytest.mark.parametrize(("fails", "note"), [
+    (RuntimeError("CUPTI_ERROR_NOT_INITIALIZED"), "RuntimeError: CUPTI_ERROR_NOT_INITIALIZED (test_parts.py:"),
+    (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: CUDA out of memory"),
+    (None, "the profiler saw no kernel"),
+])  # fmt: skip
+def test_a_profiler_that_fails_costs_no_figure(
+    monkeypatch: pytest.MonkeyPatch, fails: Exception | None, note: str
+) -> None:
+    class Broken:
+        def __init__(self, **_: Any) -> None:
+            if fails is not None:
+                raise fails
+
+        def __enter__(self) -> Broken:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def events(self) -> list[Any]:
+            return []
+
+    monkeypatch.setattr(torch.profiler, "profile", Broken)
+    base = run()
+    found = worker.measure(base, base, warmup=1, proof_steps=0, proof_documents=0)
+    assert found["parts_note"].startswith(note) and "parts_s" not in found and len(found["step_s"]) == 3
