@@ -14,6 +14,7 @@ the device alone.
     span_s        of all, from the first kernel to the end of the last
     idle          1 - busy_s / span_s
     launches      kernels and copies a step
+    parts_s       seconds of a step, under the profiler, by part, and gaps: as in a record of a ladder
     kernels       name, milliseconds a step, times a step; the longest first
 """
 
@@ -35,7 +36,7 @@ import torch
 
 from optrush import config, step
 from optrush.assemble import assemble
-from optrush.bench import environment
+from optrush.bench import environment, parts
 from optrush.data.loader import reading
 from optrush.fit import batches
 from optrush.job import Job
@@ -61,19 +62,11 @@ def one(job: Job, number: int) -> None:
     job.update()
 
 
-def union(spans: list[tuple[float, float]]) -> float:
-    """How long at least one of them lasts."""
-    found, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        found += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return found
-
-
 def measure(run: config.Run, steps: int) -> dict[str, Any]:
     total = WARM_UP + 3 * steps
     run = run.model_copy(update={"train": config.Training(steps=total, log_every=1)})
     job = assemble(prepare(run))
+    marks = parts.Marks(job)
     plan = Plan(job, job.stream.plan(None, total))
     job.batches = batches(job, plan)
     job.begin = partial(step.begin, job, steps=total)
@@ -95,16 +88,16 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
             one(job, WARM_UP + steps + 1 + n)
             asked.append(time.perf_counter() - start)
             torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with marks.watching() as spans:
             for n in range(steps):
                 one(job, WARM_UP + 2 * steps + 1 + n)
-            torch.cuda.synchronize()
-    events = [e for e in profile.events() or [] if str(e.device_type).endswith("CUDA")]
-    spans = [(e.time_range.start, e.time_range.end) for e in events]  # microseconds
-    busy, span = union(spans) / 1e6 / steps, (max(b for _, b in spans) - min(a for a, _ in spans)) / 1e6 / steps
+    told = {part: whole / steps for part, whole in parts.seconds(spans).items()}
+    span = sum(told.values())
+    busy = span - told[parts.GAPS]
+    events = [e for e in spans if not parts.MARK.search(e.name)]
     times: dict[str, list[float]] = defaultdict(list)
     for e in events:
-        times[re.sub(r"\s+", " ", e.name)].append((e.time_range.end - e.time_range.start) / 1e3)
+        times[re.sub(r"\s+", " ", e.name)].append((e.end - e.start) / 1e3)
     longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:SHOWN]
     return {
         "device": job.setup.device.name,
@@ -119,6 +112,7 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
         "span_s": span,
         "idle": 1 - busy / span,
         "launches": len(events) / steps,
+        "parts_s": told,
         "kernels": [[name[:LETTERS], round(sum(ms) / steps, 4), len(ms) / steps] for name, ms in longest],
     }
 
