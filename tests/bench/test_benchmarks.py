@@ -28,6 +28,7 @@ CLIMBED = {
     "adapter-levers": ("llama1b-peers",),
     "adapters": ("llama1b-peers", "llama8b"),
     "adapters-rows": ("llama8b",),
+    "choices": ("llama1b-peers",),
     "eight": ("llama8b",),
     "head": ("llama1b-peers",),
     "least": ("llama1b-peers", "llama8b"),
@@ -36,6 +37,8 @@ CLIMBED = {
     "longest-qlora": ("llama8b",),
     "peers-best": ("llama1b-peers",),
     "peers-bf16": ("llama1b-peers",),
+    "proof-amp": ("llama1b-peers",),
+    "proofs": ("llama1b-peers", "llama8b"),
     "qlora": ("llama8b",),
     "rows": ("llama1b-peers",),
     "small-card": ("llama3b",),
@@ -59,8 +62,32 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
 
 
 def test_every_ladder_of_the_folder_is_looked_at():
-    looked = {*CLIMBED, "chats", "loader"}  # the last two read texts that are made first
+    looked = {*CLIMBED, "chats", "loader", "proof-chats"}  # the last three read texts that are made first
     assert {f.stem for f in FOLDER.glob("*.yaml") if "rungs:" in f.read_text()} == looked
+
+
+def climbed(load, name):
+    """The techniques of each rung of a ladder of the folder, and who computes the model."""
+    run = config.parse((FOLDER / f"{load}.yaml").read_text(), load)
+    found = ladder.rungs(ladder.find(str(FOLDER / f"{name}.yaml"), run), run, True)
+    return {r.name: (r.run.with_, r.run.model.implementation) for r in found}
+
+
+@pytest.mark.parametrize(("load", "proof", "rung", "name", "published"), [
+    ("llama1b-peers", "proofs", "bf16", "peers-bf16", "ours, bf16"),
+    ("llama1b-peers", "proofs", "bf16", "rows", "T=8192"),
+    ("llama1b-peers", "proofs", "least memory", "least", "activations on the host"),
+    ("llama1b-peers", "proof-amp", "mixed precision", "peers-best", "ours, amp"),
+    ("llama8b", "proofs", "bf16", "eight", "four rows"),
+    ("llama8b", "proofs", "float8", "eight", "float8"),
+    ("llama8b", "proofs", "least memory", "least", "activations on the host"),
+    ("chat-lengths", "proof-chats", "packed", "chats", "ours, packed"),
+])  # fmt: skip
+def test_what_is_proved_is_what_was_published(load, proof, rung, name, published):
+    """The same techniques with the same options; what it is held against has none of them, nor our decoder."""
+    found = climbed(load, proof)
+    assert found[rung] == (climbed(load, name)[published][0], "native")
+    assert found["plain float32"] == ({"attention": {"impl": "sdpa"}, "recompute": {}}, "transformers")
 
 
 def test_no_lever_changes_the_loss_kernel_unawares():
@@ -77,10 +104,6 @@ def program(monkeypatch):
     """A program of the folder, by its name."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module
-
-
-def test_the_device_is_busy_where_one_kernel_runs(program):
-    assert program("kernels").union([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.8)]) == 4.0
 
 
 CURVE = """
