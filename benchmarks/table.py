@@ -1,4 +1,4 @@
-"""Writes figures and pictures of README.md and of docs (data, ladder, plan) from committed records; a test compares.
+"""Writes figures and pictures of README.md and of docs from committed records; a test compares.
 
 usage: table.py          rewrites each between its two markers, and the pictures beside the records
 """
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,9 +21,11 @@ from optrush.bench import ladder, report
 from optrush.bench.record import Record, read
 from optrush.config import Run
 from optrush.plan import Prediction, predict
+from optrush.techniques import ALL
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cells
+import gains
 
 ROOT = Path(__file__).parent.parent
 LADDER = Path("benchmarks/results/h200-single-gpu")
@@ -285,7 +288,18 @@ def _red(records: list[Record]) -> list[str]:
     return [line for reason, names in reasons.items() for line in ("", f"Red, {' and '.join(names)}: {reason}.")]
 
 
-PAGES = {"README.md": first_page, "docs/data.md": layouts, "docs/ladder.md": fastest, "docs/plan.md": accuracy}
+def gained(name: str) -> str:
+    """Of one technique, on its page."""
+    return gains.pages(ROOT / "benchmarks/results", [name], "../../benchmarks/results")[name]
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "README.md": first_page,
+    "docs/data.md": layouts,
+    "docs/ladder.md": fastest,
+    "docs/plan.md": accuracy,
+    **{f"docs/techniques/{c.name}.md": partial(gained, c.name) for c in ALL},
+}
 
 
 def written(name: str) -> str:

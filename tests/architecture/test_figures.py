@@ -1,4 +1,4 @@
-"""The figures of the README, docs/data.md, docs/ladder.md and docs/plan.md are those of the committed records."""
+"""The figures of the README and of docs are those of the committed records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+
+from optrush.techniques import ALL
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +22,7 @@ ROOT = Path(__file__).parents[2]
         ("docs/data.md", "| padded to the longest |"),
         ("docs/ladder.md", "| torchtitan |"),
         ("docs/plan.md", "| rows | T=8192 |"),
+        ("docs/techniques/recompute.md", "longest row 20,480 -> 206,848 | + recompute |"),
     ],
 )
 def test_the_page_is_what_the_records_say(page: str, rung: str) -> None:
@@ -27,6 +30,13 @@ def test_the_page_is_what_the_records_say(page: str, rung: str) -> None:
     text = (ROOT / page).read_text()
     assert table["written"](page) == text, "run benchmarks/table.py"
     assert rung in text
+
+
+@pytest.mark.parametrize("name", [c.name for c in ALL])
+def test_what_a_technique_was_worth_is_what_the_records_say(name: str) -> None:
+    table = runpy.run_path(str(ROOT / "benchmarks/table.py"))
+    page = f"docs/techniques/{name}.md"
+    assert table["written"](page) == (ROOT / page).read_text(), "run benchmarks/table.py"
 
 
 def test_the_plan_is_near_what_was_measured() -> None:

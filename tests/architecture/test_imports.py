@@ -250,7 +250,16 @@ def test_a_technique_has_its_page(technique: type) -> None:
     for field in dataclasses.fields(technique):
         row = re.search(rf"^\| `{field.name}` \| `([^`]*)` \|", page, re.MULTILINE)
         assert row and row[1] == str(field.default), f"{technique.name}: {field.name} and its default"
-    for heading in ("## What it does", "## Memory", "## Work", "## When", "## Options", "## Proof", "## Source"):
+    for heading in (
+        "## What it does",
+        "## Memory",
+        "## Work",
+        "## Measured",
+        "## When",
+        "## Options",
+        "## Proof",
+        "## Source",
+    ):
         assert f"\n{heading}" in page, f"{technique.name} has no {heading}"
 
 

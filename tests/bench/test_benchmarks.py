@@ -23,6 +23,8 @@ from optrush.kernels import attention, swiglu
 from optrush.prepare import prepare
 from optrush.shapes import SHAPES, ModelShape
 
+from toy import document
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 CLIMBED = {
     "adapter-levers": ("llama1b-peers",),
@@ -104,6 +106,30 @@ def program(monkeypatch):
     """A program of the folder, by its name."""
     monkeypatch.syspath_prepend(str(FOLDER))
     return importlib.import_module
+
+
+FAST = {"bf16": {}, "fused-loss": {"chunk": 8}}
+
+
+@pytest.mark.parametrize(("before", "after", "found"), [
+    (FAST, {**FAST, "compile": {}}, "compile"),
+    (FAST, {**FAST, "fused-loss": {"chunk": 9}}, "fused-loss"),
+    ({**FAST, "fused-adamw": {}}, {**FAST, "adam8bit": {}}, "adam8bit"),
+    (FAST, {**FAST, "fp8": {}, "fused-loss": {"chunk": 9}}, "fp8"),
+    (FAST, {**FAST, "fp8": {}, "compile": {}}, ""),
+    (FAST, {"bf16": {}}, ""),
+    (FAST, FAST, ""),
+])  # fmt: skip
+def test_a_rung_measures_one_technique(program, before, after, found):
+    gains = program("gains")
+
+    def record(with_, seq=64, longest=None):
+        run = {**document(batch={"seq": seq, "tokens": seq}), "with": with_}
+        return SimpleNamespace(config=run, longest_seq=longest)
+
+    assert gains.alone(record(before), record(after)) == found
+    assert gains.alone(record(before), record(after, seq=128)) == "", "another load"
+    assert gains.alone(record(before, longest=64), record(after, seq=128, longest=128)) == found
 
 
 CURVE = """

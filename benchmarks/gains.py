@@ -1,0 +1,83 @@
+"""What each technique was worth by itself, by the committed records: rungs that differ from the one they are held
+against in it alone, or where another gives way to it, as the first optimizer to the second. table.py writes the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from optrush.bench import ladder
+from optrush.bench.record import Record, read
+from optrush.config import Run
+
+GIB = 2**30
+ENDS = "before products tiles narrow copied inplace room rows turns weights apart"
+OLDER = tuple(f"-{end}" for end in ENDS.split(" "))
+NONE = "No rung of a committed climb differs from another in it alone."
+
+
+def folders(results: Path) -> list[Path]:
+    """Bench folders that stand for a ladder; its earlier climbs are the log's."""
+    return [f for f in sorted(results.iterdir()) if (f / "records.jsonl").is_file() and not f.name.endswith(OLDER)]
+
+
+def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
+    """The measured part of each technique's page.
+
+    Args:
+        link: where `results` lies, seen from the page.
+    """
+    found: dict[str, list[tuple[Path, Record, Record, bool]]] = {name: [] for name in names}
+    for folder in folders(results):
+        records = read(folder)
+        by_name = {r.rung: r for r in records}
+        for r in records:
+            since = by_name.get(r.since or "")
+            if since is None or r.peer or not all(x.tokens_per_s and x.peak_bytes for x in (r, since)):
+                continue
+            taken = r.mode == "without"
+            before, after = (r, since) if taken else (since, r)
+            if (name := alone(before, after)) in found:
+                found[name].append((folder, before, after, taken))
+    return {name: "\n".join(_table(rows, link)) for name, rows in found.items()}
+
+
+def alone(before: Record, after: Record) -> str:
+    """The one technique that `after` has more, or otherwise; "" if there is another difference.
+
+    Beside one more, another's options may change: some exclude each other.
+    """
+    old, new = before.config.get("with", {}), after.config.get("with", {})
+    others = [ladder.flat(Run.model_validate(r.config)) for r in (before, after)]
+    if after.longest_seq:  # each at its own longest row
+        others = [{k: v for k, v in o.items() if k not in ladder.LOAD_KEYS} for o in others]
+    more, otherwise = [n for n in new if n not in old], [n for n in new if n in old and old[n] != new[n]]
+    found = more or otherwise
+    return found[0] if others[0] == others[1] and len(found) == 1 else ""
+
+
+def _table(rows: list[tuple[Path, Record, Record, bool]], link: str) -> Iterator[str]:
+    if not rows:
+        yield NONE
+        return
+    yield "| record | load | changes | tokens/s: before | after | x | peak GiB: before | after | verdict |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for folder, before, after, taken in rows:
+        assert before.tokens_per_s and after.tokens_per_s and before.peak_bytes and after.peak_bytes
+        changes = ladder.differences(*(Run.model_validate(_plain(r)) for r in (before, after)))
+        load = f"{after.case}, T={after.seq:,}" + (", a CPU" if after.device == "cpu" else "")
+        speeds = (
+            f"{before.tokens_per_s:,.0f} | {after.tokens_per_s:,.0f} | {after.tokens_per_s / before.tokens_per_s:.2f}"
+        )
+        if after.longest_seq:  # speeds of other lengths, and of first steps
+            load, speeds = f"{after.case}, longest row {before.seq:,} -> {after.seq:,}", "| |"
+        changes, verdict = (f"{changes} to all the others", "") if taken else (changes, after.verdict)
+        peaks = f"{before.peak_bytes / GIB:.2f} | {after.peak_bytes / GIB:.2f}"
+        row = f"| {load} | {changes} | {speeds} | {peaks} | {verdict} |"
+        yield f"| [{folder.name.removeprefix('h200-')}]({link}/{folder.name}/records.jsonl) {row}"
+
+
+def _plain(r: Record) -> dict[str, object]:
+    """The rung's configuration at one and the same row, for what differs beside it."""
+    return {**r.config, "batch": {}} if r.longest_seq else r.config
