@@ -12,7 +12,7 @@ from optrush.bench.record import Record, read
 from optrush.config import Run
 
 GIB = 2**30
-ENDS = "before products tiles narrow copied inplace room rows turns weights apart"
+ENDS = "before products tiles narrow copied inplace room turns weights apart"
 OLDER = tuple(f"-{end}" for end in ENDS.split(" "))
 NONE = "No rung of a committed climb differs from another in it alone."
 
@@ -34,7 +34,7 @@ def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
         by_name = {r.rung: r for r in records}
         for r in records:
             since = by_name.get(r.since or "")
-            if since is None or r.peer or not all(x.tokens_per_s and x.peak_bytes for x in (r, since)):
+            if since is None or r.peer or since.peer or not all(x.tokens_per_s and x.peak_bytes for x in (r, since)):
                 continue
             taken = r.mode == "without"
             before, after = (r, since) if taken else (since, r)
@@ -46,15 +46,17 @@ def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
 def alone(before: Record, after: Record) -> str:
     """The one technique that `after` has more, or otherwise; "" if there is another difference.
 
-    Beside one more, another's options may change: some exclude each other.
+    Beside one more, one may be gone, or have other options: some exclude each other.
     """
     old, new = before.config.get("with", {}), after.config.get("with", {})
     others = [ladder.flat(Run.model_validate(r.config)) for r in (before, after)]
     if after.longest_seq:  # each at its own longest row
         others = [{k: v for k, v in o.items() if k not in ladder.LOAD_KEYS} for o in others]
-    more, otherwise = [n for n in new if n not in old], [n for n in new if n in old and old[n] != new[n]]
-    found = more or otherwise
-    return found[0] if others[0] == others[1] and len(found) == 1 else ""
+    more, gone = [n for n in new if n not in old], [n for n in old if n not in new]
+    otherwise = [n for n in new if n in old and old[n] != new[n]]
+    if others[0] != others[1] or len(more or otherwise) != 1 or len(gone + (otherwise if more else [])) > len(more):
+        return ""
+    return (more or otherwise)[0]
 
 
 def _table(rows: list[tuple[Path, Record, Record, bool]], link: str) -> Iterator[str]:

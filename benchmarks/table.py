@@ -17,10 +17,11 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-from optrush.bench import ladder, report
+from optrush.bench import ladder, report, roofline
 from optrush.bench.record import Record, read
 from optrush.config import Run
 from optrush.plan import Prediction, predict
+from optrush.rates import PARTS
 from optrush.techniques import ALL
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,6 +42,7 @@ FASTEST = tuple(
 )  # fmt: skip
 SAVING = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("memory", "memory8"))
 LONGEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("long-context", "long-context8"))
+PARTED: tuple[Path, ...] = ()
 LEVERS = Path("benchmarks/results/h200-adapter-levers")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
@@ -245,6 +247,33 @@ def accuracy() -> str:
     return "\n".join([*rows, "", tail])
 
 
+def parted() -> str:
+    """Of each rung that was profiled: what its parts took, and what share of their ceilings they reached."""
+    rows = []
+    for folder in PARTED:
+        records = [json.loads(line) for line in (ROOT / folder / "records.jsonl").read_text().splitlines()]
+        first, shown = records[0], [r for r in roofline.roofs(records) if r.took]
+        device = first["environment"]["cpu"] if first["device"] == "cpu" else first["device"]
+        rates = "measured by `optrush calibrate`" if first["basis"] == "calibrated" else "of the datasheet"
+        rows += [
+            f"{first['case']}, {device}, torch {first['environment']['torch']}, {len(first['repeats'])} repeats;",
+            f"ceilings {rates}. In milliseconds of a step, in brackets percent of the",
+            "part's ceiling:",
+            "",
+            f"| rung | step | profiled | {' | '.join((*PARTS, roofline.GAPS))} |",
+            "|---" * (4 + len(PARTS)) + "|",
+        ]
+        for r in shown:
+            assert r.took is not None
+            cells = []
+            for part, took in r.took.items():
+                reached = r.part_reached(part)
+                cells.append(f"{1e3 * took:,.1f}" + (f" ({reached:.0f})" if reached is not None else ""))
+            rows.append(f"| {r.name} | {1e3 * r.step_s:,.1f} | {1e3 * r.profiled_s:,.1f} | {' | '.join(cells)} |")
+        rows += ["", f"Record: [{folder.name}](../{folder}/records.jsonl).", ""]
+    return "\n".join(rows[:-1])
+
+
 def _said(records: list[Record], calibration: Path | None = None) -> list[Prediction]:
     """The plan of each rung, on a machine that knows this calibration and no other."""
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, OPTRUSH_CACHE=cache):
@@ -298,6 +327,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/data.md": layouts,
     "docs/ladder.md": fastest,
     "docs/plan.md": accuracy,
+    "docs/calibrate.md": parted,
     **{f"docs/techniques/{c.name}.md": partial(gained, c.name) for c in ALL},
 }
 

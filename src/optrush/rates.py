@@ -283,7 +283,7 @@ def parts(ledger: Ledger, tokens: float, rates: Rates) -> dict[str, float]:
 def _part(work: Work) -> str:
     if work.per == "step":
         return "optimizer"
-    if work.name.startswith("head."):
+    if "head" in work.name.split("."):  # that of a reference pass, too
         return "head"
     if work.unit in ("attention", "flash2") or ".scores" in work.name:
         return "attention"

@@ -117,6 +117,9 @@ FAST = {"bf16": {}, "fused-loss": {"chunk": 8}}
     ({**FAST, "fused-adamw": {}}, {**FAST, "adam8bit": {}}, "adam8bit"),
     (FAST, {**FAST, "fp8": {}, "fused-loss": {"chunk": 9}}, "fp8"),
     (FAST, {**FAST, "fp8": {}, "compile": {}}, ""),
+    ({**FAST, "compile": {}, "recompute": {}}, {**FAST, "adam8bit": {}}, ""),
+    ({**FAST, "compile": {}}, {**FAST, "fp8": {}, "fused-loss": {"chunk": 9}}, ""),
+    ({**FAST, "compile": {}}, {**FAST, "fused-loss": {"chunk": 9}}, ""),
     (FAST, {"bf16": {}}, ""),
     (FAST, FAST, ""),
 ])  # fmt: skip
@@ -130,6 +133,13 @@ def test_a_rung_measures_one_technique(program, before, after, found):
     assert gains.alone(record(before), record(after)) == found
     assert gains.alone(record(before), record(after, seq=128)) == "", "another load"
     assert gains.alone(record(before, longest=64), record(after, seq=128, longest=128)) == found
+
+
+def test_earlier_climbs_stand_for_nothing(program):
+    """What a name ends in says so; `rows` is a ladder of its own."""
+    found = {f.name.removeprefix("h200-") for f in program("gains").folders(FOLDER / "results")}
+    assert {"rows", "adapters8-rows", "peers-bf16", "memory8", "cpu-data"} <= found
+    assert not found & {"rows-before", "rows-apart", "peers-room", "adapters-products", "adapters8-inplace"}
 
 
 CURVE = """

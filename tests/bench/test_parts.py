@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 import yaml
 
-from optrush import config
+from optrush import config, rates
 from optrush.assemble import assemble
-from optrush.bench import parts, worker
+from optrush.bench import parts, process, worker
 from optrush.bench.parts import Marks, Span
 from optrush.config import Run
+from optrush.errors import RunError
 from optrush.fit import batches
 from optrush.job import Job
+from optrush.ledger import Work
 from optrush.prepare import prepare
 from optrush.rates import PARTS
 from optrush.train import Plan
@@ -70,6 +73,23 @@ def test_marks_tell_head_and_update() -> None:
     ]  # fmt: skip
     found = {part: round(1e6 * s, 6) for part, s in parts.seconds(spans).items()}
     assert found == {"products": 2, "head": 2, "optimizer": 3, "elementwise": 1, "attention": 0, "gaps": 6}
+
+
+def test_an_update_in_the_heads_backward_pass_is_the_optimizers() -> None:
+    """A head with a weight of its own is stepped there by `update-in-backward`."""
+    names = {place: f"aten::{name}_" for name, place in parts.MARKS.items()}
+    spans = [
+        Span(0, 1, names["head", 1]), Span(1, 2, "aten::mm"), Span(2, 3, names["optimizer", 1]),
+        Span(3, 5, "aten::mul"), Span(5, 6, names["optimizer", -1]), Span(6, 7, "aten::mm"),
+        Span(7, 8, names["head", -1]), Span(8, 9, "aten::mm"),
+    ]  # fmt: skip
+    found = {part: round(1e6 * s, 6) for part, s in parts.seconds(spans).items() if s}
+    assert found == {"head": 2, "optimizer": 2, "products": 1, "gaps": 3}
+
+
+def test_the_inner_of_two_that_begin_at_once() -> None:
+    spans = [Span(0, 9000, "aten::linear"), Span(0, 8999, "aten::_softmax")]
+    assert in_milliseconds(parts.seconds(spans)) == {"elementwise": 8.999, "products": 0.001}
 
 
 def test_nothing_was_seen() -> None:
@@ -189,6 +209,8 @@ def test_steps_that_compile_have_none() -> None:
 @pytest.mark.parametrize(("fails", "note"), [
     (RuntimeError("CUPTI_ERROR_NOT_INITIALIZED"), "RuntimeError: CUPTI_ERROR_NOT_INITIALIZED (test_parts.py:"),
     (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: CUDA out of memory"),
+    (RunError("three updates were not finite"), "RunError: three updates were not finite"),
+    (MemoryError(), "out of memory: MemoryError"), (KeyError("x"), "KeyError: 'x'"),
     (None, "the profiler saw no kernel"),
 ])  # fmt: skip
 def test_a_profiler_that_fails_costs_no_figure(
@@ -209,5 +231,22 @@ def test_a_profiler_that_fails_costs_no_figure(
 
     monkeypatch.setattr(torch.profiler, "profile", Broken)
     base = run()
-    found = worker.measure(base, base, warmup=1, proof_steps=0, proof_documents=0)
+    kept: list[dict[str, Any]] = []
+    found = worker.measure(base, base, warmup=1, proof_steps=0, proof_documents=0, keep=kept.append)
     assert found["parts_note"].startswith(note) and "parts_s" not in found and len(found["step_s"]) == 3
+    assert [k.pop("parts_note") for k in kept] == ["the process ended under the profiler"]
+    assert kept == [{k: v for k, v in found.items() if k != "parts_note"}]
+
+
+def test_an_answer_counts_though_its_process_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs, or dies, under the profiler: figures were there before."""
+    for end in ("import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)"):
+        said = f"import sys; open(sys.argv[2], 'w').write('{{\"tokens_per_s\": [1.0]}}'); {end}"
+        monkeypatch.setattr(process, "COMMAND", [sys.executable, "-c", said])
+        found = process.run_worker({}, 3)
+        assert found.pop("seconds") < 30 and found == {"tokens_per_s": [1.0]}
+
+
+def test_the_head_of_a_pass_for_reference_is_the_heads_work() -> None:
+    works = [Work(name, "", "token", 1.0) for name in ("head.products", "reference.head", "forward.qkv")]
+    assert [rates._part(w) for w in works] == ["head", "head", "products"]

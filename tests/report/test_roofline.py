@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,34 +103,39 @@ def profiled(roofed: Ladder) -> Ladder:
 
 
 def test_each_part_against_its_ceiling(profiled: Ladder) -> None:
+    profiled[-1]["step_s"] = [[0.5]]
     whole, none, *_, last = roofline.roofs(profiled)
     assert last.profiled_s == pytest.approx(0.53) and sum(map(last.taken, TOOK)) == pytest.approx(100)
     assert last.part_reached("products") == pytest.approx(75) and last.part_reached("attention") == pytest.approx(60)
     assert last.part_reached("elementwise") == pytest.approx(200) and last.part_reached("gaps") is None
-    assert whole.part_reached("products") == pytest.approx(100 * 0.30 / 0.36), "with the attention that is in them"
-    assert whole.part_reached("attention") is None and whole.total_s == pytest.approx(0.404)
+    assert whole.scored and whole.apart is not None and not last.scored and last.apart is None
+    near = replace(whole, step_s=whole.profiled_s)
+    assert near.apart is None and near.part_reached("head") == pytest.approx(80)
+    assert {near.part_reached(p) for p in ("products", "attention", "elementwise")} == {None}, "they cannot be told"
     assert none.took is None and none.part_reached("products") is None
 
 
 def test_the_page_of_profiled_rungs(profiled: Ladder, bench: Callable[..., Path]) -> None:
+    profiled[12]["step_s"] = [[0.5]]
     page = _page(bench(profiled))
     at = page.index('<section id="ceiling">')
     said = page[at : page.index("</section>", at)]
     for words in (
-        "What each part of a step took", "step, profiled", ">gaps<", "530.0 ms", "360.0 ms, 67.9 %", "in products",
+        "What each part of a step took", "step, profiled", ">gaps<", "530.0 ms", "360.0 ms, 67.9 %", "in others",
         "75.0 % of its ceiling", "200.0 % of its ceiling", "6 ms, 1.1 %", "Not profiled: amp: the profiler saw no",
-        "&lt;x&gt;", "More than 10 % slower under the profiler, so that parts are too long: ",
+        "&lt;x&gt;", "over 10 % more or less than a timed one", "so that no share is given for the three: eager.",
     ):  # fmt: skip
         assert words in said, words
     assert "computed</th>" not in said and "remainder" not in said and "Only the length" not in said
     drawn = re.findall(r'<rect class="(fill s\d(?: pale)?|band)"', said)
     rungs = len(roofline.roofs(profiled)) - 1
     assert len(drawn) == 11 * rungs + 6, "each part twice and the gaps, a rung; and the legend"
-    slow = re.findall(r"too long: ([^<]*)\.</p>", said)[0].split(", ")
-    assert "larger micro-batch" in slow and "eager" not in slow
+    apart = re.findall(r"rows were in it: ([^<]*)\.</p>", said)[0].split(", ")
+    assert "eager (0.07 times)" in apart and not any("larger" in name for name in apart)
 
 
 def test_a_bar_of_a_profiled_rung_is_whole(profiled: Ladder, bench: Callable[..., Path]) -> None:
+    profiled[-1]["step_s"] = [[0.5]]
     page = _page(bench(profiled[-1:]))
     widths = re.findall(r'class="(?:fill s\d(?: pale)?|band)" y="19" height="14" x="[\d.]+%" width="([\d.]+)%', page)
     assert len(widths) == 11 and sum(map(float, widths)) == pytest.approx(100, abs=0.1)
@@ -137,7 +143,16 @@ def test_a_bar_of_a_profiled_rung_is_whole(profiled: Ladder, bench: Callable[...
     assert float(widths[7]) == 0, "faster than its ceiling: nothing of it is beyond"
 
 
-@pytest.mark.parametrize("seen", [None, [], {}, {"products": "x"}, {"products": -1.0}, {"other": 1.0}])
+@pytest.mark.parametrize(("times", "said"), [(0.8, True), (0.92, False), (1.09, False), (1.2, True)])
+def test_profiled_steps_that_are_others(profiled: Ladder, times: float, said: bool) -> None:
+    (roof,) = roofline.roofs([{**profiled[-1], "step_s": [[0.53 / times]]}])
+    assert (roof.apart is not None) == said == (roof.part_reached("head") is None)
+
+
+@pytest.mark.parametrize("seen", [
+    None, [], {}, {"products": "x"}, {"other": 1.0}, {**TOOK, "head": -1.0}, {**TOOK, "attention": None},
+    {k: v for k, v in TOOK.items() if k != "gaps"}, dict.fromkeys(TOOK, 0.0),
+])  # fmt: skip
 def test_parts_that_are_none(roofed: Ladder, seen: object) -> None:
     assert roofline.roofs([{**roofed[0], "parts_s": seen}])[0].took is None
 

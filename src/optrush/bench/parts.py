@@ -91,7 +91,8 @@ class Marks:
             self.watched = False
         kind = "CUDA" if self.cuda else "CPU"
         held = (e for e in profile.events() or [] if str(e.device_type).endswith(kind))
-        spans += sorted(Span(e.time_range.start, e.time_range.end, e.name) for e in held)
+        found = (Span(e.time_range.start, e.time_range.end, e.name) for e in held)
+        spans += sorted(found, key=lambda s: (s.start, -s.end))  # of two that begin at once the outer one first
 
 
 def seconds(spans: Iterable[Span]) -> dict[str, float]:
@@ -117,7 +118,7 @@ def seconds(spans: Iterable[Span]) -> dict[str, float]:
 
 def _told(spans: Iterable[Span]) -> Iterator[tuple[float, float, str, bool]]:
     """(start, end, part, whether it only copies), in the order of their start; marks are gone."""
-    depth = {"head": 0, "optimizer": 0}
+    depth = {"optimizer": 0, "head": 0}  # the first wins: an update may lie in the head's backward pass
     for start, end, name in spans:
         if mark := MARK.search(name):
             region, change = MARKS[mark[1]]

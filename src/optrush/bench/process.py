@@ -39,11 +39,11 @@ def run_worker(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
             finally:
                 _end(process)  # with all that it started, a compiler's processes for example
         seconds = time.monotonic() - begun
-        if code is None:
-            return {"error": f"still running after {limit_s:g} s, and stopped (limit_s)", "seconds": seconds}
-        if answered.exists():
+        if answered.exists():  # of one that was stopped afterwards, too: its figures are whole
             result: dict[str, Any] = json.loads(answered.read_text("utf-8"))
             return {**result, "seconds": seconds}
+        if code is None:
+            return {"error": f"still running after {limit_s:g} s, and stopped (limit_s)", "seconds": seconds}
         return {"error": death(code, said.read_text("utf-8", "replace")), "seconds": seconds}
 
 

@@ -16,11 +16,11 @@ from typing import Any
 from markupsafe import Markup
 
 from optrush.bench import charts
-from optrush.bench.figures import clean, numbers, percent, positive
+from optrush.bench.figures import clean, number, numbers, percent, positive
 from optrush.rates import PARTS
 
 LEFT, GAPS = "remainder", "gaps"
-SLOWED = 1.1  # times the timed step: a profiled step that is longer has parts that are too long
+NEAR = 1.1  # times: profiled steps that took so much more or less than the timed ones do not speak for them
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,22 @@ class Roof:
         """Percent of the profiled step."""
         return 100 * (self.took or {})[part] / self.profiled_s
 
+    @property
+    def apart(self) -> float | None:
+        """How many times a timed step a profiled one took, where that is too much or too little; None: it is not."""
+        times = self.profiled_s / self.step_s
+        return times if self.took and not 1 / NEAR <= times <= NEAR else None
+
+    @property
+    def scored(self) -> bool:
+        """Attention had no kernel: its whole scores were products and elementwise operators like any other."""
+        return self.took is not None and self.took["attention"] == 0 < self.parts["attention"]
+
     def part_reached(self, part: str) -> float | None:
-        """Percent of its ceiling that a part comes to; None: no work is counted, or none was seen."""
+        """Percent of its ceiling that a part comes to; None: that cannot be said."""
         took, least = (self.took or {}).get(part), self.parts.get(part)
-        return 100 * least / took if took and least else None
+        mixed = self.scored and part in ("products", "attention", "elementwise")
+        return 100 * least / took if took and least and not mixed and self.apart is None else None
 
 
 def roofs(records: Sequence[Mapping[str, Any]]) -> list[Roof]:
@@ -83,12 +95,12 @@ def _roof(record: Mapping[str, Any]) -> Roof | None:
     if not any(parts.values()):
         return None
     seen = record.get("parts_s")
-    took = {part: positive(seen.get(part)) or 0.0 for part in (*PARTS, GAPS)} if isinstance(seen, Mapping) else {}
-    if took and not took["attention"]:  # whole scores: its products cannot be told from the others
-        parts = {**parts, "products": parts["products"] + parts["attention"], "attention": 0.0}
+    read = {part: number(seen.get(part)) for part in (*PARTS, GAPS)} if isinstance(seen, Mapping) else {}
+    took = {part: s for part, s in read.items() if s is not None and s >= 0}
     name = clean(record.get("rung")) or "unnamed"
     step_s, note = statistics.median(held), clean(record.get("parts_note"))
-    return Roof(name, clean(record.get("basis")), step_s, parts, took if any(took.values()) else None, note)
+    whole = len(took) == len(PARTS) + 1 and any(took.values())
+    return Roof(name, clean(record.get("basis")), step_s, parts, took if whole else None, note)
 
 
 def section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -108,7 +120,8 @@ def section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         "parts": parts,
         "rows": shown,
         "notes": [f"{r.name}: {r.note}" for r in shown if r.note],
-        "slowed": [r.name for r in shown if r.took and r.profiled_s > SLOWED * r.step_s],
+        "apart": [f"{r.name} ({r.apart:.2f} times)" for r in shown if r.apart is not None],
+        "scored": [r.name for r in shown if r.scored],
         "above": [r.name for r in shown if r.left_s < 0],
     }
 
@@ -128,12 +141,13 @@ def _chart(shown: Sequence[Roof]) -> Markup:
 
 
 def _profiled(shown: Sequence[Roof]) -> Markup:
-    """A bar a rung: each part as it took, of which pale what goes beyond its ceiling; then the gaps."""
+    """A bar a rung: each part as it took, pale what of it goes beyond a known ceiling; then the gaps."""
     inside: list[Markup] = []
     for i, roof in enumerate(shown):
         pieces = []
         for part in PARTS:
-            width, reached = roof.taken(part) / 100, min(100.0, roof.part_reached(part) or 0.0) / 100
+            reached = roof.part_reached(part)
+            width, reached = roof.taken(part) / 100, 1.0 if reached is None else min(100.0, reached) / 100
             pieces += [(width * reached, _kind(part)), (width * (1 - reached), f"{_kind(part)} pale")]
         inside += _row(i, roof, [*pieces, (roof.taken(GAPS) / 100, _kind(GAPS))], 1.0)
     said = "; ".join(

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ from optrush.technique import Part
 from optrush.train import Plan, train
 
 UNASKED = "no proof: none was asked for at this length"
+Keep = Callable[[dict[str, Any]], None]
 PROFILED, PROFILED_S = 3, 1.0  # steps at most, and seconds of steps: of which the parts are told apart
 
 
@@ -82,13 +83,16 @@ class Lines(Meter):
         self.lines.append(line)
 
 
-def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_documents: int) -> dict[str, Any]:
+def measure(
+    run: Run, baseline: Run, warmup: int, proof_steps: int, proof_documents: int, keep: Keep = lambda found: None
+) -> dict[str, Any]:
     """Everything one process finds out about one rung.
 
     Args:
         run: the rung; its `train.steps` are the warm-up and the timed steps.
         baseline: the rung whose documents the proof takes.
         proof_steps: 0: no proof is asked for.
+        keep: told of all figures before a profiler is let near them.
     """
     prepared = prepare(run)
     job = assemble(prepared)
@@ -117,17 +121,15 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
             torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung
         meter = loop(job, plan)
     timed = [line for line in meter.lines if line["step"] > warmup]
-    memory = meter.memory()
+    memory = {**meter.memory(), "host_peak_bytes": resident()}
     if start is not None:  # who behaves while he is watched is watched once more
         start.restore()
         proof["again"] = prove(job, laid, 1)
     seconds = [line["step_s"] for line in timed]
-    apart = profiled(job, marks, plan, statistics.median(seconds)) if warmup else {}  # without one, first steps compile
     shares = [line["mfu"] for line in timed if line["mfu"] is not None]
-    return {
+    found = {
         "proof": proof,
         "step_s": seconds,
-        **apart,
         "tokens_per_s": [line["tokens_per_s"] for line in timed],
         "losses": [line["loss"] for line in meter.lines],
         "grad_norms": [line["grad_norm"] for line in meter.lines],
@@ -138,7 +140,6 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
         "fill": statistics.mean(fills[warmup:]),
         "data_wait": statistics.median(line["data_wait_s"] / line["step_s"] for line in timed),
         **memory,
-        "host_peak_bytes": resident(),
         "micro_tokens": job.setup.micro_rows * job.setup.seq,
         "seen": seen(job),
         "device": job.setup.device.name,
@@ -149,6 +150,10 @@ def measure(run: Run, baseline: Run, warmup: int, proof_steps: int, proof_docume
             **({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         },
     }
+    if not warmup:  # then these were first steps, which compile
+        return found
+    keep({**found, "parts_note": "the process ended under the profiler"})
+    return {**found, **profiled(job, marks, plan, statistics.median(seconds))}
 
 
 def loop(job: Job, plan: Plan) -> Lines:
@@ -166,15 +171,15 @@ def profiled(job: Job, marks: parts.Marks, plan: Plan, step_s: float) -> dict[st
     """Seconds of a step by part, under the profiler; or why there are none. All other figures have been taken."""
     steps = max(1, min(PROFILED, plan.total, int(PROFILED_S / step_s)))
     short = Plan(job, plan.length._replace(steps=steps))
-    job.batches = batches(job, short)
     try:
+        job.batches = batches(job, short)
         with reading(job.batches), marks.watching() as spans:
             loop(job, short)
-    except RuntimeError as error:  # the profiler must be allowed to look, and has its own needs of memory
+        if not spans:
+            return {"parts_note": "the profiler saw no kernel"}
+        return {"parts_s": {part: whole / steps for part, whole in parts.seconds(spans).items()}}
+    except Exception as error:  # whatever it is, the rung's figures do not depend on it
         return {"parts_note": explain(error)}
-    if not spans:
-        return {"parts_note": "the profiler saw no kernel"}
-    return {"parts_s": {part: whole / steps for part, whole in parts.seconds(spans).items()}}
 
 
 def seen(job: Job) -> dict[str, str]:
@@ -289,17 +294,21 @@ def main() -> None:
     die_with_parent(request["parent"])
     begun = time.monotonic()
     found: dict[str, Any]
+
+    def keep(found: dict[str, Any]) -> None:
+        put(Path(sys.argv[2]), json.dumps({**found, "seconds": time.monotonic() - begun}, allow_nan=False))
+
     try:
         run, baseline = (config.parse(request[key], key) for key in ("run", "baseline"))
-        found = measure(run, baseline, request["warmup"], request["proof"]["steps"], request["proof"]["documents"])
+        steps, documents = request["proof"]["steps"], request["proof"]["documents"]
+        found = measure(run, baseline, request["warmup"], steps, documents, keep)
     except UserError as error:
         found = {"error": str(error), "refused": [error.asked, error.found, error.do]}
     except RunError as error:
         found = {"error": str(error)}
     except Exception as error:  # a rung may fail in any way, and the ladder goes on
         found = {"error": explain(error), "traceback": traceback.format_exc()}
-    found["seconds"] = time.monotonic() - begun
-    put(Path(sys.argv[2]), json.dumps(found, allow_nan=False))
+    keep(found)
     sys.exit("error" in found)
 
 
