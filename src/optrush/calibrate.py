@@ -102,8 +102,9 @@ class Bench:
             found = f"torch {torch.__version__}, which finds no CUDA device"
             raise NeedsError(f"rates of {device.name}", found, "install the build of torch for CUDA")
         self.place = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
-        self.flash = self.cuda and device.capability >= (8, 0)  # attention of half types without scores
         self.half = torch.bfloat16 if not self.cuda or device.capability >= (8, 0) else torch.float16
+        # Types of which torch's attention holds no scores: of others a row of 4 T has sixteen times as many.
+        self.scoreless = {self.half, torch.float32} if not self.cuda else {self.half} - {torch.float16}
         free = torch.cuda.mem_get_info()[0] if self.cuda else device.memory_bytes or GIB
         self.room = ROOM * free / (1 if self.cuda else 4)
         self.pools: dict[torch.dtype, Tensor] = {}
@@ -250,7 +251,7 @@ def _trials(bench: Bench, loads: Sequence[Load], dtype: torch.dtype) -> Iterator
                 title = f"{load.name} {part}, {direction}, {name}"
                 yield Trial(title, {**what, "direction": direction}, Product, "tokens", most, flop, made)
         s, heads = load.shape, {f: getattr(load.shape, f) for f in ("heads", "kv_heads", "head_width")}
-        longer = bench.flash and dtype == bench.half  # elsewhere torch holds whole scores, of 4 T sixteen times as many
+        longer = dtype in bench.scoreless
         for T in dict.fromkeys((load.seq, max(load.seq, min(LONGER * load.seq, load.tokens)) if longer else load.seq)):
             what = {"dtype": name, "seq": T, **heads}
             for times, direction in enumerate(("forward", "backward"), 1):
