@@ -42,7 +42,7 @@ FASTEST = tuple(
 )  # fmt: skip
 SAVING = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("memory", "memory8"))
 LONGEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("long-context", "long-context8"))
-PARTED: tuple[Path, ...] = ()
+PARTED = (Path("benchmarks/results/cpu-demo"),)
 LEVERS = Path("benchmarks/results/h200-adapter-levers")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
@@ -252,7 +252,7 @@ def parted() -> str:
     rows = []
     for folder in PARTED:
         records = [json.loads(line) for line in (ROOT / folder / "records.jsonl").read_text().splitlines()]
-        first, shown = records[0], [r for r in roofline.roofs(records) if r.took]
+        first, climbed = records[0], [r for r in records if r["mode"] == "cumulative"]
         device = first["environment"]["cpu"] if first["device"] == "cpu" else first["device"]
         rates = "measured by `optrush calibrate`" if first["basis"] == "calibrated" else "of the datasheet"
         rows += [
@@ -263,13 +263,10 @@ def parted() -> str:
             f"| rung | step | profiled | {' | '.join((*PARTS, roofline.GAPS))} |",
             "|---" * (4 + len(PARTS)) + "|",
         ]
-        for r in shown:
-            assert r.took is not None
-            cells = []
-            for part, took in r.took.items():
-                reached = r.part_reached(part)
-                cells.append(f"{1e3 * took:,.1f}" + (f" ({reached:.0f})" if reached is not None else ""))
-            rows.append(f"| {r.name} | {1e3 * r.step_s:,.1f} | {1e3 * r.profiled_s:,.1f} | {' | '.join(cells)} |")
+        for r in roofline.roofs(climbed):
+            shares = ((took, r.part_reached(part)) for part, took in (r.took or {}).items())
+            told = (f"{1e3 * took:,.1f}" + (f" ({share:.0f})" if share else "") for took, share in shares)
+            rows.append(f"| {r.name} | {1e3 * r.step_s:,.1f} | {1e3 * r.profiled_s:,.1f} | {' | '.join(told)} |")
         rows += ["", f"Record: [{folder.name}](../{folder}/records.jsonl).", ""]
     return "\n".join(rows[:-1])
 
