@@ -73,30 +73,6 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-# Marks.
-
-
-@pytest.mark.parametrize("withs", [
-    ("packing",), ("packing", "compile", "attention:impl=sdpa", "fused-adamw"),
-    ("packing", "attention:impl=sdpa", "compile", "fused-adamw", "fused-loss:chunk=512", "cuda-graphs"),
-], ids=lambda w: ", ".join(w))  # fmt: skip
-def test_marks_lie_in_the_queue_and_in_the_graph(withs: tuple[str, ...], deterministic) -> None:
-    """Two micro-batches a step: two of the head's regions, forward and backward, in each; the same bits as without."""
-    wanted, weights = played(job_of(*withs))
-    job = job_of(*withs)
-    marks = parts.Marks(job)
-    with marks.watching() as spans:
-        found, after = played(job)
-    assert found == wanted and all(torch.equal(after[n], w) for n, w in weights.items())
-    names = [m[1] for s in spans if (m := parts.MARK.search(s.name))]
-    assert [names.count(n) for n in ("asinh", "acosh")] == [4 * STEPS] * 2 or "cuda-graphs" in withs
-    assert names.count("asinh") == names.count("acosh") >= 4 * (STEPS - 1), "replays have theirs too"
-    assert names.count("atanh") == names.count("acos") == 2 * STEPS, "around the update, and the optimizer in it"
-    told = parts.seconds(spans)
-    assert min(told[p] for p in ("products", "head", "optimizer", "elementwise")) > 0, told
-    assert ("attention:impl=sdpa" in withs) == (told["attention"] > 0), told
-
-
 # Graphs.
 
 ORDERED = [  # what adds in one order, if torch is told to
@@ -137,6 +113,24 @@ def test_near_the_plain_window_as_runs_go(withs):
     found, _ = played(job_of("cuda-graphs", *withs))
     for a, b in zip(found, want):
         assert a[:2] == pytest.approx(b[:2], rel=1e-2) and a[2] == b[2]
+
+
+@pytest.mark.parametrize("withs", [*ORDERED, ("cuda-graphs", *ORDERED[-1])], ids="+".join)
+def test_marks_lie_in_the_queue_and_in_the_graph(withs: tuple[str, ...], deterministic) -> None:
+    """Two micro-batches a step: two of the head's regions, forward and backward, in each; the same bits as without."""
+    wanted, weights = played(job_of(*withs))
+    job = job_of(*withs)
+    marks = parts.Marks(job)
+    with marks.watching() as spans:
+        found, after = played(job)
+    assert found == wanted and all(torch.equal(after[n], w) for n, w in weights.items())
+    names = [m[1] for s in spans if (m := parts.MARK.search(s.name))]
+    assert [names.count(n) for n in ("asinh", "acosh")] == [4 * STEPS] * 2 or "cuda-graphs" in withs
+    assert names.count("asinh") == names.count("acosh") >= 4 * (STEPS - 1), "replays have theirs too"
+    assert names.count("atanh") == names.count("acos") == 2 * STEPS, "around the update, and the optimizer in it"
+    told = parts.seconds(spans)
+    assert min(told[p] for p in ("products", "head", "optimizer", "elementwise")) > 0, told
+    assert ("attention:impl=cudnn" in withs) == (told["attention"] > 0), told
 
 
 def test_a_replay_starts_what_was_recorded_and_waits_for_nothing():
