@@ -28,8 +28,13 @@ HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70
 # written once a token counts for less in a longer row. On a CPU it is a product as any other, half of it wasted.
 ATTENTION, HALFWAY = 0.48, 800
 ROW = 2048  # tokens of a row where nobody says how many
-MOVING = 0.92  # of a copy's rate: what operators that also compute move bytes at (the same steps)
+# Of a copy's rate: what operators that also compute move bytes at (the same steps; on a CPU those of cpu-demo).
+MOVING = {"cuda": 0.92, "cpu": 0.4}
 FLASH2 = 0.54  # of attention's rate from Hopper on, for which that kernel was not written (h200-operators)
+# Keys at a time of torch's attention on a CPU (kvSplitSize of ATen/native/cpu/FlashAttentionKernel.cpp). Causal, it
+# skips a piece only where all of it is masked, so that beside the half that counts as its work it does up to as much
+# again for nothing. By a mask it does the whole square, and all of that counts.
+PIECE = 512
 EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of Ada, Hopper and Blackwell
 # To pinned memory of the host, by the major capability: PCI Express x16 of that generation's datasheets, one direction,
 # times a share that is assumed, not measured.
@@ -40,6 +45,7 @@ LAUNCH_S = 1.5e-5  # the host's time to start one operator
 MICRO_S, STEP_S = 2e-3, 5e-3
 
 Basis = Literal["datasheet", "calibrated"]
+ATTENTIONS = ("attention", "flash2", "masked")  # units of attention that keeps no scores
 PARTS = ("products", "attention", "head", "elementwise", "optimizer")
 
 
@@ -60,13 +66,14 @@ class Rates:
     launch_s: float
     micro_s: float  # that the device waits at a micro-batch, and at a step
     step_s: float
+    masked: float = 1.0  # times the rate of causal attention: of one by a mask
     host_bytes_s: float | None = None  # to and from pinned memory of the host; None: not known, or there is no other
 
     def flop_s(self, work: Work, narrow: bool) -> float:
         """Of a piece of work."""
-        table = (self.attention if work.unit in ("attention", "flash2") else self.products)[narrow]
+        table = (self.attention if work.unit in ATTENTIONS else self.products)[narrow]
         rate = table.get(work.name) or table[""]
-        return rate * {"product8": EIGHT, "flash2": FLASH2}.get(work.unit, 1.0)
+        return rate * {"product8": EIGHT, "flash2": FLASH2, "masked": self.masked}.get(work.unit, 1.0)
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ def of(
     if found is not None:
         assert shape is not None
         alone = _calibrated(device, found, shape, T)
-        return replace(alone, bytes_s=alone.bytes_s * MOVING)
+        return replace(alone, bytes_s=alone.bytes_s * MOVING[device.kind])
     attention = ATTENTION * T / (T + HALFWAY) if device.kind == "cuda" else HALF_PRODUCTS / 2
     return _datasheet(device, (HALF_PRODUCTS, FLOAT32_PRODUCTS, attention, FLOAT32_PRODUCTS / 2, MEMORY, LINK))
 
@@ -146,8 +153,10 @@ def _datasheet(device: Device, shares: tuple[float, float, float, float, float, 
     products = {True: {"": half * shares[0]}, False: {"": float32 * shares[1]}}
     attention = {True: {"": half * shares[2]}, False: {"": float32 * shares[3]}}
     pcie = PCIE.get(device.capability[0], PCIE_LATER) * HOSTED if device.kind == "cuda" else None
+    masked = 2.0 if device.kind == "cpu" else 1.0  # where half of what it does is called wasted, see `of`
     return Rates(
-        "datasheet", said, products, attention, memory * shares[4], link * shares[5], *_host(device, LAUNCH_S), pcie
+        "datasheet", said, products, attention, memory * shares[4], link * shares[5], *_host(device, LAUNCH_S), masked,
+        pcie,
     )  # fmt: skip
 
 
@@ -163,8 +172,9 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float)
         attention[narrow] = _attention(found, narrow, shape, T)
     up, down = found.to_device_bytes_s, found.from_device_bytes_s
     pcie = None if up is None or down is None else _together((up, down))
+    masked = 1.0 + min(1.0, PIECE / T) if device.kind == "cpu" else 1.0
     return Rates(
-        "calibrated", said, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), pcie
+        "calibrated", said, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), masked, pcie
     )  # fmt: skip
 
 
@@ -285,7 +295,7 @@ def _part(work: Work) -> str:
         return "optimizer"
     if "head" in work.name.split("."):  # that of a reference pass, too
         return "head"
-    if work.unit in ("attention", "flash2") or ".scores" in work.name:
+    if work.unit in ATTENTIONS or ".scores" in work.name:
         return "attention"
     return "products" if work.flop else "elementwise"
 

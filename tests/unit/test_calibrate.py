@@ -362,6 +362,19 @@ def test_attention_at_a_length_between_two() -> None:
     assert rate(known(c), "forward.scores") == 4e14, "whole scores are products"
 
 
+@pytest.mark.parametrize(("T", "more"), [(256, 2.0), (512, 2.0), (1024, 1.5), (8192, 1.0625)])
+def test_a_mask_on_a_cpu_takes_the_whole_square_at_the_kernels_rate(T: int, more: float) -> None:
+    """It skips pieces of 512 keys: of a short causal row, whose half was counted when it was measured, none."""
+    cpu = rates.of(hardware.cpu(), fake(), SHAPE, T)
+    assert cpu is not None
+    causal, masked = (rate(cpu, "forward.scores", unit=unit) for unit in ("attention", "masked"))
+    assert causal == 2e14 and masked == pytest.approx(more * causal)
+    assert rate(known(fake(), T), "forward.scores", unit="masked") == causal, "on a GPU as before"
+    sheet = rates.of(hardware.cpu(), T=T)
+    if sheet is not None:
+        assert rate(sheet, "x", unit="masked") == pytest.approx(rate(sheet, "x")), "a product as any other"
+
+
 def test_a_datasheet_is_what_it_was() -> None:
     of = known(None)
     assert of.basis == "datasheet" and "not measured" in of.said and "optrush calibrate" in of.said
@@ -369,7 +382,9 @@ def test_a_datasheet_is_what_it_was() -> None:
     whole = rates.ceiling(H200, None)
     assert whole is not None and rate(whole, "forward.down") == 9.895e14 and whole.bytes_s == 4.8e12
     alone, c = rates.ceiling(H200, fake(), SHAPE, 2048), known(fake())
-    assert alone == dataclasses.replace(c, bytes_s=4e12) and c.bytes_s == pytest.approx(4e12 * rates.MOVING)
+    assert alone == dataclasses.replace(c, bytes_s=4e12) and c.bytes_s == pytest.approx(4e12 * rates.MOVING["cuda"])
+    cpu = rates.of(hardware.cpu(), fake(), SHAPE, 2048)
+    assert cpu is not None and cpu.bytes_s == pytest.approx(4e12 * rates.MOVING["cpu"])
 
 
 def test_an_unknown_device_is_known_once_it_was_measured() -> None:
@@ -402,7 +417,7 @@ def test_a_plan_goes_by_what_was_measured() -> None:
     work = {e.name: e for e in half.work if e.where == "device"}
     for name, speed in (("forward.gate_up", 4e14), ("backward.qkv", 4e14), ("backward.scores", 2e14)):
         assert work[name].seconds == pytest.approx(work[name].flop / speed)
-    assert work["update"].seconds == pytest.approx(work["update"].bytes / (4e12 * rates.MOVING))
+    assert work["update"].seconds == pytest.approx(work["update"].bytes / (4e12 * rates.MOVING["cuda"]))
     alone = sum(e.seconds for e in work.values())
     assert half.tokens_per_s == pytest.approx(32768 / (alone + rates.MICRO_S + rates.STEP_S))
     assert half.tokens_per_s is not None and sheet.tokens_per_s is not None
@@ -472,8 +487,8 @@ def test_the_ceiling_by_part() -> None:
     keep(fake())
     found = plan.predict(llama(), "h200")
     moved = sum(e.bytes for e in found.work if e.where == "device")
-    whole = sum(e.seconds for e in found.work if e.where == "device") - moved * (1 / rates.MOVING - 1) / 4e12
+    whole = sum(e.seconds for e in found.work if e.where == "device") - moved * (1 / rates.MOVING["cuda"] - 1) / 4e12
     assert sum(found.ceiling_s.values()) == pytest.approx(whole), "bytes move as a copy does"
     assert all(found.ceiling_s[part] > 0 for part in rates.PARTS)
     steps = sum(e.seconds for e in found.work if e.name in ("update", "norm"))
-    assert found.ceiling_s["optimizer"] == pytest.approx(steps * rates.MOVING)
+    assert found.ceiling_s["optimizer"] == pytest.approx(steps * rates.MOVING["cuda"])

@@ -76,7 +76,7 @@ class Attention(Technique):
             why = "the mask of packed rows, T a slot"
             values = setup.blocks * setup.seq
             yield add(Line("saved.mask", why, values, "product", "saved", True, setup.blocks))
-            yield live("*.scores", "whole scores, where the mask lets nothing through too", unit="attention")
+            yield live("*.scores", "whole scores, where the mask lets nothing through too", unit="masked")
         else:
             yield live("saved.spread", "the kernel groups the query heads itself", gone=True)
             between = ", and what lies between documents" if setup.span < setup.seq else ""
