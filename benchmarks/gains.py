@@ -54,9 +54,11 @@ def alone(before: Record, after: Record) -> str:
         others = [{k: v for k, v in o.items() if k not in ladder.LOAD_KEYS} for o in others]
     more, gone = [n for n in new if n not in old], [n for n in old if n not in new]
     otherwise = [n for n in new if n in old and old[n] != new[n]]
-    if others[0] != others[1] or len(more or otherwise) != 1 or len(gone + (otherwise if more else [])) > len(more):
+    if others[0] != others[1]:
         return ""
-    return (more or otherwise)[0]
+    if len(more) == 1 and len(gone + otherwise) <= 1:
+        return more[0]
+    return otherwise[0] if len(otherwise) == 1 and not more + gone else ""
 
 
 def _table(rows: list[tuple[Path, Record, Record, bool]], link: str) -> Iterator[str]:

@@ -264,7 +264,8 @@ def parted() -> str:
             "|---" * (4 + len(PARTS)) + "|",
         ]
         for r in roofline.roofs(climbed):
-            shares = ((took, r.part_reached(part)) for part, took in (r.took or {}).items())
+            assert r.took, f"{r.name} was not profiled"
+            shares = ((took, r.part_reached(part)) for part, took in r.took.items())
             told = (f"{1e3 * took:,.1f}" + (f" ({share:.0f})" if share else "") for took, share in shares)
             rows.append(f"| {r.name} | {1e3 * r.step_s:,.1f} | {1e3 * r.profiled_s:,.1f} | {' | '.join(told)} |")
         rows += ["", f"Record: [{folder.name}](../{folder}/records.jsonl).", ""]

@@ -104,7 +104,7 @@ class Bench:
         self.place = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
         self.half = torch.bfloat16 if not self.cuda or device.capability >= (8, 0) else torch.float16
         # Types of which torch's attention holds no scores: of others a row of 4 T has sixteen times as many.
-        self.scoreless = {self.half, torch.float32} if not self.cuda else {self.half} - {torch.float16}
+        self.scoreless = {torch.bfloat16} if self.cuda else {torch.bfloat16, torch.float32}
         free = torch.cuda.mem_get_info()[0] if self.cuda else device.memory_bytes or GIB
         self.room = ROOM * free / (1 if self.cuda else 4)
         self.pools: dict[torch.dtype, Tensor] = {}

@@ -117,7 +117,7 @@ def predict(
     setup = dataclasses.replace(prepared.setup, reach=holding.reach)
     tokens = setup.micro_rows * setup.seq
     book = _book(prepared.techniques, setup, prepared.hf, holding.padding)
-    expected, most = rates.known(device, measured.find(device), prepared.hf, setup.span)
+    expected, most = rates.known(device, measured.find(device), prepared.hf, setup.span, setup.seq)
     parts = {} if most is None else rates.parts(book, tokens, most)
     found = _prediction(book, setup, ledger.peak(book, tokens), expected)
     return dataclasses.replace(found, ceiling_s=parts, host_bytes=round(ledger.hosted(book, tokens)))
@@ -317,7 +317,7 @@ def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setti
         asked = [r for t in members for r in t.predict(dataclasses.replace(setup, micro_rows=sizes[0]))]
         if book is None or asked != rules:
             book, rules = _book(members, dataclasses.replace(setup, micro_rows=sizes[0]), hf, scene.padding), asked
-            speeds, _ = rates.known(setup.device, scene.found, hf, setup.span)
+            speeds, _ = rates.known(setup.device, scene.found, hf, setup.span, setup.seq)
         largest = rows if most is None else ledger.largest(book, most, setup.seq) // setup.seq
         for n in (n for n in sizes if n <= largest):
             made = dataclasses.replace(setup, micro_rows=n)

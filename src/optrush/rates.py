@@ -33,7 +33,7 @@ MOVING = {"cuda": 0.92, "cpu": 0.4}
 FLASH2 = 0.54  # of attention's rate from Hopper on, for which that kernel was not written (h200-operators)
 # Keys at a time of torch's attention on a CPU (kvSplitSize of ATen/native/cpu/FlashAttentionKernel.cpp). Causal, it
 # skips a piece only where all of it is masked, so that beside the half that counts as its work it does up to as much
-# again for nothing. By a mask it does the whole square, and all of that counts.
+# again for nothing. By a mask it does the whole square, and all of that counts; what the mask itself costs does not.
 PIECE = 512
 EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of Ada, Hopper and Blackwell
 # To pinned memory of the host, by the major capability: PCI Express x16 of that generation's datasheets, one direction,
@@ -53,8 +53,8 @@ PARTS = ("products", "attention", "head", "elementwise", "optimizer")
 class Rates:
     """What a device does in a second. None: not known.
 
-    `products` and `attention` go by whether values are narrower than float32, then by the work's name; "" is all other
-    work of the kind.
+    `products` and `attention` go by whether values are narrower than float32, then by "unit.name" of the work, "unit."
+    or its name; "" is all other work of the kind.
     """
 
     basis: Basis
@@ -66,14 +66,14 @@ class Rates:
     launch_s: float
     micro_s: float  # that the device waits at a micro-batch, and at a step
     step_s: float
-    masked: float = 1.0  # times the rate of causal attention: of one by a mask
     host_bytes_s: float | None = None  # to and from pinned memory of the host; None: not known, or there is no other
 
     def flop_s(self, work: Work, narrow: bool) -> float:
         """Of a piece of work."""
         table = (self.attention if work.unit in ATTENTIONS else self.products)[narrow]
-        rate = table.get(work.name) or table[""]
-        return rate * {"product8": EIGHT, "flash2": FLASH2, "masked": self.masked}.get(work.unit, 1.0)
+        known = (table.get(key) for key in (f"{work.unit}.{work.name}", f"{work.unit}.", work.name, ""))
+        rate = next(r for r in known if r is not None)
+        return rate * {"product8": EIGHT, "flash2": FLASH2}.get(work.unit, 1.0)
 
 
 @dataclass(frozen=True)
@@ -100,32 +100,37 @@ def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def known(
-    device: Device, found: Calibration | None, hf: Mapping[str, Any], T: float
+    device: Device, found: Calibration | None, hf: Mapping[str, Any], T: float, seq: float
 ) -> tuple[Rates | None, Rates | None]:
     """The rates to expect of a model with this config.json, and their ceiling."""
     if found is None:  # a datasheet says the same of every model
         return of(device, T=T), ceiling(device)
     shape = ModelShape.read(hf)
-    return of(device, found, shape, T), ceiling(device, found, shape, T)
+    return of(device, found, shape, T, seq), ceiling(device, found, shape, T, seq)
 
 
 @lru_cache(64)
 def of(
-    device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: float = ROW
+    device: Device,
+    found: Calibration | None = None,
+    shape: ModelShape | None = None,
+    T: float = ROW,
+    seq: float | None = None,
 ) -> Rates | None:
     """The rates to expect of a step on a device.
 
     Args:
         found: what was measured on it.
         shape: of the model, whose own products and attention are looked up.
-        T: tokens of a row, as far as attention sees them.
+        T: tokens of a row, as far as an attention sees them that knows documents.
+        seq: all tokens of a row; None: as many.
 
     Returns:
         None: neither measured nor in a datasheet.
     """
     if found is not None:
         assert shape is not None
-        alone = _calibrated(device, found, shape, T)
+        alone = _calibrated(device, found, shape, T, seq or T)
         return replace(alone, bytes_s=alone.bytes_s * MOVING[device.kind])
     attention = ATTENTION * T / (T + HALFWAY) if device.kind == "cuda" else HALF_PRODUCTS / 2
     return _datasheet(device, (HALF_PRODUCTS, FLOAT32_PRODUCTS, attention, FLOAT32_PRODUCTS / 2, MEMORY, LINK))
@@ -133,12 +138,16 @@ def of(
 
 @lru_cache(64)
 def ceiling(
-    device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: float = ROW
+    device: Device,
+    found: Calibration | None = None,
+    shape: ModelShape | None = None,
+    T: float = ROW,
+    seq: float | None = None,
 ) -> Rates | None:
     """What the device can do at most: what was measured of each kind of work alone, or the datasheet's whole rates."""
     if found is not None:
         assert shape is not None
-        return _calibrated(device, found, shape, T)
+        return _calibrated(device, found, shape, T, seq or T)
     return _datasheet(device, (1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
 
 
@@ -153,14 +162,14 @@ def _datasheet(device: Device, shares: tuple[float, float, float, float, float, 
     products = {True: {"": half * shares[0]}, False: {"": float32 * shares[1]}}
     attention = {True: {"": half * shares[2]}, False: {"": float32 * shares[3]}}
     pcie = PCIE.get(device.capability[0], PCIE_LATER) * HOSTED if device.kind == "cuda" else None
-    masked = 2.0 if device.kind == "cpu" else 1.0  # where half of what it does is called wasted, see `of`
+    if device.kind == "cpu":  # by a mask it is a product as any other, and nothing is wasted
+        attention = {narrow: {**rates, "masked.": products[narrow][""]} for narrow, rates in attention.items()}
     return Rates(
-        "datasheet", said, products, attention, memory * shares[4], link * shares[5], *_host(device, LAUNCH_S), masked,
-        pcie,
+        "datasheet", said, products, attention, memory * shares[4], link * shares[5], *_host(device, LAUNCH_S), pcie
     )  # fmt: skip
 
 
-def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float) -> Rates:
+def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float, seq: float) -> Rates:
     """Of each kind of work alone."""
     said = found.said
     if old := measured.stale(found):
@@ -170,11 +179,13 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float)
     for narrow in (True, False):
         products[narrow] = _products(found, narrow, shape)
         attention[narrow] = _attention(found, narrow, shape, T)
+        if device.kind == "cpu":
+            squares = _attention(_squared(found), narrow, shape, seq)
+            attention[narrow] |= {f"masked.{name}": rate for name, rate in squares.items()}
     up, down = found.to_device_bytes_s, found.from_device_bytes_s
     pcie = None if up is None or down is None else _together((up, down))
-    masked = 1.0 + min(1.0, PIECE / T) if device.kind == "cpu" else 1.0
     return Rates(
-        "calibrated", said, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), masked, pcie
+        "calibrated", said, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), pcie
     )  # fmt: skip
 
 
@@ -209,6 +220,12 @@ def _attention(found: Calibration, narrow: bool, shape: ModelShape, T: float) ->
         own = [a for a in all_ if (a.heads, a.kv_heads, a.head_width) == heads]
         rates[f"{direction}.scores"] = _at(own, T) if own else statistics.median(a.flop_s for a in all_)
     return rates
+
+
+def _squared(found: Calibration) -> Calibration:
+    """With the rates at which a CPU did whole squares while halves were counted."""
+    whole = (replace(a, flop_s=a.flop_s * (1 + min(1.0, PIECE / a.seq))) for a in found.attention)
+    return replace(found, attention=tuple(whole))
 
 
 def _at(measured: Iterable[Attention], T: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -238,13 +239,41 @@ def test_a_profiler_that_fails_costs_no_figure(
     assert kept == [{k: v for k, v in found.items() if k != "parts_note"}]
 
 
-def test_an_answer_counts_though_its_process_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("end", "note"), [
+    ("import time; time.sleep(60)", "still running after 3 s, and stopped (limit_s)"),
+    ("import os; os.kill(os.getpid(), 11)", "killed by signal 11 (SIGSEGV)"),
+    ("sys.exit(0)", "x"),
+])  # fmt: skip
+def test_an_answer_counts_though_its_process_was_stopped(monkeypatch: pytest.MonkeyPatch, end: str, note: str) -> None:
     """It hangs, or dies, under the profiler: figures were there before."""
-    for end in ("import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)"):
-        said = f"import sys; open(sys.argv[2], 'w').write('{{\"tokens_per_s\": [1.0]}}'); {end}"
-        monkeypatch.setattr(process, "COMMAND", [sys.executable, "-c", said])
-        found = process.run_worker({}, 3)
-        assert found.pop("seconds") < 30 and found == {"tokens_per_s": [1.0]}
+    answer = json.dumps({"tokens_per_s": [1.0], "parts_note": "x"})
+    monkeypatch.setattr(
+        process, "COMMAND", [sys.executable, "-c", f"import sys; open(sys.argv[2], 'w').write({answer!r}); {end}"]
+    )
+    found = process.run_worker({}, 3)
+    assert found.pop("seconds") < 30 and found == {"tokens_per_s": [1.0], "parts_note": note}
+
+
+def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked, answered = tmp_path / "request.json", tmp_path / "result.json"
+    base = config.dump(run())
+    request = {"run": base, "baseline": base, "warmup": 1, "proof": {"steps": 0, "documents": 0}}
+    asked.write_text(json.dumps({**request, "parent": os.getpid()}))
+    there: list[dict[str, Any]] = []
+
+    def profiled(*_: object) -> dict[str, Any]:
+        there.append(json.loads(answered.read_text()))
+        return {"parts_s": {"products": 1.0}}
+
+    monkeypatch.setattr(worker, "profiled", profiled)
+    monkeypatch.setattr(worker, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(sys, "argv", ["worker", str(asked), str(answered)])
+    with pytest.raises(SystemExit) as left:
+        worker.main()
+    found = json.loads(answered.read_text())
+    assert left.value.code == 0 and there[0].pop("parts_note") == worker.ENDED
+    assert found.pop("parts_s") == {"products": 1.0} and there[0]["step_s"] == found["step_s"]
+    assert found.pop("seconds") >= there[0].pop("seconds") and there == [found]
 
 
 def test_the_head_of_a_pass_for_reference_is_the_heads_work() -> None:

@@ -259,7 +259,7 @@ def test_what_has_changed_here_since(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "torch_version", lambda: "3.0")
     monkeypatch.setattr(measured, "driver", lambda: "580.159")
     assert measured.stale(fake()) == "torch is 3.0 now"
-    assert "torch is 3.0 now: optrush calibrate measures again" in rates._calibrated(H200, fake(), SHAPE, 2048).said
+    assert "torch is 3.0 now: optrush calibrate measures again" in known(fake()).said
 
 
 def refused(file: Path) -> ConfigError:
@@ -362,17 +362,22 @@ def test_attention_at_a_length_between_two() -> None:
     assert rate(known(c), "forward.scores") == 4e14, "whole scores are products"
 
 
-@pytest.mark.parametrize(("T", "more"), [(256, 2.0), (512, 2.0), (1024, 1.5), (8192, 1.0625)])
-def test_a_mask_on_a_cpu_takes_the_whole_square_at_the_kernels_rate(T: int, more: float) -> None:
-    """It skips pieces of 512 keys: of a short causal row, whose half was counted when it was measured, none."""
-    cpu = rates.of(hardware.cpu(), fake(), SHAPE, T)
-    assert cpu is not None
-    causal, masked = (rate(cpu, "forward.scores", unit=unit) for unit in ("attention", "masked"))
-    assert causal == 2e14 and masked == pytest.approx(more * causal)
-    assert rate(known(fake(), T), "forward.scores", unit="masked") == causal, "on a GPU as before"
-    sheet = rates.of(hardware.cpu(), T=T)
-    if sheet is not None:
-        assert rate(sheet, "x", unit="masked") == pytest.approx(rate(sheet, "x")), "a product as any other"
+@pytest.mark.parametrize(("seq", "want"), [(512, 2.5), (2048, 2.5), (8192, 2.125), (4096, 2.3125)])
+def test_a_mask_on_a_cpu_takes_the_whole_square_at_the_kernels_rate(seq: int, want: float) -> None:
+    """Of the rows that were measured, whatever the documents' length; it skipped whole pieces, and halves count."""
+    cpu = rates.of(hardware.cpu(), fake(), SHAPE, T=300, seq=seq)  # measured at 2048 and 8192
+    assert cpu is not None and rate(cpu, "forward.scores", unit="attention") == 2e14
+    assert rate(cpu, "forward.scores", unit="masked") == pytest.approx(want * 1e14)
+    assert rate(known(fake()), "forward.scores", unit="masked") == 2e14, "on a GPU as if causal"
+
+
+def test_a_mask_on_a_cpu_by_its_datasheet_is_a_product() -> None:
+    cpu = dataclasses.replace(hardware.cpu(), half_flop_s=2e12, float32_flop_s=1e12, bandwidth_bytes_s=5e10)
+    for sheet in (rates.of(cpu), rates.ceiling(cpu)):
+        assert sheet is not None
+        for narrow in (True, False):
+            masked, product = (rate(sheet, "forward.scores", narrow, unit=u) for u in ("masked", "product"))
+            assert masked == product >= rate(sheet, "forward.scores", narrow, unit="attention")
 
 
 def test_a_datasheet_is_what_it_was() -> None:

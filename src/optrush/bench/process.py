@@ -39,12 +39,14 @@ def run_worker(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
             finally:
                 _end(process)  # with all that it started, a compiler's processes for example
         seconds = time.monotonic() - begun
-        if answered.exists():  # of one that was stopped afterwards, too: its figures are whole
-            result: dict[str, Any] = json.loads(answered.read_text("utf-8"))
-            return {**result, "seconds": seconds}
-        if code is None:
-            return {"error": f"still running after {limit_s:g} s, and stopped (limit_s)", "seconds": seconds}
-        return {"error": death(code, said.read_text("utf-8", "replace")), "seconds": seconds}
+        late = f"still running after {limit_s:g} s, and stopped (limit_s)"
+        end = late if code is None else death(code, said.read_text("utf-8", "replace"))
+        if not answered.exists():
+            return {"error": end, "seconds": seconds}
+        result: dict[str, Any] = {**json.loads(answered.read_text("utf-8")), "seconds": seconds}
+        if "parts_note" in result and (code is None or code < 0):  # its other figures are whole
+            result["parts_note"] = end
+        return result
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

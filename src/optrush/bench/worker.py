@@ -48,6 +48,7 @@ from optrush.technique import Part
 from optrush.train import Plan, train
 
 UNASKED = "no proof: none was asked for at this length"
+ENDED = "the process ended under the profiler"
 Keep = Callable[[dict[str, Any]], None]
 PROFILED, PROFILED_S = 3, 1.0  # steps at most, and seconds of steps: of which the parts are told apart
 
@@ -152,7 +153,7 @@ def measure(
     }
     if not warmup:  # then these were first steps, which compile
         return found
-    keep({**found, "parts_note": "the process ended under the profiler"})
+    keep({**found, "parts_note": ENDED})
     return {**found, **profiled(job, marks, plan, statistics.median(seconds))}
 
 
