@@ -1,9 +1,9 @@
 """One rung, once, in a process of its own: `python -m optrush.bench.worker REQUEST.json RESULT.json`.
 
 prepare -> assemble -> keep the initial state on the host -> the proof: a few training steps on documents that are the
-same in every rung -> restore the initial state -> warm up and time, through the real training loop -> a few more
-steps under the profiler -> RESULT.json.
-Nothing is written to the run's output. A failure is a result too; a process that is killed leaves none.
+same in every rung -> restore the initial state -> warm up and time, through the real training loop -> RESULT.json ->
+a few more steps under the profiler -> RESULT.json again, with their parts.
+Nothing is written to the run's output. A failure is a result too; a process that is killed before leaves none.
 """
 
 from __future__ import annotations
