@@ -37,6 +37,7 @@ import torch
 from optrush import config, step
 from optrush.assemble import assemble
 from optrush.bench import environment, parts
+from optrush.bench.roofline import GAPS
 from optrush.data.loader import reading
 from optrush.fit import batches
 from optrush.job import Job
@@ -93,7 +94,7 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
                 one(job, WARM_UP + 2 * steps + 1 + n)
     told = {part: whole / steps for part, whole in parts.seconds(spans).items()}
     span = sum(told.values())
-    busy = span - told[parts.GAPS]
+    busy = span - told[GAPS]
     events = [e for e in spans if not parts.MARK.search(e.name)]
     times: dict[str, list[float]] = defaultdict(list)
     for e in events:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
@@ -315,9 +315,10 @@ def _red(records: list[Record]) -> list[str]:
     return [line for reason, names in reasons.items() for line in ("", f"Red, {' and '.join(names)}: {reason}.")]
 
 
-def gained(name: str) -> str:
-    """Of one technique, on its page."""
-    return gains.pages(ROOT / "benchmarks/results", [name], "../../benchmarks/results")[name]
+@cache
+def gained() -> dict[str, str]:
+    """Of each technique, on its page."""
+    return gains.pages(ROOT / "benchmarks/results", [c.name for c in ALL], "../../benchmarks/results")
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -326,7 +327,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/ladder.md": fastest,
     "docs/plan.md": accuracy,
     "docs/calibrate.md": parted,
-    **{f"docs/techniques/{c.name}.md": partial(gained, c.name) for c in ALL},
+    **{f"docs/techniques/{c.name}.md": partial(lambda name: gained()[name], c.name) for c in ALL},
 }
 
 

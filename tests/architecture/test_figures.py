@@ -5,13 +5,21 @@ from __future__ import annotations
 import re
 import runpy
 import shutil
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from optrush.techniques import ALL
 
 ROOT = Path(__file__).parents[2]
+
+
+@cache
+def written_by() -> dict[str, Any]:
+    """What benchmarks/table.py defines."""
+    return runpy.run_path(str(ROOT / "benchmarks/table.py"))
 
 
 @pytest.mark.parametrize(
@@ -26,7 +34,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_the_page_is_what_the_records_say(page: str, rung: str) -> None:
-    table = runpy.run_path(str(ROOT / "benchmarks/table.py"))
+    table = written_by()
     text = (ROOT / page).read_text()
     assert table["written"](page) == text, "run benchmarks/table.py"
     assert rung in text
@@ -34,7 +42,7 @@ def test_the_page_is_what_the_records_say(page: str, rung: str) -> None:
 
 @pytest.mark.parametrize("name", [c.name for c in ALL])
 def test_what_a_technique_was_worth_is_what_the_records_say(name: str) -> None:
-    table = runpy.run_path(str(ROOT / "benchmarks/table.py"))
+    table = written_by()
     page = f"docs/techniques/{name}.md"
     assert table["written"](page) == (ROOT / page).read_text(), "run benchmarks/table.py"
 

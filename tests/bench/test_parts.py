@@ -16,6 +16,7 @@ from optrush import config, rates
 from optrush.assemble import assemble
 from optrush.bench import parts, process, worker
 from optrush.bench.parts import Marks, Span
+from optrush.bench.roofline import GAPS
 from optrush.config import Run
 from optrush.errors import RunError
 from optrush.fit import batches
@@ -162,7 +163,7 @@ def test_marks_change_nothing(with_: dict[str, Any]) -> None:
         assert 0 <= depth[region] <= 2
     assert not any(depth.values())
     found = parts.seconds(spans)
-    assert set(found) == {*PARTS, parts.GAPS} and min(found[p] for p in ("products", "head", "optimizer")) > 0
+    assert set(found) == {*PARTS, GAPS} and min(found[p] for p in ("products", "head", "optimizer")) > 0
     wall = (max(s.end for s in spans) - min(s.start for s in spans)) / 1e6
     assert sum(found.values()) == pytest.approx(wall, rel=1e-6), "every moment once"
 
@@ -197,7 +198,7 @@ def _unmarked(spans: list[Span]) -> list[Span]:
 def test_a_measurement_has_its_parts() -> None:
     base = run()
     found = worker.measure(base, base, warmup=1, proof_steps=0, proof_documents=0)
-    assert set(found["parts_s"]) == {*PARTS, parts.GAPS} and "parts_note" not in found
+    assert set(found["parts_s"]) == {*PARTS, GAPS} and "parts_note" not in found
     assert all(found["parts_s"][part] > 0 for part in ("products", "head", "elementwise", "optimizer"))
     assert len(found["step_s"]) == 3 and len(found["losses"]) == 4, "of the timed steps alone"
 

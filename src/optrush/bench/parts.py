@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from optrush.bench.roofline import GAPS
 from optrush.job import Job
 from optrush.rates import PARTS
 
-GAPS = "gaps"  # in which the device had nothing to do
 # An operator on one number puts a mark into the queue, and into a graph that is being recorded: one that no training
 # uses, so that its name is enough. (region, whether it begins).
 MARKS = {"asinh": ("head", 1), "acosh": ("head", -1), "atanh": ("optimizer", 1), "acos": ("optimizer", -1)}
