@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -339,6 +343,27 @@ def test_flash_attention_4(single, H, K, E, compiled):
     assert off(got, want) < 1e-2
     for one, other in zip(grads, wants, strict=True):
         assert off(one, other) < 2e-2
+
+
+@pytest.mark.skipif(library("flash-attn-4") is None, reason="flash-attn-4 is not installed")
+def test_the_next_process_finds_what_flash_attention_4_compiled(tmp_path: Path):
+    """The second process writes nothing: it would replace what it could not load."""
+    script = """
+import torch
+from optrush.data.batch import Documents
+from optrush.kernels import flash4
+documents = Documents(torch.tensor([0, 256]).int().cuda(), torch.zeros(1, 256).int().cuda(), 256, True)
+q, k, v = (torch.ones(1, 256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+flash4.flash4(q, k, v, documents).sum().backward()
+print(q.grad.isfinite().all().item())
+"""
+    environment = {**os.environ, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path)}
+    made = []
+    for _ in range(2):
+        said = subprocess.check_output([sys.executable, "-c", script], env=environment, text=True)
+        assert said == "True\n"
+        made.append({path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.o")})
+    assert made[0] == made[1] and len(made[0]) >= 3
 
 
 PACKAGES = {"quack": "quack-kernels", "liger": "liger-kernel"}

@@ -12,6 +12,11 @@ adds with atomics, in order where torch is told to be deterministic. Checked aga
 
 from __future__ import annotations
 
+import os
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -41,16 +46,21 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, room: int =
     return out.view(B, T, H, E)
 
 
+@cache
+def _package() -> ModuleType:
+    """The package's functions. They keep on the disk what they compile, as QuACK does; by default it is forgotten."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    return import_module("flash_attn.cute.interface")
+
+
 @torch.library.custom_op("optrush::flash4", mutates_args=(), device_types="cuda")
 def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, room: int) -> tuple[Tensor, Tensor]:
     """Output like q, with room, and the logarithm of each row's sum: (B, H, T) dense, (H, B*T) with starts; float32."""
-    from flash_attn.cute.interface import _flash_attn_fwd
-
     most = None if starts is None else longest
     # The query heads of one key/value head in one tile, or each in its own. On an H200, with four of them, the latter
     # is 5 % faster for dense rows at E = 128; at 64, and where rows are packed, it is 7 to 16 % slower (LOG.md).
     apart = starts is None and q.shape[-1] >= WIDE
-    out, lse, *_ = _flash_attn_fwd(
+    out, lse, *_ = _package()._flash_attn_fwd(
         q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=most, max_seqlen_k=most, causal=True,
         return_lse=True, out=_empty(q, room), pack_gqa=False if apart else None,
     )  # fmt: skip
@@ -74,10 +84,8 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor | None, longest: int,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from flash_attn.cute.interface import _flash_attn_bwd
-
     most = None if starts is None else longest
-    dq, dk, dv = _flash_attn_bwd(
+    dq, dk, dv = _package()._flash_attn_bwd(
         q, k, v, out, grad.contiguous(), lse, causal=True, cu_seqlens_q=starts, cu_seqlens_k=starts,
         max_seqlen_q=most, max_seqlen_k=most, deterministic=deterministic,
     )  # fmt: skip
