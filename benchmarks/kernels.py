@@ -2,8 +2,8 @@
 
 usage: kernels.py CONFIG [--steps N] [--set KEY=VALUE]... [--with NAME]... [--without NAME]...
 
-Warms up, times N steps as they are, asks for N more one by one, then runs N under torch's profiler, which is told of
-the device alone.
+Warms up, times N steps as they are, asks for N more one by one, then runs N and one more before them under torch's
+profiler, which is told of the device alone.
 
     first_step_s  from the start of the process to the end of the first step, compilation included
     step_s        seconds of a step, one after the other without waiting for the device between them
@@ -64,7 +64,7 @@ def one(job: Job, number: int) -> None:
 
 
 def measure(run: config.Run, steps: int) -> dict[str, Any]:
-    total = WARM_UP + 3 * steps
+    total = WARM_UP + 3 * steps + 1
     run = run.model_copy(update={"train": config.Training(steps=total, log_every=1)})
     job = assemble(prepare(run))
     marks = parts.Marks(job)
@@ -90,12 +90,13 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
             asked.append(time.perf_counter() - start)
             torch.cuda.synchronize()
         with marks.watching() as spans:
-            for n in range(steps):
+            for n in range(steps + 1):
                 one(job, WARM_UP + 2 * steps + 1 + n)
-    told = {part: whole / steps for part, whole in parts.seconds(spans).items()}
+    held, _ = parts.steady(spans)
+    told = {part: whole / steps for part, whole in parts.seconds(held).items()}
     span = sum(told.values())
     busy = span - told[GAPS]
-    events = [e for e in spans if not parts.MARK.search(e.name)]
+    events = [e for e in held if not parts.MARK.search(e.name)]
     times: dict[str, list[float]] = defaultdict(list)
     for e in events:
         times[re.sub(r"\s+", " ", e.name)].append((e.end - e.start) / 1e3)

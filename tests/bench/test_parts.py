@@ -86,7 +86,7 @@ def test_an_update_in_the_heads_backward_pass_is_the_optimizers() -> None:
         Span(7, 8, names["head", -1]), Span(8, 9, "aten::mm"),
     ]  # fmt: skip
     found = {part: round(1e6 * s, 6) for part, s in parts.seconds(spans).items() if s}
-    assert found == {"head": 2, "optimizer": 2, "products": 1, "gaps": 3}
+    assert found == {"head": 2, "optimizer": 2, "products": 1, "gaps": 4}
 
 
 def test_the_inner_of_two_that_begin_at_once() -> None:
@@ -95,7 +95,24 @@ def test_the_inner_of_two_that_begin_at_once() -> None:
 
 
 def test_nothing_was_seen() -> None:
-    assert not any(parts.seconds([]).values())
+    assert not any(parts.seconds([]).values()) and parts.steady([]) == ([], 0)
+
+
+def test_steps_are_counted_from_the_end_of_the_first() -> None:
+    """From end to end, the mark of one of them included, so that steps that follow each other add up."""
+    step = "void at::native::asin_kernel_cuda(x)"
+    ends = [Span(20, 21, step), Span(26, 27, step), Span(33, 34, step)]
+    spans = [
+        Span(0, 1, "nvjet"), Span(17, 18, "nvjet"), ends[0],
+        Span(22, 25, "nvjet"), ends[1],
+        Span(28, 31, "flash"), ends[2],
+        Span(36, 40, "nvjet"),
+    ]  # fmt: skip
+    held, steps = parts.steady(spans)
+    assert steps == 2 and held == spans[2:-1]
+    found = {part: round(1e6 * s, 6) for part, s in parts.seconds(held).items() if s}
+    assert found == {"products": 3, "attention": 3, "gaps": 8}
+    assert parts.steady(spans[:4])[1] == 0, "one end ends no step that was seen whole"
 
 
 def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
@@ -153,10 +170,11 @@ def test_marks_change_nothing(with_: dict[str, Any]) -> None:
         worker.loop(marked, plan)
     for a, b in zip(plain.trained, marked.trained, strict=True):
         assert torch.equal(a.local, b.local), a.name
-    depth = {"head": 0, "optimizer": 0}
+    depth = {"head": 0, "optimizer": 0, "step": 0}
     names = [m[1] for s in spans if (m := parts.MARK.search(s.name))]
     each = len(marked.trained) if "update-in-backward" in with_ else 1
     assert names.count("atanh") == 4 * (1 + each), "around the update, and each call of the optimizer"
+    assert names.count("asin") == 4 and parts.steady(spans)[1] == 3
     for name in names:
         region, change = parts.MARKS[name]
         depth[region] += change
@@ -213,7 +231,7 @@ def test_steps_that_compile_have_none() -> None:
     (torch.OutOfMemoryError("CUDA out of memory"), "out of memory: CUDA out of memory"),
     (RunError("three updates were not finite"), "RunError: three updates were not finite"),
     (MemoryError(), "out of memory: MemoryError"), (KeyError("x"), "KeyError: 'x'"),
-    (None, "the profiler saw no kernel"),
+    (None, "the profiler saw 0 whole steps of 3"),
 ])  # fmt: skip
 def test_a_profiler_that_fails_costs_no_figure(
     monkeypatch: pytest.MonkeyPatch, fails: Exception | None, note: str

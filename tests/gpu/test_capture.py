@@ -128,6 +128,7 @@ def test_marks_lie_in_the_queue_and_in_the_graph(withs: tuple[str, ...], determi
     assert [names.count(n) for n in ("asinh", "acosh")] == [4 * STEPS] * 2 or "cuda-graphs" in withs
     assert names.count("asinh") == names.count("acosh") >= 4 * (STEPS - 1), "replays have theirs too"
     assert names.count("atanh") == names.count("acos") == 2 * STEPS, "around the update, and the optimizer in it"
+    assert names.count("asin") == STEPS and parts.steady(spans)[1] == STEPS - 1
     told = parts.seconds(spans)
     assert min(told[p] for p in ("products", "head", "optimizer", "elementwise")) > 0, told
     assert ("attention:impl=cudnn" in withs) == (told["attention"] > 0), told

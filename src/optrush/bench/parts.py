@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,9 +22,12 @@ from optrush.bench.roofline import GAPS
 from optrush.job import Job
 from optrush.rates import PARTS
 
+STEP = ("step", 0)
 # An operator on one number puts a mark into the queue, and into a graph that is being recorded: one that no training
-# uses, so that its name is enough. (region, whether it begins).
-MARKS = {"asinh": ("head", 1), "acosh": ("head", -1), "atanh": ("optimizer", 1), "acos": ("optimizer", -1)}
+# uses, so that its name is enough. (region, whether it begins); the last ends a step.
+MARKS = {
+    "asinh": ("head", 1), "acosh": ("head", -1), "atanh": ("optimizer", 1), "acos": ("optimizer", -1), "asin": STEP
+}  # fmt: skip
 MARK = re.compile(rf"\b({'|'.join(MARKS)})_")
 FUSED = re.compile(r"^triton_(poi|red|per|for)_")  # the compiler's, named after whatever operator they came from
 ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa", re.IGNORECASE)
@@ -52,7 +55,7 @@ class Marks:
         self.place = torch.zeros(1, device=job.world.device)
         job.model.head.register_forward_pre_hook(lambda *_: self.put("asinh"))
         job.model.head.register_forward_hook(self._backward)
-        job.update = self._around(job.update)
+        job.update = self._around(job.update, ends="asin")
         job.optimizer.step = self._around(job.optimizer.step)  # type: ignore[method-assign]
 
     def put(self, name: str) -> None:
@@ -60,11 +63,13 @@ class Marks:
             with torch.no_grad():
                 getattr(self.place, f"{name}_")()
 
-    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _around(self, function: Callable[..., Any], ends: str = "") -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
             self.put("atanh")
             found = function(*args, **kwargs)
             self.put("acos")
+            if ends:
+                self.put(ends)
             return found
 
         return marked
@@ -95,14 +100,23 @@ class Marks:
         spans += sorted(found, key=lambda s: (s.start, -s.end))  # of two that begin at once the outer one first
 
 
-def seconds(spans: Iterable[Span]) -> dict[str, float]:
+def steady(spans: Sequence[Span]) -> tuple[Sequence[Span], int]:
+    """The spans from the end of the first step to the end of the last, and how many steps these are.
+
+    The first is left out, for the profiler's own beginning lies in it: some 16 ms on an H200, however long a step is.
+    """
+    ends = [i for i, s in enumerate(spans) if (mark := MARK.search(s.name)) and MARKS[mark[1]] == STEP]
+    return (spans[ends[0] : ends[-1] + 1], len(ends) - 1) if ends else ([], 0)
+
+
+def seconds(spans: Sequence[Span]) -> dict[str, float]:
     """Seconds by part, and of gaps between the first and the last.
 
     A moment belongs to that of the running spans which began last: on a CPU the innermost operator, on a GPU the later
     of two streams. Copies yield to what computes beside them.
     """
     waiting = list(_told(spans))
-    points = sorted({t for start, end, *_ in waiting for t in (start, end)})
+    points = sorted({t for s in spans for t in (s.start, s.end)})
     running: list[tuple[bool, float, int, float, str]] = []
     found, next_ = dict.fromkeys((*PARTS, GAPS), 0.0), 0
     for now, then in pairwise(points):
@@ -118,7 +132,7 @@ def seconds(spans: Iterable[Span]) -> dict[str, float]:
 
 def _told(spans: Iterable[Span]) -> Iterator[tuple[float, float, str, bool]]:
     """(start, end, part, whether it only copies), in the order of their start; marks are gone."""
-    depth = {"optimizer": 0, "head": 0}  # the first wins: an update may lie in the head's backward pass
+    depth = {"optimizer": 0, "head": 0, "step": 0}  # the first wins: an update may lie in the head's backward pass
     for start, end, name in spans:
         if mark := MARK.search(name):
             region, change = MARKS[mark[1]]

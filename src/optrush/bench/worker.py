@@ -50,7 +50,7 @@ from optrush.train import Plan, train
 UNASKED = "no proof: none was asked for at this length"
 ENDED = "the process ended under the profiler"
 Keep = Callable[[dict[str, Any]], None]
-PROFILED, PROFILED_S = 3, 1.0  # steps at most, and seconds of steps: of which the parts are told apart
+PROFILED, PROFILED_S = 3, 1.0  # steps at most, and seconds of steps: of which the parts are told, after another one
 
 
 class Start:
@@ -170,15 +170,16 @@ def loop(job: Job, plan: Plan) -> Lines:
 
 def profiled(job: Job, marks: parts.Marks, plan: Plan, step_s: float) -> dict[str, Any]:
     """Seconds of a step by part, under the profiler; or why there are none. All other figures have been taken."""
-    steps = max(1, min(PROFILED, plan.total, int(PROFILED_S / step_s)))
-    short = Plan(job, plan.length._replace(steps=steps))
+    steps = max(1, min(PROFILED, plan.total - 1, int(PROFILED_S / step_s)))
+    short = Plan(job, plan.length._replace(steps=1 + steps))
     try:
         job.batches = batches(job, short)
         with reading(job.batches), marks.watching() as spans:
             loop(job, short)
-        if not spans:
-            return {"parts_note": "the profiler saw no kernel"}
-        return {"parts_s": {part: whole / steps for part, whole in parts.seconds(spans).items()}}
+        held, seen = parts.steady(spans)
+        if seen != steps:
+            return {"parts_note": f"the profiler saw {seen} whole steps of {steps}"}
+        return {"parts_s": {part: whole / steps for part, whole in parts.seconds(held).items()}}
     except Exception as error:  # whatever it is, the rung's figures do not depend on it
         return {"parts_note": explain(error)}
 
