@@ -12,9 +12,10 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from optrush.bench import ladder, report, roofline
@@ -42,9 +43,9 @@ FASTEST = tuple(
 )  # fmt: skip
 SAVING = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("memory", "memory8"))
 LONGEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("long-context", "long-context8"))
-PARTED = (Path("benchmarks/results/cpu-demo"),)
+PARTED = (LADDER, Path("benchmarks/results/cpu-demo"))
 LEVERS = Path("benchmarks/results/h200-adapter-levers")
-CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`
+CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`, where a record has no own
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
 # The rung of the plain loop (transformers and torch alone) that does the same.
@@ -91,11 +92,11 @@ def table() -> str:
         f"![tokens/s of each rung]({LADDER}/speed.png)",
         "",
         f"{first.case}, T=2048 where no other is named, one {first.device}, torch {first.environment['torch']};",
-        f"medians of {len(first.repeats)} interleaved repeats, each in a fresh process. *plain*: a loop of",
-        "transformers and torch that does the same, in turn with the rung.",
+        "medians over interleaved repeats, each in a fresh process. *plain*: a loop of transformers and torch that",
+        "does the same, in turn with an earlier climb of these rungs, on another machine of the same kind.",
         "",
-        "| rung | tokens/s | x | peak GiB | predicted GiB | MFU | plain tokens/s | plain GiB | verdict |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| rung | tokens/s | repeats | x | peak GiB | predicted GiB | MFU | plain tokens/s | plain GiB | verdict |",
+        "|---|---|---|---|---|---|---|---|---|---|",
         *(_row(r, {x.rung: x for x in records}, plain) for r in records if r.mode == "cumulative"),
         "",
         f"x: against the rung before, or the one it begins from. Records: [{LADDER}]({LADDER}/records.jsonl),",
@@ -228,7 +229,9 @@ def accuracy() -> str:
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]
     apart, runs = list[list[float]](), [r for _, r in records]
-    for (folder, r), sheet, own in zip(records, _said(runs), _said(runs, ROOT / CALIBRATION), strict=True):
+    folders = list(dict.fromkeys(folder for folder, _ in records))  # a folder's records follow each other
+    calibrated = [p for at in folders for p in _said([r for folder, r in records if folder == at], _calibration(at))]
+    for (folder, r), sheet, own in zip(records, _said(runs), calibrated, strict=True):
         assert r.peak_bytes and r.tokens_per_s and sheet.tokens_per_s and own.tokens_per_s
         speeds = (sheet.tokens_per_s, own.tokens_per_s)
         apart.append([sheet.peak_bytes / r.peak_bytes - 1])
@@ -247,6 +250,17 @@ def accuracy() -> str:
     return "\n".join([*rows, "", tail])
 
 
+def _repeats(records: Sequence[Mapping[str, Any]]) -> str:
+    least, most = (of(len(r["repeats"]) for r in records) for of in (min, max))
+    return f"{least} to {most} repeats" if least < most else f"{most} repeats"
+
+
+def _calibration(folder: Path) -> Path:
+    """That of the climb's own machine, or of another day's."""
+    own = ROOT / folder / "calibration.json"
+    return own if own.exists() else ROOT / CALIBRATION
+
+
 def parted() -> str:
     """Of each rung that was profiled: what its parts took, and what share of their ceilings they reached."""
     rows = []
@@ -256,7 +270,7 @@ def parted() -> str:
         device = first["environment"]["cpu"] if first["device"] == "cpu" else first["device"]
         rates = "measured by `optrush calibrate`" if first["basis"] == "calibrated" else "of the datasheet"
         rows += [
-            f"{first['case']}, {device}, torch {first['environment']['torch']}, {len(first['repeats'])} repeats;",
+            f"{first['case']}, {device}, torch {first['environment']['torch']}, {_repeats(climbed)};",
             f"ceilings {rates}. In milliseconds of a step, in brackets percent of the",
             "part's ceiling:",
             "",
@@ -298,10 +312,10 @@ def _row(r: Record, by_name: dict[str, Record], plain: dict[str, tuple[float, fl
     before = by_name.get(r.since or "")
     factor = f"{r.tokens_per_s / before.tokens_per_s:.2f}" if before and before.tokens_per_s and r.tokens_per_s else ""
     beside = plain.get(SAME.get(r.rung, ""))
-    figures = "failed | | | |"
+    figures = "failed | | | | |"
     if r.tokens_per_s and r.peak_bytes and r.predicted_peak_bytes and r.mfu:
         peaks = f"{r.peak_bytes / GIB:.1f} | {r.predicted_peak_bytes / GIB:.1f}"
-        figures = f"{r.tokens_per_s:,.0f} | {factor} | {peaks} | {r.mfu:.1%}"
+        figures = f"{r.tokens_per_s:,.0f} | {len(r.repeats)} | {factor} | {peaks} | {r.mfu:.1%}"
     other = f"{beside[0]:,.0f} | {beside[1]:.1f}" if beside else "|"
     return f"| {r.rung} | {figures} | {other} | {r.verdict} |"
 

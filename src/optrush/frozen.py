@@ -152,11 +152,11 @@ def _learnt(setup: Setup, s: ModelShape, outer: Sequence[bool], learnt: Sequence
         yield live(name, "of what is trained", times=share)
     if Part.OPTIMIZER not in setup.owned:
         largest = s.vocab * s.width if beside else max(learnt)
-        launches = 14.0 * (L * len(learnt) + sum(outer))
+        tensors = float(L * len(learnt) + sum(outer))
         yield live("update.loop", "of what is trained, see update.adapters", gone=True)
         why = "two temporaries of the largest parameter that is trained"
         yield add(
             Line("update.adapters", why, 2 * largest, "wide", "update"),
             Work("update.adapters", "one operator at a time", "step", values=11 * (values + beside), role="wide",
-                 launches=launches),
+                 launches=14 * tensors, reads=tensors),
         )  # fmt: skip

@@ -86,6 +86,7 @@ class Work:
     values: float = 0.0  # read and written in device memory
     role: Role = "byte"
     launches: float = 0.0  # operators that the host starts, or as many as take it as long
+    reads: float = 0.0  # numbers that the host reads off the device, which stands still meanwhile
     padding: float = 0.0  # share of the slots that hold no token
     fusable: bool = False
     # what rules change
@@ -145,9 +146,8 @@ def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0) -> Ru
 
 
 def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> Rule:
-    """What matches is `gone`, `recomputed` in a share of the blocks, `stays` on the device in so many of them, held for
-    `most_tokens` at once, done `times` over, or by another `unit`, `stepped` when it is made, there at another time
-    (`live`), or of another `role`."""
+    """What matches is `gone`, `recomputed` in a share of the blocks, `stays` on the device in so many, held for
+    `most_tokens` at once, done `times` over, `stepped` when it is made, or has another `unit`, `live` or `role`."""
     known = {"gone", "recomputed", "stays", "most_tokens", "times", "unit", "stepped", "live", "role"}
     assert changes.keys() <= known, changes
     return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable)
