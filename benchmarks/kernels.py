@@ -11,7 +11,7 @@ profiler, which is told of the device alone.
                   the device waits; but it contains waiting, too, where a step has more than the 1000 or so kernels
                   that a device queues
     busy_s        seconds of a step, under the profiler, in which at least one kernel or copy ran
-    span_s        of all, from the first kernel to the end of the last
+    span_s        of a step, there
     idle          1 - busy_s / span_s
     launches      kernels and copies a step
     parts_s       seconds of a step, under the profiler, by part, and gaps: as in a record of a ladder
@@ -92,7 +92,8 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
         with marks.watching() as spans:
             for n in range(steps + 1):
                 one(job, WARM_UP + 2 * steps + 1 + n)
-    held, _ = parts.steady(spans)
+    held, seen = parts.steady(spans)
+    assert seen == steps, f"the profiler saw {seen} whole steps of {steps}"
     told = {part: whole / steps for part, whole in parts.seconds(held).items()}
     span = sum(told.values())
     busy = span - told[GAPS]

@@ -147,7 +147,7 @@ def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0) -> Ru
 
 def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> Rule:
     """What matches is `gone`, `recomputed` in a share of the blocks, `stays` on the device in so many, held for
-    `most_tokens` at once, done `times` over, `stepped` when it is made, or has another `unit`, `live` or `role`."""
+    `most_tokens` at once, done `times` over, `stepped` when made, `live` at another time, of other `unit` or `role`."""
     known = {"gone", "recomputed", "stays", "most_tokens", "times", "unit", "stepped", "live", "role"}
     assert changes.keys() <= known, changes
     return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable)

@@ -41,9 +41,9 @@ EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of A
 PCIE, HOSTED = {7: 1.6e10, 8: 3.2e10}, 0.86
 PCIE_LATER = 6.4e10
 LAUNCH_S = 1.5e-5  # the host's time to start one operator
-READ = 7  # of these, while the device stands still for a number that the host reads (h200-single-gpu, first rungs)
-# The device waits for the host where a micro-batch begins, and where a step ends and its loss is read.
-MICRO_S, STEP_S = 2e-3, 5e-3
+# The device waits for the host where a micro-batch begins, where a step ends, and where a number is read that the next
+# operators need. The last is of one machine's two rungs; another's show 1e-5 (LOG.md).
+MICRO_S, STEP_S, READ_S = 2e-3, 5e-3, 6.5e-5
 
 Basis = Literal["datasheet", "calibrated"]
 ATTENTIONS = ("attention", "flash2", "masked")  # units of attention that keeps no scores
@@ -65,8 +65,9 @@ class Rates:
     bytes_s: float  # of device memory
     link_bytes_s: float | None  # to another device
     launch_s: float
-    micro_s: float  # that the device waits at a micro-batch, and at a step
+    micro_s: float  # that the device waits at a micro-batch, at a step, and at a reading
     step_s: float
+    read_s: float
     host_bytes_s: float | None = None  # to and from pinned memory of the host; None: not known, or there is no other
 
     def flop_s(self, work: Work, narrow: bool) -> float:
@@ -190,9 +191,9 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float,
     )  # fmt: skip
 
 
-def _host(device: Device, launch_s: float) -> tuple[float, float, float]:
-    """(launch, micro-batch, step): a CPU starts its operators itself, and at once."""
-    return (launch_s, MICRO_S, STEP_S) if device.kind == "cuda" else (0.0, 0.0, 0.0)
+def _host(device: Device, launch_s: float) -> tuple[float, float, float, float]:
+    """(launch, micro-batch, step, reading): a CPU starts its operators itself, and at once."""
+    return (launch_s, MICRO_S, STEP_S, READ_S) if device.kind == "cuda" else (0.0, 0.0, 0.0, 0.0)
 
 
 def _products(found: Calibration, narrow: bool, shape: ModelShape) -> dict[str, float]:
@@ -333,8 +334,8 @@ def _each(ledger: Ledger, tokens: float, rates: Rates | None) -> Iterator[tuple[
             alone = 0.0 if not moved else math.inf if speed is None else moved / speed
             if work.flop:
                 alone += work.flop * times / rates.flop_s(work, narrow)
-            started = work.launches * times * rates.launch_s
-            yield work, times, alone, started, work.reads * times * READ * rates.launch_s
+            stood = work.reads * counts[work.per] * rates.read_s  # a share of each tensor is read as often as the whole
+            yield work, times, alone, work.launches * times * rates.launch_s, stood
 
 
 def filled(ledger: Ledger) -> float:

@@ -405,13 +405,13 @@ def test_an_unknown_device_is_known_once_it_was_measured() -> None:
 
 
 def test_a_device_stands_still_while_the_host_reads() -> None:
-    """For as long as the host takes to start some operators; what a device can do at most knows of no reading."""
+    """What a device can do at most knows of no reading."""
     device = H200
     found = rates.of(device, fake(), SHAPE, 2048)
-    assert found is not None and found.launch_s > 0
+    assert found is not None
     read, unread = (settle([Work("update", "", "step", 4e11, reads=n)], BFLOAT16, []) for n in (100.0, 0.0))
     longer, shorter = (rates.seconds(ledger, device, 100.0, found) for ledger in (read, unread))
-    assert longer and shorter and longer - shorter == pytest.approx(100 * rates.READ * found.launch_s)
+    assert longer and shorter and longer - shorter == pytest.approx(100 * rates.READ_S)
     (effort,) = rates.efforts(read, device, 100.0, found)
     assert effort.seconds + rates.MICRO_S + rates.STEP_S == pytest.approx(longer)
     assert rates.parts(read, 100.0, found) == rates.parts(unread, 100.0, found)
@@ -431,7 +431,7 @@ def test_a_loop_over_adapters_reads_one_number_of_each() -> None:
     assert sheet is not None
     (update,) = (e for e in said.work if e.name == "update.adapters" and e.where == "device")
     stood = update.seconds - update.bytes / sheet.bytes_s
-    assert stood == pytest.approx(16 * 4 * 2 * rates.READ * sheet.launch_s)
+    assert stood == pytest.approx(16 * 4 * 2 * rates.READ_S)
 
 
 def test_a_plan_goes_by_what_was_measured() -> None:

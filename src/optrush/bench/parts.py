@@ -22,13 +22,11 @@ from optrush.bench.roofline import GAPS
 from optrush.job import Job
 from optrush.rates import PARTS
 
-STEP = ("step", 0)
 # An operator on one number puts a mark into the queue, and into a graph that is being recorded: one that no training
-# uses, so that its name is enough. (region, whether it begins); the last ends a step.
-MARKS = {
-    "asinh": ("head", 1), "acosh": ("head", -1), "atanh": ("optimizer", 1), "acos": ("optimizer", -1), "asin": STEP
-}  # fmt: skip
-MARK = re.compile(rf"\b({'|'.join(MARKS)})_")
+# uses, so that its name is enough. (region, whether it begins); and the end of a step.
+MARKS = {"asinh": ("head", 1), "acosh": ("head", -1), "atanh": ("optimizer", 1), "acos": ("optimizer", -1)}
+STEP = "asin"
+MARK = re.compile(rf"\b({'|'.join((*MARKS, STEP))})_")
 FUSED = re.compile(r"^triton_(poi|red|per|for)_")  # the compiler's, named after whatever operator they came from
 ATTENTION = re.compile(r"attention|attn|flash|fmha|sdpa", re.IGNORECASE)
 PRODUCT = re.compile(
@@ -55,7 +53,7 @@ class Marks:
         self.place = torch.zeros(1, device=job.world.device)
         job.model.head.register_forward_pre_hook(lambda *_: self.put("asinh"))
         job.model.head.register_forward_hook(self._backward)
-        job.update = self._around(job.update, ends="asin")
+        job.update = self._around(job.update, ends=STEP)
         job.optimizer.step = self._around(job.optimizer.step)  # type: ignore[method-assign]
 
     def put(self, name: str) -> None:
@@ -101,12 +99,17 @@ class Marks:
 
 
 def steady(spans: Sequence[Span]) -> tuple[Sequence[Span], int]:
-    """The spans from the end of the first step to the end of the last, and how many steps these are.
+    """What ran between the end of the first step and that of the last, and how many steps these are.
 
-    The first is left out, for the profiler's own beginning lies in it: some 16 ms on an H200, however long a step is.
+    The profiler begins in the first, which is left out: gaps of 15 to 27 ms beside steps of any length are likely its
+    own (LOG.md: one H200).
     """
-    ends = [i for i, s in enumerate(spans) if (mark := MARK.search(s.name)) and MARKS[mark[1]] == STEP]
-    return (spans[ends[0] : ends[-1] + 1], len(ends) - 1) if ends else ([], 0)
+    ends = [s.end for s in spans if (mark := MARK.search(s.name)) and mark[1] == STEP]
+    if not ends:
+        return [], 0
+    within = (s for s in spans if s.end >= ends[0] and s.start <= ends[-1])
+    clipped = (s._replace(start=max(s.start, ends[0]), end=min(s.end, ends[-1])) for s in within)
+    return sorted(clipped, key=lambda s: (s.start, -s.end)), len(ends) - 1
 
 
 def seconds(spans: Sequence[Span]) -> dict[str, float]:
@@ -132,11 +135,12 @@ def seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 def _told(spans: Iterable[Span]) -> Iterator[tuple[float, float, str, bool]]:
     """(start, end, part, whether it only copies), in the order of their start; marks are gone."""
-    depth = {"optimizer": 0, "head": 0, "step": 0}  # the first wins: an update may lie in the head's backward pass
+    depth = {"optimizer": 0, "head": 0}  # the first wins: an update may lie in the head's backward pass
     for start, end, name in spans:
         if mark := MARK.search(name):
-            region, change = MARKS[mark[1]]
-            depth[region] += change
+            if mark[1] != STEP:
+                region, change = MARKS[mark[1]]
+                depth[region] += change
             continue
         inside = next((region for region, n in depth.items() if n > 0), None)
         yield start, end, inside or called(name), COPY.match(name) is not None
