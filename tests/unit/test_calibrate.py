@@ -404,12 +404,15 @@ def test_an_unknown_device_is_known_once_it_was_measured() -> None:
     assert [e.name for e in rates.efforts(linked, device, 100.0, found)] == ["forward.down"]
 
 
-def test_a_device_stands_still_while_the_host_reads() -> None:
-    """What a device can do at most knows of no reading."""
+@pytest.mark.parametrize("times", [1.0, 0.25], ids=["whole", "a rank's share"])
+def test_a_device_stands_still_while_the_host_reads(times: float) -> None:
+    """For a share of each parameter as often; what a device can do at most knows of no reading."""
     device = H200
     found = rates.of(device, fake(), SHAPE, 2048)
     assert found is not None
-    read, unread = (settle([Work("update", "", "step", 4e11, reads=n)], BFLOAT16, []) for n in (100.0, 0.0))
+    read, unread = (
+        settle([Work("update", "", "step", 4e11, reads=n, times=times)], BFLOAT16, []) for n in (100.0, 0.0)
+    )
     longer, shorter = (rates.seconds(ledger, device, 100.0, found) for ledger in (read, unread))
     assert longer and shorter and longer - shorter == pytest.approx(100 * rates.READ_S)
     (effort,) = rates.efforts(read, device, 100.0, found)
