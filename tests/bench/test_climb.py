@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from optrush.bench import process
@@ -43,6 +45,20 @@ def test_repeats_are_interleaved(call: Call, fakes: Fakes) -> None:
     assert [r.repeats for r in read(Path("out"))] == [[1000.5, 1000.5]] * 5
 
 
+def test_a_gradient_that_points_elsewhere_is_red(call: Call, fakes: Fakes) -> None:
+    """Though its norm and all losses are the baseline's."""
+    before, turned = ({"of": "x", "sums": base64.b64encode(bytes(np.float32(v))).decode()} for v in ([3, 4], [4, 3]))
+    fakes.does(
+        none={"gradient": before}, fused_adamw={"gradient": turned}, fused_adamw__fused_loss={"gradient": before}
+    )
+    climb(call, "--cumulative-only")
+    found = records(Path("out"))
+    assert found["adamw"]["verdict"] == "red" and found["adamw"]["proof"]["of"] == "gradients"
+    assert found["adamw"]["proof"]["cosine"] == pytest.approx(0.96, abs=1e-6)
+    assert found["adamw"]["red"] == ["wrong: gradients lie 0.04 (relative) from those of `base`, allowed 1e-06"]
+    assert found["both"]["proof"]["cosine"] == pytest.approx(1) and found["both"]["verdict"] != "red"
+
+
 def test_a_record_has_every_field(call: Call, fakes: Fakes) -> None:
     fakes.does(fused_adamw={"speed": 1500.0})
     found = climb(call, "--cumulative-only", "--json", "--set", "optim.lr=1e-4")
@@ -55,6 +71,7 @@ def test_a_record_has_every_field(call: Call, fakes: Fakes) -> None:
     assert r.tokens_per_s_iqr is not None and r.step_s == [[0.1, 0.1]]
     assert r.proof == {
         "against": "base", "numerics": "SAME_MATHS", "of": "losses", "tolerance": 1e-4, "worst": 0, "ok": True,
+        "cosine": None,
     }  # fmt: skip
     assert r.config["with"] == {"fused-adamw": {}} and r.config["optim"]["lr"] == 1e-4
     assert r.config["train"]["steps"] == 5

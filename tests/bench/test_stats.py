@@ -77,6 +77,20 @@ def series(losses: list[float | None], norms: list[float | None]) -> dict[str, l
     return {"losses": losses, "gradient norms": norms}
 
 
+@pytest.mark.parametrize(("cosine", "allowed", "ok"), [
+    (1 - 9e-7, stats.FLOAT32, True), (1 - 2e-6, stats.FLOAT32, False), (1 - 9e-4, stats.LOWER, True),
+    (0.998, stats.LOWER, False), (0.5, stats.DIFFERENT, True), (None, stats.FLOAT32, True),
+])  # fmt: skip
+def test_gradients_must_point_where_the_baselines_do(cosine: float | None, allowed: dict[str, float], ok: bool) -> None:
+    base = series([4.0, 2.0], [1.0, 1.0])
+    found = stats.prove(base, base, allowed, cosine)
+    assert found["ok"] is ok
+    if not ok:
+        assert found["of"] == "gradients" and found["worst"] == pytest.approx(1 - (cosine or 0))
+        red = stats.wrong({**found, "against": "first"}, [4.0, 2.0])
+        assert red is not None and red.startswith("wrong: gradients lie ") and "those of `first`" in red
+
+
 def test_the_proof_takes_what_is_worst() -> None:
     base = series([4.0, 2.0], [1.0, 1.0])
     assert stats.prove(series([4.0, 2.0001], [1.0, 1.0]), base, stats.FLOAT32) == {

@@ -252,7 +252,9 @@ def _proof(proof: object) -> str:
     where = f" ({clean(proof.get('of'))})" if proof.get("of") else ""
     limit = "" if allowed is None else f", allowed {allowed:.2g}"
     figures = "" if worst is None else f"; largest difference {worst:.2g}{where}{limit}"
-    return f"{held}: {numerics}, against “{clean(proof.get('against'))}”{figures}"
+    cosine = number(proof.get("cosine"))
+    angle = "" if cosine is None else f"; first gradients at a cosine of {cosine:.6f}"
+    return f"{held}: {numerics}, against “{clean(proof.get('against'))}”{figures}{angle}"
 
 
 # --- said in words

@@ -210,10 +210,13 @@ def _proof(whole: Climb, rung: Rung) -> dict[str, Any] | None:
         return None
     allowed = stats.tolerances(told[0].run, rung.run, ALL)
     numerics = stats.weakest(told[0].run, rung.run, ALL).name
-    wanted = _series(whole.results[told[0].name][0]["proof"])
-    proofs = [stats.prove(_series(r["proof"]), wanted, allowed) for r in whole.results[rung.name]]
+    wanted = whole.results[told[0].name][0]["proof"]
+    found = [r["proof"] for r in whole.results[rung.name]]
+    angles = [stats.cosine(f.get("gradient"), wanted.get("gradient")) for f in found]
+    proofs = [stats.prove(_series(f), _series(wanted), allowed, angle) for f, angle in zip(found, angles, strict=True)]
     worst = max(proofs, key=lambda p: math.inf if p["worst"] is None else p["worst"] / p["tolerance"])
-    return {"against": told[0].name, "numerics": numerics, **worst}
+    known = [angle for angle in angles if angle is not None]
+    return {"against": told[0].name, "numerics": numerics, **worst, "cosine": min(known, default=None)}
 
 
 def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:

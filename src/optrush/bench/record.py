@@ -59,7 +59,7 @@ class Record:
     data_wait: float | None = None  # share of a step that waited for data, median over the repeats
     losses: list[float | None] = field(default_factory=list)  # of the proof's steps; None: not finite
     grad_norms: list[float | None] = field(default_factory=list)
-    proof: dict[str, Any] | None = None  # against, numerics, of, tolerance, worst, ok
+    proof: dict[str, Any] | None = None  # against, numerics, of, tolerance, worst, ok, cosine
     seen: dict[str, str] = field(default_factory=dict)  # what was trained: parameters, dtypes of weights and states
     host_peak_bytes: int | None = None  # resident set of the process, the most over the repeats
     longest_seq: int | None = None  # the longest row that trained; the figures are of it

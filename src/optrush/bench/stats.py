@@ -6,24 +6,28 @@ Red is a question to whoever reads, answered with the figures that raised it; it
 
 from __future__ import annotations
 
+import base64
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from optrush.bench.record import Verdict
 from optrush.config import Run
 from optrush.technique import Numerics, Part, Technique, build
 
-# How far losses and gradient norms may lie from the baseline's, relative to it, over the proof's steps.
+# How far losses and gradient norms may lie from the baseline's, relative to it, over the proof's steps; and the first
+# gradient, by 1 - cosine of the angle.
 # float32: rounding in another order. Measured on CPU over five steps: 1e-7 and 1e-6; the rest is room for large models.
 # Products in bf16 or fp16: measured 4.4e-4 and 9e-3. A wrong divisor moves a norm by its factor.
 # Different maths: measured of pure bf16 1e-2 and 1e-1, nearly all from small updates that it rounds away. How much
 # that is depends on the learning rate, so such a rung may lie between the baseline's way and standing still; but its
 # loss must fall by a fair share of what the baseline's does.
-FLOAT32 = {"losses": 1e-4, "gradient norms": 1e-3}
-LOWER = {"losses": 2e-3, "gradient norms": 3e-2}
+FLOAT32 = {"losses": 1e-4, "gradient norms": 1e-3, "gradients": 1e-6}
+LOWER = {"losses": 2e-3, "gradient norms": 3e-2, "gradients": 1e-3}
 DIFFERENT = {"losses": 2e-2, "gradient norms": 1e-1}
 LEARNT, PROGRESS = 0.5, "progress"
 
@@ -112,20 +116,25 @@ def prove(
     found: Mapping[str, Sequence[float | None]],
     baseline: Mapping[str, Sequence[float | None]],
     allowed: Mapping[str, float],
+    cosine: float | None = None,
 ) -> dict[str, Any]:
     """The largest relative difference over the proof's steps, of the series that comes nearest to its tolerance.
 
     Args:
         found, baseline, allowed: by series, "losses" and "gradient norms"; None is a value that was not finite.
+        cosine: of the angle between the first gradients, if it is known; different maths may turn them as it likes.
 
     Returns:
         {"of": series, "tolerance", "worst" (None: not finite), "ok"}.
     """
     rows = []
-    for series, tolerance in allowed.items():
+    for series in found:
+        tolerance = allowed[series]
         still = baseline[series][0] if allowed is DIFFERENT else None
         worst = max(_apart(a, b, still) for a, b in zip(found[series], baseline[series], strict=True))
         rows.append((worst / tolerance, series, tolerance, worst))
+    if cosine is not None and "gradients" in allowed:
+        rows.append(((1 - cosine) / allowed["gradients"], "gradients", allowed["gradients"], 1 - cosine))
     if allowed is DIFFERENT:
         missing = 1 - _fallen(found["losses"], baseline["losses"])
         rows.append((missing / (1 - LEARNT), PROGRESS, 1 - LEARNT, missing))
@@ -136,6 +145,19 @@ def prove(
         "worst": worst if math.isfinite(worst) else None,
         "ok": share <= 1,
     }
+
+
+def cosine(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> float | None:
+    """Of the angle between two gradients, by their sketches (sketch.py).
+
+    None where one is unknown, of other tensors, not finite, or zero.
+    """
+    if a is None or b is None or a["of"] != b["of"]:
+        return None
+    x, y = (np.frombuffer(base64.b64decode(s["sums"]), np.float32).astype(np.float64) for s in (a, b))
+    with np.errstate(all="ignore"):
+        found = float(x @ y / np.sqrt((x @ x) * (y @ y)))
+    return found if np.isfinite(found) else None
 
 
 def _fallen(found: Sequence[float | None], baseline: Sequence[float | None]) -> float:

@@ -29,6 +29,7 @@ from optrush.assemble import assemble
 from optrush.bench import parts
 from optrush.bench.peer import facts
 from optrush.bench.record import put
+from optrush.bench.sketch import sketch
 from optrush.config import Run
 from optrush.data import stream
 from optrush.data.batch import Batch
@@ -266,11 +267,12 @@ class Few:
         return tuple(document for _, document in self.held[i * self.parts : (i + 1) * self.parts])
 
 
-def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, list[float | None]]:
-    """Loss and gradient norm of training steps on one and the same window, at a constant rate.
+def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, Any]:
+    """Loss and gradient norm of training steps on one and the same window, at a constant rate, and the first gradient.
 
     A skipped update has changed the loss scale at most: the step is taken again.
     """
+    gradient: dict[str, str] | None = None
     losses: list[float | None] = []
     norms: list[float | None] = []
     terms = job.total(sum(b.n_terms for b in batches))
@@ -279,12 +281,14 @@ def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, list[float | 
             step.begin(job, n, steps)
             job.lr.fill_(job.run.optim.lr)
             loss = job.gradients(batches, terms)
+            if n == 1:
+                gradient = sketch(job)
             norm, skipped = job.update()
             if not skipped.item():
                 break
         for value, kept in ((loss.item(), losses), (norm.item(), norms)):
             kept.append(value if math.isfinite(value) else None)
-    return {"losses": losses, "grad_norms": norms}
+    return {"losses": losses, "grad_norms": norms, "gradient": gradient}
 
 
 # --- the process

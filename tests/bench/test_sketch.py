@@ -1,0 +1,84 @@
+"""The angle between two gradients by some thousand numbers, against the angle itself in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from optrush.bench import stats
+from optrush.bench.sketch import PIECE, WIDTH, sketch
+from optrush.job import Job
+
+SHAPES = {"embedding": (1000, 96), "norm": (96,), "matrix": (900, 5000), "one": ()}
+
+
+def gradients(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Some columns much larger than the others, as features of a network are; the third is longer than a piece."""
+    g = torch.Generator().manual_seed(seed)
+    made = {name: torch.randn(shape, generator=g) for name, shape in SHAPES.items()}
+    made["embedding"][:, 7] *= 100
+    made["matrix"][:, ::512] *= 50
+    return made
+
+
+def job_of(gradients: dict[str, torch.Tensor | None]) -> Job:
+    trained = [SimpleNamespace(name=name, grad=grad) for name, grad in gradients.items()]
+    world = SimpleNamespace(device=torch.device("cpu"))
+    return cast(Job, SimpleNamespace(trained=trained, world=world, recipe=SimpleNamespace(entries={})))
+
+
+def angle(a: dict[str, Any], b: dict[str, Any]) -> float | None:
+    return stats.cosine(sketch(job_of(a)), sketch(job_of(b)))
+
+
+def exact(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    x, y = (torch.cat([t.double().flatten() for t in made.values()]) for made in (a, b))
+    return torch.nn.functional.cosine_similarity(x, y, dim=0).item()
+
+
+@pytest.mark.parametrize("noise", [1e-4, 1e-2, 0.05, 0.3])
+def test_the_angle_is_told_within_some_percent(noise: float) -> None:
+    """Noise beside each value, as rounding makes it."""
+    a, b = gradients(), gradients(1)
+    assert sum(t.numel() for t in a.values()) > PIECE
+    near = {name: t + noise * t.abs() * b[name].sign() for name, t in a.items()}
+    found = angle(a, near)
+    assert found is not None and 1 - found == pytest.approx(1 - exact(a, near), rel=0.2)
+
+
+def test_it_is_the_same_each_time_and_in_another_order() -> None:
+    made = gradients()
+    assert angle(made, made) == pytest.approx(1, abs=1e-12)
+    other = dict(reversed(made.items()))
+    assert angle(made, other) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["embedding", "matrix"])
+def test_one_wrong_tensor_is_seen(name: str) -> None:
+    """Turned round, or its rows in another order: its norm is as it was."""
+    made = gradients()
+    for wrong in (-made[name], made[name].roll(1, 0)):
+        found = angle(made, {**made, name: wrong})
+        wanted = exact(made, {**made, name: wrong})
+        assert found is not None and found < 0.999 and found == pytest.approx(wanted, abs=0.05)
+
+
+def test_what_cannot_be_compared() -> None:
+    made = gradients()
+    assert sketch(job_of({**made, "norm": None})) is None, "its update has taken it"
+    assert angle(made, {**made, "norm": None}) is None
+    assert angle(made, {"other" if n == "norm" else n: t for n, t in made.items()}) is None, "other tensors"
+    assert angle(made, {n: torch.zeros_like(t) for n, t in made.items()}) is None
+    assert angle(made, {**made, "one": torch.tensor(torch.nan)}) is None
+
+
+def test_random_signs_of_unlike_gradients_are_far_apart() -> None:
+    found = angle(gradients(0), gradients(1))
+    assert found is not None and abs(found) < 0.2
+
+
+def test_its_width_has_no_divisor_in_common_with_a_matrix() -> None:
+    assert all(WIDTH % n for n in range(2, 64))
