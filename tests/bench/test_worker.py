@@ -10,6 +10,7 @@ import yaml
 
 from optrush import config
 from optrush.bench import stats, worker
+from optrush.bench.sketch import sketch
 from optrush.config import Run
 from optrush.data.document import Document
 from optrush.job import Job
@@ -55,6 +56,15 @@ def test_the_proof_is_the_same_in_every_layout() -> None:
             assert found[series] == pytest.approx(wanted[series], rel=tolerance), other.batch
         assert stats.cosine(found["gradient"], wanted["gradient"]) == pytest.approx(1, abs=1e-9), other.batch
     assert wanted["losses"][0] > wanted["losses"][-1]  # it learns
+
+
+def test_the_proofs_gradient_is_the_first() -> None:
+    """Of the weights as they begin; in bf16 later ones differ by what is rounded away."""
+    base = run()
+    job = job_of(base)
+    laid = worker.lay(job, worker.first_documents(job, prepare(base), base, 3), most=2)
+    job.gradients(laid, job.total(sum(b.n_terms for b in laid)))
+    assert worker.prove(job_of(base), laid, 3)["gradient"] == sketch(job)
 
 
 def test_timing_begins_where_the_proof_began() -> None:
