@@ -22,12 +22,13 @@ from optrush.technique import Numerics, Part, Technique, build
 # How far losses and gradient norms may lie from the baseline's, relative to it, over the proof's steps; and the first
 # gradient, by 1 - cosine of the angle.
 # float32: rounding in another order. Measured on CPU over five steps: 1e-7 and 1e-6; the rest is room for large models.
-# Products in bf16 or fp16: measured 4.4e-4 and 9e-3. A wrong divisor moves a norm by its factor.
+# Products in bf16 or fp16: measured 4.4e-4 and 9e-3, gradients of random models of 16 and 32 blocks on a CPU 2e-4 to
+# 1e-2, the more the deeper. A wrong divisor moves a norm by its factor.
 # Different maths: measured of pure bf16 1e-2 and 1e-1, nearly all from small updates that it rounds away. How much
 # that is depends on the learning rate, so such a rung may lie between the baseline's way and standing still; but its
 # loss must fall by a fair share of what the baseline's does.
 FLOAT32 = {"losses": 1e-4, "gradient norms": 1e-3, "gradients": 1e-6}
-LOWER = {"losses": 2e-3, "gradient norms": 3e-2, "gradients": 1e-3}
+LOWER = {"losses": 2e-3, "gradient norms": 3e-2, "gradients": 3e-2}
 DIFFERENT = {"losses": 2e-2, "gradient norms": 1e-1}
 LEARNT, PROGRESS = 0.5, "progress"
 
@@ -187,6 +188,9 @@ def drifted(proof: Mapping[str, Any], allowed: Mapping[str, float]) -> str | Non
     for series, name in (("losses", "losses"), ("gradient norms", "grad_norms")):
         if _apart(again[name][0], proof[name][0], None) > allowed[series]:
             return f"wrong: after the timed steps its {series} are others than before, from the same start"
+    angle = cosine(again.get("gradient"), proof.get("gradient"))
+    if angle is not None and 1 - angle > allowed.get("gradients", math.inf):
+        return "wrong: after the timed steps its gradients are others than before, from the same start"
     return None
 
 
