@@ -253,7 +253,7 @@ def _proof(proof: object) -> str:
     limit = "" if allowed is None else f", allowed {allowed:.2g}"
     figures = "" if worst is None else f"; largest difference {worst:.2g}{where}{limit}"
     cosine = number(proof.get("cosine"))
-    angle = "" if cosine is None else f"; first gradients at a cosine of {cosine:.6f}"
+    angle = "" if cosine is None else f"; 1 − cosine of the first gradients {max(0.0, 1 - cosine):.2g}"
     return f"{held}: {numerics}, against “{clean(proof.get('against'))}”{figures}{angle}"
 
 
