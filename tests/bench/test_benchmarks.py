@@ -39,6 +39,7 @@ CLIMBED = {
     "longest-qlora": ("llama8b",),
     "peers-best": ("llama1b-peers",),
     "peers-bf16": ("llama1b-peers",),
+    "precisions": ("llama1b-peers",),
     "proof-amp": ("llama1b-peers",),
     "proofs": ("llama1b-peers", "llama8b"),
     "qlora": ("llama8b",),
@@ -192,6 +193,46 @@ def test_nobodys_files_are_overwritten(program, monkeypatch, capsys, tmp_path):
 def test_what_curves_cannot_compare(program, monkeypatch, capsys, tmp_path, sets):
     with pytest.raises(SystemExit, match="wanted:"):
         curves(program, monkeypatch, capsys, tmp_path, "--set", sets)
+
+
+# --- gradients.py
+
+PRECISIONS = """
+title: precisions
+proof: {documents: 2}  # none has the padding id, whose row transformers gives no gradient
+base: {set: {model.implementation: native, model.dtype: float32}}
+rungs:
+  - {name: float32}
+  - {name: transformers, set: {model.implementation: transformers}}
+  - {name: bf16, from: float32, with: {bf16: {}}}
+  - {name: taken, from: bf16, with: {update-in-backward: {}, fused-adamw: {}}}
+"""
+
+
+def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp_path):
+    gradients = program("gradients")
+    load = "{seq: 64, tokens: 64, micro_tokens: 64}"
+    (tmp_path / "run.yaml").write_text(
+        f"{{model: tiny, objective: pretrain, data: {{random: 8}}, batch: {load}, optim: {{clip: null}}, output: none}}"
+    )
+    (tmp_path / "ladder.yaml").write_text(PRECISIONS)
+    line = ["gradients.py", str(tmp_path / "run.yaml"), "--ladder", str(tmp_path / "ladder.yaml"), "--jobs", "2"]
+    monkeypatch.setattr(sys, "argv", line)
+    gradients.main()
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["documents"] == 2 and told["ladder"] == "ladder"
+    float32, other, narrow, taken = told["rungs"]
+    assert float32["cosine"] == pytest.approx(1, abs=1e-12) and float32["length"] == pytest.approx(1, abs=1e-12)
+    assert 0 < 1 - other["cosine"] < 1e-9
+    assert "no gradient is left" in taken["error"]
+    run = config.parse((tmp_path / "run.yaml").read_text(), "run")
+    rungs = {r.name: r.run for r in ladder.rungs(ladder.find(line[3], run), run, True)}
+    jobs = [gradients.gradient(rungs[name], rungs["float32"], 2) for name in ("float32", "bf16")]
+    a, b = (torch.cat([t.grad.double().flatten() for t in job.trained]) for job in jobs)
+    assert narrow["cosine"] == pytest.approx(torch.cosine_similarity(a, b, 0).item(), abs=1e-9)
+    assert narrow["length"] == pytest.approx((b.norm() / a.norm()).item(), abs=1e-9)
+    assert 1e-7 < 1 - narrow["cosine"] < 1e-3 and narrow["tensors"]["lowest"][1] < narrow["tensors"]["median"] < 1
+    assert 1 - narrow["sketch"] == pytest.approx(1 - narrow["cosine"], rel=0.1)
 
 
 # --- operators.py

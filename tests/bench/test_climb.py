@@ -59,6 +59,23 @@ def test_a_gradient_that_points_elsewhere_is_red(call: Call, fakes: Fakes) -> No
     assert found["both"]["proof"]["cosine"] == pytest.approx(1) and found["both"]["verdict"] != "red"
 
 
+def test_kernels_of_other_maths_are_held_against_the_first_of_their_own(call: Call, fakes: Fakes) -> None:
+    """bf16 may turn the baseline's gradient; what comes after it may not turn that of bf16."""
+    first, narrow, turned = (
+        {"of": "x", "sums": base64.b64encode(bytes(np.float32(v))).decode()} for v in ([3, 4], [4, 3], [4, -3])
+    )
+    fakes.does(
+        none={"gradient": first}, bf16={"gradient": narrow}, bf16__fused_adamw={"gradient": narrow},
+        bf16__fused_adamw__fused_loss={"gradient": turned},
+    )  # fmt: skip
+    climb(call, "--cumulative-only", rungs=[{"name": "base"}, {"name": "narrow", "with": {"bf16": {}}}, *RUNGS[1:]])
+    found = records(Path("out"))
+    assert [r["proof"]["ok"] for r in found.values() if r["proof"]] == [True] * 3
+    assert found["narrow"]["verdict"] != "red" and found["adamw"]["verdict"] != "red"
+    said = "wrong: its gradients lie 0.72 (1 - cosine) from those of `narrow`, which promises the same maths"
+    assert found["both"]["red"] == [f"{said}, allowed 3e-02"]
+
+
 def test_a_record_has_every_field(call: Call, fakes: Fakes) -> None:
     fakes.does(fused_adamw={"speed": 1500.0})
     found = climb(call, "--cumulative-only", "--json", "--set", "optim.lr=1e-4")

@@ -158,7 +158,9 @@ def _judged(whole: Climb, rung: Rung, since: Rung | None, proof: Mapping[str, An
     if after is None:
         return "red", [f"failed: {whole.error(rung)}"]
     first = whole.counted(rung)[0]
-    bad = [*_unsound(whole, rung), stats.wrong(proof, first["proof"]["losses"]), first.get("ended")]
+    bad = [
+        *_unsound(whole, rung), stats.wrong(proof, first["proof"]["losses"]), *_turned(whole, rung), first.get("ended")
+    ]  # fmt: skip
     if rung.peer is not None and since is None:
         bad.append(f"nothing to compare with: {rung.since} has no figures")
     if rung.peer is not None and since is not None:
@@ -202,10 +204,15 @@ def _since(whole: Climb, rung: Rung) -> Rung | None:
     return None if below is None else by_name[below]
 
 
-def _proof(whole: Climb, rung: Rung) -> dict[str, Any] | None:
-    """Held against the first rung on its model that has losses, which is the baseline unless that failed."""
+def _told(whole: Climb, rung: Rung) -> list[Rung]:
+    """The rungs on its model that have losses; the baseline is the first unless that failed."""
     same = [r for r in whole.rungs if baseline(whole, r) is baseline(whole, rung)]
-    told = [r for r in same if whole.figures(r) and whole.results[r.name][0]["proof"]["losses"]]
+    return [r for r in same if whole.figures(r) and whole.results[r.name][0]["proof"]["losses"]]
+
+
+def _proof(whole: Climb, rung: Rung) -> dict[str, Any] | None:
+    """Held against the first rung on its model that has losses."""
+    told = _told(whole, rung)
     if not told or told[0] is rung or rung not in told:
         return None
     allowed = stats.tolerances(told[0].run, rung.run, ALL)
@@ -217,6 +224,23 @@ def _proof(whole: Climb, rung: Rung) -> dict[str, Any] | None:
     worst = max(proofs, key=lambda p: math.inf if p["worst"] is None else p["worst"] / p["tolerance"])
     known = [angle for angle in angles if angle is not None]
     return {"against": told[0].name, "numerics": numerics, **worst, "cosine": min(known, default=None)}
+
+
+def _turned(whole: Climb, rung: Rung) -> Iterator[str]:
+    """Different maths than the first rung's may turn a gradient; the first rung of the same maths is held against."""
+    told = _told(whole, rung)
+    alike = [r for r in told if stats.tolerances(r.run, rung.run, ALL) is not stats.DIFFERENT]
+    if rung not in told or alike[0] in (told[0], rung):  # `_proof` holds it against the first, or nobody is like it
+        return
+    allowed = stats.tolerances(alike[0].run, rung.run, ALL)["gradients"]
+    wanted = whole.results[alike[0].name][0]["proof"].get("gradient")
+    for result in whole.results[rung.name]:
+        angle = stats.cosine(result["proof"].get("gradient"), wanted)
+        if angle is not None and 1 - angle > allowed:
+            yield (
+                f"wrong: its gradients lie {1 - angle:.2g} (1 - cosine) from those of `{alike[0].name}`, which "
+                f"promises the same maths, allowed {allowed:.0e}"
+            )
 
 
 def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:

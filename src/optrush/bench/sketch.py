@@ -36,7 +36,7 @@ def sketch(job: Job) -> dict[str, str]:
     sums = torch.zeros(WIDTH, dtype=torch.float64, device=job.world.device)
     names = [job.setup.device.name, torch.__version__]
     for t in job.trained:
-        for name, values in _tensors(job, t):
+        for name, values in tensors(job, t):
             names.append(name)
             seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
             generator = torch.Generator(values.device).manual_seed(seed)
@@ -48,7 +48,7 @@ def sketch(job: Job) -> dict[str, str]:
     return {"of": digest, "sums": base64.b64encode(sums.float().cpu().numpy().tobytes()).decode()}
 
 
-def _tensors(job: Job, t: Trained) -> Iterator[tuple[str, Tensor]]:
+def tensors(job: Job, t: Trained) -> Iterator[tuple[str, Tensor]]:
     """The gradient of a parameter as an export would write it; of one that no export has, as it is."""
     if t.grad is not None and t.name in job.recipe.entries:
         yield from job.recipe.split(t.name, t.grad)

@@ -1,0 +1,136 @@
+"""How far the first gradient of each rung of a ladder lies from the first rung's: a JSON line on standard output.
+
+usage: gradients.py CONFIG --ladder LADDER [--jobs N] [--set KEY=VALUE]...
+
+Each rung is assembled in a process of its own, up to N at a time, and takes one gradient of the documents of the
+ladder's proof. All its values are compared, tensor by tensor under the names of an export, where the proof of a climb
+has a sketch of some thousand sums (bench/sketch.py). Nothing is timed, and other systems are left out.
+
+    cosine   of the angle between the two gradients, all tensors laid end to end; accumulated in float64
+    length   of the gradient, by that of the first rung's
+    tensors  the lowest cosine of any one tensor, and its name; the median over tensors
+    sketch   the cosine as a climb's proof would tell it
+    error    instead of these: why there is no gradient
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optrush import config, step
+from optrush.assemble import assemble
+from optrush.bench import environment, ladder, stats, worker
+from optrush.bench.sketch import sketch, tensors
+from optrush.errors import UserError
+from optrush.job import Job
+from optrush.prepare import prepare
+from optrush.technique import Part
+
+LAST = 240  # letters of an error
+
+
+def gradient(run: config.Run, baseline: config.Run, documents: int) -> Job:
+    """A job that holds the gradient of the baseline's first documents, taken as the proof of a climb takes it."""
+    prepared = prepare(run)
+    job = assemble(prepared)
+    if Part.UPDATE in job.setup.owned:
+        raise ValueError("no gradient is left: weights are updated in the backward pass")
+    held = worker.first_documents(job, prepared, baseline, documents)
+    batches = worker.lay(job, held, most=job.stream.plan(None, run.train.steps).widest)
+    step.begin(job, 1, 1)
+    job.gradients(batches, job.total(sum(b.n_terms for b in batches)))
+    return job
+
+
+@torch.no_grad()
+def compared(job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
+    """The angle between the gradient that lies in the job and another, over all tensors and for each."""
+    inner, mine, theirs, cosines = 0.0, 0.0, 0.0, dict[str, float]()
+    found = {name: values for t in job.trained for name, values in tensors(job, t)}
+    if set(found) != set(wanted):
+        raise ValueError(f"other tensors: {sorted(set(found) ^ set(wanted))[:3]}")
+    for name, values in found.items():
+        a, b = values.double().flatten(), wanted[name].to(values.device).double().flatten()
+        products = [float(x @ y) for x, y in ((a, b), (a, a), (b, b))]
+        inner, mine, theirs = (total + p for total, p in zip((inner, mine, theirs), products))
+        cosines[name] = products[0] / (products[1] * products[2]) ** 0.5
+    lowest = min(cosines, key=cosines.__getitem__)
+    return {
+        "cosine": inner / (mine * theirs) ** 0.5,
+        "length": (mine / theirs) ** 0.5,
+        "tensors": {"lowest": [lowest, cosines[lowest]], "median": statistics.median(cosines.values())},
+    }
+
+
+def answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """What the process of one rung finds; the first leaves its gradient in `folder` for the others."""
+    baseline = config.parse(request["baseline"], "baseline")
+    job = gradient(config.parse(request["run"], "run"), baseline, request["documents"])
+    first, seen = folder / "first.pt", sketch(job)
+    if not first.exists():
+        held = {name: values.float().cpu() for t in job.trained for name, values in tensors(job, t)}
+        torch.save({"tensors": held, "sketch": seen}, first)
+    wanted = torch.load(first, mmap=True)
+    return {**compared(job, wanted["tensors"]), "sketch": stats.cosine(seen, wanted["sketch"])}
+
+
+def asked(rung: ladder.Rung, first: ladder.Rung, documents: int, folder: Path) -> dict[str, Any]:
+    """Starts a rung's process; what it said, or its last words."""
+    request = {"run": config.dump(rung.run), "baseline": config.dump(first.run), "documents": documents}
+    line = [sys.executable, __file__, "--answer", json.dumps(request), str(folder)]
+    done = subprocess.run(line, capture_output=True, text=True)
+    try:
+        said = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        said = {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][-LAST:]}
+    print(f"{rung.name}: {said}", file=sys.stderr, flush=True)
+    return {"rung": rung.name, **said}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--answer"]:
+        try:
+            print(json.dumps(answer(json.loads(sys.argv[2]), Path(sys.argv[3])), allow_nan=False))
+        except Exception as error:  # a rung may fail in any way, and the others are compared
+            said = str(error) if isinstance(error, UserError) else worker.explain(error)
+            print(json.dumps({"error": said}))
+        return
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--ladder", required=True)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], dest="sets")
+    a = parser.parse_args()
+    run = config.parse(a.config.read_text(), str(a.config), sets=a.sets)
+    climbed = ladder.find(a.ladder, run)
+    first, *rungs = [r for r in ladder.rungs(climbed, run, cumulative_only=True) if r.peer is None]
+    documents = climbed.proof.documents
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=shared) as held, ThreadPoolExecutor(a.jobs) as pool:
+        folder = Path(held)
+        found = [asked(first, first, documents, folder)]
+        if "error" in found[0]:
+            sys.exit(f"the first rung has no gradient: {found[0]['error']}")
+        found += pool.map(lambda rung: asked(rung, first, documents, folder), rungs)
+    line = {
+        "config": str(a.config), "ladder": climbed.name, "set": a.sets, "case": ladder.case(run),
+        "documents": documents, "rungs": found,
+        "environment": environment.machine(), "source": environment.source(),
+    }  # fmt: skip
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
