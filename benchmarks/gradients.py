@@ -1,10 +1,11 @@
-"""How far the first gradient of each rung of a ladder lies from the first rung's: a JSON line on standard output.
+"""How far the first gradient of each rung of a ladder lies from the first rung's: a JSON line each, on standard output.
 
 usage: gradients.py CONFIG --ladder LADDER [--jobs N] [--set KEY=VALUE]...
 
 Each rung is assembled in a process of its own, up to N at a time, and takes one gradient of the documents of the
-ladder's proof. All its values are compared, tensor by tensor under the names of an export, where the proof of a climb
-has a sketch of some thousand sums (bench/sketch.py). Nothing is timed, and other systems are left out.
+ladder's proof, in micro-batches no larger than these need. All its values are compared, tensor by tensor under the
+names of an export, where the proof of a climb has a sketch of some thousand sums (bench/sketch.py). Nothing is timed,
+and other systems are left out.
 
     cosine   of the angle between the two gradients, all tensors laid end to end; accumulated in float64
     length   of the gradient, by that of the first rung's
@@ -43,6 +44,10 @@ LAST = 240  # letters of an error
 
 def gradient(run: config.Run, baseline: config.Run, documents: int) -> Job:
     """A job that holds the gradient of the baseline's first documents, taken as the proof of a climb takes it."""
+    slots = documents * run.batch.seq
+    if isinstance(run.batch.micro_tokens, int) and run.batch.micro_tokens > slots:
+        sizes = run.batch.model_copy(update={"tokens": slots, "micro_tokens": slots})
+        run = run.model_copy(update={"batch": sizes})
     prepared = prepare(run)
     job = assemble(prepared)
     if Part.UPDATE in job.setup.owned:
@@ -95,7 +100,7 @@ def asked(rung: ladder.Rung, first: ladder.Rung, documents: int, folder: Path) -
         said = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         said = {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][-LAST:]}
-    print(f"{rung.name}: {said}", file=sys.stderr, flush=True)
+    print(f"{rung.name}: {said.get('cosine', said.get('error'))}", file=sys.stderr, flush=True)
     return {"rung": rung.name, **said}
 
 
@@ -118,18 +123,18 @@ def main() -> None:
     first, *rungs = [r for r in ladder.rungs(climbed, run, cumulative_only=True) if r.peer is None]
     documents = climbed.proof.documents
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    known = {
+        "config": str(a.config), "ladder": climbed.name, "set": a.sets, "case": ladder.case(run),
+        "documents": documents, "environment": environment.machine(), "source": environment.source(),
+    }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=shared) as held, ThreadPoolExecutor(a.jobs) as pool:
         folder = Path(held)
-        found = [asked(first, first, documents, folder)]
-        if "error" in found[0]:
-            sys.exit(f"the first rung has no gradient: {found[0]['error']}")
-        found += pool.map(lambda rung: asked(rung, first, documents, folder), rungs)
-    line = {
-        "config": str(a.config), "ladder": climbed.name, "set": a.sets, "case": ladder.case(run),
-        "documents": documents, "rungs": found,
-        "environment": environment.machine(), "source": environment.source(),
-    }  # fmt: skip
-    print(json.dumps(line))
+        found = asked(first, first, documents, folder)
+        print(json.dumps({**known, **found}), flush=True)
+        if "error" in found:
+            sys.exit("the first rung has no gradient: there is nothing to compare with")
+        for found in pool.map(lambda rung: asked(rung, first, documents, folder), rungs):
+            print(json.dumps({**known, **found}), flush=True)
 
 
 if __name__ == "__main__":

@@ -219,9 +219,9 @@ def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp
     line = ["gradients.py", str(tmp_path / "run.yaml"), "--ladder", str(tmp_path / "ladder.yaml"), "--jobs", "2"]
     monkeypatch.setattr(sys, "argv", line)
     gradients.main()
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["documents"] == 2 and told["ladder"] == "ladder"
-    float32, other, narrow, taken = told["rungs"]
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(r["documents"], r["ladder"]) for r in told] == [(2, "ladder")] * 4
+    float32, other, narrow, taken = told
     assert float32["cosine"] == pytest.approx(1, abs=1e-12) and float32["length"] == pytest.approx(1, abs=1e-12)
     assert 0 < 1 - other["cosine"] < 1e-9
     assert "no gradient is left" in taken["error"]
