@@ -5,7 +5,7 @@ usage: gradients.py CONFIG --ladder LADDER [--jobs N] [--set KEY=VALUE]...
 Each rung is assembled in a process of its own, up to N at a time, and takes one gradient of the documents of the
 ladder's proof, in micro-batches no larger than these need. All its values are compared, tensor by tensor under the
 names of an export, where the proof of a climb has a sketch of some thousand sums (bench/sketch.py). Nothing is timed,
-and other systems are left out.
+and other systems are left out. A rung that ran out of memory beside others is asked again, alone.
 
     cosine   of the angle between the two gradients, all tensors laid end to end; accumulated in float64
     length   of the gradient, by that of the first rung's
@@ -129,12 +129,17 @@ def main() -> None:
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=shared) as held, ThreadPoolExecutor(a.jobs) as pool:
         folder = Path(held)
-        found = asked(first, first, documents, folder)
+        found, alone = asked(first, first, documents, folder), list[ladder.Rung]()
         print(json.dumps({**known, **found}), flush=True)
         if "error" in found:
             sys.exit("the first rung has no gradient: there is nothing to compare with")
-        for found in pool.map(lambda rung: asked(rung, first, documents, folder), rungs):
-            print(json.dumps({**known, **found}), flush=True)
+        for rung, found in zip(rungs, pool.map(lambda rung: asked(rung, first, documents, folder), rungs)):
+            if "out of memory" in found.get("error", "") and a.jobs > 1:
+                alone.append(rung)  # the others may have had it
+            else:
+                print(json.dumps({**known, **found}), flush=True)
+        for rung in alone:
+            print(json.dumps({**known, **asked(rung, first, documents, folder)}), flush=True)
 
 
 if __name__ == "__main__":

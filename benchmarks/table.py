@@ -46,6 +46,8 @@ SAVING = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("memory", "m
 LONGEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("long-context", "long-context8"))
 PARTED = (LADDER, Path("benchmarks/results/cpu-demo"))
 LEVERS = Path("benchmarks/results/h200-adapter-levers")
+PROOFS = Path("benchmarks/results/h200-proofs")
+GRADIENTS = Path("benchmarks/results/h200-gradients.jsonl")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`, where a record has no own
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
@@ -174,7 +176,7 @@ def fastest() -> str:
     ]
     tail += f" Without a proof, first on their ladder or after one without: {', '.join(unproved)}."
     red = [line for records in ladders for line in _red(records)]
-    return "\n".join([*rows, "", tail, *red, "", *savings()])
+    return "\n".join([*rows, "", tail, *red, "", *savings(), "", *nearness()])
 
 
 def savings() -> list[str]:
@@ -204,6 +206,43 @@ def savings() -> list[str]:
     return [*rows, "", f"Records: {links}."]
 
 
+def nearness() -> list[str]:
+    """How far the fastest sets lie from plain transformers in float32: gradients, then five steps."""
+    told = [json.loads(line) for line in (ROOT / GRADIENTS).read_text().splitlines()]
+    rows = [
+        "How far a rung's first gradient lies from that of plain transformers in float32, on the same documents from",
+        "the same random weights of the 1B shape: all values compared, then the tensor that is farthest, then its",
+        "length against float32's. Rungs without a figure ran out of memory, which others of the table held meanwhile.",
+        "",
+        "| ladder | rung | 1 - cosine | of the farthest tensor | length |",
+        "|---|---|---|---|---|",
+    ]
+    for r in told:
+        figures = f"failed: {r.get('error', '').split(':')[0]} | | |"
+        if "cosine" in r:
+            farthest, apart = r["tensors"]["lowest"]
+            name = f"{1 - apart:.1e} ({farthest.removeprefix('model.').removesuffix('.weight')})" if apart < 1 else "0"
+            figures = f"{1 - r['cosine']:.1e}".replace("0.0e+00", "0") + f" | {name} | {r['length']:.4f} |"
+        rows.append(f"| {r['ladder']} | {r['rung']} | {figures}")
+    first, *others = read(ROOT / PROOFS)
+    rows += [
+        "",
+        f"Five steps of {first.case} on one window, against *{first.rung}*, by the largest relative distance:",
+        "",
+        "| rung | losses | gradient norms | 1 - cosine of the first gradients | tokens/s |",
+        "|---|---|---|---|---|",
+    ]
+    for x in others:
+        losses, norms = (
+            max(abs(a - b) / b for a, b in zip(mine, theirs, strict=True) if a and b)
+            for mine, theirs in ((x.losses, first.losses), (x.grad_norms, first.grad_norms))
+        )
+        assert x.proof and x.tokens_per_s
+        rows.append(f"| {x.rung} | {losses:.1e} | {norms:.1e} | {1 - x.proof['cosine']:.1e} | {x.tokens_per_s:,.0f} |")
+    links = f"[{GRADIENTS.name}](../{GRADIENTS}), [{PROOFS.name}](../{PROOFS}/records.jsonl)"
+    return [*rows, "", f"Records: {links}."]
+
+
 def _side_by_side(
     folders: Sequence[Path], before: Callable[[Record], str], after: Callable[[Record], str]
 ) -> Iterator[str]:
@@ -226,7 +265,7 @@ def accuracy() -> str:
     ]
     records = [
         (folder, r)
-        for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS)
+        for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS, PROOFS)
         for r in read(ROOT / folder)
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]

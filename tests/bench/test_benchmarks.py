@@ -209,15 +209,20 @@ rungs:
 """
 
 
-def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp_path):
-    gradients = program("gradients")
+def gradients_of(program, monkeypatch, folder):
+    """The program, about to be run on a small model, and its command line."""
     load = "{seq: 64, tokens: 64, micro_tokens: 64}"
-    (tmp_path / "run.yaml").write_text(
+    (folder / "run.yaml").write_text(
         f"{{model: tiny, objective: pretrain, data: {{random: 8}}, batch: {load}, optim: {{clip: null}}, output: none}}"
     )
-    (tmp_path / "ladder.yaml").write_text(PRECISIONS)
-    line = ["gradients.py", str(tmp_path / "run.yaml"), "--ladder", str(tmp_path / "ladder.yaml"), "--jobs", "2"]
+    (folder / "ladder.yaml").write_text(PRECISIONS)
+    line = ["gradients.py", str(folder / "run.yaml"), "--ladder", str(folder / "ladder.yaml"), "--jobs", "2"]
     monkeypatch.setattr(sys, "argv", line)
+    return program("gradients"), line
+
+
+def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp_path):
+    gradients, line = gradients_of(program, monkeypatch, tmp_path)
     gradients.main()
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(r["documents"], r["ladder"]) for r in told] == [(2, "ladder")] * 4
@@ -233,6 +238,27 @@ def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp
     assert narrow["length"] == pytest.approx((b.norm() / a.norm()).item(), abs=1e-9)
     assert 1e-7 < 1 - narrow["cosine"] < 1e-3 and narrow["tensors"]["lowest"][1] < narrow["tensors"]["median"] < 1
     assert 1 - narrow["sketch"] == pytest.approx(1 - narrow["cosine"], rel=0.1)
+
+
+def test_a_rung_that_others_left_no_memory_is_asked_again_alone(program, monkeypatch, capsys, tmp_path):
+    gradients, _ = gradients_of(program, monkeypatch, tmp_path)
+    tries = []
+
+    def asked(rung, first, documents, folder):
+        tries.append(rung.name)
+        full = rung.name == "transformers" and tries.count(rung.name) == 1
+        return {"rung": rung.name, **({"error": "out of memory: CUDA"} if full else {"cosine": 1.0})}
+
+    monkeypatch.setattr(gradients, "asked", asked)
+    gradients.main()
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(r["rung"], r.get("cosine")) for r in told] == [
+        ("float32", 1), ("bf16", 1), ("taken", 1), ("transformers", 1)
+    ]  # fmt: skip
+    assert tries[-1] == "transformers" and len(tries) == 5
+    monkeypatch.setattr(gradients, "asked", lambda *_: {"error": "no such file"})
+    with pytest.raises(SystemExit, match="first rung has no gradient"):
+        gradients.main()
 
 
 # --- operators.py

@@ -2,7 +2,7 @@
 
 Each value, with a sign drawn at random, is added to those whose place, shifted by a number of its tensor's own, has the
 same remainder by WIDTH. Such sums keep inner products on average; the square of the distance between two gradients is
-told within some 2 %, the root of 2 / WIDTH, or some 5 where a few values make most of it.
+told within some 2 %, the root of 2 / WIDTH, or some 6 where a few values make most of it.
 Source: Alon, Matias and Szegedy, https://doi.org/10.1006/jcss.1997.1545.
 
 Names and layout are those of an export, so that a fused parameter compares with the tensors that it is made of. Signs
