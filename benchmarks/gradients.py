@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush import config, step
+from optrush import config, reference, step
 from optrush.assemble import assemble
 from optrush.bench import environment, ladder, stats, worker
 from optrush.bench.sketch import sketch, tensors
@@ -43,7 +44,11 @@ LAST = 240  # letters of an error
 
 
 def gradient(run: config.Run, baseline: config.Run, documents: int) -> Job:
-    """A job that holds the gradient of the baseline's first documents, taken as the proof of a climb takes it."""
+    """A job that holds the gradient of the baseline's first documents, taken as the proof of a climb takes it.
+
+    Raises:
+        ValueError: the rung can have none of these documents, or keeps none.
+    """
     slots = documents * run.batch.seq
     if isinstance(run.batch.micro_tokens, int) and run.batch.micro_tokens > slots:
         sizes = run.batch.model_copy(update={"tokens": slots, "micro_tokens": slots})
@@ -52,7 +57,10 @@ def gradient(run: config.Run, baseline: config.Run, documents: int) -> Job:
     job = assemble(prepared)
     if Part.UPDATE in job.setup.owned:
         raise ValueError("no gradient is left: weights are updated in the backward pass")
+    reference.fill(job, prepared)
     held = worker.first_documents(job, prepared, baseline, documents)
+    if (found := worker.obstacle(job, held)) is not None:
+        raise ValueError(found)
     batches = worker.lay(job, held, most=job.stream.plan(None, run.train.steps).widest)
     step.begin(job, 1, 1)
     job.gradients(batches, job.total(sum(b.n_terms for b in batches)))
@@ -61,16 +69,23 @@ def gradient(run: config.Run, baseline: config.Run, documents: int) -> Job:
 
 @torch.no_grad()
 def compared(job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
-    """The angle between the gradient that lies in the job and another, over all tensors and for each."""
+    """The angle between the gradient that lies in the job and another, over all tensors and for each that has one.
+
+    Raises:
+        ValueError: they cannot be compared.
+    """
     inner, mine, theirs, cosines = 0.0, 0.0, 0.0, dict[str, float]()
     found = {name: values for t in job.trained for name, values in tensors(job, t)}
     if set(found) != set(wanted):
         raise ValueError(f"other tensors: {sorted(set(found) ^ set(wanted))[:3]}")
     for name, values in found.items():
-        a, b = values.double().flatten(), wanted[name].to(values.device).double().flatten()
+        a, b = values.double().flatten() / job.scale, wanted[name].to(values.device).double().flatten()
         products = [float(x @ y) for x, y in ((a, b), (a, a), (b, b))]
         inner, mine, theirs = (total + p for total, p in zip((inner, mine, theirs), products))
-        cosines[name] = products[0] / (products[1] * products[2]) ** 0.5
+        if products[1] and products[2]:  # that of an adapter's first factor begins at zero
+            cosines[name] = products[0] / (products[1] * products[2]) ** 0.5
+    if not 0 < mine * theirs < math.inf:
+        raise ValueError("a gradient is zero, or not finite")
     lowest = min(cosines, key=cosines.__getitem__)
     return {
         "cosine": inner / (mine * theirs) ** 0.5,
@@ -85,7 +100,7 @@ def answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     job = gradient(config.parse(request["run"], "run"), baseline, request["documents"])
     first, seen = folder / "first.pt", sketch(job)
     if not first.exists():
-        held = {name: values.float().cpu() for t in job.trained for name, values in tensors(job, t)}
+        held = {name: (values.float() / job.scale).cpu() for t in job.trained for name, values in tensors(job, t)}
         torch.save({"tensors": held, "sketch": seen}, first)
     wanted = torch.load(first, mmap=True)
     return {**compared(job, wanted["tensors"]), "sketch": stats.cosine(seen, wanted["sketch"])}
@@ -99,7 +114,9 @@ def asked(rung: ladder.Rung, first: ladder.Rung, documents: int, folder: Path) -
     try:
         said = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        said = {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][-LAST:]}
+        said = {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    if "error" in said:
+        said["error"] = said["error"][:LAST]
     print(f"{rung.name}: {said.get('cosine', said.get('error'))}", file=sys.stderr, flush=True)
     return {"rung": rung.name, **said}
 

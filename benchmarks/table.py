@@ -6,6 +6,7 @@ usage: table.py          rewrites each between its two markers, and the pictures
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -212,7 +213,7 @@ def nearness() -> list[str]:
     rows = [
         "How far a rung's first gradient lies from that of plain transformers in float32, on the same documents from",
         "the same random weights of the 1B shape: all values compared, then the tensor that is farthest, then its",
-        "length against float32's. Rungs without a figure ran out of memory, which others of the table held meanwhile.",
+        "length against float32's.",
         "",
         "| ladder | rung | 1 - cosine | of the farthest tensor | length |",
         "|---|---|---|---|---|",
@@ -233,12 +234,15 @@ def nearness() -> list[str]:
         "|---|---|---|---|---|",
     ]
     for x in others:
-        losses, norms = (
-            max(abs(a - b) / b for a, b in zip(mine, theirs, strict=True) if a and b)
+        if not (x.proof and x.tokens_per_s):
+            rows.append(f"| {x.rung} | failed: {x.error} | | | |")
+            continue
+        apart = [
+            max(math.inf if a is None or b is None else abs(a - b) / b for a, b in zip(mine, theirs, strict=True))
             for mine, theirs in ((x.losses, first.losses), (x.grad_norms, first.grad_norms))
-        )
-        assert x.proof and x.tokens_per_s
-        rows.append(f"| {x.rung} | {losses:.1e} | {norms:.1e} | {1 - x.proof['cosine']:.1e} | {x.tokens_per_s:,.0f} |")
+        ]
+        angle = "" if x.proof["cosine"] is None else f"{1 - x.proof['cosine']:.1e}"
+        rows.append(f"| {x.rung} | {apart[0]:.1e} | {apart[1]:.1e} | {angle} | {x.tokens_per_s:,.0f} |")
     links = f"[{GRADIENTS.name}](../{GRADIENTS}), [{PROOFS.name}](../{PROOFS}/records.jsonl)"
     return [*rows, "", f"Records: {links}."]
 

@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import itertools
 import json
+import math
 import sys
 import time
 from functools import cache
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from optrush import config, plan, technique
@@ -205,6 +207,7 @@ rungs:
   - {name: float32}
   - {name: transformers, set: {model.implementation: transformers}}
   - {name: bf16, from: float32, with: {bf16: {}}}
+  - {name: fp16, from: float32, with: {amp: {dtype: fp16}}}
   - {name: taken, from: bf16, with: {update-in-backward: {}, fused-adamw: {}}}
 """
 
@@ -225,11 +228,12 @@ def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp
     gradients, line = gradients_of(program, monkeypatch, tmp_path)
     gradients.main()
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(r["documents"], r["ladder"]) for r in told] == [(2, "ladder")] * 4
-    float32, other, narrow, taken = told
+    assert [(r["documents"], r["ladder"]) for r in told] == [(2, "ladder")] * 5
+    float32, other, narrow, scaled, taken = told
     assert float32["cosine"] == pytest.approx(1, abs=1e-12) and float32["length"] == pytest.approx(1, abs=1e-12)
     assert 0 < 1 - other["cosine"] < 1e-9
     assert "no gradient is left" in taken["error"]
+    assert scaled["length"] == pytest.approx(1, abs=0.01), "without the loss scale"
     run = config.parse((tmp_path / "run.yaml").read_text(), "run")
     rungs = {r.name: r.run for r in ladder.rungs(ladder.find(line[3], run), run, True)}
     jobs = [gradients.gradient(rungs[name], rungs["float32"], 2) for name in ("float32", "bf16")]
@@ -238,6 +242,22 @@ def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp
     assert narrow["length"] == pytest.approx((b.norm() / a.norm()).item(), abs=1e-9)
     assert 1e-7 < 1 - narrow["cosine"] < 1e-3 and narrow["tensors"]["lowest"][1] < narrow["tensors"]["median"] < 1
     assert 1 - narrow["sketch"] == pytest.approx(1 - narrow["cosine"], rel=0.1)
+
+
+def test_gradients_that_are_zero_have_no_angle(program):
+    """That of an adapter's first factor, before the second has moved."""
+    gradients = program("gradients")
+    text = yaml.safe_dump(document(train={"steps": 2}))
+    run = config.parse(text, "run", withs=["lora:rank=4"])
+    job = gradients.gradient(run, run, 2)
+    held = {name: values.clone() for t in job.trained for name, values in gradients.tensors(job, t)}
+    assert any(not v.any() for v in held.values())
+    assert gradients.compared(job, held)["cosine"] == pytest.approx(1, abs=1e-12)
+    with pytest.raises(ValueError, match="other tensors"):
+        gradients.compared(job, {})
+    for wrong in (0, math.nan):
+        with pytest.raises(ValueError, match="zero, or not finite"):
+            gradients.compared(job, {name: v * wrong for name, v in held.items()})
 
 
 def test_a_rung_that_others_left_no_memory_is_asked_again_alone(program, monkeypatch, capsys, tmp_path):
@@ -253,9 +273,9 @@ def test_a_rung_that_others_left_no_memory_is_asked_again_alone(program, monkeyp
     gradients.main()
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(r["rung"], r.get("cosine")) for r in told] == [
-        ("float32", 1), ("bf16", 1), ("taken", 1), ("transformers", 1)
+        ("float32", 1), ("bf16", 1), ("fp16", 1), ("taken", 1), ("transformers", 1)
     ]  # fmt: skip
-    assert tries[-1] == "transformers" and len(tries) == 5
+    assert tries[-1] == "transformers" and len(tries) == 6
     monkeypatch.setattr(gradients, "asked", lambda *_: {"error": "no such file"})
     with pytest.raises(SystemExit, match="first rung has no gradient"):
         gradients.main()

@@ -59,21 +59,57 @@ def test_a_gradient_that_points_elsewhere_is_red(call: Call, fakes: Fakes) -> No
     assert found["both"]["proof"]["cosine"] == pytest.approx(1) and found["both"]["verdict"] != "red"
 
 
-def test_kernels_of_other_maths_are_held_against_the_first_of_their_own(call: Call, fakes: Fakes) -> None:
-    """bf16 may turn the baseline's gradient; what comes after it may not turn that of bf16."""
-    first, narrow, turned = (
-        {"of": "x", "sums": base64.b64encode(bytes(np.float32(v))).decode()} for v in ([3, 4], [4, 3], [4, -3])
-    )
+def gradient(*sums: float, of: str = "x") -> dict[str, str]:
+    return {"of": of, "sums": base64.b64encode(bytes(np.float32(sums))).decode()}
+
+
+FIRST, NARROW, TURNED, NONE = gradient(3, 4), gradient(3.1, 4), gradient(4, -3), gradient(0, 0, of="nothing")
+NAMES = ("none", "bf16", "bf16__fused_adamw", "bf16__fused_adamw__fused_loss")
+MATHS = [{"name": "base"}, {"name": "narrow", "with": {"bf16": {}}}, *RUNGS[1:]]
+
+
+@pytest.mark.parametrize(("found", "red"), [
+    ([FIRST, NARROW, NARROW, NARROW], {}),
+    ([FIRST, NARROW, NARROW, TURNED], {"both": "narrow"}),
+    ([FIRST, NARROW, TURNED, NARROW], {"adamw": "narrow"}),
+    ([FIRST, NARROW, [NARROW, TURNED], NARROW], {"adamw": "narrow"}),
+    ([FIRST, NONE, NARROW, TURNED], {"both": "adamw"}),  # the first of its maths has no gradient
+    ([NONE, NARROW, NARROW, TURNED], {"both": "narrow"}),
+    ([FIRST, TURNED, NARROW, NARROW], {}),  # bf16 turned it by as much
+    ([FIRST, gradient(4, 3), gradient(3, 4), NARROW], {}),  # by 0.04, so 0.08 is chance
+    ([FIRST, gradient(4, 3), gradient(3, 5), gradient(2, 5)], {"both": "narrow"}),
+])  # fmt: skip
+def test_kernels_of_other_maths_are_held_against_the_first_of_their_own(
+    call: Call, fakes: Fakes, found: list[Any], red: dict[str, str]
+) -> None:
+    """bf16 may turn the baseline's gradient; what comes after it may not turn that of bf16 by more."""
+    fakes.does(**{name: {"gradient": g} for name, g in zip(NAMES, found, strict=True)})
+    climb(call, "--cumulative-only", "--repeats", "2", rungs=MATHS)
+    told = records(Path("out"))
+    assert all(r["proof"]["ok"] for r in told.values() if r["proof"])
+    assert {n for n, r in told.items() if r["verdict"] == "red"} == set(red)
+    for name, against in red.items():
+        assert len(told[name]["red"]) == 1 and f"from those of `{against}`, which promises" in told[name]["red"][0]
+
+
+def test_the_same_maths_is_not_the_next_rung(call: Call, fakes: Fakes) -> None:
+    """What lies between, of the baseline's maths, is no measure; and in float32 little is allowed."""
     fakes.does(
-        none={"gradient": first}, bf16={"gradient": narrow}, bf16__fused_adamw={"gradient": narrow},
-        bf16__fused_adamw__fused_loss={"gradient": turned},
+        none={"gradient": FIRST}, fused_loss={"gradient": FIRST}, fused_loss__muon={"gradient": gradient(4, 3)},
+        fused_loss__muon__recompute={"gradient": gradient(4, 3.01)},
     )  # fmt: skip
-    climb(call, "--cumulative-only", rungs=[{"name": "base"}, {"name": "narrow", "with": {"bf16": {}}}, *RUNGS[1:]])
+    muon, both = {"name": "muon", "with": {"muon": {}}}, {"name": "both", "with": {"recompute": {}}}
+    rungs = [RUNGS[0], {"name": "loss", "with": {"fused-loss": {}}}, muon, both]
+    climb(call, "--cumulative-only", rungs=rungs)
     found = records(Path("out"))
-    assert [r["proof"]["ok"] for r in found.values() if r["proof"]] == [True] * 3
-    assert found["narrow"]["verdict"] != "red" and found["adamw"]["verdict"] != "red"
-    said = "wrong: its gradients lie 0.72 (1 - cosine) from those of `narrow`, which promises the same maths"
-    assert found["both"]["red"] == [f"{said}, allowed 3e-02"]
+    assert found["muon"]["verdict"] != "red" and found["both"]["verdict"] != "red", found["both"]["red"]
+    fakes.does(
+        none={"gradient": FIRST}, fused_loss={"gradient": FIRST}, fused_loss__muon={"gradient": FIRST},
+        fused_loss__muon__recompute={"gradient": gradient(3, 4.02)},
+    )  # fmt: skip
+    climb(call, "--cumulative-only", rungs=rungs, out="again")
+    said = "wrong: its gradients lie 2.9e-06 (1 - cosine) from those of `muon`, which promises the same maths"
+    assert records(Path("again"))["both"]["red"] == [f"{said}, allowed 1e-06"]
 
 
 def test_a_record_has_every_field(call: Call, fakes: Fakes) -> None:

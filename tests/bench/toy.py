@@ -166,8 +166,11 @@ if does.get("do") == "refuse":
     result = {{"error": "asked: a\\nfound: b\\ndo:    c", "refused": ["a", "b", "c"]}}
 else:
     speed = does.get("speed", 1000.0)
+    gradient = does.get("gradient")
+    if isinstance(gradient, list):
+        gradient = gradient[open({log!r}).read().splitlines().count(key) - 1]
     proof = {{"losses": does.get("losses", [2.0, 1.5]), "grad_norms": [1.0, 0.5], "note": None,
-             "gradient": does.get("gradient")}}
+             "gradient": gradient}}
     result = {{
         "proof": proof, "step_s": [0.1, 0.1], "tokens_per_s": [speed, speed * 1.001], "mfu": None,
         "peak_bytes": 10**9, "memory_kind": "rss", "device": "cpu", "environment": {{"threads": "1"}},

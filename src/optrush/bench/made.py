@@ -227,19 +227,28 @@ def _proof(whole: Climb, rung: Rung) -> dict[str, Any] | None:
 
 
 def _turned(whole: Climb, rung: Rung) -> Iterator[str]:
-    """Different maths than the first rung's may turn a gradient; the first rung of the same maths is held against."""
+    """Different maths than the first rung's may turn a gradient; the first rung of the same maths is held against.
+
+    What that maths turns gradients by is chance, which other kernels may draw anew: twice as much is allowed, at least.
+    """
     told = _told(whole, rung)
-    alike = [r for r in told if stats.tolerances(r.run, rung.run, ALL) is not stats.DIFFERENT]
-    if rung not in told or alike[0] in (told[0], rung):  # `_proof` holds it against the first, or nobody is like it
+    if rung not in told:
         return
-    allowed = stats.tolerances(alike[0].run, rung.run, ALL)["gradients"]
-    wanted = whole.results[alike[0].name][0]["proof"].get("gradient")
+    gradients = {r.name: whole.results[r.name][0]["proof"].get("gradient") for r in told}
+    before = told[: told.index(rung)]
+    tolerances = {r.name: stats.tolerances(r.run, rung.run, ALL) for r in before}
     for result in whole.results[rung.name]:
-        angle = stats.cosine(result["proof"].get("gradient"), wanted)
-        if angle is not None and 1 - angle > allowed:
+        mine = result["proof"].get("gradient")
+        angles = {n: stats.cosine(mine, gradients[n]) for n, t in tolerances.items() if t is not stats.DIFFERENT}
+        name, angle = next(((n, a) for n, a in angles.items() if a is not None), ("", None))
+        if angle is None:
+            continue
+        usual = stats.cosine(gradients[name], gradients[told[0].name])
+        allowed = max(tolerances[name]["gradients"], 0 if usual is None else 2 * (1 - usual))
+        if 1 - angle > allowed:
             yield (
-                f"wrong: its gradients lie {1 - angle:.2g} (1 - cosine) from those of `{alike[0].name}`, which "
-                f"promises the same maths, allowed {allowed:.0e}"
+                f"wrong: its gradients lie {1 - angle:.2g} (1 - cosine) from those of `{name}`, which "
+                f"promises the same maths, allowed {allowed:.2g}"
             )
 
 
