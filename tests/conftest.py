@@ -9,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from golden import make_golden
 from pair import Pair
 
 torch.set_num_threads(1)
+# How long an example takes says what else the machine does.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -119,7 +119,7 @@ def brute(sets: list[set[int]], threshold: float) -> dict[int, float]:
     return gone
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6), threshold=st.sampled_from([0.5, 0.7, 0.85]), block=st.sampled_from([1, 40, 1 << 21]))
 def test_near_against_all_pairs(
     tmp_path_factory: pytest.TempPathFactory, seed: int, threshold: float, block: int

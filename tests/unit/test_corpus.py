@@ -15,7 +15,7 @@ from optrush.data.rows import Where, bad_row
 from optrush.data.shard import Builder
 from optrush.errors import DataError
 
-quick = settings(database=None, deadline=None, max_examples=60)
+quick = settings(database=None, max_examples=60)
 FILES = (Path("a.jsonl"), Path("b.jsonl"))
 WHERE = Where(Path("some.jsonl"), 5)
 

@@ -214,7 +214,7 @@ SETS = [
 ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(SETS), st.integers(25, 400), st.sampled_from([1, 4]), st.sampled_from([512, 2048]))
 def test_the_largest_micro_batch_is_solved(with_, room, accumulation, unit):
     book = booked(with_, accumulation=accumulation)

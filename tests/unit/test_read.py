@@ -132,7 +132,7 @@ def test_missing_folder_unknown_and_empty_files(tmp_path):
 LINE = st.one_of(st.binary(max_size=12), st.integers(0, 300).map(lambda n: b'{"text": "' + b"x" * n + b'"}'))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lines=st.lists(LINE.map(lambda raw: raw.replace(b"\n", b"")), min_size=1, max_size=30),
     end=st.sampled_from([b"\n", b"\r\n"]),

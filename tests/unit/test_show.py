@@ -48,7 +48,7 @@ def test_every_token_once_and_every_character_whole(tokenizer: Any) -> None:
     assert len(found) > 20, "tokens are told one by one"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(min_size=1, max_size=40), st.integers(0, 60), st.integers(0, 60))
 def test_any_text_anywhere_learnt(tokenizer: Any, text: str, a: int, b: int) -> None:
     """Whatever is learnt: ids and targets come back in order, and the text does where no character is cut."""
@@ -118,7 +118,6 @@ def test_spread() -> None:
     assert sum(found["histogram"]["counts"]) == 5 and not found["histogram"]["logarithmic"]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 10**7), min_size=1, max_size=50))
 def test_a_histogram_holds_every_sample(lengths: list[int]) -> None:
     found = show.spread(np.array(lengths), np.array(lengths), 2048)["histogram"]

@@ -23,7 +23,7 @@ from optrush.data.pack import Fitted, Packed, Padded, Sorted, Wrapped
 from optrush.data.stream import Stream, epoch_order, evaluation
 from optrush.errors import ConfigError, DataError, RunError
 
-quick = settings(database=None, deadline=None, max_examples=60)
+quick = settings(database=None, max_examples=60)
 T = 16
 
 
