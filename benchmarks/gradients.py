@@ -40,7 +40,7 @@ from optrush.job import Job
 from optrush.prepare import prepare
 from optrush.technique import Part
 
-LAST = 240  # letters of an error
+LETTERS = 240  # of an error
 
 
 def gradient(run: config.Run, baseline: config.Run, documents: int) -> Job:
@@ -116,7 +116,7 @@ def asked(rung: ladder.Rung, first: ladder.Rung, documents: int, folder: Path) -
     except (ValueError, IndexError):
         said = {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     if "error" in said:
-        said["error"] = said["error"][:LAST]
+        said["error"] = said["error"][:LETTERS]
     print(f"{rung.name}: {said.get('cosine', said.get('error'))}", file=sys.stderr, flush=True)
     return {"rung": rung.name, **said}
 
