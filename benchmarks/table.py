@@ -39,15 +39,15 @@ LAYOUTS = Path("benchmarks/results/h200-data")
 FASTEST = tuple(
     Path(f"benchmarks/results/h200-{name}")
     for name in (
-        "peers", "peers-bf16", "rows", "head", "least", "levers", "eight", "least8", "longest8", "small-card",
-        "adapters", "adapters8", "qlora", "longest-qlora", "chat-lengths",
+        "peers", "peers-bf16", "peers-stock", "rows", "head", "least", "levers", "eight", "least8", "longest8",
+        "small-card", "adapters", "adapters8", "qlora", "longest-qlora", "chat-lengths",
     )
 )  # fmt: skip
 SAVING = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("memory", "memory8"))
 LONGEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("long-context", "long-context8"))
 PARTED = (LADDER, Path("benchmarks/results/cpu-demo"))
 LEVERS = Path("benchmarks/results/h200-adapter-levers")
-PROOFS = Path("benchmarks/results/h200-proofs")
+PROOFS = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("proofs", "proof-amp"))
 GRADIENTS = Path("benchmarks/results/h200-gradients.jsonl")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`, where a record has no own
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
@@ -159,7 +159,7 @@ def fastest() -> str:
         by_name = {r.rung: r for r in records}
         for r in records:
             ours = by_name.get(r.since or "") if r.peer and not r.red else None
-            figures = f"failed: {r.error} | | | |"
+            figures = f"failed: {_brief(r.error or '')} | | | |"
             if r.tokens_per_s and r.peak_bytes:
                 ratio = f"{ours.tokens_per_s / r.tokens_per_s:.2f}" if ours and ours.tokens_per_s else ""
                 speed = f"{r.predicted_tokens_per_s:,.0f}" if r.predicted_tokens_per_s else ""
@@ -225,15 +225,17 @@ def nearness() -> list[str]:
             name = f"{1 - apart:.1e} ({farthest.removeprefix('model.').removesuffix('.weight')})" if apart < 1 else "0"
             figures = f"{1 - r['cosine']:.1e}".replace("0.0e+00", "0") + f" | {name} | {r['length']:.4f} |"
         rows.append(f"| {r['ladder']} | {r['rung']} | {figures}")
-    first, *others = read(ROOT / PROOFS)
+    proofs = [read(ROOT / folder) for folder in PROOFS]
+    first = proofs[0][0]
     rows += [
         "",
-        f"Five steps of {first.case} on one window, against *{first.rung}*, by the largest relative distance:",
+        f"Five steps of {first.case} on one window, against *{first.rung}* of the same run, by the largest relative",
+        "distance:",
         "",
         "| rung | losses | gradient norms | 1 - cosine of the first gradients | tokens/s |",
         "|---|---|---|---|---|",
     ]
-    for x in others:
+    for first, x in ((first, x) for first, *others in proofs for x in others):
         if not (x.proof and x.tokens_per_s):
             rows.append(f"| {x.rung} | failed: {x.error} | | | |")
             continue
@@ -243,8 +245,8 @@ def nearness() -> list[str]:
         ]
         angle = "" if x.proof["cosine"] is None else f"{1 - x.proof['cosine']:.1e}"
         rows.append(f"| {x.rung} | {apart[0]:.1e} | {apart[1]:.1e} | {angle} | {x.tokens_per_s:,.0f} |")
-    links = f"[{GRADIENTS.name}](../{GRADIENTS}), [{PROOFS.name}](../{PROOFS}/records.jsonl)"
-    return [*rows, "", f"Records: {links}."]
+    links = [f"[{GRADIENTS.name}](../{GRADIENTS})", *(f"[{p.name}](../{p}/records.jsonl)" for p in PROOFS)]
+    return [*rows, "", f"Records: {', '.join(links)}."]
 
 
 def _side_by_side(
@@ -269,7 +271,7 @@ def accuracy() -> str:
     ]
     records = [
         (folder, r)
-        for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS, PROOFS)
+        for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS, *PROOFS)
         for r in read(ROOT / folder)
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]
@@ -365,12 +367,18 @@ def _row(r: Record, by_name: dict[str, Record], plain: dict[str, tuple[float, fl
     return f"| {r.rung} | {figures} | {other} | {r.verdict} |"
 
 
+def _brief(error: str) -> str:
+    """Of torch's words on lack of memory what was asked for and what was free, not which process held the rest."""
+    before, free, _ = error.partition("is free.")
+    return before + free
+
+
 def _red(records: list[Record]) -> list[str]:
     """Why rungs are red, each reason once."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for r in records:
         for reason in r.red:
-            reasons[" ".join(reason.split())].append(f"*{r.rung}*")
+            reasons[_brief(" ".join(reason.split())).removesuffix(".")].append(f"*{r.rung}*")
     return [line for reason, names in reasons.items() for line in ("", f"Red, {' and '.join(names)}: {reason}.")]
 
 
