@@ -12,13 +12,13 @@ from optrush.bench.record import Record, read
 from optrush.config import Run
 
 GIB = 2**30
-ENDS = "before products tiles narrow copied inplace room turns weights apart"
+ENDS = "before products tiles narrow copied inplace room turns weights apart shared"
 OLDER = tuple(f"-{end}" for end in ENDS.split(" "))
 NONE = "No rung of a committed climb differs from another in it alone."
 
 
 def folders(results: Path) -> list[Path]:
-    """Bench folders that stand for a ladder; its earlier climbs are the log's."""
+    """Bench folders that stand for a ladder; its earlier climbs, and those that shared a GPU, are the log's."""
     return [f for f in sorted(results.iterdir()) if (f / "records.jsonl").is_file() and not f.name.endswith(OLDER)]
 
 

@@ -39,10 +39,11 @@ LAYOUTS = Path("benchmarks/results/h200-data")
 FASTEST = tuple(
     Path(f"benchmarks/results/h200-{name}")
     for name in (
-        "peers", "peers-bf16", "peers-stock", "rows", "head", "least", "levers", "eight", "least8", "longest8",
-        "small-card", "adapters", "adapters8", "qlora", "longest-qlora", "chat-lengths",
+        "peers", "peers-bf16", "rows", "head", "least", "levers", "eight", "least8", "longest8", "small-card",
+        "adapters", "adapters8", "qlora", "longest-qlora", "chat-lengths",
     )
 )  # fmt: skip
+SHARED = Path("benchmarks/results/h200-peers-shared")
 SAVING = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("memory", "memory8"))
 LONGEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("long-context", "long-context8"))
 PARTED = (LADDER, Path("benchmarks/results/cpu-demo"))
@@ -72,17 +73,29 @@ def first_page() -> str:
         "Ours and other systems in turn, one NVIDIA H200, each run in its own process: the same data, precision",
         "and trained parameters ([all of it](docs/ladder.md#measured-the-fastest-set-and-other-systems)).",
         "",
+        *_in_turn(FASTEST),
+        "",
+        "What each optimisation adds to those before it:",
+        "",
+        table(),
+    ]
+    return "\n".join(rows)
+
+
+def _in_turn(folders: Sequence[Path]) -> list[str]:
+    """Each other system beside the rung of ours that it ran in turn with."""
+    rows = [
         "| case | system | runs | tokens/s: ours | theirs | ours / theirs | peak GiB: ours | theirs |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for records in (read(ROOT / folder) for folder in FASTEST):
+    for records in (read(ROOT / folder) for folder in folders):
         by_name = {r.rung: r for r in records}
         for ours, r in ((by_name.get(r.since or ""), r) for r in records if r.peer and not r.red):
             if ours and ours.tokens_per_s and ours.peak_bytes and r.tokens_per_s and r.peak_bytes:
                 speeds = f"{ours.tokens_per_s:,.0f} | {r.tokens_per_s:,.0f} | {ours.tokens_per_s / r.tokens_per_s:.2f}"
                 peaks = f"{ours.peak_bytes / GIB:.1f} | {r.peak_bytes / GIB:.1f}"
                 rows.append(f"| {r.case} | {r.rung} | {len(r.repeats)} | {speeds} | {peaks} |")
-    return "\n".join([*rows, "", "What each optimisation adds to those before it:", "", table()])
+    return rows
 
 
 def table() -> str:
@@ -159,7 +172,7 @@ def fastest() -> str:
         by_name = {r.rung: r for r in records}
         for r in records:
             ours = by_name.get(r.since or "") if r.peer and not r.red else None
-            figures = f"failed: {_brief(r.error or '')} | | | |"
+            figures = f"failed: {r.error} | | | |"
             if r.tokens_per_s and r.peak_bytes:
                 ratio = f"{ours.tokens_per_s / r.tokens_per_s:.2f}" if ours and ours.tokens_per_s else ""
                 speed = f"{r.predicted_tokens_per_s:,.0f}" if r.predicted_tokens_per_s else ""
@@ -177,7 +190,15 @@ def fastest() -> str:
     ]
     tail += f" Without a proof, first on their ladder or after one without: {', '.join(unproved)}."
     red = [line for records in ladders for line in _red(records)]
-    return "\n".join([*rows, "", tail, *red, "", *savings(), "", *nearness()])
+    stock = [
+        "Other systems' stock settings, too: Unsloth with its checkpointing, Trainer with Liger and the checkpointing",
+        "that TRL turns on. Two interleaved runs on one GPU that other climbs shared, so that some of their work may",
+        "have run beside what was timed ([how](../benchmarks/README.md#the-committed-results)). Records:",
+        f"[{SHARED.name}](../{SHARED}/records.jsonl).",
+        "",
+        *_in_turn([SHARED]),
+    ]
+    return "\n".join([*rows, "", tail, *red, "", *stock, "", *savings(), "", *nearness()])
 
 
 def savings() -> list[str]:
@@ -367,18 +388,12 @@ def _row(r: Record, by_name: dict[str, Record], plain: dict[str, tuple[float, fl
     return f"| {r.rung} | {figures} | {other} | {r.verdict} |"
 
 
-def _brief(error: str) -> str:
-    """Of torch's words on lack of memory what was asked for and what was free, not which process held the rest."""
-    before, free, _ = error.partition("is free.")
-    return before + free
-
-
 def _red(records: list[Record]) -> list[str]:
     """Why rungs are red, each reason once."""
     reasons: dict[str, list[str]] = defaultdict(list)
     for r in records:
         for reason in r.red:
-            reasons[_brief(" ".join(reason.split())).removesuffix(".")].append(f"*{r.rung}*")
+            reasons[" ".join(reason.split())].append(f"*{r.rung}*")
     return [line for reason, names in reasons.items() for line in ("", f"Red, {' and '.join(names)}: {reason}.")]
 
 
