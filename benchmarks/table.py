@@ -246,8 +246,8 @@ def nearness() -> list[str]:
             name = f"{1 - apart:.1e} ({farthest.removeprefix('model.').removesuffix('.weight')})" if apart < 1 else "0"
             figures = f"{1 - r['cosine']:.1e}".replace("0.0e+00", "0") + f" | {name} | {r['length']:.4f} |"
         rows.append(f"| {r['ladder']} | {r['rung']} | {figures}")
-    proofs = [read(ROOT / folder) for folder in PROOFS]
-    first = proofs[0][0]
+    pairs = [(first, x) for first, *others in (read(ROOT / folder) for folder in PROOFS) for x in others]
+    first = pairs[0][0]
     rows += [
         "",
         f"Five steps of {first.case} on one window, against *{first.rung}* of the same run, by the largest relative",
@@ -256,7 +256,7 @@ def nearness() -> list[str]:
         "| rung | losses | gradient norms | 1 - cosine of the first gradients | tokens/s |",
         "|---|---|---|---|---|",
     ]
-    for first, x in ((first, x) for first, *others in proofs for x in others):
+    for first, x in pairs:
         if not (x.proof and x.tokens_per_s):
             rows.append(f"| {x.rung} | failed: {x.error} | | | |")
             continue
