@@ -189,7 +189,6 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[Work]
         values=11 * s.parameters,
         role="weight",
         launches=14 * (L * 9 + 2),
-        reads=L * 9 + 2,
     )
     yield Work("norm", "gradients read for their norm", "step", values=s.parameters, role="gradient")
 

@@ -158,5 +158,5 @@ def _learnt(setup: Setup, s: ModelShape, outer: Sequence[bool], learnt: Sequence
         yield add(
             Line("update.adapters", why, 2 * largest, "wide", "update"),
             Work("update.adapters", "one operator at a time", "step", values=11 * (values + beside), role="wide",
-                 launches=14 * tensors, reads=tensors),
+                 launches=14 * tensors),
         )  # fmt: skip

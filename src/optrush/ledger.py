@@ -86,7 +86,6 @@ class Work:
     values: float = 0.0  # read and written in device memory
     role: Role = "byte"
     launches: float = 0.0  # operators that the host starts, or as many as take it as long
-    reads: float = 0.0  # numbers that the host reads off the device, which stands still meanwhile
     padding: float = 0.0  # share of the slots that hold no token
     fusable: bool = False
     # what rules change

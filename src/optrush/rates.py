@@ -41,9 +41,8 @@ EIGHT = 2.0  # 8-bit products in the time of one of bf16, by the datasheets of A
 PCIE, HOSTED = {7: 1.6e10, 8: 3.2e10}, 0.86
 PCIE_LATER = 6.4e10
 LAUNCH_S = 1.5e-5  # the host's time to start one operator
-# The device waits for the host where a micro-batch begins, where a step ends, and where a number is read that the next
-# operators need. The last is of one machine's two rungs; another's show 1e-5 (LOG.md).
-MICRO_S, STEP_S, READ_S = 2e-3, 5e-3, 6.5e-5
+# The device waits for the host where a micro-batch begins, and where a step ends and its loss is read.
+MICRO_S, STEP_S = 2e-3, 5e-3
 
 Basis = Literal["datasheet", "calibrated"]
 ATTENTIONS = ("attention", "flash2", "masked")  # units of attention that keeps no scores
@@ -65,9 +64,8 @@ class Rates:
     bytes_s: float  # of device memory
     link_bytes_s: float | None  # to another device
     launch_s: float
-    micro_s: float  # that the device waits at a micro-batch, at a step, and at a reading
+    micro_s: float  # that the device waits at a micro-batch, and at a step
     step_s: float
-    read_s: float
     host_bytes_s: float | None = None  # to and from pinned memory of the host; None: not known, or there is no other
 
     def flop_s(self, work: Work, narrow: bool) -> float:
@@ -191,9 +189,9 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float,
     )  # fmt: skip
 
 
-def _host(device: Device, launch_s: float) -> tuple[float, float, float, float]:
-    """(launch, micro-batch, step, reading): a CPU starts its operators itself, and at once."""
-    return (launch_s, MICRO_S, STEP_S, READ_S) if device.kind == "cuda" else (0.0, 0.0, 0.0, 0.0)
+def _host(device: Device, launch_s: float) -> tuple[float, float, float]:
+    """(launch, micro-batch, step): a CPU starts its operators itself, and at once."""
+    return (launch_s, MICRO_S, STEP_S) if device.kind == "cuda" else (0.0, 0.0, 0.0)
 
 
 def _products(found: Calibration, narrow: bool, shape: ModelShape) -> dict[str, float]:
@@ -249,11 +247,11 @@ def _together(rates: Iterable[float]) -> float:
 def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> list[Effort]:
     """Of one step of `ledger.accumulation` micro-batches of `tokens` slots; empty where the rates are unknown."""
     found = []
-    for work, times, alone, started, stood in _each(ledger, tokens, rates or of(device)):
+    for work, times, alone, started in _each(ledger, tokens, rates or of(device)):
         flop, moved = work.flop * times, work.values * ledger.widths[work.role] * times
         place: Literal["device", "link"] = "link" if work.unit == "link" else "device"
         if alone and math.isfinite(alone):
-            found.append(Effort(work.name, flop, moved, 0.0, alone + stood, place, work.reason))
+            found.append(Effort(work.name, flop, moved, 0.0, alone, place, work.reason))
         if started:
             found.append(Effort(work.name, 0.0, 0.0, work.launches * times, started, "host", work.reason))
     moved, taken = _offloaded(ledger, tokens, rates or of(device))
@@ -269,12 +267,12 @@ def seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
     """Of one step; None where the device's rates are unknown."""
     rates = rates or of(device)
     on_device, on_host, on_link = 0.0, 0.0, 0.0
-    for work, _, alone, started, stood in _each(ledger, tokens, rates):
+    for work, _, alone, started in _each(ledger, tokens, rates):
         on_host += started
         if work.unit == "link":
             on_link += alone
         else:
-            on_device += alone + stood
+            on_device += alone
     _, on_bus = _offloaded(ledger, tokens, rates)
     on_device += _paged(ledger, rates)[1]
     if rates is None or not on_device or math.isinf(max(on_device, on_link, on_bus)):
@@ -302,7 +300,7 @@ def _paged(ledger: Ledger, rates: Rates | None) -> tuple[float, float]:
 def parts(ledger: Ledger, tokens: float, rates: Rates) -> dict[str, float]:
     """Seconds of a step that the device works on each part, at these rates; `PARTS` names them."""
     found = dict.fromkeys(PARTS, 0.0)
-    for work, _, alone, *_ in _each(ledger, tokens, rates):
+    for work, _, alone, _ in _each(ledger, tokens, rates):
         if work.unit != "link":  # which runs beside them
             found[_part(work)] += alone
     found["optimizer"] += _paged(ledger, rates)[1]  # which the update waits for
@@ -319,9 +317,8 @@ def _part(work: Work) -> str:
     return "products" if work.flop else "elementwise"
 
 
-def _each(ledger: Ledger, tokens: float, rates: Rates | None) -> Iterator[tuple[Work, float, float, float, float]]:
-    """Work that is done, how many times a step, its seconds on device or link, the host's to start it, and those in
-    which the device stands still while the host reads."""
+def _each(ledger: Ledger, tokens: float, rates: Rates | None) -> Iterator[tuple[Work, float, float, float]]:
+    """Work that is done, how many times a step, its seconds on device or link, and the host's to start it."""
     if rates is None:
         return
     counts = {"token": tokens * ledger.accumulation, "micro": float(ledger.accumulation), "step": 1.0}
@@ -334,8 +331,7 @@ def _each(ledger: Ledger, tokens: float, rates: Rates | None) -> Iterator[tuple[
             alone = 0.0 if not moved else math.inf if speed is None else moved / speed
             if work.flop:
                 alone += work.flop * times / rates.flop_s(work, narrow)
-            stood = work.reads * counts[work.per] * rates.read_s  # a share of each tensor is read as often as the whole
-            yield work, times, alone, work.launches * times * rates.launch_s, stood
+            yield work, times, alone, work.launches * times * rates.launch_s
 
 
 def filled(ledger: Ledger) -> float:

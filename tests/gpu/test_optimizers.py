@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -96,6 +97,23 @@ def test_the_loop_and_one_launch_agree(rounding):
             job.update()
     for t, w in zip(one.trained, other.trained, strict=True):
         assert torch.equal(t.local, w.local), t.name
+
+
+def test_the_loop_waits_three_times_however_many_parameters_there_are():
+    """For the rate, the scale and the flag; how often a parameter was stepped lies on the host."""
+    job = job_of()
+    step_of(job, 0)
+    assert all(c.device.type == "cpu" and c.item() == 1 for c in job.optimizer.count)
+    for t in job.trained:
+        t.parameter.grad = torch.ones_like(t.local)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            job.optimizer.step(job.lr, job.scale, torch.zeros((), dtype=torch.bool, device="cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([w for w in said if "synchroniz" in str(w.message)]) == 3
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

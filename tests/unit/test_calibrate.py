@@ -404,37 +404,11 @@ def test_an_unknown_device_is_known_once_it_was_measured() -> None:
     assert [e.name for e in rates.efforts(linked, device, 100.0, found)] == ["forward.down"]
 
 
-@pytest.mark.parametrize("times", [1.0, 0.25], ids=["whole", "a rank's share"])
-def test_a_device_stands_still_while_the_host_reads(times: float) -> None:
-    """For a share of each parameter as often; what a device can do at most knows of no reading."""
-    device = H200
-    found = rates.of(device, fake(), SHAPE, 2048)
-    assert found is not None
-    read, unread = (
-        settle([Work("update", "", "step", 4e11, reads=n, times=times)], BFLOAT16, []) for n in (100.0, 0.0)
-    )
-    longer, shorter = (rates.seconds(ledger, device, 100.0, found) for ledger in (read, unread))
-    assert longer and shorter and longer - shorter == pytest.approx(100 * rates.READ_S)
-    (effort,) = rates.efforts(read, device, 100.0, found)
-    assert effort.seconds + rates.MICRO_S + rates.STEP_S == pytest.approx(longer)
-    assert rates.parts(read, 100.0, found) == rates.parts(unread, 100.0, found)
-
-
 # --- the plan
 
 
 def llama(*sets: str) -> plan.Run:
     return parse(LLAMA, "llama1b.yaml", sets)
-
-
-def test_a_loop_over_adapters_reads_one_number_of_each() -> None:
-    """Of a and b beside four linears of a block: queries, keys and values have one of each together."""
-    said = plan.predict(parse(LLAMA, "llama1b.yaml", withs=["lora"], withouts=["fused-adamw", "bf16"]), "h200")
-    sheet = rates.of(H200)
-    assert sheet is not None
-    (update,) = (e for e in said.work if e.name == "update.adapters" and e.where == "device")
-    stood = update.seconds - update.bytes / sheet.bytes_s
-    assert stood == pytest.approx(16 * 4 * 2 * rates.READ_S)
 
 
 def test_a_plan_goes_by_what_was_measured() -> None:

@@ -55,14 +55,6 @@ def test_the_order_of_techniques_never_matters():
     assert len(found) == 1
 
 
-@pytest.mark.parametrize(("with_", "reads"), [
-    ({}, LLAMA.layers * 9 + 2), ({"amp": {}}, LLAMA.layers * 9 + 2), ({"fused-adamw": {}}, 0),
-    ({"adam8bit": {}}, 0),
-])  # fmt: skip
-def test_a_loop_over_parameters_reads_one_number_of_each(with_, reads):
-    assert sum(w.reads for w in booked(with_).work if not w.gone) == reads
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_nor_does_the_order_of_their_rules(seed):
     with_ = {"bf16": {}, "fused-loss": {}, "attention": {"impl": "varlen"}, "packing": {}, "fsdp": {}, "compile": {}}

@@ -119,7 +119,8 @@ class AdamW:
             if narrow or (launch and w.dtype == torch.float32):
                 at.setdefault(w.dtype, []).append(i)
         self.reads_host = not fused and sum(map(len, at.values())) < len(local)
-        self.count = [torch.zeros((), dtype=torch.float32, device=w.device) for w in local]
+        # torch's loop reads each count on the host, where its own optimizer keeps them, too.
+        self.count = [torch.zeros((), dtype=torch.float32, device=w.device if fused else "cpu") for w in local]
         self.remainders: dict[int, Tensor] = {}
         self.groups = [(mine, self._group(mine, seed)) for mine in at.values()]
 
