@@ -13,10 +13,9 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from optrush.bench import ladder, report, roofline
@@ -43,7 +42,7 @@ FASTEST = tuple(
         "small-card", "adapters", "adapters8", "qlora", "longest-qlora", "chat-lengths",
     )
 )  # fmt: skip
-BEST = FASTEST[1:3]  # the best-tuned of other systems alone, on other machines
+BEST = ("peers-best", "peers-bf16")  # other systems' best-tuned settings alone, on other machines
 SAVING = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("memory", "memory8"))
 LONGEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("long-context", "long-context8"))
 PARTED = (LADDER, Path("benchmarks/results/cpu-demo"))
@@ -71,9 +70,10 @@ def first_page() -> str:
     """Other systems in turn with ours where they did the same work, then the ladder."""
     rows = [
         "Ours and other systems in turn, one NVIDIA H200, each run in its own process: the same data, precision",
-        "and trained parameters ([all of it](docs/ladder.md#measured-the-fastest-set-and-other-systems)).",
+        "and trained parameters ([all of it](docs/ladder.md#measured-the-fastest-set-and-other-systems)). *Stock*:",
+        "as a system comes, with its checkpointing.",
         "",
-        *_in_turn(folder for folder in FASTEST if folder not in BEST),
+        *_in_turn(folder for folder in FASTEST if _named(folder) not in BEST),
         "",
         "What each optimisation adds to those before it:",
         "",
@@ -109,8 +109,9 @@ def table() -> str:
         f"![tokens/s of each rung]({LADDER}/speed.png)",
         "",
         f"{first.case}, T=2048 where no other is named, one {first.device}, torch {first.environment['torch']};",
-        "medians of two interleaved runs, each in a fresh process. *plain*: a loop of transformers and torch that does",
-        "the same, in turn with an earlier climb of these rungs, on another machine of the same kind.",
+        f"medians of {_repeats([r.repeats for r in records])}, each in a fresh process, others stopped meanwhile",
+        "([how](benchmarks/README.md#the-committed-results)). *plain*: a loop of transformers and torch that does the",
+        "same, in turn with an earlier climb of these rungs, on another machine of the same kind.",
         "",
         "| rung | tokens/s | repeats | x | peak GiB | predicted GiB | MFU | plain tokens/s | plain GiB | verdict |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -162,9 +163,9 @@ def fastest() -> str:
         f"Random tokens (chats: words), a step in one micro-batch, one {first.device},",
         f"torch {first.environment['torch']};",
         "median step of all runs, each in a fresh process; of several, the range of their medians. Rungs of one ladder",
-        "ran in turn.",
+        "ran in turn. x: our tokens/s by theirs.",
         "",
-        "| ladder | rung | case | tokens a step | runs | tokens/s | ours / theirs | peak GiB | predicted | and GiB |",
+        "| ladder | rung | case | tokens a step | runs | tokens/s | x | peak GiB | predicted tokens/s | and GiB |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for folder, records in zip(FASTEST, ladders, strict=True):
@@ -185,7 +186,10 @@ def fastest() -> str:
     links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in FASTEST)
     tail = f"The least memory has no global clip: weights are updated in the backward pass. Records: {links}."
     unproved = [
-        f"*{r.rung}* ({r.case})" for records in ladders for r in records if r.tokens_per_s and not (r.proof or r.peer)
+        f"*{r.rung}* ({_named(folder)})"
+        for folder, records in zip(FASTEST, ladders, strict=True)
+        for r in records
+        if r.tokens_per_s and not (r.proof or r.peer)
     ]
     tail += f" Without a proof, first on their ladder or after one without: {', '.join(unproved)}."
     red = [line for records in ladders for line in _red(records)]
@@ -313,8 +317,8 @@ def accuracy() -> str:
     return "\n".join([*rows, "", tail])
 
 
-def _repeats(records: Sequence[Mapping[str, Any]]) -> str:
-    least, most = (of(len(r["repeats"]) for r in records) for of in (min, max))
+def _repeats(runs: Sequence[Sequence[float]]) -> str:
+    least, most = (of(len(each) for each in runs) for of in (min, max))
     return f"{least} to {most} repeats" if least < most else f"{most} repeats"
 
 
@@ -333,9 +337,9 @@ def parted() -> str:
         device = first["environment"]["cpu"] if first["device"] == "cpu" else first["device"]
         rates = "measured by `optrush calibrate`" if first["basis"] == "calibrated" else "of the datasheet"
         rows += [
-            f"{first['case']}, {device}, torch {first['environment']['torch']}, {_repeats(climbed)};",
-            f"ceilings {rates}. In milliseconds of a step, in brackets percent of the",
-            "part's ceiling:",
+            f"{first['case']}, {device}, torch {first['environment']['torch']},",
+            f"{_repeats([r['repeats'] for r in climbed])}; ceilings {rates}.",
+            "In milliseconds of a step, in brackets percent of the part's ceiling:",
             "",
             f"| rung | step | profiled | {' | '.join((*PARTS, roofline.GAPS))} |",
             "|---" * (4 + len(PARTS)) + "|",
