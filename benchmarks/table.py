@@ -151,7 +151,7 @@ def layouts() -> str:
             peak = f"{r.peak_bytes / GIB:.1f}"
             figures = f"{r.fill:.1%} | {r.targets_per_s:,.0f} | {factor} | {r.data_wait:.1%} | {peak}"
         rows.append(f"| {r.rung} | {figures} | {r.verdict} |")
-    tail = f"x: against the rung it begins from. Records: [{LAYOUTS.name}](../{LAYOUTS}/records.jsonl)."
+    tail = f"x: against the rung it begins from. Records: {_links([LAYOUTS])}."
     return "\n".join([*rows, "", tail, *_red(records)])
 
 
@@ -183,8 +183,7 @@ def fastest() -> str:
                 runs += f": {min(r.repeats):,.0f} to {max(r.repeats):,.0f}"
             tokens = "" if r.peer and (r.fill or 1) < 0.9 else f"{r.config['batch']['tokens']:,}"  # so many documents
             rows.append(f"| {_named(folder)} | {r.rung} | {r.case} | {tokens} | {runs} | {figures} |")
-    links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in FASTEST)
-    tail = f"The least memory has no global clip: weights are updated in the backward pass. Records: {links}."
+    tail = f"The least memory has no global clip: weights are updated in the backward pass. Records: {_links(FASTEST)}."
     unproved = [
         f"*{r.rung}* ({_named(folder)})"
         for folder, records in zip(FASTEST, ladders, strict=True)
@@ -219,8 +218,7 @@ def savings() -> list[str]:
             lambda r: " | " + ", ".join(f"{t['seq']:,}" for t in r.tries if t["error"]),
         ),
     ]
-    links = ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in (*SAVING, *LONGEST))
-    return [*rows, "", f"Records: {links}."]
+    return [*rows, "", f"Records: {_links((*SAVING, *LONGEST))}."]
 
 
 def nearness() -> list[str]:
@@ -241,7 +239,7 @@ def nearness() -> list[str]:
             name = f"{1 - apart:.1e} ({farthest.removeprefix('model.').removesuffix('.weight')})" if apart < 1 else "0"
             figures = f"{1 - r['cosine']:.1e}".replace("0.0e+00", "0") + f" | {name} | {r['length']:.4f} |"
         rows.append(f"| {r['ladder']} | {r['rung']} | {figures}")
-    pairs = [(first, x) for first, *others in (read(ROOT / folder) for folder in PROOFS) for x in others]
+    pairs = [(plain, x) for plain, *others in (read(ROOT / folder) for folder in PROOFS) for x in others]
     first = pairs[0][0]
     rows += [
         "",
@@ -251,18 +249,17 @@ def nearness() -> list[str]:
         "| rung | losses | gradient norms | 1 - cosine of the first gradients | tokens/s |",
         "|---|---|---|---|---|",
     ]
-    for first, x in pairs:
+    for plain, x in pairs:
         if not (x.proof and x.tokens_per_s):
             rows.append(f"| {x.rung} | failed: {x.error} | | | |")
             continue
         apart = [
             max(math.inf if a is None or b is None else abs(a - b) / b for a, b in zip(mine, theirs, strict=True))
-            for mine, theirs in ((x.losses, first.losses), (x.grad_norms, first.grad_norms))
+            for mine, theirs in ((x.losses, plain.losses), (x.grad_norms, plain.grad_norms))
         ]
         angle = "" if x.proof["cosine"] is None else f"{1 - x.proof['cosine']:.1e}"
         rows.append(f"| {x.rung} | {apart[0]:.1e} | {apart[1]:.1e} | {angle} | {x.tokens_per_s:,.0f} |")
-    links = [f"[{GRADIENTS.name}](../{GRADIENTS})", *(f"[{p.name}](../{p}/records.jsonl)" for p in PROOFS)]
-    return [*rows, "", f"Records: {', '.join(links)}."]
+    return [*rows, "", f"Records: [{GRADIENTS.name}](../{GRADIENTS}), {_links(PROOFS)}."]
 
 
 def _side_by_side(
@@ -277,6 +274,11 @@ def _side_by_side(
 
 def _named(folder: Path) -> str:
     return folder.name.removeprefix("h200-")
+
+
+def _links(folders: Sequence[Path]) -> str:
+    """To the records, seen from a page in docs."""
+    return ", ".join(f"[{folder.name}](../{folder}/records.jsonl)" for folder in folders)
 
 
 def _gib(size: int | None) -> str:
@@ -349,7 +351,7 @@ def parted() -> str:
             shares = ((took, r.part_reached(part)) for part, took in r.took.items())
             told = (f"{1e3 * took:,.1f}" + (f" ({share:.0f})" if share else "") for took, share in shares)
             rows.append(f"| {r.name} | {1e3 * r.step_s:,.1f} | {1e3 * r.profiled_s:,.1f} | {' | '.join(told)} |")
-        rows += ["", f"Record: [{folder.name}](../{folder}/records.jsonl).", ""]
+        rows += ["", f"Record: {_links([folder])}.", ""]
     return "\n".join(rows[:-1])
 
 
