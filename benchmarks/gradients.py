@@ -1,12 +1,16 @@
 """How far the first gradient of each rung of a ladder lies from the first rung's: a JSON line each, on standard output.
 
-usage: gradients.py CONFIG --ladder LADDER [--jobs N] [--set KEY=VALUE]...
+usage: gradients.py CONFIG --ladder LADDER [--trained] [--jobs N] [--set KEY=VALUE]...
 
 Each rung is assembled in a process of its own, up to N at a time, and takes one gradient of the documents of the
 ladder's proof, in micro-batches no larger than these need. All its values are compared, tensor by tensor under the
 names of an export, where the proof of a climb has a sketch of some thousand sums (bench/sketch.py). Nothing is timed,
 and other systems are left out. A rung that ran out of memory beside others is asked again, alone.
 
+Random weights of many blocks turn a gradient by far more than trained ones do, in whatever precision. With --trained
+the second rung trains first, for CONFIG's train.steps, and every rung takes the weights that it leaves, to the bit.
+
+    loss     of the same documents, before any step
     cosine   of the angle between the two gradients, all tensors laid end to end; accumulated in float64
     length   of the gradient, by that of the first rung's
     tensors  the lowest cosine of any one tensor, and its name; the median over tensors
@@ -17,6 +21,7 @@ and other systems are left out. A rung that ran out of memory beside others is a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -31,20 +36,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush import config, reference, step
+from optrush import config, export, reference, step
 from optrush.assemble import assemble
 from optrush.bench import environment, ladder, stats, worker
 from optrush.bench.sketch import sketch, tensors
+from optrush.data.loader import reading
 from optrush.errors import UserError
+from optrush.fit import batches
 from optrush.job import Job
+from optrush.model import save
 from optrush.prepare import prepare
 from optrush.technique import Part
+from optrush.train import Plan
 
 LETTERS = 240  # of an error
+PIECE = 1 << 26  # values in float64 at a time
 
 
-def gradient(run: config.Run, baseline: config.Run, documents: int) -> Job:
+def trained(run: config.Run, folder: Path) -> dict[str, Any]:
+    """Trains as the run says and leaves its model in `folder`/model; the first and the last loss."""
+    prepared = prepare(run)
+    job = assemble(prepared)
+    reference.fill(job, prepared)
+    plan = Plan(job, job.stream.plan(None, run.train.steps))
+    job.batches = batches(job, plan)
+    with reading(job.batches):
+        lines = worker.loop(job, plan).lines
+    (folder / "model").mkdir()
+    save.export(folder / "model", export.whole(job), job.recipe, job.hf)
+    if job.tokenizer is not None:
+        job.tokenizer.save_pretrained(folder / "model")
+    return {"steps": plan.total, "losses": [lines[0]["loss"], lines[-1]["loss"]]}
+
+
+def gradient(run: config.Run, baseline: config.Run, documents: int) -> tuple[Job, float]:
     """A job that holds the gradient of the baseline's first documents, taken as the proof of a climb takes it.
+
+    Returns:
+        (the job, their loss).
 
     Raises:
         ValueError: the rung can have none of these documents, or keeps none.
@@ -61,10 +90,10 @@ def gradient(run: config.Run, baseline: config.Run, documents: int) -> Job:
     held = worker.first_documents(job, prepared, baseline, documents)
     if (found := worker.obstacle(job, held)) is not None:
         raise ValueError(found)
-    batches = worker.lay(job, held, most=job.stream.plan(None, run.train.steps).widest)
+    laid = worker.lay(job, held, most=job.stream.plan(None, run.train.steps).widest)
     step.begin(job, 1, 1)
-    job.gradients(batches, job.total(sum(b.n_terms for b in batches)))
-    return job
+    loss = job.gradients(laid, job.total(sum(b.n_terms for b in laid)))
+    return job, loss.item()
 
 
 @torch.no_grad()
@@ -79,8 +108,10 @@ def compared(job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
     if set(found) != set(wanted):
         raise ValueError(f"other tensors: {sorted(set(found) ^ set(wanted))[:3]}")
     for name, values in found.items():
-        a, b = values.double().flatten() / job.scale, wanted[name].to(values.device).double().flatten()
-        products = [float(x @ y) for x, y in ((a, b), (a, a), (b, b))]
+        products = [0.0, 0.0, 0.0]
+        for a, b in zip(*(torch.split(x.flatten(), PIECE) for x in (values, wanted[name])), strict=True):
+            a, b = a.double() / job.scale, b.to(a.device).double()
+            products = [p + float(x @ y) for p, (x, y) in zip(products, ((a, b), (a, a), (b, b)))]
         inner, mine, theirs = (total + p for total, p in zip((inner, mine, theirs), products))
         if products[1] and products[2]:  # that of an adapter's first factor begins at zero
             cosines[name] = products[0] / (products[1] * products[2]) ** 0.5
@@ -96,19 +127,24 @@ def compared(job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
 
 def answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What the process of one rung finds; the first leaves its gradient in `folder` for the others."""
-    baseline = config.parse(request["baseline"], "baseline")
-    job = gradient(config.parse(request["run"], "run"), baseline, request["documents"])
+    run, baseline = (config.parse(request[key], key) for key in ("run", "baseline"))
+    if request["train"]:
+        return trained(run, folder)
+    job, loss = gradient(run, baseline, request["documents"])
     first, seen = folder / "first.pt", sketch(job)
     if not first.exists():
         held = {name: (values.float() / job.scale).cpu() for t in job.trained for name, values in tensors(job, t)}
         torch.save({"tensors": held, "sketch": seen}, first)
     wanted = torch.load(first, mmap=True)
-    return {**compared(job, wanted["tensors"]), "sketch": stats.cosine(seen, wanted["sketch"])}
+    return {"loss": loss, **compared(job, wanted["tensors"]), "sketch": stats.cosine(seen, wanted["sketch"])}
 
 
-def asked(rung: ladder.Rung, first: ladder.Rung, documents: int, folder: Path) -> dict[str, Any]:
+def asked(
+    rung: ladder.Rung, first: ladder.Rung, documents: int, folder: Path, *, train: bool = False
+) -> dict[str, Any]:
     """Starts a rung's process; what it said, or its last words."""
-    request = {"run": config.dump(rung.run), "baseline": config.dump(first.run), "documents": documents}
+    runs = {"run": config.dump(rung.run), "baseline": config.dump(first.run)}
+    request = {**runs, "documents": documents, "train": train}
     line = [sys.executable, __file__, "--answer", json.dumps(request), str(folder)]
     done = subprocess.run(line, capture_output=True, text=True)
     try:
@@ -117,8 +153,15 @@ def asked(rung: ladder.Rung, first: ladder.Rung, documents: int, folder: Path) -
         said = {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     if "error" in said:
         said["error"] = said["error"][:LETTERS]
-    print(f"{rung.name}: {said.get('cosine', said.get('error'))}", file=sys.stderr, flush=True)
+    told = said.get("error", said.get("losses", said.get("cosine")))
+    print(f"{rung.name}: {told}", file=sys.stderr, flush=True)
     return {"rung": rung.name, **said}
+
+
+def of_model(rung: ladder.Rung, folder: Path) -> ladder.Rung:
+    """The rung on the weights of a folder, which has the tokenizer too."""
+    found = rung.run.model.model_copy(update={"path": str(folder), "shape": None, "tokenizer": None})
+    return dataclasses.replace(rung, run=rung.run.model_copy(update={"model": found}))
 
 
 def main() -> None:
@@ -132,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("--ladder", required=True)
+    parser.add_argument("--trained", action="store_true")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], dest="sets")
     a = parser.parse_args()
@@ -146,6 +190,12 @@ def main() -> None:
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=shared) as held, ThreadPoolExecutor(a.jobs) as pool:
         folder = Path(held)
+        if a.trained:
+            longer = dataclasses.replace(rungs[0], run=rungs[0].run.model_copy(update={"train": run.train}))
+            known["trained"] = asked(longer, first, documents, folder, train=True)
+            if "error" in known["trained"]:
+                sys.exit("there are no trained weights to take a gradient at")
+            first, *rungs = [of_model(rung, folder / "model") for rung in (first, *rungs)]
         found, alone = asked(first, first, documents, folder), list[ladder.Rung]()
         print(json.dumps({**known, **found}), flush=True)
         if "error" in found:

@@ -236,7 +236,7 @@ def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp
     assert scaled["length"] == pytest.approx(1, abs=0.01), "without the loss scale"
     run = config.parse((tmp_path / "run.yaml").read_text(), "run")
     rungs = {r.name: r.run for r in ladder.rungs(ladder.find(line[3], run), run, True)}
-    jobs = [gradients.gradient(rungs[name], rungs["float32"], 2) for name in ("float32", "bf16")]
+    jobs = [gradients.gradient(rungs[name], rungs["float32"], 2)[0] for name in ("float32", "bf16")]
     a, b = (torch.cat([t.grad.double().flatten() for t in job.trained]) for job in jobs)
     assert narrow["cosine"] == pytest.approx(torch.cosine_similarity(a, b, 0).item(), abs=1e-9)
     assert narrow["length"] == pytest.approx((b.norm() / a.norm()).item(), abs=1e-9)
@@ -244,12 +244,35 @@ def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp
     assert 1 - narrow["sketch"] == pytest.approx(1 - narrow["cosine"], rel=0.1)
 
 
+def test_gradients_of_trained_weights(program, monkeypatch, capsys, tmp_path):
+    """The second rung's steps are CONFIG's, and all rungs start from what these leave."""
+    gradients, line = gradients_of(program, monkeypatch, tmp_path)
+    sets = ["--set", "train.steps=7", "--set", "optim.lr=1e-3"]
+    gradients.main()
+    fresh = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    monkeypatch.setattr(sys, "argv", [*line, "--trained", *sets])
+    gradients.main()
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert told[0]["trained"]["rung"] == "transformers" and told[0]["trained"]["steps"] == 7
+    assert told[0]["trained"]["losses"][0] == pytest.approx(fresh[0]["loss"], rel=0.05)
+    for before, after in zip(fresh[:4], told[:4], strict=True):
+        assert after["loss"] < 0.98 * before["loss"]
+        assert after["loss"] == pytest.approx(told[0]["loss"], rel=5e-3)
+    assert 0 < 1 - told[1]["cosine"] < 1e-9 and 1e-7 < 1 - told[2]["cosine"] < 1e-2
+    (tmp_path / "ladder.yaml").write_text(
+        PRECISIONS.replace("set: {model.implementation: transformers}", "with: {attention: {impl: fa4}}")
+    )
+    with pytest.raises(SystemExit, match="no trained weights"):
+        gradients.main()
+
+
 def test_gradients_that_are_zero_have_no_angle(program):
     """That of an adapter's first factor, before the second has moved."""
     gradients = program("gradients")
     text = yaml.safe_dump(document(train={"steps": 2}))
     run = config.parse(text, "run", withs=["lora:rank=4"])
-    job = gradients.gradient(run, run, 2)
+    job, loss = gradients.gradient(run, run, 2)
+    assert 0 < loss < 20
     held = {name: values.clone() for t in job.trained for name, values in gradients.tensors(job, t)}
     assert any(not v.any() for v in held.values())
     assert gradients.compared(job, held)["cosine"] == pytest.approx(1, abs=1e-12)
