@@ -232,4 +232,6 @@ def test_whoever_behaves_while_watched_is_watched_again() -> None:
     first, turned = {**proof, "gradient": east}, {**same, "gradient": north}
     assert stats.drifted({**first, "again": {**same, "gradient": east}}, stats.FLOAT32) is None
     assert "its gradients are others" in (stats.drifted({**first, "again": turned}, stats.LOWER) or "")
+    assert stats.drifted({**first, "again": turned}, stats.LOWER, 0.9)
+    assert stats.drifted({**first, "again": turned}, stats.LOWER, 1.0) is None, "as far as it lies from the baseline"
     assert stats.drifted({**first, "again": turned}, stats.DIFFERENT) is None

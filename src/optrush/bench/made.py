@@ -259,10 +259,12 @@ def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:
 def _unsound(whole: Climb, rung: Rung) -> Iterator[str | None]:
     """What is wrong with a rung by itself, in any repeat."""
     allowed = stats.tolerances(rung.run, rung.run, ALL)
+    wanted = next((whole.results[r.name][0]["proof"].get("gradient") for r in _told(whole, rung)), None)
     for result in whole.results[rung.name]:
         yield stats.dead(result.get("losses", []), result.get("grad_norms", []))
-        if result["proof"]["losses"]:
-            yield stats.drifted(result["proof"], allowed)
+        if (proof := result["proof"])["losses"]:
+            angle = stats.cosine(proof.get("gradient"), wanted)
+            yield stats.drifted(proof, allowed, 0.0 if angle is None else 1 - angle)
 
 
 def _device(whole: Climb, rung: Rung) -> str:
