@@ -7,7 +7,8 @@ was alive. `supposed` assembles a job of any size without bytes, so that publish
 kernel allocates for itself. Where both see everything they agree (tests/unit/test_memory_tracker.py).
 
 They count what `torch.cuda.max_memory_allocated` counts, less the allocator's rounding, the libraries' workspaces
-(cuBLAS: 32 MiB on Hopper for each of the two threads that multiply), and what CUDA's kernels allocate for themselves.
+(cuBLAS: 32 MiB on Hopper for each of the two threads that multiply), and what kernels allocate for themselves, but for
+those of INSIDE and, where the tracker is told to count as on CUDA, of INSIDE_CUDA.
 """
 
 from __future__ import annotations
@@ -80,6 +81,11 @@ def _bytes(t: Any) -> int:
 INSIDE: dict[Any, Callable[..., int]] = {
     aten.logsumexp.default: lambda x, *_: _bytes(x),  # exp(x - max)
 }
+INSIDE_CUDA: dict[Any, Callable[..., int]] = {
+    aten._softmax_backward_data.default: lambda grad, *_: (
+        2 * _bytes(grad)
+    ),  # grad * output beside the result, torch 2.11
+}
 # Operators that make nothing, which FakeTensorMode would run on real zeros.
 WRITES = (aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr)
 # While a dispatch mode is active, autograd writes nothing in place. Left: what it calls then, right: what it calls
@@ -102,11 +108,12 @@ class Tracker(TorchDispatchMode):
 
     Args:
         supposed: answers whoever asks for the value of a tensor without bytes (flags and rates: nothing is wrong).
+        cuda: counts what CUDA's kernels allocate for themselves, wherever the tensors are.
     """
 
-    def __init__(self, supposed: bool = False) -> None:
+    def __init__(self, supposed: bool = False, cuda: bool = False) -> None:
         super().__init__()
-        self.supposed = supposed
+        self.supposed, self.inside = supposed, {**INSIDE, **(INSIDE_CUDA if cuda else {})}
         self.current, self.peak, self.phase = 0, 0, "between"
         self.peaks: dict[str, int] = defaultdict(int)
         self.pieces: dict[int, Piece] = {}  # alive now, by storage
@@ -123,8 +130,8 @@ class Tracker(TorchDispatchMode):
         if self.phase == "backward" and func in IN_PLACE and not torch.is_grad_enabled() and _sole(args):
             IN_PLACE[func](*args, **kwargs)
             return args[0]
-        if func in INSIDE:
-            self._passing(INSIDE[func](*args), str(func))
+        if func in self.inside:
+            self._passing(self.inside[func](*args), str(func))
         out = func(*args, **kwargs)
         for t in tree_leaves(out):
             if isinstance(t, Tensor):
@@ -183,13 +190,14 @@ class Tracker(TorchDispatchMode):
         del self._references[key]
 
 
-def track(job: Job, n: int = 2, *, supposed: bool = False) -> Measured:
+def track(job: Job, n: int = 2, *, supposed: bool = False, cuda: bool = False) -> Measured:
     """The most that is held over `n` steps of a job of one process, beginning with its first; nothing compiled.
 
     Args:
         supposed: the job is of `supposed`.
+        cuda: as of Tracker.
     """
-    tracker = Tracker(supposed)
+    tracker = Tracker(supposed, cuda)
     known(tracker, job)
     with phases(tracker.mark, job), tracker:
         steps(job, n)

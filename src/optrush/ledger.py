@@ -24,19 +24,20 @@ from typing import Any, Literal
 
 Role = Literal[
     "weight", "gradient", "state", "cast", "product", "residual", "widening", "narrowing", "wide",
-    "byte", "code", "nibble", "stored",
+    "byte", "code", "nibble", "stored", "plain",
 ]  # fmt: skip
 # Bytes a value in float32 training. cast: a weight's copy in the products' type; product: what a product saves of its
 # inputs; residual: the stream between blocks; widening: a float32 copy beyond the value itself; narrowing: a copy in
 # the products' type beside a float32 value; wide: float32 whatever the precision; code: a byte, and its share of a
 # float32 scale for 256 of them; nibble: half a byte, and its share of one for 128 of them; stored: a weight in another
-# form, whose owner says how wide it is.
+# form, whose owner says how wide it is; plain: what operators move one at a time, of which norms stay in float32.
 FLOAT32: Mapping[Role, float] = {
     "weight": 4, "gradient": 4, "state": 4, "cast": 0, "product": 4, "residual": 4, "widening": 0, "narrowing": 0,
-    "wide": 4, "byte": 1, "code": 1 + 4 / 256, "nibble": 0.5 + 4 / 128, "stored": 4,
+    "wide": 4, "byte": 1, "code": 1 + 4 / 256, "nibble": 0.5 + 4 / 128, "stored": 4, "plain": 4,
 }  # fmt: skip
 BFLOAT16: Mapping[Role, float] = {
     **FLOAT32, "weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2, "widening": 2, "narrowing": 2,
+    "plain": 2.5,
 }  # fmt: skip
 
 # Plain operators as long to start as a kernel of a compiled graph, and as one of our operators (LOG.md: one H200's).
@@ -48,6 +49,9 @@ one block's forward or backward pass; at the end of the whole backward pass; at 
 
 Made = Literal["block", "before", "after", "throughout"]
 """When a gradient is made: in a block's backward pass; before all of those, after them, or from before to after."""
+
+Side = Literal["", "feed", "scores"]
+"""Of a block's backward pass: the feed-forward part's, which comes first, or that of attention with whole scores."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Line:
     most_tokens: float = math.inf  # a chunked operator holds no more at once
     fusable: bool = False  # exists because operators run one at a time
     made: Made = "block"  # of gradients
+    side: Side = ""
     # what rules change
     gone: bool = False
     stepped: bool = False  # a gradient that is there only while it is made
@@ -94,16 +99,7 @@ class Work:
 
 
 Entry = Line | Work
-
-
-class Kind(enum.IntEnum):
-    """The order in which rules act."""
-
-    ADD = 0
-    RETYPE = 1
-    FREEZE = 2
-    CUT = 3
-    LIVE = 4
+Kind = enum.IntEnum("Kind", "ADD RETYPE FREEZE CUT LIVE")  # of rules, in the order in which they act
 
 
 @dataclass(frozen=True)
@@ -284,7 +280,8 @@ class Peak:
         return sum(i.bytes for i in self.items)
 
 
-PHASES = ("forward", "head", "backward, last block", "backward, first block", "backward, embedding", "update")
+LAST, FIRST, SCORES = "backward, last block", "backward, first block", ", scores"
+PHASES = ("forward", "head", LAST, LAST + SCORES, FIRST, FIRST + SCORES, "backward, embedding", "update")
 _WORKING = {"forward": "forward", "head": "head", "update": "update", "backward, embedding": "end"}  # else: "backward"
 
 
@@ -292,7 +289,8 @@ def peak(ledger: Ledger, tokens: float) -> Peak:
     """The worst phase of a step with micro-batches of `tokens` tokens.
 
     Saved lines shrink and gradients grow while the backward pass goes from the last block to the first, both evenly:
-    so the most lies at one of the two, or at the embedding.
+    so the most lies at one of the two, or at the embedding. Within a block it lies in the feed-forward part, or where
+    attention holds whole scores: then what the feed-forward part kept is gone.
     """
     worst = max(PHASES, key=lambda phase: _bytes(ledger, tokens, phase))
     items = []
@@ -335,13 +333,12 @@ def held(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
 
 def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float, float]:
     """Bytes of a line in a phase: this rank's share, and what is gathered whole beside it."""
-    share = _share(line, phase, ledger.accumulation)
-    gathered = 0.0
-    there = share > 0 and phase.startswith("backward") if line.live == "gradient" else phase != "update"
-    if line.gathered and there:
-        used = min(ledger.width(line), ledger.widths["product"])
-        gathered = used * line.values * min(line.gathered, line.blocks) / line.blocks
-    return held(ledger, line, tokens) * share, gathered
+    bytes_ = held(ledger, line, tokens) * _share(line, phase, ledger.accumulation)
+    there = bytes_ > 0 and phase.startswith("backward") if line.live == "gradient" else phase != "update"
+    if not (line.gathered and there):
+        return bytes_, 0.0
+    used = min(ledger.width(line), ledger.widths["product"])
+    return bytes_, used * line.values * min(line.gathered, line.blocks) / line.blocks
 
 
 def hosted(ledger: Ledger, tokens: float) -> float:
@@ -376,6 +373,7 @@ def _near(line: Line, phase: str) -> float:
 def _share(line: Line, phase: str, accumulation: int) -> float:
     """Which part of a line is there in a phase."""
     one = 1 / line.blocks
+    scores = phase.endswith(SCORES)
     if line.live == "always":
         return min(1.0, line.stays * one)
     if line.live == "gradient" and line.stepped:
@@ -389,11 +387,14 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
             return 2.0 if end and phase.startswith(end) else 1.0
         late = phase in ("backward, embedding", "update")
         early = phase in ("forward", "head") or (line.made == "after" and not late)
-        return 0.0 if early else one if phase == "backward, last block" else 1.0
+        return 0.0 if early else one if phase.startswith(LAST) else 1.0
     if line.live == "saved":
         backward = phase.startswith("backward")
         if phase in ("backward, embedding", "update") or (backward and line.blocks == 1):
             return 0.0  # what lies outside the blocks was used first
-        there = one if phase == "backward, first block" else min(1.0, _near(line, phase) * one)
-        return there * (1 - line.recomputed) + (one if line.recomputed and backward else 0.0)  # the block run again
+        there = one if phase.startswith(FIRST) else min(1.0, _near(line, phase) * one)
+        used = one if scores and line.side == "feed" else 0.0  # of the block in its backward pass
+        return (there - used) * (1 - line.recomputed) + (one - used if line.recomputed and backward else 0.0)
+    if line.side == ("feed" if scores else "scores"):
+        return 0.0
     return float(line.live == _WORKING.get(phase, "backward"))

@@ -345,6 +345,47 @@ def test_flash_attention_4(single, H, K, E, compiled):
         assert off(one, other) < 2e-2
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, 1e-5), (torch.float16, 3e-3), (torch.bfloat16, 2e-2)], ids=str
+)
+def test_sdpa_of_grouped_heads_holds_no_scores(compiled, dtype, close):
+    torch.manual_seed(0)
+    T, H, K, E = 2048, 8, 2, 64
+    scores = H * T * T * 4
+    starts, ids = torch.tensor([0, T], dtype=torch.int32), torch.zeros(1, T, dtype=torch.int32)
+    documents = Documents(starts.cuda(), ids.cuda(), T, True)
+    wide = [torch.randn(1, T, n, E, device="cuda", requires_grad=True) for n in (H, K, K)]
+    weight = torch.randn(1, T, H, E, device="cuda")
+
+    def peak(attend, heads):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = attend(*heads, documents)
+        grads = torch.autograd.grad(out, heads, weight.to(out.dtype))
+        return out, grads, (torch.cuda.max_memory_allocated() - before) / scores
+
+    want, wants, _ = peak(attention.masked, wide)
+    attend = torch.compile(attention.sdpa, fullgraph=True, dynamic=False) if compiled else attention.sdpa
+    heads = [x.detach().to(dtype).requires_grad_() for x in wide]
+    peak(attend, heads)  # compiles
+    out, grads, copies = peak(attend, heads)
+    assert copies < 0.5
+    assert off(out, want) < close
+    assert all(off(one, other) < close for one, other in zip(grads, wants, strict=True))
+
+
+def test_torch_multiplies_grouped_heads_in_float32_plainly():
+    """What the plan takes of models through transformers: probabilities, their gradient, both's product, the result."""
+    T, H, K, E = 2048, 8, 2, 64
+    q, k, v = (torch.randn(1, n, T, E, device="cuda", requires_grad=True) for n in (H, K, K))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).sum().backward()
+    assert 4 <= (torch.cuda.max_memory_allocated() - before) / (H * T * T * 4) < 4.5
+
+
 @pytest.mark.skipif(library("flash-attn-4") is None, reason="flash-attn-4 is not installed")
 def test_the_next_process_finds_what_flash_attention_4_compiled(tmp_path: Path):
     """The second process writes nothing: it would replace what it could not load."""

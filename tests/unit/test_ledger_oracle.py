@@ -6,12 +6,16 @@ torch.compile allocates it does not see: the cells of benchmarks/cells.py were m
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from optrush import baseline, plan
 from optrush.config import Run, parse
+from optrush.kernels import attention
 
 from memory import supposed, track
 
@@ -38,6 +42,14 @@ BACKWARD = [  # the peak is a block's backward pass, or the embedding's
     ("llama-3.1-8b", "native", ("bf16", *SDPA, "recompute"), 1, 256, 1),
     ("llama-3.1-8b", "native", ("bf16", *SDPA, "recompute"), 1, 256, 2),
 ]
+# The peak is attention's backward pass, which holds whole scores: masked, or transformers' sdpa in float32 on CUDA.
+SCORES = [
+    ("llama-3.2-1b", "native", (SMALL_HEAD,), 2, 2048, 1),
+    ("llama-3.2-1b", "native", ("bf16", SMALL_HEAD), 2, 2048, 1),
+    ("llama-3.2-1b", "transformers", ("amp", SMALL_HEAD), 2, 2048, 1),
+    ("llama-3.2-1b", "transformers", (*SDPA, "recompute"), 8, 4096, 1),
+    ("llama-3.2-1b", "transformers", (*SDPA, SMALL_HEAD), 8, 2048, 1),
+]
 
 
 def run(box: Path, shape: str, implementation: str, withs: tuple[str, ...], rows: int, T: int, times: int) -> Run:
@@ -52,10 +64,15 @@ output: {box / "output"}
     return parse(text, "case", (), withs)
 
 
-@pytest.mark.parametrize(("case", "near"), [*((c, 0.05) for c in CASES), *((c, 0.02) for c in BACKWARD)], ids=str)
-def test_peak(tmp_path: Path, case: tuple[str, str, tuple[str, ...], int, int, int], near: float) -> None:
+@pytest.mark.parametrize(
+    ("case", "near"), [*((c, 0.05) for c in CASES), *((c, 0.02) for c in (*BACKWARD, *SCORES))], ids=str
+)
+def test_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, str, tuple[str, ...], int, int, int], near: float
+) -> None:
+    monkeypatch.setattr(attention, "_groups", lambda q: q.dtype != torch.float32)  # as on an H200
     asked = run(tmp_path, *case)
     said = plan.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES  # the one line that only a GPU has
-    with supposed(asked) as job:
-        found = track(job, 1, supposed=True)
+    with supposed(asked) as job, sdpa_kernel(SDPBackend.MATH) if case in SCORES else nullcontext():
+        found = track(job, 1, supposed=True, cuda=True)
     assert said == pytest.approx(found.peak, rel=near)

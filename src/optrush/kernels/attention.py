@@ -46,11 +46,21 @@ def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """torch's scaled_dot_product_attention. Without a mask where rows hold one document: what lies behind it is
-    padding, which a causal row never reads."""
+    padding, which a causal row never reads. Saves no scores; on CUDA, but in bf16, k and v for each query head."""
     if documents.single:
+        if not _groups(q):
+            k, v = spread(k, q.shape[2]), spread(v, q.shape[2])
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        grouped = k.shape[1] != q.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
     return _isolated(_sdpa, q, k, v, visible(documents))
+
+
+def _groups(q: Tensor) -> bool:
+    """Whether a kernel of torch groups query heads without whole scores. On CUDA only flash attention does; fp16 is for
+    devices that are too old for it.
+    """
+    return not q.is_cuda or q.dtype == torch.bfloat16
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:

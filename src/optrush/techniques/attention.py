@@ -70,7 +70,10 @@ class Attention(Technique):
         if self.impl == "masked":
             return
         masked = self.impl == "sdpa" and Part.SHARING in setup.owned
-        yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
+        spread = self.impl == "sdpa" and not masked and _ungrouped(setup)
+        whole = spread and not setup.native  # transformers leaves it to torch, which then takes plain products
+        if not whole:
+            yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
         yield live("*.scores*.moved", "scores stay on the chip", gone=True)
         if masked:
             why = "the mask of packed rows, T a slot"
@@ -78,7 +81,8 @@ class Attention(Technique):
             yield add(Line("saved.mask", why, values, "product", "saved", True, setup.blocks))
             yield live("*.scores", "whole scores, where the mask lets nothing through too", unit="masked")
         else:
-            yield live("saved.spread", "the kernel groups the query heads itself", gone=True)
+            if not spread:
+                yield live("saved.spread", "the kernel groups the query heads itself", gone=True)
             between = ", and what lies between documents" if setup.span < setup.seq else ""
             why = f"the half behind the diagonal is skipped{between}"
             older = self.impl == "varlen" and setup.device.capability >= (9, 0)
@@ -105,3 +109,13 @@ class Attention(Technique):
             job.model.isolates = False  # so that evaluation does not pack either
             job.notes.append("attention: evaluation takes one document a row, cudnn cannot isolate several")
         return job.model.set_attention(self.impl)
+
+
+def _ungrouped(setup: Setup) -> bool:
+    """Whether no kernel of torch groups query heads: of CUDA's only flash attention does, which `sdpa` takes in bf16.
+
+    Mixed precision is taken to be bf16 where the device has it, and a model through transformers to group heads.
+    """
+    half = setup.dtype == "bfloat16" or (Part.PRECISION in setup.owned and setup.device.capability >= (8, 0))
+    grouped = setup.shape is None or setup.shape.kv_heads < setup.shape.heads
+    return setup.device.kind == "cuda" and grouped and not half

@@ -62,7 +62,7 @@ class Bf16(Technique):
     def predict(self, setup: Setup) -> Iterator[Rule]:
         everything: dict[Role, float] = {"weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2}
         yield retype(everything, "8 bytes a parameter, and 2 bytes a saved value")
-        yield retype({"narrowing": 2, "widening": 2}, "norms and softmax still run in float32")
+        yield retype({"narrowing": 2, "widening": 2, "plain": 2.5}, "norms and softmax still run in float32")
         if self.rounding == "stochastic":  # or another that is not the nearest
             yield from rounded_update(setup)
 
