@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from optrush.bench import ladder, report, roofline
@@ -47,8 +48,10 @@ SAVING = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("memory", "m
 LONGEST = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("long-context", "long-context8"))
 PARTED = (LADDER, Path("benchmarks/results/cpu-demo"))
 LEVERS = Path("benchmarks/results/h200-adapter-levers")
-PROOFS = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("proofs", "proof-amp"))
+PROOFS = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("proofs", "proof-amp", "proof-chats", "proofs8"))
 GRADIENTS = Path("benchmarks/results/h200-gradients.jsonl")
+TRAINED = Path("benchmarks/results/h200-gradients-trained.jsonl")
+CHOICES = Path("benchmarks/results/h200-choices")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`, where a record has no own
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
@@ -223,43 +226,54 @@ def savings() -> list[str]:
 
 def nearness() -> list[str]:
     """How far the fastest sets lie from plain transformers in float32: gradients, then five steps."""
-    told = [json.loads(line) for line in (ROOT / GRADIENTS).read_text().splitlines()]
+    fresh, trained = (
+        [json.loads(line) for line in (ROOT / path).read_text().splitlines()] for path in (GRADIENTS, TRAINED)
+    )
+    steps, (first, last) = trained[0]["trained"]["steps"], trained[0]["trained"]["losses"]
     rows = [
         "How far a rung's first gradient lies from that of plain transformers in float32, on the same documents from",
         "the same random weights of the 1B shape: all values compared, then the tensor that is farthest, then its",
         "length against float32's.",
         "",
-        "| ladder | rung | 1 - cosine | of the farthest tensor | length |",
-        "|---|---|---|---|---|",
+        *_angles(fresh),
+        "",
+        f"The same of the 8B shape on the package's own pages, at weights that {steps} steps in bf16 have left, from a",
+        f"loss of {first:.1f} to {last:.1f} (`text8b.yaml`, each page a row):",
+        "",
+        *_angles(trained),
+        "",
+        "Five steps on one window from random weights, against *plain float32* of the same run, by the largest",
+        "relative distance; 8B learns its one row by heart, to a loss of 0.04, and the distance is one of such losses:",
+        "",
+        "| of | rung | losses | gradient norms | 1 - cosine of the first gradients | tokens/s |",
+        "|---|---|---|---|---|---|",
     ]
-    for r in told:
-        figures = f"failed: {r.get('error', '').split(':')[0]} | | |"
-        if "cosine" in r:
-            farthest, apart = r["tensors"]["lowest"]
-            name = f"{1 - apart:.1e} ({farthest.removeprefix('model.').removesuffix('.weight')})" if apart < 1 else "0"
-            figures = f"{1 - r['cosine']:.1e}".replace("0.0e+00", "0") + f" | {name} | {r['length']:.4f} |"
-        rows.append(f"| {r['ladder']} | {r['rung']} | {figures}")
     pairs = [(plain, x) for plain, *others in (read(ROOT / folder) for folder in PROOFS) for x in others]
-    first = pairs[0][0]
-    rows += [
-        "",
-        f"Five steps of {first.case} on one window, against *{first.rung}* of the same run, by the largest relative",
-        "distance:",
-        "",
-        "| rung | losses | gradient norms | 1 - cosine of the first gradients | tokens/s |",
-        "|---|---|---|---|---|",
-    ]
     for plain, x in pairs:
         if not (x.proof and x.tokens_per_s):
-            rows.append(f"| {x.rung} | failed: {x.error} | | | |")
+            rows.append(f"| {x.case} | {x.rung} | failed: {x.error} | | | |")
             continue
         apart = [
             max(math.inf if a is None or b is None else abs(a - b) / b for a, b in zip(mine, theirs, strict=True))
             for mine, theirs in ((x.losses, plain.losses), (x.grad_norms, plain.grad_norms))
         ]
         angle = "" if x.proof["cosine"] is None else f"{1 - x.proof['cosine']:.1e}"
-        rows.append(f"| {x.rung} | {apart[0]:.1e} | {apart[1]:.1e} | {angle} | {x.tokens_per_s:,.0f} |")
-    return [*rows, "", f"Records: [{GRADIENTS.name}](../{GRADIENTS}), {_links(PROOFS)}."]
+        rows.append(f"| {x.case} | {x.rung} | {apart[0]:.1e} | {apart[1]:.1e} | {angle} | {x.tokens_per_s:,.0f} |")
+    gradients = ", ".join(f"[{path.name}](../{path})" for path in (GRADIENTS, TRAINED))
+    return [*rows, "", f"Records: {gradients}, {_links(PROOFS)}."]
+
+
+def _angles(told: list[dict[str, Any]]) -> Iterator[str]:
+    """A row a rung."""
+    yield "| ladder | rung | 1 - cosine | of the farthest tensor | length |"
+    yield "|---|---|---|---|---|"
+    for r in told:
+        figures = f"failed: {r.get('error', '').split(':')[0]} | | |"
+        if "cosine" in r:
+            farthest, apart = r["tensors"]["lowest"]
+            name = f"{1 - apart:.1e} ({farthest.removeprefix('model.').removesuffix('.weight')})" if apart < 1 else "0"
+            figures = f"{1 - r['cosine']:.1e}".replace("0.0e+00", "0") + f" | {name} | {r['length']:.4f} |"
+        yield f"| {r['ladder']} | {r['rung']} | {figures}"
 
 
 def _side_by_side(
@@ -293,7 +307,7 @@ def accuracy() -> str:
     ]
     records = [
         (folder, r)
-        for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS, *PROOFS)
+        for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS, CHOICES, *PROOFS)
         for r in read(ROOT / folder)
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]
