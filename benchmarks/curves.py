@@ -1,11 +1,12 @@
 """Whether what changes the numbers learns as well: loss curves with and without a technique, over seeds.
 
-usage: curves.py CONFIG --with NAME [--seeds N] [--set KEY=VALUE]... [--write]
+usage: curves.py CONFIG --with NAME [--seeds N] [--jobs N] [--set KEY=VALUE]... [--write]
 
-Trains CONFIG from the weights and in the order of each seed, first as it is, then with NAME, and keeps nothing of the
-runs. `--write` makes CONFIG's data first: `data.path` and `data.eval`, recipes of two seeds, so that all runs are held
-against the same documents. A JSON line a run on standard output (`losses`: mean training loss of every tenth of it;
-`held_out`: after it; both null where a run diverged), and last
+Trains CONFIG from the weights and in the order of each seed, as it is and with NAME, each run in a process of its own,
+up to `--jobs` at a time for nothing is timed, and keeps nothing of the runs. `--write` makes CONFIG's data first:
+`data.path` and `data.eval`, recipes of two seeds, so that all runs are held against the same documents. A JSON line a
+run on standard output (`losses`: mean training loss of every tenth of it; `held_out`: after it; both null where a run
+diverged), and last
 
     difference  held-out loss with NAME less that without, a number a seed; and their mean
     scatter     standard deviation of the held-out loss without it, over seeds: what another start changes
@@ -14,17 +15,16 @@ against the same documents. A JSON line a run on standard output (`losses`: mean
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import math
 import statistics
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from optrush import config, step
 from optrush.assemble import assemble
@@ -64,11 +64,27 @@ def curve(run: config.Run) -> dict[str, Any]:
     }
 
 
+def asked(run: config.Run) -> dict[str, Any]:
+    """`curve` in a process of its own.
+
+    Raises:
+        subprocess.CalledProcessError: it ended with an error, which stands on standard error.
+    """
+    line = [sys.executable, __file__, "--answer", config.dump(run)]
+    said = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    return found
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["--answer"]:
+        print(json.dumps(curve(config.parse(sys.argv[2], "run"))))
+        return
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("--with", required=True, dest="technique")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], dest="sets")
     parser.add_argument("--write", action="store_true")
     a = parser.parse_args()
@@ -85,15 +101,13 @@ def main() -> None:
         for name, count, seed in files:
             Path(name).parent.mkdir(parents=True, exist_ok=True)
             recipes.write(Path(name), count, seed=seed)
+    pairs = list(itertools.product(range(a.seeds), (False, True)))
     found: dict[tuple[int, bool], float | None] = {}
-    for seed, (there, run) in itertools.product(range(a.seeds), enumerate((plain, given))):
-        made = curve(run.model_copy(update={"seed": seed}))
-        found[seed, bool(there)] = made["held_out"]
-        print(json.dumps({"seed": seed, "with": a.technique if there else None, **made}), flush=True)
-        gc.collect()
-        torch._dynamo.reset()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+    with ThreadPoolExecutor(a.jobs) as pool:
+        runs = ((given if there else plain).model_copy(update={"seed": seed}) for seed, there in pairs)
+        for (seed, there), made in zip(pairs, pool.map(asked, runs), strict=True):
+            found[seed, there] = made["held_out"]
+            print(json.dumps({"seed": seed, "with": a.technique if there else None, **made}), flush=True)
     if None in found.values():
         sys.exit("a run diverged: there is nothing to compare")
     ends = {key: value for key, value in found.items() if value is not None}
