@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from optrush import config, plan
 from optrush.data.batch import collate
 from optrush.data.document import Document
+from optrush.techniques import attention
 
 from golden.make_golden import CASES
 from trials import apart, assembled, first_gradients, furthest, golden_run, micro, published
@@ -142,3 +144,25 @@ def test_these_tests_would_see_a_leak(job, how):
         assert apart(bad["blocks.0.qkv.weight"], good["blocks.0.qkv.weight"]) < 1e-4
         at = row(1).positions[0].tolist()
         assert at == [*range(A), *range(B), *range(T - A - B)]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "withs", "sets", "spread", "scores"),
+    [
+        ("h200", ("bf16", "attention"), (), False, False),
+        ("h200", ("attention",), (), True, False),
+        ("h200", ("attention",), ("model.implementation=transformers",), True, True),
+        ("t4", ("amp:dtype=fp16", "attention"), (), True, False),
+        ("cpu", ("attention",), (), False, False),
+        ("h200", ("bf16", "attention:impl=varlen"), (), False, False),
+        ("h200 and torch 2.11.0+cu130", ("bf16", "attention:impl=varlen"), (), True, False),
+    ],
+    ids=str,
+)
+def test_where_heads_are_repeated(monkeypatch, hardware, withs, sets, spread, scores):
+    """Where torch's kernel cannot group query heads, keys and values are held for each, or by plain products scores."""
+    hardware, _, torch_version = hardware.partition(" and torch ")
+    monkeypatch.setattr(attention, "library", {"torch": torch_version or "2.13.0"}.get)
+    text = "{model: {shape: llama-3.2-1b}, objective: pretrain, data: {random: 8}, output: none}"
+    lines = {item.name for item in plan.predict(config.parse(text, "case", sets, withs), hardware).lines}
+    assert ("saved.spread" in lines, "saved.scores.held" in lines) == (spread, scores)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.ledger import Line, Rule, add, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu, library
 
 if TYPE_CHECKING:
     from optrush.job import Job
@@ -70,7 +70,7 @@ class Attention(Technique):
         if self.impl == "masked":
             return
         masked = self.impl == "sdpa" and Part.SHARING in setup.owned
-        spread = self.impl == "sdpa" and not masked and _ungrouped(setup)
+        spread = not masked and {"sdpa": _ungrouped(setup), "varlen": _older_torch()}.get(self.impl, False)
         whole = spread and not setup.native  # transformers leaves it to torch, which then takes plain products
         if not whole:
             yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
@@ -119,3 +119,9 @@ def _ungrouped(setup: Setup) -> bool:
     half = setup.dtype == "bfloat16" or (Part.PRECISION in setup.owned and setup.device.capability >= (8, 0))
     grouped = setup.shape is None or setup.shape.kv_heads < setup.shape.heads
     return setup.device.kind == "cuda" and grouped and not half
+
+
+def _older_torch() -> bool:
+    """Whether the torch that is here, if any, has no `varlen` that groups query heads: before 2.12."""
+    version = library("torch")
+    return version is not None and [int(part) for part in version.split(".")[:2]] < [2, 12]
