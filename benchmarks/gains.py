@@ -12,7 +12,7 @@ from optrush.bench.record import Record, read
 from optrush.config import Run
 
 GIB = 2**30
-ENDS = "before products tiles narrow copied inplace room turns weights apart shared once"
+ENDS = "before products tiles narrow copied inplace room turns weights apart shared once 1920"
 OLDER = tuple(f"-{end}" for end in ENDS.split(" "))
 NONE = "No rung of a committed climb differs from another in it alone."
 

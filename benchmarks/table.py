@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 from optrush.bench import ladder, report, roofline
@@ -24,7 +24,7 @@ from optrush.bench.record import Record, read
 from optrush.config import Run
 from optrush.plan import Prediction, predict
 from optrush.rates import PARTS
-from optrush.techniques import ALL
+from optrush.techniques import ALL, attention
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cells
@@ -51,7 +51,8 @@ LEVERS = Path("benchmarks/results/h200-adapter-levers")
 PROOFS = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("proofs", "proof-amp", "proof-chats", "proofs8"))
 GRADIENTS = Path("benchmarks/results/h200-gradients.jsonl")
 TRAINED = Path("benchmarks/results/h200-gradients-trained.jsonl")
-CHOICES = Path("benchmarks/results/h200-choices")
+CHOICES = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("choices", "choices-kernels"))
+CURVES = Path("benchmarks/results/h200-float8-curve.jsonl")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`, where a record has no own
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
@@ -229,7 +230,8 @@ def nearness() -> list[str]:
     fresh, trained = (
         [json.loads(line) for line in (ROOT / path).read_text().splitlines()] for path in (GRADIENTS, TRAINED)
     )
-    steps, (first, last) = trained[0]["trained"]["steps"], trained[0]["trained"]["losses"]
+    told = {r["case"]: (r["trained"]["steps"], *r["trained"]["losses"]) for r in trained}
+    left = "; ".join(f"{case}, {n} steps, loss {first:.1f} to {last:.1f}" for case, (n, first, last) in told.items())
     rows = [
         "How far a rung's first gradient lies from that of plain transformers in float32, on the same documents from",
         "the same random weights of the 1B shape: all values compared, then the tensor that is farthest, then its",
@@ -237,10 +239,10 @@ def nearness() -> list[str]:
         "",
         *_angles(fresh),
         "",
-        f"The same of the 8B shape on the package's own pages, at weights that {steps} steps in bf16 have left, from a",
-        f"loss of {first:.1f} to {last:.1f} (`text8b.yaml`, each page a row):",
+        "The same on the package's own pages, a page a row, at weights that so many steps of training in bf16 have",
+        f"left (`text8b.yaml`): {left}.",
         "",
-        *_angles(trained),
+        *_angles(trained, "case"),
         "",
         "Five steps on one window from random weights, against *plain float32* of the same run, by the largest",
         "relative distance; 8B learns its one row by heart, to a loss of 0.04, and the distance is one of such losses:",
@@ -263,9 +265,9 @@ def nearness() -> list[str]:
     return [*rows, "", f"Records: {gradients}, {_links(PROOFS)}."]
 
 
-def _angles(told: list[dict[str, Any]]) -> Iterator[str]:
+def _angles(told: list[dict[str, Any]], by: Literal["ladder", "case"] = "ladder") -> Iterator[str]:
     """A row a rung."""
-    yield "| ladder | rung | 1 - cosine | of the farthest tensor | length |"
+    yield f"| {'of' if by == 'case' else by} | rung | 1 - cosine | of the farthest tensor | length |"
     yield "|---|---|---|---|---|"
     for r in told:
         figures = f"failed: {r.get('error', '').split(':')[0]} | | |"
@@ -273,7 +275,7 @@ def _angles(told: list[dict[str, Any]]) -> Iterator[str]:
             farthest, apart = r["tensors"]["lowest"]
             name = f"{1 - apart:.1e} ({farthest.removeprefix('model.').removesuffix('.weight')})" if apart < 1 else "0"
             figures = f"{1 - r['cosine']:.1e}".replace("0.0e+00", "0") + f" | {name} | {r['length']:.4f} |"
-        yield f"| {r['ladder']} | {r['rung']} | {figures}"
+        yield f"| {r[by]} | {r['rung']} | {figures}"
 
 
 def _side_by_side(
@@ -307,7 +309,7 @@ def accuracy() -> str:
     ]
     records = [
         (folder, r)
-        for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS, CHOICES, *PROOFS)
+        for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS, *CHOICES, *PROOFS)
         for r in read(ROOT / folder)
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]
@@ -375,7 +377,13 @@ def _said(records: list[Record], calibration: Path | None = None) -> list[Predic
         if calibration is not None:
             (Path(cache) / "calibrations").mkdir()
             shutil.copy(calibration, Path(cache) / "calibrations")
-        return [predict(Run.model_validate(r.config), "h200") for r in records]
+        return [_predicted(r) for r in records]
+
+
+def _predicted(r: Record) -> Prediction:
+    """Beside the torch that the record is of."""
+    with mock.patch.object(attention, "library", {"torch": r.environment["torch"]}.get):
+        return predict(Run.model_validate(r.config), "h200")
 
 
 def plain_loops() -> dict[str, tuple[float, float]]:
@@ -418,6 +426,34 @@ def gained() -> dict[str, str]:
     return gains.pages(ROOT / "benchmarks/results", [c.name for c in ALL], "../../benchmarks/results")
 
 
+def learnt() -> str:
+    """Loss curves in bf16 with and without float8, over seeds."""
+    *runs, said = [json.loads(line) for line in (ROOT / CURVES).read_text().splitlines()]
+    pairs = [(plain, given) for plain, given in zip(runs[::2], runs[1::2], strict=True)]
+    curves = [([*plain["losses"], plain["held_out"]], [*given["losses"], given["held_out"]]) for plain, given in pairs]
+    tenth = said["steps"] // (len(curves[0][0]) - 1)
+    names = [f"{k * tenth + 1} to {(k + 1) * tenth}" for k in range(len(curves[0][0]) - 1)]
+    rows = [
+        f"{said['steps']} steps of the 1B shape from random weights on recipes (`float8-curve.yaml`): mean loss over",
+        f"{len(pairs)} seeds; by how much a seed is higher with float8, in the mean, and the standard error of that;",
+        "and the standard deviation over seeds without it, which is what another start changes.",
+        "",
+        "| steps | bf16 | with float8 | higher by | seeds scatter by |",
+        "|---|---|---|---|---|",
+    ]
+    for name, each in zip(
+        [*names, "held-out"], zip(*(zip(*pair, strict=True) for pair in curves), strict=True), strict=True
+    ):
+        plain, given = zip(*each, strict=True)
+        apart = [b - a for a, b in each]
+        error = statistics.stdev(apart) / len(apart) ** 0.5
+        means = f"{statistics.mean(plain):.4f} | {statistics.mean(given):.4f}"
+        rows.append(
+            f"| {name} | {means} | {statistics.mean(apart):+.4f} ± {error:.4f} | {statistics.stdev(plain):.4f} |"
+        )
+    return "\n".join([*rows, "", f"Record: [{CURVES.stem}](../../{CURVES})."])
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": first_page,
     "docs/data.md": layouts,
@@ -425,6 +461,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/plan.md": accuracy,
     "docs/calibrate.md": parted,
     **{f"docs/techniques/{c.name}.md": partial(lambda name: gained()[name], c.name) for c in ALL},
+    "docs/techniques/fp8.md": lambda: f"{gained()['fp8']}\n\n{learnt()}",
 }
 
 
