@@ -92,6 +92,25 @@ def test_kernels_of_other_maths_are_held_against_the_first_of_their_own(
         assert len(told[name]["red"]) == 1 and f"from those of `{against}`, which promises" in told[name]["red"][0]
 
 
+@pytest.mark.parametrize(
+    ("base", "again", "red"),
+    [
+        (FIRST, gradient(9293, 3693), False),  # by 0.035; bf16 may by 0.03, but it lies 0.04 from the baseline
+        (FIRST, gradient(1, 0), True),  # by 0.2
+        (gradient(4, 3), gradient(9293, 3693), True),  # by 0.035, and it lies where the baseline does
+    ],
+)
+def test_other_maths_may_turn_a_gradient_anew(
+    call: Call, fakes: Fakes, base: dict[str, str], again: dict[str, str], red: bool
+) -> None:
+    """When it is asked again after the timed steps, as far as it lies from the baseline; the same maths may not."""
+    turned = {"gradient": gradient(4, 3), "again": again}
+    fakes.does(none={"gradient": base, "again": base}, bf16=turned, fused_adamw=turned)
+    climb(call, "--cumulative-only", rungs=[*MATHS[:2], {**RUNGS[1], "from": "base"}])
+    drifted = {n for n, r in records(Path("out")).items() if any("after the timed steps" in why for why in r["red"])}
+    assert drifted == {"adamw", *(["narrow"] if red else [])}
+
+
 def test_the_same_maths_is_not_the_next_rung(call: Call, fakes: Fakes) -> None:
     """What lies between, of the baseline's maths, is no measure; and in float32 little is allowed."""
     fakes.does(

@@ -21,6 +21,7 @@ from optrush.bench.record import Record, Verdict
 from optrush.bench.stats import Figures
 from optrush.bench.written import Ladder
 from optrush.config import Run
+from optrush.technique import Numerics, build
 from optrush.techniques import ALL
 
 
@@ -259,12 +260,14 @@ def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:
 def _unsound(whole: Climb, rung: Rung) -> Iterator[str | None]:
     """What is wrong with a rung by itself, in any repeat."""
     allowed = stats.tolerances(rung.run, rung.run, ALL)
-    wanted = next((whole.results[r.name][0]["proof"].get("gradient") for r in _told(whole, rung)), None)
+    turns = any(t.numerics is Numerics.DIFFERENT_MATHS for t in build(ALL, rung.run.with_))
+    told = _told(whole, rung)[: int(turns)]
+    baselines = [whole.results[r.name][0]["proof"].get("gradient") for r in told]
     for result in whole.results[rung.name]:
         yield stats.dead(result.get("losses", []), result.get("grad_norms", []))
         if (proof := result["proof"])["losses"]:
-            angle = stats.cosine(proof.get("gradient"), wanted)
-            yield stats.drifted(proof, allowed, 0.0 if angle is None else 1 - angle)
+            angles = (stats.cosine(proof.get("gradient"), gradient) for gradient in baselines)
+            yield stats.drifted(proof, allowed, max((1 - a for a in angles if a is not None), default=0.0))
 
 
 def _device(whole: Climb, rung: Rung) -> str:
