@@ -6,6 +6,7 @@ rules between fields -> the model's config.json -> the config stage -> needs and
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def prepare(
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
         vocab=int(hf.get("vocab_size") or 0),
         shape=shape,
+        grouped=(hf.get("num_key_value_heads") or math.inf) < (hf.get("num_attention_heads") or 0),
         dpo=run.dpo,
     )
     if automatic:

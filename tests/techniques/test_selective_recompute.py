@@ -16,6 +16,7 @@ from optrush.errors import ConfigError, NeedsError
 from optrush.prepare import prepare
 from optrush.shapes import SHAPES
 from optrush.techniques import selective_recompute
+from optrush.techniques.selective_recompute import SelectiveRecompute
 
 from memory import supposed, track
 from trials import assembled, first_gradients, furthest, golden_run, micro, steps, weights
@@ -182,7 +183,7 @@ def test_same_gradients_compiled(box, fresh, options, implementation, scope):
 def saved(box, scope: str = "blocks", **with_) -> int:
     """Bytes that the compiled blocks of one micro-batch keep for their backward pass, parameters left out."""
     torch._dynamo.reset()
-    run = golden_run(box, packed=True, attention={}, compile={"scope": scope}, **with_)
+    run = golden_run(box, **{"packed": True, "attention": {}, "compile": {"scope": scope}} | with_)
     job = assembled(run)
     batch = micro(job)
     parameters = {p.untyped_storage().data_ptr() for p in job.model.parameters()}
@@ -233,6 +234,29 @@ def test_the_budget_is_for_these_blocks_only(box):
         job.model(batch.tokens, batch.positions, batch.documents)
     assert seen[2:] == [1.0] * len(job.model.blocks)
     assert config.activation_memory_budget == 1.0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("budget", "withs"),
+    [(0.6, {}), (0.5, {}), (0.4, {}), (0.6, {"fused_block": {}}), (0.5, {"fused_block": {}})],
+    ids=str,
+)
+def test_the_plan_keeps_what_the_partitioner_keeps(box, fresh, monkeypatch, budget, withs):
+    """Of a block of the 1B shape's proportions, in values of D a token."""
+    D, T, L = 256, 128, 2
+    small = {"hidden_size": D, "intermediate_size": 4 * D, "head_dim": 32, "num_attention_heads": 8, "vocab_size": 512}
+    shape = SHAPES["llama-3.2-1b"] | small | {"num_key_value_heads": 2, "num_hidden_layers": L}
+    monkeypatch.setitem(SHAPES, "small", shape)
+    sets = ["data.path=null", "data.random=8", "objective=pretrain", "model.path=null", "model.shape=small"]
+    sets += [f"batch.{name}={T}" for name in ("seq", "tokens", "micro_tokens")]
+    given = {"packed": False, "sets": sets, "bf16": {}, "selective_recompute": {"budget": budget}, **withs}
+    setup = prepare(golden_run(box, attention={}, compile={}, **given)).setup
+    again = {r.match for r in SelectiveRecompute(budget=budget).predict(setup) if "recomputed" in r.changes}
+    outputs = {"saved.heads": 1.5, "saved.attended": 1.0, "saved.gate_up": 8.0}
+    said = 1 + sum(size for name, size in outputs.items() if name not in again)  # 1: what enters the block
+    more = saved(box, **given) / (2 * L * T * D) - said
+    assert 0 < more < 0.7, "a number a row of each norm, and of each head"
 
 
 # --- what it refuses

@@ -114,11 +114,10 @@ class Attention(Technique):
 def _ungrouped(setup: Setup) -> bool:
     """Whether no kernel of torch groups query heads: of CUDA's only flash attention does, which `sdpa` takes in bf16.
 
-    Mixed precision is taken to be bf16 where the device has it, and a model through transformers to group heads.
+    Mixed precision is taken to be bf16 where the device has it.
     """
     half = setup.dtype == "bfloat16" or (Part.PRECISION in setup.owned and setup.device.capability >= (8, 0))
-    grouped = setup.shape is None or setup.shape.kv_heads < setup.shape.heads
-    return setup.device.kind == "cuda" and grouped and not half
+    return setup.device.kind == "cuda" and setup.grouped and not half
 
 
 def _older_torch() -> bool:

@@ -91,7 +91,7 @@ class Fp8(Technique):
         yield live("saved.product", why, role="byte") if product else live("saved.product", again, gone=True)
         if compiled:  # one block's backward pass makes it, or its gradient, in the products' type
             values = (0.5 if product else 1.0) / blocks  # beyond the 8 bits
-            yield like("saved.product", Line("feed.again", again, values, "product", "backward", True))
+            yield like("saved.product", Line("feed.again", again, values, "product", "backward", True, side="feed"))
         if normed and self.targets == "all":
             yield live("saved.normed", why, role="byte")
         else:

@@ -77,11 +77,13 @@ class FusedBlock(Technique):
         if again:
             yield live("saved.product", why, gone=True)
         if again or (frozen and setup.rows_beside and "down" not in setup.rows_beside):  # which nobody kept
-            yield like("saved.product", Line("feed.product", why, 1.0 / setup.blocks, "product", "backward", True))
+            product = Line("feed.product", why, 1.0 / setup.blocks, "product", "backward", True, side="feed")
+            yield like("saved.product", product)
         yield live("saved.gated", why, gone=True)
         if self.impl == "triton":
             why = "the activation's gradient, which the kernel reads, F"
-            yield like("saved.product", Line("feed.activation", why, 1.0 / setup.blocks, "product", "backward", True))
+            activation = Line("feed.activation", why, 1.0 / setup.blocks, "product", "backward", True, side="feed")
+            yield like("saved.product", activation)
         if self.impl == "quack" and setup.shape is not None:
             yield from _hidden(setup.shape)
             if inside:

@@ -15,7 +15,6 @@ from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
     from optrush.job import Job
-    from optrush.shapes import ModelShape
 
 # Operators by name, as "namespace::name" begins: a kernel's own operator is known before it is imported.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
@@ -79,7 +78,7 @@ class SelectiveRecompute(Technique):
     def predict(self, setup: Setup) -> Iterator[Rule]:
         """What is not kept lies in one block at a time; what makes it runs twice. Names: the baseline's."""
         if self.budget is not None:
-            yield from _by_budget(self.budget, setup.shape)
+            yield from _by_budget(self.budget, setup)
             return
         why = "kept by one block at a time, while it runs again"
         again = "these operators of the forward pass run twice"
@@ -151,27 +150,36 @@ class SelectiveRecompute(Technique):
         return changed
 
 
-def _by_budget(budget: float, shape: ModelShape | None) -> Iterator[Rule]:
+def _by_budget(budget: float, setup: Setup) -> Iterator[Rule]:
     """The partitioner keeps an operator's output whole or not at all; of what norms make nothing, once it must choose.
 
-    What it keeps is taken to be the dearest set of three that fits: measured at 0.5, one H200 (LOG.md).
+    What it keeps is taken to be the dearest set of three that fits. Whole scores are taken to be kept: at some budgets
+    they are not, at some smaller ones they are.
     """
-    if shape is None or budget == 1:
+    shape = setup.shape
+    if shape is None or budget == 1:  # assumed, not measured: an even share, and cheap operators run again first
+        cheap = min(1.0, 3 * (1 - budget))
         yield live("saved.*", f"of all but {budget:g}, kept by one block at a time", recomputed=1 - budget)
+        yield live("forward.e*", "elementwise operators run again first", times=1 + cheap)
+        dear = max(0.0, 1 - 1.5 * budget)
+        yield live("forward.[!el]*", "products and attention, where that is not enough", times=1 + dear)
         return
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_width
     # Values a token, FLOP a token (attention's of T = 4 D), and the work that runs again without them.
-    dear = {
+    outputs = {
         "heads": (heads, 2 * shape.width * heads, "qkv"),
         "attended": (shape.heads * shape.head_width, 8 * shape.width**2, "scores"),
         "gate_up": (2 * shape.ff_width, 4 * shape.width * shape.ff_width, "gate_up"),
     }
-    room = budget * (sum(size for size, *_ in dear.values()) + 3 * shape.width)
-    sets = [kept for n in range(4) for kept in combinations(dear, n) if sum(dear[k][0] for k in kept) <= room]
-    kept = max(sets, key=lambda names: sum(dear[k][1] for k in names))
-    yield live("saved.[!hag]*", "kept by one block at a time, while it runs again", recomputed=1.0)
+    cheap = 3 * shape.width + (0 if "saved.product" in setup.opaque else shape.ff_width)
+    room = budget * (sum(size for size, *_ in outputs.values()) + cheap)
+    sets = [kept for n in range(4) for kept in combinations(outputs, n) if sum(outputs[k][0] for k in kept) <= room]
+    kept = max(sets, key=lambda names: sum(outputs[k][1] for k in names))
+    why = "kept by one block at a time, while it runs again"
+    yield live("saved.[!hags]*", why, recomputed=1.0)
+    yield live("saved.spread", why, recomputed=1.0)
     yield live("forward.e*", "elementwise operators run twice", times=2)
-    for name, (_, _, work) in dear.items():
+    for name, (_, _, work) in outputs.items():
         if name not in kept:
             yield live(f"saved.{name}", "does not fit into the budget whole", recomputed=1.0)
             yield live(f"forward.{work}", "runs twice", times=2)
