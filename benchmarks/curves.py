@@ -65,14 +65,15 @@ def curve(run: config.Run) -> dict[str, Any]:
 
 
 def asked(run: config.Run) -> dict[str, Any]:
-    """`curve` in a process of its own.
+    """`curve` in a process of its own, whose last words stand on standard error where it has none.
 
     Raises:
-        subprocess.CalledProcessError: it ended with an error, which stands on standard error.
+        RuntimeError: it ended with an error.
     """
-    line = [sys.executable, __file__, "--answer", config.dump(run)]
-    said = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found: dict[str, Any] = json.loads(said.splitlines()[-1])
+    done = subprocess.run([sys.executable, __file__, "--answer", config.dump(run)], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the run of seed {run.seed} ended with exit code {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -90,8 +91,10 @@ def main() -> None:
     a = parser.parse_args()
     plain = config.parse(a.config.read_text(), str(a.config), sets=a.sets)
     given = config.parse(a.config.read_text(), str(a.config), sets=a.sets, withs=[a.technique])
-    if given.with_ == plain.with_ or a.seeds < 2 or plain.train.log_every != 1 or (plain.train.steps or 1) % POINTS:
-        sys.exit(f"wanted: a technique that CONFIG has not, 2 seeds or more, log_every: 1 and steps in {POINTS} parts")
+    if given.with_ == plain.with_ or a.seeds < 2 or a.jobs < 1:
+        sys.exit("wanted: a technique that CONFIG has not, 2 seeds or more, and 1 job or more")
+    if plain.train.log_every != 1 or (plain.train.steps or 1) % POINTS:
+        sys.exit(f"wanted: log_every: 1, and steps in {POINTS} parts")
     if not isinstance(plain.data.eval, str) or not isinstance(plain.data.path, str) or plain.dpo is not None:
         sys.exit("wanted: one file as data.path, one as data.eval, and no dpo")
     files = (plain.data.path, CONVERSATIONS, 0), (plain.data.eval, HELD, 1)

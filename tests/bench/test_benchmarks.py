@@ -159,7 +159,8 @@ with: {{packing: {{}}}}
 
 def curves(program, monkeypatch, capsys, folder, *more):
     (folder / "run.yaml").write_text(CURVE.format(folder))
-    monkeypatch.setattr(sys, "argv", ["curves.py", str(folder / "run.yaml"), "--with", "bf16", "--seeds", "2", *more])
+    line = ["curves.py", str(folder / "run.yaml"), "--with", "bf16", "--seeds", "2", "--jobs", "2", *more]
+    monkeypatch.setattr(sys, "argv", line)
     module = program("curves")
     monkeypatch.setattr(module, "CONVERSATIONS", 60)
     monkeypatch.setattr(module, "HELD", 5)
@@ -195,6 +196,13 @@ def test_nobodys_files_are_overwritten(program, monkeypatch, capsys, tmp_path):
 def test_what_curves_cannot_compare(program, monkeypatch, capsys, tmp_path, sets):
     with pytest.raises(SystemExit, match="wanted:"):
         curves(program, monkeypatch, capsys, tmp_path, "--set", sets)
+    with pytest.raises(SystemExit, match="1 job or more"):
+        curves(program, monkeypatch, capsys, tmp_path, "--jobs", "0")
+
+
+def test_a_curve_that_ends_with_an_error(program, monkeypatch, capsys, tmp_path):
+    with pytest.raises(RuntimeError, match="seed 0 ended with exit code 1"):
+        curves(program, monkeypatch, capsys, tmp_path, "--write", "--set", "batch.micro_tokens=7")
 
 
 # --- gradients.py
