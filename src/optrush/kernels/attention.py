@@ -46,7 +46,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """torch's scaled_dot_product_attention. Without a mask where rows hold one document: what lies behind it is
-    padding, which a causal row never reads. Saves no scores; on CUDA, but in bf16, k and v for each query head."""
+    padding, which a causal row never reads. Saves no scores; on CUDA, except in bf16, k and v for each query head."""
     if documents.single:
         if not _groups(q):
             k, v = spread(k, q.shape[2]), spread(v, q.shape[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -123,4 +124,4 @@ def _ungrouped(setup: Setup) -> bool:
 def _older_torch() -> bool:
     """Whether the torch that is here, if any, has no `varlen` that groups query heads: before 2.12."""
     version = library("torch")
-    return version is not None and [int(part) for part in version.split(".")[:2]] < [2, 12]
+    return version is not None and [int(number) for number in re.findall(r"\d+", version)[:2]] < [2, 12]
