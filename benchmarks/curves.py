@@ -65,7 +65,7 @@ def curve(run: config.Run) -> dict[str, Any]:
 
 
 def asked(run: config.Run) -> dict[str, Any]:
-    """`curve` in a process of its own, whose last words stand on standard error where it has none.
+    """`curve` in a process of its own; what it says of an error goes to standard error.
 
     Raises:
         RuntimeError: it ended with an error.

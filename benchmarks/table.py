@@ -430,28 +430,24 @@ def gained() -> dict[str, str]:
 def learnt() -> str:
     """Loss curves in bf16 with and without float8, over seeds."""
     *runs, said = [json.loads(line) for line in (ROOT / CURVES).read_text().splitlines()]
-    pairs = [(plain, given) for plain, given in zip(runs[::2], runs[1::2], strict=True)]
-    curves = [([*plain["losses"], plain["held_out"]], [*given["losses"], given["held_out"]]) for plain, given in pairs]
-    tenth = said["steps"] // (len(curves[0][0]) - 1)
-    names = [f"{k * tenth + 1} to {(k + 1) * tenth}" for k in range(len(curves[0][0]) - 1)]
+    curves = [[*r["losses"], r["held_out"]] for r in runs]
+    without, beside = ([c for c, r in zip(curves, runs) if bool(r["with"]) is there] for there in (False, True))
+    tenth = said["steps"] // (len(without[0]) - 1)
     rows = [
         f"{said['steps']} steps of the 1B shape from random weights on recipes (`float8-curve.yaml`): mean loss over",
-        f"{len(pairs)} seeds; by how much a seed is higher with float8, in the mean, and the standard error of that;",
-        "and the standard deviation over seeds without it, which is what another start changes.",
+        f"{len(without)} seeds; by how much a seed is higher with float8, in the mean, and the standard error of that;",
+        "and the standard deviation over seeds, without it what another start changes, and with it.",
         "",
-        "| steps | bf16 | with float8 | higher by | seeds scatter by |",
-        "|---|---|---|---|---|",
+        "| steps | bf16 | with float8 | higher by | seeds scatter by | with float8 by |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, each in zip(
-        [*names, "held-out"], zip(*(zip(*pair, strict=True) for pair in curves), strict=True), strict=True
-    ):
-        plain, given = zip(*each, strict=True)
-        apart = [b - a for a, b in each]
-        error = statistics.stdev(apart) / len(apart) ** 0.5
-        means = f"{statistics.mean(plain):.4f} | {statistics.mean(given):.4f}"
-        rows.append(
-            f"| {name} | {means} | {statistics.mean(apart):+.4f} ± {error:.4f} | {statistics.stdev(plain):.4f} |"
-        )
+    for k in range(len(without[0])):
+        plain, given = ([curve[k] for curve in each] for each in (without, beside))
+        name = "held-out" if k == len(without[0]) - 1 else f"{k * tenth + 1} to {(k + 1) * tenth}"
+        apart = [b - a for a, b in zip(plain, given, strict=True)]
+        higher = f"{statistics.mean(apart):+.4f} ± {statistics.stdev(apart) / len(apart) ** 0.5:.4f}"
+        means, scatter = ((f"{of(plain):.4f} | {of(given):.4f}") for of in (statistics.mean, statistics.stdev))
+        rows.append(f"| {name} | {means} | {higher} | {scatter} |")
     return "\n".join([*rows, "", f"Record: [{CURVES.stem}](../../{CURVES})."])
 
 

@@ -6,7 +6,6 @@ rules between fields -> the model's config.json -> the config stage -> needs and
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +70,8 @@ def prepare(
     if run.model.implementation == "native" and obstacle is not None:
         raise NeedsError("`model.implementation: native`", obstacle, "take `model.implementation: transformers`")
     native = run.model.implementation != "transformers" and obstacle is None
-    shape = ModelShape.read(hf) if native else None
+    known = ModelShape.read(hf) if obstacle is None else None
+    shape = known if native else None
     if shape is not None:
         shape.check_window(run.batch.seq)
     else:  # padding has positions too, and a table of them ends
@@ -93,7 +93,7 @@ def prepare(
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
         vocab=int(hf.get("vocab_size") or 0),
         shape=shape,
-        grouped=(hf.get("num_key_value_heads") or math.inf) < (hf.get("num_attention_heads") or 0),
+        grouped=known is None or known.kv_heads < known.heads,
         dpo=run.dpo,
     )
     if automatic:

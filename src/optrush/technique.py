@@ -83,7 +83,7 @@ class Setup:
     owned: frozenset[Part] = frozenset()
     vocab: int = 0  # V; 0: not asked
     shape: ModelShape | None = None  # of a model of our own decoder
-    grouped: bool = True  # fewer key/value heads than query heads
+    grouped: bool = True  # fewer key/value heads than query heads, or not known
     dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     undoable: bool = False  # the model can be asked without what is trained: `Job.untrained` will be there

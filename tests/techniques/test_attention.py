@@ -153,8 +153,9 @@ def test_these_tests_would_see_a_leak(job, how):
         ("h200", ("bf16", "attention"), (), False, False),
         ("h200", ("attention",), (), True, False),
         ("h200", ("attention",), ("model.implementation=transformers",), True, True),
-        ("h200", ("attention",), ("model.shape=one-to-one",), False, False),
         ("h200", ("attention",), ("model.shape=one-to-one", "model.implementation=transformers"), False, False),
+        ("h200", ("attention",), ("model.shape=mistral", "model.implementation=transformers"), True, True),
+        ("h200", ("attention",), ("model.shape=mistral",), True, False),
         ("t4", ("amp:dtype=fp16", "attention"), (), True, False),
         ("cpu", ("attention",), (), False, False),
         ("h200", ("bf16", "attention:impl=varlen"), (), False, False),
@@ -165,6 +166,8 @@ def test_these_tests_would_see_a_leak(job, how):
 def test_where_heads_are_repeated(monkeypatch, hardware, withs, sets, spread, scores):
     """Where torch's kernel cannot group query heads, keys and values are held for each, or by plain products scores."""
     monkeypatch.setitem(SHAPES, "one-to-one", SHAPES["llama-3.2-1b"] | {"num_key_value_heads": 32})
+    mistral = SHAPES["llama-3.2-1b"] | {"model_type": "mistral", "rope_scaling": None, "sliding_window": None}
+    monkeypatch.setitem(SHAPES, "mistral", {k: v for k, v in mistral.items() if k != "num_key_value_heads"})  # then 8
     hardware, _, torch_version = hardware.partition(" and torch ")
     monkeypatch.setattr(attention, "library", {"torch": torch_version or "2.13.0"}.get)
     text = "{model: {shape: llama-3.2-1b}, objective: pretrain, data: {random: 8}, output: none}"

@@ -239,7 +239,7 @@ def test_the_budget_is_for_these_blocks_only(box):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("budget", "withs"),
-    [(0.6, {}), (0.5, {}), (0.4, {}), (0.6, {"fused_block": {}}), (0.5, {"fused_block": {}})],
+    [(0.7, {}), (0.6, {}), (0.5, {}), (0.4, {}), *((b, {"fused_block": {}}) for b in (0.9, 0.6, 0.5))],
     ids=str,
 )
 def test_the_plan_keeps_what_the_partitioner_keeps(box, fresh, monkeypatch, budget, withs):
@@ -253,10 +253,10 @@ def test_the_plan_keeps_what_the_partitioner_keeps(box, fresh, monkeypatch, budg
     given = {"packed": False, "sets": sets, "bf16": {}, "selective_recompute": {"budget": budget}, **withs}
     setup = prepare(golden_run(box, attention={}, compile={}, **given)).setup
     again = {r.match for r in SelectiveRecompute(budget=budget).predict(setup) if "recomputed" in r.changes}
-    outputs = {"saved.heads": 1.5, "saved.attended": 1.0, "saved.gate_up": 8.0}
+    outputs = {"saved.heads": 1.5, "saved.attended": 1.0, "saved.gate_up": 8.0, "saved.middle*": 1.0}
     said = 1 + sum(size for name, size in outputs.items() if name not in again)  # 1: what enters the block
     more = saved(box, **given) / (2 * L * T * D) - said
-    assert 0 < more < 0.7, "a number a row of each norm, and of each head"
+    assert 0 < more < 0.8, "numbers a row of each norm and head, angles"
 
 
 # --- what it refuses

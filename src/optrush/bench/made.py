@@ -21,7 +21,6 @@ from optrush.bench.record import Record, Verdict
 from optrush.bench.stats import Figures
 from optrush.bench.written import Ladder
 from optrush.config import Run
-from optrush.technique import Numerics, build
 from optrush.techniques import ALL
 
 
@@ -260,9 +259,8 @@ def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:
 def _unsound(whole: Climb, rung: Rung) -> Iterator[str | None]:
     """What is wrong with a rung by itself, in any repeat."""
     allowed = stats.tolerances(rung.run, rung.run, ALL)
-    turns = any(t.numerics is Numerics.DIFFERENT_MATHS for t in build(ALL, rung.run.with_))
-    told = _told(whole, rung)[: int(turns)]
-    baselines = [whole.results[r.name][0]["proof"].get("gradient") for r in told]
+    different = [r for r in _told(whole, rung)[:1] if stats.tolerances(r.run, rung.run, ALL) is stats.DIFFERENT]
+    baselines = [whole.results[r.name][0]["proof"].get("gradient") for r in different]
     for result in whole.results[rung.name]:
         yield stats.dead(result.get("losses", []), result.get("grad_norms", []))
         if (proof := result["proof"])["losses"]:

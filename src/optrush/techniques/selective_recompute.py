@@ -34,8 +34,8 @@ class SelectiveRecompute(Technique):
     ops `attention`: outputs of attention kernels are kept, products run again too.
     budget: of compiled blocks, the share of what they would keep; torch's partitioner chooses what runs again.
 
-    The last product of a block runs again in neither form, for nothing in the backward pass reads its output. Attention
-    by plain products with whole scores is no kernel: it runs again, and its scores are never kept.
+    The last product of a block runs again in neither form of `ops`, for nothing in the backward pass reads its output.
+    Attention by plain products with whole scores is no kernel: there it runs again, and its scores are never kept.
 
     Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
     Memory: `products` keeps B*T*(2D + (2H + 2K)E + 2F) values a block, `attention` B*T*(D + HE); one block at a time
@@ -153,8 +153,8 @@ class SelectiveRecompute(Technique):
 def _by_budget(budget: float, setup: Setup) -> Iterator[Rule]:
     """The partitioner keeps an operator's output whole or not at all; of what norms make nothing, once it must choose.
 
-    What it keeps is taken to be the dearest set of three that fits. Whole scores are taken to be kept: at some budgets
-    they are not, at some smaller ones they are.
+    What it keeps is taken to be the dearest set of three that fits, and what the feed-forward part adds to if there is
+    room for all. Whole scores are taken to be kept: at some budgets they are not, at some smaller ones they are.
     """
     shape = setup.shape
     if shape is None or budget == 1:  # assumed, not measured: an even share, and cheap operators run again first
@@ -176,8 +176,10 @@ def _by_budget(budget: float, setup: Setup) -> Iterator[Rule]:
     sets = [kept for n in range(4) for kept in combinations(outputs, n) if sum(outputs[k][0] for k in kept) <= room]
     kept = max(sets, key=lambda names: sum(outputs[k][1] for k in names))
     why = "kept by one block at a time, while it runs again"
-    yield live("saved.[!hags]*", why, recomputed=1.0)
+    yield live("saved.[!hagsm]*", why, recomputed=1.0)
     yield live("saved.spread", why, recomputed=1.0)
+    if sum(outputs[k][0] for k in outputs) + shape.width > room:  # for what the feed-forward part adds to, too
+        yield live("saved.middle*", why, recomputed=1.0)
     yield live("forward.e*", "elementwise operators run twice", times=2)
     for name, (_, _, work) in outputs.items():
         if name not in kept:
