@@ -82,9 +82,7 @@ INSIDE: dict[Any, Callable[..., int]] = {
     aten.logsumexp.default: lambda x, *_: _bytes(x),  # exp(x - max)
 }
 INSIDE_CUDA: dict[Any, Callable[..., int]] = {
-    aten._softmax_backward_data.default: lambda grad, *_: (
-        2 * _bytes(grad)
-    ),  # grad * output beside the result, torch 2.11
+    aten._softmax_backward_data.default: lambda grad, *_: 2 * _bytes(grad),  # grad * output; the result
 }
 # Operators that make nothing, which FakeTensorMode would run on real zeros.
 WRITES = (aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr)

@@ -172,13 +172,14 @@ def _by_budget(budget: float, setup: Setup) -> Iterator[Rule]:
         "gate_up": (2 * shape.ff_width, 4 * shape.width * shape.ff_width, "gate_up"),
     }
     cheap = 3 * shape.width + (0 if "saved.product" in setup.opaque else shape.ff_width)
-    room = budget * (sum(size for size, *_ in outputs.values()) + cheap)
+    all_three = sum(size for size, *_ in outputs.values())
+    room = budget * (all_three + cheap)
     sets = [kept for n in range(4) for kept in combinations(outputs, n) if sum(outputs[k][0] for k in kept) <= room]
     kept = max(sets, key=lambda names: sum(outputs[k][1] for k in names))
     why = "kept by one block at a time, while it runs again"
     yield live("saved.[!hagsm]*", why, recomputed=1.0)
     yield live("saved.spread", why, recomputed=1.0)
-    if sum(outputs[k][0] for k in outputs) + shape.width > room:  # for what the feed-forward part adds to, too
+    if all_three + shape.width > room:  # for what the feed-forward part adds to, too
         yield live("saved.middle*", why, recomputed=1.0)
     yield live("forward.e*", "elementwise operators run twice", times=2)
     for name, (_, _, work) in outputs.items():
