@@ -305,7 +305,7 @@ def supposed(run: Any, classes: Sequence[type[Technique]] = ALL, *, kernels: boo
 
 
 def _unfilled(folder: Any, hf: Any, implementation: Any, dtype: torch.dtype, seed: int, growth: Any = None) -> Any:
-    """As `optrush.model.weights.load`, with a recipe that fills nothing."""
+    """As `optrush.model.load.load`, with a recipe that fills nothing."""
     if implementation == "transformers" or native_obstacle(hf) is not None:
         with torch.device("meta"):
             model: Any = Adapter(_from_config(hf, dtype))

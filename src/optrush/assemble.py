@@ -30,7 +30,8 @@ from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.job import Job, Trained
 from optrush.model.decoder import spared
 from optrush.model.grown import refuse_frozen
-from optrush.model.weights import fingerprint, load
+from optrush.model.load import load
+from optrush.model.weights import fingerprint
 from optrush.objectives import FIGURES, check_layout, dpo
 from optrush.objectives.loss import next_token
 from optrush.optim.adamw import AdamW

@@ -18,6 +18,7 @@ from pathlib import Path
 from optrush.errors import ConfigError
 
 GIB = 2**30
+CONTEXT_BYTES = 800 << 20  # what a CUDA process takes of a device beside torch's allocations
 
 
 @dataclass(frozen=True)

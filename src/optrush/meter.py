@@ -23,14 +23,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from optrush.data.batch import Batch
 from optrush.errors import RunError
-from optrush.job import Job
+
+if TYPE_CHECKING:
+    from optrush.job import Job
 
 Moment = float | torch.cuda.Event
 """The end of what was asked of a device so far: on a CPU, which has done it by then, the clock."""

@@ -22,18 +22,14 @@ from optrush.ascent import Worth, climb
 from optrush.config import Run
 from optrush.data.lengths import held
 from optrush.errors import ConfigError, ConflictError, NeedsError
-from optrush.hardware import Device, named
+from optrush.hardware import named
 from optrush.ledger import Item, Ledger
 from optrush.measured import Calibration
 from optrush.prepare import prepare
-from optrush.rates import Rates
+from optrush.rates import CLOSE, Rates, room
 from optrush.shapes import SHAPES, ModelShape, native_obstacle
 from optrush.technique import Need, Numerics, Part, Setup, Technique, build, in_order
 from optrush.techniques import ALL
-
-CONTEXT_BYTES = 800 << 20  # what a CUDA process takes of a device beside torch's allocations
-SLACK = 0.03  # of a peak: the allocator's gaps
-CLOSE = 0.01  # speeds this near are equal; of those, what needs less memory is better
 
 Options = Sequence[Technique | None]
 
@@ -172,14 +168,6 @@ def family(
         for one in itertools.product(*chosen, [None, *saving]):
             looked.worth(one)
         yield name, shape.parameters, max(looked.settings, key=lambda s: s.prediction.tokens_per_s or 0.0, default=None)
-
-
-def room(device: Device) -> float | None:
-    """Bytes that a peak may have on a device."""
-    if device.memory_bytes is None:
-        return None
-    context = CONTEXT_BYTES if device.kind == "cuda" else 0
-    return (device.memory_bytes - context) / (1 + SLACK)
 
 
 def _scene(run: Run, hardware: str, classes: Sequence[type[Technique]]) -> _Scene:

@@ -20,6 +20,7 @@ from optrush.launch import launched
 from optrush.model.locate import check_positions, locate
 from optrush.model.vocabulary import Growth, grow
 from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
+from optrush.sizing import choose
 from optrush.technique import Edit, Part, Setup, Technique, build, demand, in_order, settle, sizes, unmet
 from optrush.techniques import ALL
 
@@ -97,8 +98,6 @@ def prepare(
         dpo=run.dpo,
     )
     if automatic:
-        from optrush.sizing import choose  # which asks the plan's modules, and the plan asks us
-
         setup = dataclasses.replace(setup, micro_rows=choose(techniques, setup, hf))
     setup = settle(techniques, setup, classes)
     check_reference(setup)

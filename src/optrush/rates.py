@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from optrush import measured
-from optrush.hardware import Device
+from optrush.hardware import CONTEXT_BYTES, Device
 from optrush.ledger import Ledger, Work, awaiting, paged
 from optrush.measured import Attention, Calibration
 from optrush.shapes import ModelShape
@@ -46,6 +46,8 @@ MICRO_S, STEP_S = 2e-3, 5e-3
 
 Basis = Literal["datasheet", "calibrated"]
 ATTENTIONS = ("attention", "flash2", "masked")  # units of attention that keeps no scores
+SLACK = 0.03  # of a peak: the allocator's gaps
+CLOSE = 0.01  # speeds this near are equal; of those, what needs less memory is better
 PARTS = ("products", "attention", "head", "elementwise", "optimizer")
 
 
@@ -337,3 +339,11 @@ def _each(ledger: Ledger, tokens: float, rates: Rates | None) -> Iterator[tuple[
 def filled(ledger: Ledger) -> float:
     """The share of the slots that hold a token."""
     return 1.0 - sum(w.padding * w.times for w in ledger.work if not w.gone)
+
+
+def room(device: Device) -> float | None:
+    """Bytes that a peak may have on a device."""
+    if device.memory_bytes is None:
+        return None
+    context = CONTEXT_BYTES if device.kind == "cuda" else 0
+    return (device.memory_bytes - context) / (1 + SLACK)

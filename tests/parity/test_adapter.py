@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from optrush.errors import NeedsError
 from optrush.model.adapter import Adapter, adapt, probe
+from optrush.model.load import load
 from optrush.model.save import export
-from optrush.model.weights import load
 
 from parity_models import FAMILIES, SIZES, compare_gradients, materialise, packed, reference, reference_loss, save
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from optrush import config, hardware, plan
+from optrush import config, hardware, plan, rates
 from optrush.errors import NeedsError
 from optrush.prepare import prepare, resized
 from optrush.techniques.memory_cap import MemoryCap
@@ -35,7 +35,7 @@ def test_the_plan_sees_the_smaller_card(cap, size_bytes):
     whole, capped = plan.predict(run(**sets), "h200"), plan.predict(run(f"memory-cap:{cap}", **sets), "h200")
     assert whole.fits and not capped.fits and whole.peak_bytes == capped.peak_bytes
     assert capped.capacity_bytes == size_bytes
-    assert capped.room_bytes == int(plan.room(dataclasses.replace(H200, memory_bytes=size_bytes)))
+    assert capped.room_bytes == int(rates.room(dataclasses.replace(H200, memory_bytes=size_bytes)))
     assert capped.tokens_per_s == whole.tokens_per_s, "it is the same device otherwise"
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 from test_plan import LLAMA
 
-from optrush import plan
+from optrush import plan, rates
 from optrush.ascent import _ascend, climb
 from optrush.config import parse
 from optrush.plan import _Looked, _options, _scene
@@ -97,4 +97,4 @@ def test_a_plan_finds_what_trying_all_sets_finds(hardware: str, sets: tuple[str,
     assert found.tried < looked.tried / 2
     speeds = [s.prediction.tokens_per_s or 0.0 for s in looked.settings]
     got = [s.prediction.tokens_per_s or 0.0 for s in found.settings]
-    assert bool(speeds) == bool(got) and max(got, default=0.0) >= max(speeds, default=0.0) * (1 - plan.CLOSE)
+    assert bool(speeds) == bool(got) and max(got, default=0.0) >= max(speeds, default=0.0) * (1 - rates.CLOSE)

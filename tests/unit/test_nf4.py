@@ -149,6 +149,7 @@ def test_rows_lie_where_the_linear_has_them(form, width, pieces):
 def interpreted():
     from optrush.kernels import int8_triton, nf4_triton
 
+    tables = nf4.table(torch.device("cpu")), nf4.dynamic_map(torch.device("cpu"))
     for shape in (*SHAPES[:4], (12, 896), (130, 64), (3, 1088), (2, 2112)):  # the last two: several programs a row
         values = drawn(shape)
         # Not bfloat16: the interpreter cuts where a GPU rounds to the nearest. tests/gpu has it.
@@ -159,14 +160,14 @@ def interpreted():
                 wide = torch.full((shape[0], 3, shape[1]), 7.0, dtype=dtype)  # rows of others between
                 target = wide[:, 1:2]
                 if name == "nf4":
-                    nf4_triton.launch(parts["codes"], parts["absmax"], parts.get("nested"), target)
+                    nf4_triton.launch(parts["codes"], parts["absmax"], parts.get("nested"), target, *tables)
                 else:
                     int8_triton.launch(parts["codes"], parts["scales"], target)
                 assert torch.equal(target[:, 0], want), (shape, dtype, form)
                 if name == "nf4":  # codes that begin within a word
                     codes = torch.nn.functional.pad(parts["codes"], (1, 0))[1:]
                     again = torch.empty_like(want)
-                    nf4_triton.launch(codes, parts["absmax"], parts.get("nested"), again)
+                    nf4_triton.launch(codes, parts["absmax"], parts.get("nested"), again, *tables)
                     assert torch.equal(again, want), (shape, dtype, form)
                 assert (wide[:, [0, 2]] == 7).all(), "it writes where it should"
     print("equal")

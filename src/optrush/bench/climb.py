@@ -260,12 +260,12 @@ def _result(whole: Climb, rung: Rung, request: dict[str, Any], show: Show) -> di
 
     def attempt(seq: int) -> dict[str, Any]:
         unproved = {"steps": 0, "documents": 0}
-        asked = {**request, "run": config.dump(longest.at(rung.run, seq)), "proof": unproved}
+        asked = {**request, "run": config.dump(ladder.at_length(rung.run, seq)), "proof": unproved}
         result = _tried(whole, rung, asked, seq)
         show.says(f"  rows of {seq:,} tokens: {'failed: ' + result['error'] if 'error' in result else 'trained'}")
         return result
 
-    begin = longest.guess(span, lambda seq: _fits(longest.at(rung.run, seq)))
+    begin = longest.guess(span, lambda seq: _fits(ladder.at_length(rung.run, seq)))
     return longest.search(span, begin, first, attempt)
 
 

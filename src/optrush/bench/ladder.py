@@ -233,3 +233,9 @@ def _peer(ladder: Ladder, entry: Entry, i: int) -> Peer | None:
         except ConfigError as error:
             raise ConfigError(f"{ladder.at('rungs', i, 'peer', name)}: {error.asked}", error.found, error.do) from None
     return None
+
+
+def at_length(run: Run, seq: int) -> Run:
+    """The run with one row of so many tokens a step."""
+    batch = run.batch.model_copy(update={"seq": seq, "tokens": seq, "micro_tokens": seq})
+    return run.model_copy(update={"batch": batch})

@@ -13,18 +13,11 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from optrush.bench.written import Longest
-from optrush.config import Run
 from optrush.errors import UserError
 
 GRAIN = 1024  # lengths are multiples of it, or of what the shortest is a multiple of
 FARTHEST = 4.0  # from a length to the next
 MEMORY = ("out of memory", "killed by signal 9")  # how a result says that memory ended, on the device or the host
-
-
-def at(run: Run, seq: int) -> Run:
-    """The run with one row of so many tokens a step."""
-    batch = run.batch.model_copy(update={"seq": seq, "tokens": seq, "micro_tokens": seq})
-    return run.model_copy(update={"batch": batch})
 
 
 def search(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush import config
-from optrush.bench import ladder, longest, stats
+from optrush.bench import ladder, stats
 from optrush.bench.ladder import Rung
 from optrush.bench.peer import UNCOMPARED
 from optrush.bench.record import Record, Verdict
@@ -63,7 +63,7 @@ class Climb:
     def run(self, rung: Rung) -> Run:
         """What the rung's figures are of: its run, or that with the longest row that trained."""
         found = next((r["longest_seq"] for r in self.counted(rung) if "longest_seq" in r), None)
-        return rung.run if found is None else longest.at(rung.run, found)
+        return rung.run if found is None else ladder.at_length(rung.run, found)
 
     def counted(self, rung: Rung) -> list[dict[str, Any]]:
         """The repeats that figures are made of: all, or those that reached no longer row than the others."""
@@ -236,15 +236,15 @@ def _turned(whole: Climb, rung: Rung) -> Iterator[str]:
         return
     gradients = {r.name: whole.results[r.name][0]["proof"].get("gradient") for r in told}
     before = told[: told.index(rung)]
-    tolerances = {r.name: stats.tolerances(r.run, rung.run, ALL) for r in before}
+    promised = {r.name: stats.tolerances(r.run, rung.run, ALL) for r in before}
     for result in whole.results[rung.name]:
         mine = result["proof"].get("gradient")
-        angles = {n: stats.cosine(mine, gradients[n]) for n, t in tolerances.items() if t is not stats.DIFFERENT}
+        angles = {n: stats.cosine(mine, gradients[n]) for n, t in promised.items() if t is not stats.DIFFERENT}
         name, angle = next(((n, a) for n, a in angles.items() if a is not None), ("", None))
         if angle is None:
             continue
         usual = stats.cosine(gradients[name], gradients[told[0].name])
-        allowed = max(tolerances[name]["gradients"], 0 if usual is None else 2 * (1 - usual))
+        allowed = max(promised[name]["gradients"], 0 if usual is None else 2 * (1 - usual))
         if 1 - angle > allowed:
             yield (
                 f"wrong: its gradients lie {1 - angle:.2g} (1 - cosine) from those of `{name}`, which "

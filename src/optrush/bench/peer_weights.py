@@ -69,8 +69,8 @@ def write(hf: Mapping[str, Any], dtype: str, seed: int, device: str, target: Pat
     """The folder, whole or not at all."""
     import torch
 
+    from optrush.model.load import load
     from optrush.model.save import export
-    from optrush.model.weights import load
 
     model, recipe = load(None, hf, None, getattr(torch, dtype), seed)
 

@@ -8,6 +8,7 @@ Its own module, for QuACK finds an epilogue again by where it is defined.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -18,7 +19,7 @@ from quack.gemm_config import GemmConfig
 from quack.gemm_interface import gemm_tuned
 from torch import Tensor
 
-from optrush.kernels.exponents import LOG2E
+LOG2E = math.log2(math.e)
 
 
 @gemm_epilogue(ops={"offset": ColVecLoad("offset")}, reduces={"sums": ColVecReduce("sums")})

@@ -131,7 +131,7 @@ def dequantise(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> N
     if out.is_cuda:
         from optrush.kernels.nf4_triton import launch
 
-        launch(codes, absmax, nested, out)
+        launch(codes, absmax, nested, out, table(out.device), dynamic_map(out.device))
         return
     n = out.numel()
     pairs = torch.cartesian_prod(table(out.device), table(out.device))  # (256, 2)

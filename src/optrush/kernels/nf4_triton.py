@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from optrush.kernels.lookup_triton import lookup
-from optrush.kernels.nf4 import BLOCK, NESTED, VALUES, dynamic_map, table
 
+BLOCK, NESTED = 64, 256  # values of a block, blocks of a nested one: nf4.py
 BLOCKS, LEAST = 64, 16  # of one program, at most and at least: 4096 and 1024 values
 WORD = 8  # values of 4 bytes
 
@@ -84,8 +84,10 @@ def _dequantise(
 
 
 @torch.no_grad()
-def launch(codes: Tensor, absmax: Tensor, nested: Tensor | None, out: Tensor) -> None:
-    """As `nf4.dequantise`; out: (rows, width), or (groups, rows of a group, width)."""
+def launch(
+    codes: Tensor, absmax: Tensor, nested: Tensor | None, out: Tensor, table: Tensor, dynamic_map: Tensor
+) -> None:
+    """As `nf4.dequantise`; out: (rows, width), or (groups, rows of a group, width); tables: nf4's, on its device."""
     grouped = out if out.dim() == 3 else out[None]
     assert grouped.stride(2) == 1
     groups, in_group, width = grouped.shape
@@ -93,7 +95,7 @@ def launch(codes: Tensor, absmax: Tensor, nested: Tensor | None, out: Tensor) ->
     blocks = -(-n // BLOCK)
     scales = absmax, absmax if nested is None else nested
     places = in_group, grouped.stride(0), grouped.stride(1), -(-blocks // NESTED)
-    lookups = table(out.device), dynamic_map(out.device)
+    lookups = table, dynamic_map
     if width % BLOCK == 0 and codes.data_ptr() % 4 == 0:
         across = width // BLOCK
         most = min(BLOCKS, max(LEAST, across & -across))  # a power of two that divides `across`, if it has one
@@ -101,7 +103,7 @@ def launch(codes: Tensor, absmax: Tensor, nested: Tensor | None, out: Tensor) ->
         _by_rows[(groups * in_group, triton.cdiv(across, most))](
             words, *scales, *lookups, grouped, across, *places,
             DOUBLE=nested is not None, BLOCKS=most, WORDS=BLOCK // WORD, WORD=WORD,
-            NUMBERS=len(VALUES),
+            NUMBERS=len(table),
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return

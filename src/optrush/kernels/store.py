@@ -55,8 +55,14 @@ def store(rounding: str, device: torch.device) -> Store:
     """What writes on a device: on a GPU random rounding is a kernel."""
     if rounding == "nearest":
         return nearest
-    if device.type == "cuda":
-        from optrush.kernels.store_triton import stochastic as launched
+    return _stochastic_on_cuda if device.type == "cuda" else stochastic
 
-        return launched
-    return stochastic
+
+def _stochastic_on_cuda(
+    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
+) -> None:
+    """As `stochastic`, in one kernel."""
+    from optrush.kernels.store_triton import stochastic as launch  # a CPU build of torch has no triton
+
+    write = nearest if target.dtype == torch.float32 else launch
+    write(target, value, found_inf, key, shift, first)

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optrush.kernels import store
 from optrush.kernels.adamw_triton import _mix, _stochastic
 
 BLOCK = 4096
@@ -35,10 +34,13 @@ def _store(target, value, found_inf, key, size, first, SHIFT: tl.constexpr, BLOC
 
 
 def stochastic(target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0) -> None:
-    """As `store.Store` says."""
-    if target.dtype == torch.float32:
-        return store.nearest(target, value, found_inf, key)
-    assert target.is_contiguous() and value.is_contiguous() and value.dtype == torch.float32
+    """As `store.Store` says, of a bfloat16 target."""
+    assert (
+        target.dtype == torch.bfloat16
+        and target.is_contiguous()
+        and value.is_contiguous()
+        and value.dtype == torch.float32
+    )
     if size := target.numel():
         bits, flag = target.view(torch.uint16), found_inf.view(torch.uint8)
         _store[(triton.cdiv(size, BLOCK),)](bits, value, flag, key, size, first, shift, BLOCK, num_warps=WARPS)

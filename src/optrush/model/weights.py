@@ -17,20 +17,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from optrush.errors import NeedsError
-from optrush.model.decoder import Decoder, Linear, build
-from optrush.model.grown import vocabulary_names, widened
-from optrush.shapes import HF, native_obstacle, refuse_foreign
+from optrush.model.decoder import Decoder, Linear
+from optrush.shapes import HF
 
 if TYPE_CHECKING:
-    from optrush.model.adapter import Adapter
-    from optrush.model.vocabulary import Growth
+    pass
 
 Shape = tuple[int, ...]
 Filler = Callable[[Tensor, Shape], None]
@@ -282,50 +280,6 @@ def native_entries(model: Decoder) -> dict[str, Entry]:
         else:
             entries[name] = Entry(shape, ((names[0], shape[0]),))
     return entries
-
-
-def load(
-    folder: Path | None,
-    hf: HF,
-    implementation: Literal["native", "transformers"] | None,
-    dtype: torch.dtype,
-    seed: int,
-    growth: Growth | None = None,
-) -> tuple[Decoder | Adapter, Recipe]:
-    """A model on the meta device, and the recipe of its values.
-
-    Args:
-        folder: safetensors beside a config.json; None draws random weights.
-        hf: the config.json, perhaps edited: this one counts, not the folder's.
-        implementation: None takes our own decoder wherever it represents the model, else the adapter.
-        dtype: type of the parameters.
-        seed: of the random draw.
-        growth: new tokens, of which `hf` has the vocabulary already and the folder not.
-
-    Raises:
-        NeedsError: the model is foreign, or the weights do not fit it.
-        ConfigError: config.json is not complete.
-    """
-    from optrush.model.quantised_files import opened, refuse_packed  # which is built on this module
-
-    refuse_foreign(hf)
-    if implementation == "transformers" or (implementation is None and native_obstacle(hf) is not None):
-        from optrush.model.adapter import adapt  # which is built on this module
-
-        if folder is not None:
-            refuse_packed(folder)
-        return adapt(folder, hf, dtype, seed, growth)
-    model = build(hf, dtype)
-    entries = native_entries(model)
-    if folder is None:
-        return model, Recipe(entries, widened(drawn(hf, seed, _constants(entries)), model, entries, growth))
-    source = opened(folder)
-    needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
-    if growth is not None:
-        needed |= {name: (growth.rows, *needed[name][1:]) for name in vocabulary_names(model, entries)}
-    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.shape.tied else {}
-    source.check(needed, tied)
-    return model, Recipe(entries, widened(source, model, entries, growth))
 
 
 def fingerprint(folder: Path | None, seed: int) -> str:

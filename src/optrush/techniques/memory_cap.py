@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from optrush.hardware import CONTEXT_BYTES
 from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class MemoryCap(Technique):
         asked = f"`memory-cap` of {size_bytes >> 20} MiB"
         found = f"{setup.device.name} has {memory_bytes >> 20} MiB"
         yield Need(size_bytes <= memory_bytes, asked, found, "take less, or leave memory-cap out")
-        found = f"{_context() >> 20} MiB of it go to the CUDA context"
-        yield Need(size_bytes > _context(), asked, found, "take more")
+        found = f"{CONTEXT_BYTES >> 20} MiB of it go to the CUDA context"
+        yield Need(size_bytes > CONTEXT_BYTES, asked, found, "take more")
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
@@ -70,7 +71,7 @@ class MemoryCap(Technique):
         assert size_bytes is not None
         at = int(os.environ.get("LOCAL_RANK", "0"))
         total_bytes = torch.cuda.get_device_properties(at).total_memory
-        torch.cuda.set_per_process_memory_fraction((size_bytes - _context()) / total_bytes, at)
+        torch.cuda.set_per_process_memory_fraction((size_bytes - CONTEXT_BYTES) / total_bytes, at)
         return 1
 
     def _bytes(self, device: Device) -> int | None:
@@ -80,12 +81,6 @@ class MemoryCap(Technique):
         if self.fraction is None or device.memory_bytes is None:
             return None
         return int(self.fraction * device.memory_bytes)
-
-
-def _context() -> int:
-    from optrush.plan import CONTEXT_BYTES  # the plan knows the techniques, so not before it does
-
-    return CONTEXT_BYTES
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -1,0 +1,56 @@
+"""Opens a model: our own decoder where it represents the model, else transformers' in an adapter; and its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from optrush.model.adapter import Adapter, adapt
+from optrush.model.decoder import Decoder, build
+from optrush.model.grown import vocabulary_names, widened
+from optrush.model.quantised_files import opened, refuse_packed
+from optrush.model.vocabulary import Growth
+from optrush.model.weights import Recipe, _constants, drawn, native_entries
+from optrush.shapes import HF, native_obstacle, refuse_foreign
+
+
+def load(
+    folder: Path | None,
+    hf: HF,
+    implementation: Literal["native", "transformers"] | None,
+    dtype: torch.dtype,
+    seed: int,
+    growth: Growth | None = None,
+) -> tuple[Decoder | Adapter, Recipe]:
+    """A model on the meta device, and the recipe of its values.
+
+    Args:
+        folder: safetensors beside a config.json; None draws random weights.
+        hf: the config.json, perhaps edited: this one counts, not the folder's.
+        implementation: None takes our own decoder wherever it represents the model, else the adapter.
+        dtype: type of the parameters.
+        seed: of the random draw.
+        growth: new tokens, of which `hf` has the vocabulary already and the folder not.
+
+    Raises:
+        NeedsError: the model is foreign, or the weights do not fit it.
+        ConfigError: config.json is not complete.
+    """
+    refuse_foreign(hf)
+    if implementation == "transformers" or (implementation is None and native_obstacle(hf) is not None):
+        if folder is not None:
+            refuse_packed(folder)
+        return adapt(folder, hf, dtype, seed, growth)
+    model = build(hf, dtype)
+    entries = native_entries(model)
+    if folder is None:
+        return model, Recipe(entries, widened(drawn(hf, seed, _constants(entries)), model, entries, growth))
+    source = opened(folder)
+    needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
+    if growth is not None:
+        needed |= {name: (growth.rows, *needed[name][1:]) for name in vocabulary_names(model, entries)}
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.shape.tied else {}
+    source.check(needed, tied)
+    return model, Recipe(entries, widened(source, model, entries, growth))
