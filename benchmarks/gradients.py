@@ -44,7 +44,7 @@ from optrush.data.loader import reading
 from optrush.errors import UserError
 from optrush.fit import batches
 from optrush.job import Job
-from optrush.model import save
+from optrush.models import weights
 from optrush.prepare import prepare
 from optrush.technique import Part
 from optrush.train import Plan
@@ -63,7 +63,7 @@ def trained(run: config.Run, folder: Path) -> dict[str, Any]:
     with reading(job.batches):
         lines = worker.loop(job, plan).lines
     (folder / "model").mkdir()
-    save.export(folder / "model", export.whole(job), job.recipe, job.hf)
+    weights.export(folder / "model", export.whole(job), job.recipe, job.hf)
     if job.tokenizer is not None:
         job.tokenizer.save_pretrained(folder / "model")
     return {"steps": plan.total, "losses": [lines[0]["loss"], lines[-1]["loss"]]}

@@ -25,8 +25,8 @@ from optrush.config import parse as config
 from optrush.data import pack, recipes
 from optrush.data.rows import Where, parse
 from optrush.data.tokenizer import open_tokens
-from optrush.model import tiny
-from optrush.shapes import SHAPES, ModelShape
+from optrush.models import tiny
+from optrush.models.shapes import SHAPES, ModelShape
 
 N, RANKS = 100_000, 8
 OUT = Path(__file__).parent / "results" / "layouts.jsonl"

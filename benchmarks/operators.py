@@ -42,8 +42,8 @@ from optrush.data.batch import IGNORE, Documents
 from optrush.kernels import exponents, nll, swiglu, swiglu_quack
 from optrush.kernels.attention import ATTENTIONS
 from optrush.kernels.liger import liger
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.rates import linears
-from optrush.shapes import SHAPES, ModelShape
 from optrush.technique import library
 
 FED = (("llama-3.2-1b", 32768), ("llama-3.1-8b", 4096), ("llama-3.1-8b", 16384))  # model, rows

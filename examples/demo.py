@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from optrush.data import recipes
-from optrush.model import tiny
+from optrush.models import tiny
 
 CONVERSATIONS = 700
 

@@ -32,9 +32,9 @@ from torch.utils._pytree import tree_leaves
 from optrush import assemble
 from optrush.job import Job
 from optrush.kernels import adamw_update
-from optrush.model.adapter import Adapter, _from_config
-from optrush.model.decoder import build
-from optrush.shapes import native_obstacle
+from optrush.models.decoder import build
+from optrush.models.hf import Adapter, _from_config
+from optrush.models.shapes import native_obstacle
 from optrush.technique import Technique
 from optrush.techniques import ALL
 

@@ -28,10 +28,9 @@ from optrush.data.tokenizer import open_tokens
 from optrush.distributed import World
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.job import Job, Trained
-from optrush.model.decoder import spared
-from optrush.model.grown import refuse_frozen
-from optrush.model.load import load
-from optrush.model.weights import fingerprint
+from optrush.models.decoder import spared
+from optrush.models.load import load
+from optrush.models.weights import fingerprint, refuse_frozen
 from optrush.objectives import FIGURES, check_layout, dpo
 from optrush.objectives.loss import next_token
 from optrush.optim.adamw import AdamW

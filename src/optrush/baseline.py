@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 
 from optrush import ledger
 from optrush.ledger import Entry, Line, Live, Made, Role, Rule, Side, Work
-from optrush.shapes import ModelShape
+from optrush.models.shapes import ModelShape
 from optrush.technique import Part, Setup, Technique
 
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200

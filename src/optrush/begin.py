@@ -19,10 +19,10 @@ from optrush.commented import write
 from optrush.config import Run, nearest, parse
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import Device
-from optrush.model.locate import locate
+from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
+from optrush.models.source import locate
 from optrush.plan import Prediction
 from optrush.prepare import prepare
-from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
 from optrush.technique import Need, Part, Setup, Technique, build
 from optrush.techniques import ALL
 from optrush.toolchain import compilers

@@ -24,9 +24,9 @@ from optrush.config import Run, parse
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import GIB, Device
 from optrush.measured import Attention, Calibration, Product, called, driver, torch_version
-from optrush.model.locate import locate
+from optrush.models.shapes import ModelShape
+from optrush.models.source import locate
 from optrush.rates import linears
-from optrush.shapes import ModelShape
 from optrush.step import exhausted
 
 ROUNDS = 3

@@ -21,8 +21,8 @@ from optrush import card, runfolder, verify
 from optrush.errors import ConfigError, RunError
 from optrush.export import learnt, whole, write_generation
 from optrush.job import Job
-from optrush.model import peft_files
-from optrush.model.save import export
+from optrush.models.weights import export
+from optrush.peft import io
 from optrush.rebuild import Rebuilt, read_run, rebuild
 from optrush.step import exhausted
 
@@ -92,7 +92,7 @@ def deliver(
     try:
         with runfolder.lock(folder) if at_work else nullcontext(), _beside(where, at_work) as fresh:
             found = rebuild(run, checkpoint)
-            if adapter and not peft_files.adapters(found.job.model):
+            if adapter and not io.adapters(found.job.model):
                 done = "this run has no adapter: it trained the model's own weights"
                 raise ConfigError("--adapter", done, "leave it out")
             kind = None if adapter else _kept(found.job) if dtype is None else DTYPES[dtype]
@@ -154,7 +154,7 @@ def _writing(where: Path) -> Iterator[None]:
 
 def _write_adapter(found: Rebuilt, fresh: Path) -> dict[str, str]:
     job = found.job
-    peft_files.write(fresh, job.model, job.recipe, learnt(job), str(job.run.model.path or job.run.model.shape))
+    io.write(fresh, job.model, job.recipe, learnt(job), str(job.run.model.path or job.run.model.shape))
     return {}
 
 

@@ -19,8 +19,8 @@ from optrush.data.tokenizer import turn_ends
 from optrush.distributed import agree
 from optrush.errors import NeedsError, RunError, UserError
 from optrush.job import Job
-from optrush.model import peft_files
-from optrush.model.save import export
+from optrush.models.weights import export
+from optrush.peft import io
 from optrush.sharded import gathered, is_gathered
 
 GENERATION = "generation_config.json"
@@ -43,7 +43,7 @@ def write_model(job: Job, output: Path, steps: int, source: Path | None) -> Path
     for _ in tensors:  # what rank 0 has not taken, the others must still gather with it
         pass
     agree(error)
-    if peft_files.adapters(job.model):
+    if io.adapters(job.model):
         write_adapter(job, output / "adapter")
     return folder
 
@@ -57,7 +57,7 @@ def write_adapter(job: Job, folder: Path) -> Path:
         try:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
-            peft_files.write(fresh, job.model, job.recipe, values, str(base))
+            io.write(fresh, job.model, job.recipe, values, str(base))
             _replace(fresh, folder)
         except (OSError, SafetensorError) as e:
             shutil.rmtree(fresh, ignore_errors=True)

@@ -24,13 +24,13 @@ from optrush.data.sources import Sources
 from optrush.data.stream import Evaluation, Stream
 from optrush.distributed import World
 from optrush.kernels.adamw_update import Rounding
-from optrush.model.weights import Recipe
+from optrush.models.weights import Recipe
 from optrush.optim.adamw import Make, Optimizer, whole
 from optrush.technique import Edit, Setup
 
 if TYPE_CHECKING:
-    from optrush.model.adapter import Adapter
-    from optrush.model.decoder import Decoder
+    from optrush.models.decoder import Decoder
+    from optrush.models.hf import Adapter
 
 __all__ = ["Batch", "Job", "State", "Trained"]
 

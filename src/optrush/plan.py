@@ -25,9 +25,9 @@ from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import named
 from optrush.ledger import Item, Ledger
 from optrush.measured import Calibration
+from optrush.models.shapes import SHAPES, ModelShape, native_obstacle
 from optrush.prepare import prepare
 from optrush.rates import CLOSE, Rates, room
-from optrush.shapes import SHAPES, ModelShape, native_obstacle
 from optrush.technique import Need, Numerics, Part, Setup, Technique, build, in_order
 from optrush.techniques import ALL
 

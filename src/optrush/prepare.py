@@ -17,9 +17,8 @@ from optrush.config import Dpo, Run
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.launch import launched
-from optrush.model.locate import check_positions, locate
-from optrush.model.vocabulary import Growth, grow
-from optrush.shapes import ModelShape, native_obstacle, refuse_foreign
+from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
+from optrush.models.source import Growth, check_positions, grow, locate
 from optrush.sizing import choose
 from optrush.technique import Edit, Part, Setup, Technique, build, demand, in_order, settle, sizes, unmet
 from optrush.techniques import ALL

@@ -20,7 +20,7 @@ from optrush import measured
 from optrush.hardware import CONTEXT_BYTES, Device
 from optrush.ledger import Ledger, Work, awaiting, paged
 from optrush.measured import Attention, Calibration
-from optrush.shapes import ModelShape
+from optrush.models.shapes import ModelShape
 
 # Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; LOG.md).
 HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70

@@ -30,7 +30,7 @@ from optrush.data.streamed import Streamed
 from optrush.data.tokenising import no_room
 from optrush.errors import ConfigError, UserError
 from optrush.job import Batch, Job
-from optrush.model.weights import value_files
+from optrush.models.weights import value_files
 from optrush.objectives import dpo
 from optrush.prepare import Prepared
 from optrush.technique import Numerics

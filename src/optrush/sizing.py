@@ -14,8 +14,8 @@ from typing import Any
 from optrush import baseline, hardware, ledger, measured, rates
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
+from optrush.models.shapes import ModelShape, native_obstacle
 from optrush.rates import CLOSE, room
-from optrush.shapes import ModelShape, native_obstacle
 from optrush.technique import Setup, Technique, settle
 
 

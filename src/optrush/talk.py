@@ -28,8 +28,8 @@ from optrush.data.rows import Message, Where
 from optrush.data.template import Template
 from optrush.data.tokenizer import open_tokenizer, turn_ends
 from optrush.errors import ConfigError, DataError, NeedsError
-from optrush.model.locate import locate
-from optrush.model.plain import load_plain
+from optrush.models.hf import load_plain
+from optrush.models.source import locate
 from optrush.rebuild import read_run
 from optrush.runfolder import RUN
 from optrush.sampling import Sampling

@@ -21,7 +21,7 @@ from optrush.ledger import Rule
 
 if TYPE_CHECKING:
     from optrush.job import Job
-    from optrush.shapes import ModelShape
+    from optrush.models.shapes import ModelShape
 
 
 class Part(enum.Enum):

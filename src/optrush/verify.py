@@ -25,8 +25,8 @@ from optrush.data.chat import Tokens
 from optrush.data.document import Document
 from optrush.errors import DataError, RunError
 from optrush.job import Job
-from optrush.model.plain import load_plain
-from optrush.model.weights import Folder
+from optrush.models.hf import load_plain
+from optrush.models.weights import Folder
 
 ROWS, LENGTH = 4, 128  # documents compared, most tokens of each
 RANDOM_SEED = 0

@@ -25,8 +25,8 @@ LONGEST_FILE, LONGEST_FUNCTION = 800, 80  # a longer file has one subject that i
 ONE_SUBJECT: tuple[str, ...] = ()
 
 PURE = (
-    "errors", "config", "shapes", "hardware", "technique", "toolchain", "ledger", "baseline", "rates", "plan",
-    "prepare", "launch", "measured", "ascent", "sizing", "sampling", "judge", "model.locate", "data.lengths",
+    "errors", "config", "models.shapes", "hardware", "technique", "toolchain", "ledger", "baseline", "rates", "plan",
+    "prepare", "launch", "measured", "ascent", "sizing", "sampling", "judge", "models.source", "data.lengths",
     "optim.schedule", "cli", "commands", "techniques",
 )  # fmt: skip
 FOUNDATION = ("model", "kernels", "objectives", "optim", "data")  # they know nothing of a job
@@ -133,7 +133,9 @@ def test_the_foundation_knows_nothing_above_it(name: str) -> None:
     assert not up, f"{name} imports {up[0]}"
 
 
-@pytest.mark.parametrize("name", sorted(n for n in NAMES if within(n, ("errors", "config", "shapes", "hardware"))))
+@pytest.mark.parametrize(
+    "name", sorted(n for n in NAMES if within(n, ("errors", "config", "models.shapes", "hardware")))
+)
 def test_the_lowest_import_errors_only(name: str) -> None:
     ours = {m for m in loads(name) if m != "optrush"}
     assert ours <= {"optrush.errors"}, ours

@@ -22,8 +22,8 @@ from optrush import config, plan, technique
 from optrush.bench import ladder, peer, peer_worker
 from optrush.hardware import named
 from optrush.kernels import attention, swiglu
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.prepare import prepare
-from optrush.shapes import SHAPES, ModelShape
 
 from toy import document
 

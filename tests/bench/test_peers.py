@@ -151,8 +151,8 @@ def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Written once, in a process of its own, and read back by transformers to what our own run begins with."""
     from transformers import AutoModelForCausalLM
 
-    from optrush.model.load import load
-    from optrush.shapes import SHAPES
+    from optrush.models.load import load
+    from optrush.models.shapes import SHAPES
 
     hf = json.loads(Path("toy/config.json").read_text())
     monkeypatch.setitem(SHAPES, "mini-2b", hf)
@@ -181,7 +181,7 @@ def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_weights_that_cannot_be_written_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optrush.shapes import SHAPES
+    from optrush.models.shapes import SHAPES
 
     hf = {**json.loads(Path("toy/config.json").read_text()), "num_key_value_heads": 3}
     monkeypatch.setitem(SHAPES, "broken", hf)

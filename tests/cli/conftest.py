@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from optrush import cli
-from optrush.model import tiny
+from optrush.models import tiny
 
 from clirun import Found, base, write_rows
 

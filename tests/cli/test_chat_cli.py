@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from optrush import talk
 from optrush.commands import chat
 from optrush.data.rows import Message, Where
-from optrush.model import save, tiny
-from optrush.model.plain import load_plain
+from optrush.models import tiny, weights
+from optrush.models.hf import load_plain
 from optrush.sampling import Sampling
 from optrush.shown import shown
 
@@ -301,13 +301,13 @@ def test_no_code_that_a_folder_names(
     trained: Path, model: Path, here: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An attention that config.json names is neither asked for nor handed on; a package that is lacking is said."""
-    kernel = {key: "org/kernel" for key in save.LEFT_OUT if "attn" in key}
+    kernel = {key: "org/kernel" for key in weights.LEFT_OUT if "attn" in key}
     folder = edited(trained / "model", here / "m", **kernel)
     loaded = load_plain(folder, None, torch.device("cpu"))
     assert loaded.config._attn_implementation == "sdpa"
     weight = torch.zeros(2, 2)
     recipe = SimpleNamespace(entries={"w": 1}, buffers={}, split=lambda name, full: [(name, full)])
-    save.export(here / "out", iter([("w", weight)]), recipe, {"model_type": "llama", **kernel})  # type: ignore[arg-type]
+    weights.export(here / "out", iter([("w", weight)]), recipe, {"model_type": "llama", **kernel})  # type: ignore[arg-type]
     written = json.loads((here / "out" / "config.json").read_text())
     assert written["model_type"] == "llama" and not written.keys() & kernel.keys()
 

@@ -21,7 +21,7 @@ from optrush.config import parse
 from optrush.data.document import Document
 from optrush.errors import ConfigError
 from optrush.ledger import Item
-from optrush.model import weights
+from optrush.models import weights
 from optrush.plan import Prediction
 
 from clirun import Found, base, edited, metrics, write_rows

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from optrush.model import tiny
+from optrush.models import tiny
 
 from clirun import Found, write_rows
 

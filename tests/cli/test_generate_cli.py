@@ -21,7 +21,7 @@ from optrush import answers_page, judge, talk
 from optrush.data.prompts import prompts
 from optrush.data.rows import Chat, Completion, Message
 from optrush.errors import DataError
-from optrush.model import tiny
+from optrush.models import tiny
 from optrush.sampling import Sampling
 
 from clirun import Found, write_rows

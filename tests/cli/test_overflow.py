@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from optrush.config import parse
 from optrush.fit import fit
-from optrush.model import tiny
+from optrush.models import tiny
 from optrush.prepare import prepare
 
 CONFIG = """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from optrush import hardware
-from optrush.model import tiny
+from optrush.models import tiny
 
 from clirun import Found, edited, write_rows
 

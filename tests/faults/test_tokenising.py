@@ -23,7 +23,7 @@ from optrush.data import cache, shard, tokenising
 from optrush.data.cache import Work, jobs, tokenised
 from optrush.data.chat import Tokens
 from optrush.errors import DataError
-from optrush.model import tiny
+from optrush.models import tiny
 
 from harness import run, told
 from trials import alive

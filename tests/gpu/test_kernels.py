@@ -18,11 +18,10 @@ from optrush.kernels.flash4 import flash4
 from optrush.kernels.liger import liger
 from optrush.kernels.room import Room, with_room
 from optrush.kernels.scaled import scaled
-from optrush.model.adapted import Switch, place
-from optrush.model.decoder import Linear
-from optrush.model.lora import Lora, Settings
-from optrush.model.quantised import Form, Quantised
-from optrush.model.roomy import lay
+from optrush.models.decoder import Linear
+from optrush.peft.adapter import Switch, place
+from optrush.peft.lora import Lora, Settings, lay
+from optrush.peft.quantized import Form, Quantised
 from optrush.technique import library
 
 from updates import edges
@@ -192,7 +191,7 @@ def pack(linear, wide):
     ("names", "rank"), [(["gate_proj", "up_proj", "down_proj"], 16), (["gate_proj"], 4), (["down_proj"], 12)], ids=str
 )
 def test_adapters_in_the_products(compiled, autocast, base, names, rank):
-    from optrush.model import adapted_feed
+    from optrush.peft import lora
 
     torch._dynamo.reset()
     D, F, N = 256, 384, 200
@@ -211,7 +210,7 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
             pack(layer, other)
         else:
             layer.weight.data = layer.weight.data.bfloat16()
-        assert adapted_feed.fits(layer)
+        assert lora.fits(layer)
     for layer in ours:
         if base != "dense" and layer.adapter is not None:
             assert lay(layer, 64, Room(True), below=layer is ours[1]) == (base == "roomy")
@@ -221,7 +220,7 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
     inputs = given(x if autocast else x.detach().bfloat16().requires_grad_(), ours)
 
     def feed(x):
-        return adapted_feed.feed(x, 2 * x, *ours)
+        return lora.feed(x, 2 * x, *ours)
 
     run = torch.compile(feed, fullgraph=True, dynamic=False) if compiled else feed
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):

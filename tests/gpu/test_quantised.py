@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from optrush.kernels import int8, nf4
-from optrush.model.decoder import Linear
-from optrush.model.quantised import Form, quantise
-from optrush.model.weights import Entry, Memory, Recipe
+from optrush.models.decoder import Linear
+from optrush.models.weights import Entry, Memory, Recipe
+from optrush.peft.quantized import Form, quantise
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),

@@ -15,7 +15,7 @@ from optrush import plan, step
 from optrush.assemble import assemble
 from optrush.config import Run, parse
 from optrush.job import Job
-from optrush.model.offload import Offload
+from optrush.models.activation_offload import Offload
 from optrush.prepare import prepare
 
 pytestmark = [

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from optrush.data.batch import Batch, collate
 from optrush.data.document import Document
-from optrush.model.weights import Recipe
+from optrush.models.weights import Recipe
 
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)

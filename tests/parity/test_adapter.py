@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from optrush.errors import NeedsError
-from optrush.model.adapter import Adapter, adapt, probe
-from optrush.model.load import load
-from optrush.model.save import export
+from optrush.models.hf import Adapter, adapt, probe
+from optrush.models.load import load
+from optrush.models.weights import export
 
 from parity_models import FAMILIES, SIZES, compare_gradients, materialise, packed, reference, reference_loss, save
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from optrush.model.load import load
-from optrush.model.save import export
-from optrush.model.vocabulary import Growth
+from optrush.models.load import load
+from optrush.models.source import Growth
+from optrush.models.weights import export
 
 from parity_models import FAMILIES, SIZES, compare_gradients, materialise, packed, reference, reference_loss, save
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from optrush import config, reference
 from optrush.data.batch import Batch
 from optrush.job import Job
-from optrush.model.weights import fingerprint
+from optrush.models.weights import fingerprint
 from optrush.prepare import prepare
 
 from golden.make_golden import SIZES

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from optrush.errors import CheckpointError, NeedsError
-from optrush.model.load import load
-from optrush.model.save import export
+from optrush.models.load import load
+from optrush.models.weights import export
 
 from parity_models import FAMILIES, compare_gradients, materialise, packed, reference, reference_loss, save
 

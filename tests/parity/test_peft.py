@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from optrush import config
 from optrush.export import write_model
-from optrush.model import peft_files
-from optrush.model.adapted import outside
+from optrush.peft import io
+from optrush.peft.adapter import outside
 
 from parity_models import FAMILIES, SIZES, packed, reference, save
 from trials import apart, assembled
@@ -154,14 +154,14 @@ def ours_of(job, batch):
 
 def plain(name: str) -> str:
     """A parameter of PEFT's model as its files call it."""
-    name = name.removeprefix(peft_files.PREFIX).replace("modules_to_save.default.", "")
+    name = name.removeprefix(io.PREFIX).replace("modules_to_save.default.", "")
     return name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(".default", "")
 
 
 def gradients(job) -> dict[str, torch.Tensor]:
     """Under the names of PEFT's files."""
     found = {}
-    for name, adapter in peft_files.adapters(job.model).items():
+    for name, adapter in io.adapters(job.model).items():
         own = {
             t.name.removeprefix(f"{name}.adapter."): t.parameter.grad for t in job.trained if t.name.startswith(name)
         }
@@ -288,7 +288,7 @@ def test_files_both_ways(folders, tmp_path, case):
 
 def first(job) -> dict[str, torch.Tensor]:
     """What adapters hold, under the names of PEFT's files."""
-    adapters = peft_files.adapters(job.model).values()
+    adapters = io.adapters(job.model).values()
     return {key: t for a in adapters for key, t in a.published({n: p.detach() for n, p in a.named_parameters()})}
 
 

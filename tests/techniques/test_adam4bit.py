@@ -22,9 +22,9 @@ from optrush.checkpoint import Meta
 from optrush.config import Optim, parse
 from optrush.errors import NeedsError
 from optrush.kernels.adam4bit_update import BLOCK, Nibbles, values
-from optrush.model.decoder import build
+from optrush.models.decoder import build
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit
-from optrush.shapes import SHAPES, ModelShape
 from optrush.train import evaluate
 
 from golden.make_golden import T

@@ -19,9 +19,9 @@ from optrush.config import Optim, parse
 from optrush.errors import NeedsError
 from optrush.kernels import adam8bit_update as kernel
 from optrush.kernels.adam8bit_update import BLOCK, decode, encode, values
-from optrush.model.decoder import build
+from optrush.models.decoder import build
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam8bit
-from optrush.shapes import SHAPES, ModelShape
 
 from heldout import SEEDS, float32, held_out
 from trials import assembled, golden_run, steps, weights, whole

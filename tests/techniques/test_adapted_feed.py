@@ -16,15 +16,16 @@ from torch._dynamo.utils import counters
 from optrush import baseline, plan
 from optrush.config import parse
 from optrush.errors import NeedsError
-from optrush.frozen import TILE
 from optrush.hardware import named
 from optrush.kernels import products, room, swiglu, swiglu_quack
 from optrush.kernels.room import Room, beside, joined, with_room
-from optrush.model import adapted_feed, offload, roomy
-from optrush.model.adapted import Switch, place
-from optrush.model.decoder import Linear
-from optrush.model.lora import Lora, Settings
-from optrush.model.quantised import Form, Quantised
+from optrush.models import activation_offload
+from optrush.models.decoder import Linear
+from optrush.peft import lora
+from optrush.peft.adapter import Switch, place
+from optrush.peft.ledger import TILE
+from optrush.peft.lora import Lora, Settings
+from optrush.peft.quantized import Form, Quantised
 from optrush.prepare import prepare
 from optrush.techniques import ALL
 from optrush.techniques.fused_block import FusedBlock
@@ -90,7 +91,7 @@ def learning(box, lora=LORA, rows=2, classes=CLASSES, **with_):
 
 
 def inside(job):
-    return all(block.feed is adapted_feed.feed for block in job.model.blocks.values())
+    return all(block.feed is lora.feed for block in job.model.blocks.values())
 
 
 # The function.
@@ -124,7 +125,7 @@ def test_gradients_by_finite_differences(names):
     assert len(inputs) == 2 + 2 * len({n == "down_proj" for n in names})
 
     def ours(*_):
-        return adapted_feed.feed(stream, x, gate_up, down)
+        return lora.feed(stream, x, gate_up, down)
 
     def plain():
         return swiglu.gated(stream, x, gate_up, down)
@@ -149,13 +150,13 @@ def test_adapters_lie_in_whole_tiles_of_columns(monkeypatch):
         seen.append((beside(x, z, 1, False).shape, beside(weight, u, 1, False).shape))
         return swiglu_quack.gated(x, weight, z, u, *more)
 
-    monkeypatch.setattr(adapted_feed, "gated", gated)
+    monkeypatch.setattr(lora, "gated", gated)
     for rank, width in ((4, 16 + 64), (32, 16 + 64), (33, 16 + 128)):
         x, gate_up, down, _ = linears(["gate_proj", "up_proj"], rank=rank)
-        adapted_feed.feed(x, x, gate_up, down)
+        lora.feed(x, x, gate_up, down)
         assert seen.pop() == ((6, width), (16, width))
     x, gate_up, down, _ = linears(["down_proj"])
-    adapted_feed.feed(x, x, gate_up, down)
+    lora.feed(x, x, gate_up, down)
     assert seen.pop() == ((6, 16), (16, 16))
 
 
@@ -260,7 +261,7 @@ def test_offloaded(box, monkeypatch):
         def lane(self, job):
             return Now()
 
-    monkeypatch.setattr(offload.Offload.__init__, "__kwdefaults__", {"page": 4096, "least": 256})
+    monkeypatch.setattr(activation_offload.Offload.__init__, "__kwdefaults__", {"page": 4096, "least": 256})
     classes = [Moved if t is OffloadActivations else t for t in CLASSES]
     for base in ({}, {"nf4": {}}, FUSED):
         want = first_gradients(learning(box, **QUACK, **base))
@@ -276,8 +277,8 @@ def shared(box, with_):
 def test_what_has_no_room(box, monkeypatch):
     """Weights that nobody gave room, as sharded ones: copied where A or U lies beside them, and not for the input's
     gradient, which is made by two products then."""
-    monkeypatch.setattr(roomy, "make_room", lambda *_, **__: 1)
-    monkeypatch.setattr(adapted_feed, "gradients", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(lora, "make_room", lambda *_, **__: 1)
+    monkeypatch.setattr(lora, "gradients", mock.Mock(side_effect=AssertionError))
     job, copied = learning(box, **QUACK), []
     monkeypatch.setattr(room, "joined", lambda *given: copied.append(given[0].shape) or joined(*given))
     loss, grads = first_gradients(job)
@@ -319,10 +320,10 @@ def test_what_lies_in_room(dim, shape):
 def test_two_passes_before_one_goes_back():
     """What is laid behind a weight is no change of the weight that the backward pass has saved."""
     x, gate_up, down, _ = linears(PLACES[0])
-    want = torch.autograd.grad(adapted_feed.feed(x, x, gate_up, down).sum(), x)
+    want = torch.autograd.grad(lora.feed(x, x, gate_up, down).sum(), x)
     for linear in (gate_up, down):
-        assert roomy.lay(linear, 64, Room(True), below=linear is down)
-    first, _ = adapted_feed.feed(x, x, gate_up, down), adapted_feed.feed(x, x, gate_up, down)
+        assert lora.lay(linear, 64, Room(True), below=linear is down)
+    first, _ = lora.feed(x, x, gate_up, down), lora.feed(x, x, gate_up, down)
     torch.testing.assert_close(torch.autograd.grad(first.sum(), x), want)
 
 
@@ -547,7 +548,7 @@ def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
         FusedBlock(impl="quack").drive(there)
     assert caught.value.asked == "`fused-block:impl=quack` runs a Triton kernel"
     there.setup.owned = {}
-    monkeypatch.setattr(roomy, "make_room", lambda *_, **__: 0)
+    monkeypatch.setattr(lora, "make_room", lambda *_, **__: 0)
     assert FusedBlock(impl="quack").drive(there) == 0
 
 
@@ -560,10 +561,10 @@ batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}
 output: unused
 with: {nf4: {}, lora: %s}
 """
-    for lora, quack in (("{}", True), ("{dropout: 0.1}", False), ("{dora: true}", False)):
-        found = plan.search(parse(text % lora, "x"), "h200")
+    for options, quack in (("{}", True), ("{dropout: 0.1}", False), ("{dora: true}", False)):
+        found = plan.search(parse(text % options, "x"), "h200")
         blocks = [setting.with_.get("fused-block") for setting in found.settings]
-        assert ({"impl": "quack"} in blocks) == quack, lora
+        assert ({"impl": "quack"} in blocks) == quack, options
 
 
 @pytest.mark.parametrize(
@@ -588,24 +589,24 @@ def test_what_the_stage_refuses(box, lora, beside):
 
 def test_what_fits():
     _, gate_up, down, _ = linears(["gate_proj"])
-    assert adapted_feed.fits(gate_up) and adapted_feed.fits(down)
+    assert lora.fits(gate_up) and lora.fits(down)
     down.weight.requires_grad_(True)
-    assert not adapted_feed.fits(down), "its gradient would be lost"
+    assert not lora.fits(down), "its gradient would be lost"
     down.weight.requires_grad_(False)
     down.product = F.bilinear
-    assert not adapted_feed.fits(down)
+    assert not lora.fits(down)
     gate_up.adapter.inner = F.bilinear
-    assert not adapted_feed.fits(gate_up)
+    assert not lora.fits(gate_up)
     gate_up.adapter.inner, gate_up.product = F.linear, lambda *args: gate_up.adapter.product(*args)
-    assert not adapted_feed.fits(gate_up)
+    assert not lora.fits(gate_up)
     for other in (torch.nn.Linear(16, 8, bias=False), Linear.of(torch.nn.Linear(8, 16), "down")):
-        assert not adapted_feed.fits(other.requires_grad_(False))
+        assert not lora.fits(other.requires_grad_(False))
     _, _, down, _ = linears(["down_proj"])
     stored = Quantised(down, Form(8), torch.bfloat16)
     down.stored, down.adapter.inner = stored, stored.product
-    assert adapted_feed.fits(down)
+    assert lora.fits(down)
     down.adapter.inner = F.linear
-    assert not adapted_feed.fits(down)
+    assert not lora.fits(down)
 
 
 @pytest.mark.parametrize("with_", [{}, {"bf16": {}}, {"amp": {}}, {"amp": {"stream": "half"}}], ids=str)

@@ -16,9 +16,9 @@ from optrush import checkpoint, plan
 from optrush.config import Optim, parse
 from optrush.errors import ConfigError, NeedsError
 from optrush.ledger import Line
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.apollo import Apollo
 from optrush.prepare import prepare
-from optrush.shapes import SHAPES, ModelShape
 from optrush.technique import Part
 from optrush.techniques.apollo import ROOM
 from optrush.techniques.apollo import Apollo as TheTechnique

@@ -15,7 +15,7 @@ import torch
 from optrush import config, plan
 from optrush.data.batch import collate
 from optrush.data.document import Document
-from optrush.shapes import SHAPES
+from optrush.models.shapes import SHAPES
 from optrush.techniques import attention
 
 from golden.make_golden import CASES

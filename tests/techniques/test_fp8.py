@@ -17,9 +17,9 @@ from optrush.config import parse
 from optrush.errors import NeedsError, NoEffectError
 from optrush.hardware import NAMED
 from optrush.kernels import float8
-from optrush.model.decoder import build as decoder
+from optrush.models.decoder import build as decoder
+from optrush.models.shapes import SHAPES
 from optrush.prepare import prepare
-from optrush.shapes import SHAPES
 from optrush.technique import Part
 from optrush.techniques.fp8 import MLP_SHARE, Fp8
 from optrush.train import evaluate

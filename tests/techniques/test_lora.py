@@ -22,8 +22,9 @@ from optrush import baseline, checkpoint, plan
 from optrush.config import parse
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
 from optrush.export import write_adapter
-from optrush.model import offload, peft_files
-from optrush.model.weights import Memory, Recipe, native_entries
+from optrush.models import activation_offload
+from optrush.models.weights import Memory, Recipe, native_entries
+from optrush.peft import io
 from optrush.prepare import prepare
 from optrush.technique import build
 from optrush.techniques import ALL
@@ -132,7 +133,7 @@ def test_offloaded_and_updated_in_the_backward_pass(box, monkeypatch):
         def lane(self, job):
             return Now()
 
-    monkeypatch.setattr(offload.Offload.__init__, "__kwdefaults__", {"page": 4096, "least": 256})
+    monkeypatch.setattr(activation_offload.Offload.__init__, "__kwdefaults__", {"page": 4096, "least": 256})
     classes = [Here if t is OffloadActivations else t for t in ALL]
     want = first_gradients(learning(box))
     found = first_gradients(learning(box, classes=classes, offload_activations={"keep": 0}))
@@ -323,7 +324,7 @@ def test_ranks_agree_with_one_process(box, pair, tmp_path, with_):
 
 
 def tensors(folder: Path):
-    with safe_open(folder / peft_files.TENSORS, "pt") as file:
+    with safe_open(folder / io.TENSORS, "pt") as file:
         yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
 
 
@@ -467,7 +468,7 @@ def kept(box, tmp_path):
 
 
 def spoil(folder, **changes):
-    path = folder / peft_files.CONFIG
+    path = folder / io.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -523,14 +524,14 @@ def test_files_that_are_none(box, kept):
         return str(caught.value)
 
     whole = dict(tensors(kept))
-    save_file(whole | {next(iter(whole)): torch.zeros(3, 3)}, kept / peft_files.TENSORS)
+    save_file(whole | {next(iter(whole)): torch.zeros(3, 3)}, kept / io.TENSORS)
     assert "of shape [3, 3], not" in said()
-    (kept / peft_files.TENSORS).write_bytes(b"no")
-    assert peft_files.TENSORS in said()
-    (kept / peft_files.TENSORS).rename(kept / peft_files.PICKLE)
+    (kept / io.TENSORS).write_bytes(b"no")
+    assert io.TENSORS in said()
+    (kept / io.TENSORS).rename(kept / io.PICKLE)
     assert "a pickle, which could run code when read" in said()
-    (kept / peft_files.CONFIG).write_text("[]")
-    (kept / peft_files.TENSORS).touch()
+    (kept / io.CONFIG).write_text("[]")
+    (kept / io.TENSORS).touch()
     assert "no JSON object" in said()
 
 

@@ -21,9 +21,9 @@ from optrush.kernels import store
 from optrush.kernels.adamw_update import key_words, random_bits, round_stochastic, step_key
 from optrush.kernels.orthogonal import COEFFICIENTS, orthogonal
 from optrush.ledger import Line
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.muon import Muon, Pieces
 from optrush.prepare import prepare
-from optrush.shapes import SHAPES, ModelShape
 from optrush.technique import Part, Technique
 from optrush.techniques import ALL
 from optrush.techniques.muon import ROOM, pieces
@@ -428,7 +428,7 @@ def test_it_refuses_frozen_matrices(box):
 
 
 def test_it_refuses_a_model_without_linears(box, monkeypatch):
-    monkeypatch.setattr("optrush.model.decoder.Decoder.linears", lambda self: iter(()))
+    monkeypatch.setattr("optrush.models.decoder.Decoder.linears", lambda self: iter(()))
     with pytest.raises(NeedsError, match="matrices orthogonal") as error:
         assembled(golden_run(box, muon={}))
     assert "no trained linear in the blocks of this llama model" in error.value.found

@@ -19,8 +19,8 @@ from optrush.errors import ConflictError, NeedsError
 from optrush.export import write_model
 from optrush.hardware import NAMED
 from optrush.kernels import nf4
+from optrush.models.shapes import SHAPES
 from optrush.prepare import prepare
-from optrush.shapes import SHAPES
 from optrush.technique import Numerics, Part, Technique
 from optrush.techniques import ALL
 from optrush.train import evaluate
@@ -113,9 +113,9 @@ def test_beside_others(box, beside):
 
 
 def test_a_bias_that_is_trained_has_its_gradient(tmp_path):
-    from optrush.model.decoder import Linear
-    from optrush.model.quantised import Form, quantise
-    from optrush.model.weights import Entry, Memory, Recipe
+    from optrush.models.decoder import Linear
+    from optrush.models.weights import Entry, Memory, Recipe
+    from optrush.peft.quantized import Form, quantise
 
     at = {"device": torch.device("meta"), "dtype": torch.float32}
     linear = Linear(48, (("gate", 1), ("up", 1)), groups=5, bias=True, **at)
@@ -335,12 +335,12 @@ def test_somebody_must_say_what_is_trained(box, name):
 
 
 def test_a_gpu_without_what_builds_kernels(box, monkeypatch):
-    from optrush import stored
+    from optrush.peft import ledger
 
     monkeypatch.setattr("optrush.toolchain.installed", lambda *names: None)
     monkeypatch.setattr("optrush.toolchain.library", lambda name: "3")
     with pytest.raises(NeedsError, match="needs a C compiler"):
-        stored.demand("nf4", NAMED["h200"])
+        ledger.demand_compilers("nf4", NAMED["h200"])
 
 
 # What it predicts.

@@ -22,10 +22,10 @@ from optrush.commands.plan import memory
 from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
-from optrush.model import offload as module
-from optrush.model.offload import Offload, Pages
+from optrush.models import activation_offload as module
+from optrush.models.activation_offload import Offload, Pages
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.prepare import prepare
-from optrush.shapes import SHAPES, ModelShape
 from optrush.technique import Part, Setup, settle
 from optrush.techniques import ALL
 from optrush.techniques.offload_activations import OffloadActivations

@@ -21,12 +21,12 @@ from optrush.checkpoint import Meta, restore, save
 from optrush.config import Optim, parse
 from optrush.errors import NeedsError, NoEffectError
 from optrush.manifest import find
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 from optrush.optim.adamw import AdamW, whole
 from optrush.optim.paged import Paged, Registered, Rows
 from optrush.prepare import prepare
 from optrush.rehearse import release
-from optrush.shapes import SHAPES, ModelShape
 from optrush.techniques import ALL, paged_states
 from optrush.techniques.paged_states import PagedStates
 from optrush.train import evaluate

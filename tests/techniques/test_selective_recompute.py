@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optrush import baseline, plan
 from optrush.config import parse
 from optrush.errors import ConfigError, NeedsError
+from optrush.models.shapes import SHAPES
 from optrush.prepare import prepare
-from optrush.shapes import SHAPES
 from optrush.techniques import selective_recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 

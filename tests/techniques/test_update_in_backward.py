@@ -12,8 +12,8 @@ from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.hardware import NAMED
 from optrush.ledger import BFLOAT16, FLOAT32
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.prepare import prepare
-from optrush.shapes import SHAPES, ModelShape
 from optrush.technique import Setup, build
 from optrush.techniques import ALL
 

@@ -5,7 +5,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from optrush.data.rows import Chat, Message, Where
-from optrush.model import tiny
+from optrush.models import tiny
 
 WHERE = Where("chat.jsonl", 3)
 CHATML = tiny.TEMPLATE

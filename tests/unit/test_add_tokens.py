@@ -17,9 +17,8 @@ from optrush.data.rows import Chat, Message, Text, Where
 from optrush.data.tokenizer import CHATML, add_tokens, open_tokenizer, open_tokens, turn_ends
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.fit import absolute
-from optrush.model.grown import Grown
-from optrush.model.vocabulary import Growth, grow
-from optrush.model.weights import Entry, Memory, Recipe
+from optrush.models.source import Growth, grow
+from optrush.models.weights import Entry, Grown, Memory, Recipe
 
 from trials import assembled, steps, weights
 

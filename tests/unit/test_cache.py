@@ -24,7 +24,7 @@ from optrush.data.cache import Telling, Work, jobs, tokenised
 from optrush.data.chat import Tokens
 from optrush.data.shard import mapped
 from optrush.errors import DataError
-from optrush.model import tiny
+from optrush.models import tiny
 
 TEXTS = [f"soup number {i}: " + "stir and wait. " * (i % 7) for i in range(60)]
 

@@ -17,7 +17,7 @@ from optrush.config import parse
 from optrush.errors import ConfigError, NeedsError
 from optrush.ledger import BFLOAT16, Work, settle
 from optrush.measured import Attention, Calibration, Product
-from optrush.shapes import SHAPES, ModelShape
+from optrush.models.shapes import SHAPES, ModelShape
 
 LLAMA = (Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml").read_text()
 SHAPE = ModelShape.read(SHAPES["llama-3.2-1b"])

@@ -27,7 +27,7 @@ from optrush.data import template
 from optrush.data.chat import Tokens, _token_bytes
 from optrush.data.rows import Chat, Completion, Message, Pair, Text, Where
 from optrush.errors import DataError
-from optrush.model import tiny
+from optrush.models import tiny
 
 
 @pytest.fixture(scope="module")

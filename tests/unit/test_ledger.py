@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from optrush import baseline, ledger, rates, technique
 from optrush.hardware import NAMED
 from optrush.ledger import FLOAT32, Ledger, Line, Rule, add, cut, freeze, like, live, peak, retype, settle
-from optrush.shapes import SHAPES, ModelShape
+from optrush.models.shapes import SHAPES, ModelShape
 from optrush.technique import Part, Setup, Technique, build
 from optrush.techniques import ALL
 

@@ -8,7 +8,7 @@ from optrush.data.chat import Tokens
 from optrush.data.rows import Chat, Message
 from optrush.data.template import Template
 from optrush.errors import DataError
-from optrush.model import tiny
+from optrush.models import tiny
 
 
 @pytest.fixture(scope="module")

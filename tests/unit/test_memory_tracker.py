@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from optrush import config
-from optrush.shapes import SHAPES
+from optrush.models.shapes import SHAPES
 
 from memory import PHASES, Tracker, allocated, supposed, track
 from trials import assembled

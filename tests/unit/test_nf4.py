@@ -10,8 +10,8 @@ import torch
 
 import interpreter
 from optrush.kernels import int8, nf4
-from optrush.model.decoder import Linear
-from optrush.model.quantised import Form, Quantised, dense
+from optrush.models.decoder import Linear
+from optrush.peft.quantized import Form, Quantised, dense
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 64), (48, 48), (7, 9), (3, 65), (1, 1), (1000, 100), (130, 896)]  # blocks that cross rows, odd ends

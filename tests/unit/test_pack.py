@@ -123,7 +123,7 @@ def test_dealing_gives_each_rank_as_many_rows(costs, ranks, seed):
 
 def test_ranks_get_like_costs():
     """8 ranks with 4 rows each of documents of chat lengths: 1 % apart at most, on average; dealt in turn, 1 %."""
-    from optrush.shapes import SHAPES, ModelShape
+    from optrush.models.shapes import SHAPES, ModelShape
 
     shape = ModelShape.read(SHAPES["llama-3.2-1b"])
     placed = Packed().place(lognormal(60_000, 2048, 250), 2048, 32, 0, bits(0))

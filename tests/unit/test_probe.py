@@ -10,7 +10,7 @@ from optrush.data.document import Document
 from optrush.data.probe import SAMPLES, probe
 from optrush.data.rows import Chat, Completion, Message, Pair, Text, Where
 from optrush.errors import DataError
-from optrush.model import tiny
+from optrush.models import tiny
 
 # As Qwen3's: an empty thought before the last answer, none before earlier ones.
 THINKING = (

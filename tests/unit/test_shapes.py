@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from optrush.errors import ConfigError, NeedsError
-from optrush.shapes import SHAPES, ModelShape, RopeShape, native_obstacle, refuse_foreign
+from optrush.models.shapes import SHAPES, ModelShape, RopeShape, native_obstacle, refuse_foreign
 
 TINY = {
     "model_type": "llama",

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from optrush.data import show
 from optrush.data.document import Document
-from optrush.model import tiny
+from optrush.models import tiny
 
 TALK = "<|im_start|>user\nWhat is 漢字?<|im_end|>\n<|im_start|>assistant\nÉcriture 🍕.<|im_end|>\n"
 

@@ -23,7 +23,7 @@ from optrush.data.pack import Packed
 from optrush.data.read import attempts, chunks
 from optrush.data.sources import read_sources
 from optrush.errors import DataError
-from optrush.model import tiny
+from optrush.models import tiny
 
 VOCAB = 32768
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from optrush.data.read import read
 from optrush.data.recipes import conversations, write
 from optrush.data.rows import parse
-from optrush.model import tiny
+from optrush.models import tiny
 
 
 def contents(folder):

@@ -24,7 +24,7 @@ from optrush.technique import Need, library
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.shapes import ModelShape
+    from optrush.models.shapes import ModelShape
 
 Weights = Literal["float32", "bfloat16"]
 Adapter = Literal["lora", "qlora"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.config import Run
 from optrush.errors import RunError
-from optrush.model.locate import locate
+from optrush.models.source import locate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,8 +69,8 @@ def write(hf: Mapping[str, Any], dtype: str, seed: int, device: str, target: Pat
     """The folder, whole or not at all."""
     import torch
 
-    from optrush.model.load import load
-    from optrush.model.save import export
+    from optrush.models.load import load
+    from optrush.models.weights import export
 
     model, recipe = load(None, hf, None, getattr(torch, dtype), seed)
 

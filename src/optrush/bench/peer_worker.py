@@ -27,7 +27,7 @@ from optrush.bench.peer_weights import ensure
 from optrush.config import Run
 from optrush.errors import NeedsError, RunError, UserError
 from optrush.launch import die_with_parent
-from optrush.shapes import ModelShape
+from optrush.models.shapes import ModelShape
 from optrush.technique import library
 
 # Nobody calls home from a measurement.

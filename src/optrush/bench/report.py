@@ -31,8 +31,8 @@ from optrush.bench.figures import (
     speed,
     times,
     troubled,
-    verdict,
-)  # fmt: skip
+    verdict,  # fmt: skip
+)
 from optrush.errors import ConfigError, DataError
 
 PAGE, SPEED, MEMORY = "report.html", "speed.png", "memory.png"

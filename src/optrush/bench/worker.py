@@ -43,7 +43,7 @@ from optrush.fit import batches
 from optrush.job import Job
 from optrush.launch import die_with_parent
 from optrush.meter import Meter, resident
-from optrush.model.adapter import Adapter
+from optrush.models.hf import Adapter
 from optrush.prepare import Prepared, prepare
 from optrush.technique import Part
 from optrush.train import Plan, train

@@ -89,7 +89,7 @@ def _clean(run: Run, folder: Path) -> dict[str, Any]:
     from optrush.data.clean import clean
     from optrush.data.cleaning.output import folder_for, write_rows
     from optrush.data.tokenizer import open_tokens
-    from optrush.model.locate import locate
+    from optrush.models.source import locate
 
     d = run.data
     if d.path is None or d.clean is None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optrush.frozen import TILE, tiles
+from optrush.peft.ledger import TILE, tiles
 
 
 class Room(NamedTuple):

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from optrush.errors import NeedsError
-from optrush.model.offload import ALIGNED, Lane, Pair, Streams
+from optrush.models.activation_offload import ALIGNED, Lane, Pair, Streams
 from optrush.optim.adamw import Learnt, Make, zeros_beside
 
 ROWS = 16  # rows are cut at multiples of it: then what is aligned stays aligned

@@ -15,7 +15,7 @@ from optrush.toolchain import demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
-    from optrush.shapes import ModelShape
+    from optrush.models.shapes import ModelShape
 
 LAUNCHES = 340  # for all matrices together: powers by squaring
 ROOM = 1 << 24  # elements of a matrix that are updated at a time: their temporaries are small beside a model

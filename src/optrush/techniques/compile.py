@@ -67,7 +67,7 @@ class Compile(Technique):
         import torch
         from torch import nn
 
-        from optrush.model.decoder import Decoder
+        from optrush.models.decoder import Decoder
 
         for need in compilers(job.setup.device):
             if not need.met:

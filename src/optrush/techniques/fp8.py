@@ -118,7 +118,7 @@ class Fp8(Technique):
 
     def model(self, job: Job) -> int:
         from optrush.kernels import float8
-        from optrush.model.decoder import Decoder
+        from optrush.models.decoder import Decoder
 
         assert isinstance(job.model, Decoder)
         changed, left = 0, []

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optrush.errors import NeedsError
-from optrush.frozen import sizes, tiles
 from optrush.ledger import Line, Rule, Work, add, like, live
+from optrush.peft.ledger import sizes, tiles
 from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
 from optrush.toolchain import compilers, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
     from optrush.kernels.swiglu import Feed
-    from optrush.shapes import ModelShape
+    from optrush.models.shapes import ModelShape
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class FusedBlock(Technique):
             return 0
         import torch
 
-        from optrush.model.roomy import make_room
+        from optrush.peft.lora import make_room
 
         cut = Part.CUTS in job.setup.owned
         if Part.TRAINED in job.setup.owned:
@@ -137,7 +137,7 @@ def _plain(linear: object) -> bool:
     """Whether a linear is a matrix and nothing else."""
     import torch.nn.functional as F
 
-    from optrush.model.decoder import Linear
+    from optrush.models.decoder import Linear
 
     return type(linear) is Linear and linear.product is F.linear and linear.bias is None
 
@@ -150,11 +150,11 @@ def _in_products(blocks: Sequence[Any]) -> int:
     """
     from optrush.kernels import swiglu_quack
     from optrush.kernels.products import ALIGNED
-    from optrush.model import adapted_feed
+    from optrush.peft import lora
 
     linears = [linear for block in blocks for linear in (block.gate_up, block.down)]
-    if all(adapted_feed.fits(linear) for linear in linears):
-        feed: Feed = adapted_feed.feed
+    if all(lora.fits(linear) for linear in linears):
+        feed: Feed = lora.feed
     elif all(_plain(linear) for linear in linears):
         feed = swiglu_quack.feed
     else:

@@ -57,7 +57,7 @@ class FusedNorm(Technique):
 
     def recompute(self, job: Job) -> int:  # before anything compiles
         from optrush.kernels import norm
-        from optrush.model.decoder import Block, Decoder
+        from optrush.models.decoder import Block, Decoder
 
         demand_triton(self.name, job.setup.device)
         model = job.model

@@ -51,7 +51,7 @@ class FusedRotation(Technique):
 
     def recompute(self, job: Job) -> int:  # before anything compiles
         from optrush.kernels import rotation
-        from optrush.model.decoder import Block, Decoder
+        from optrush.models.decoder import Block, Decoder
 
         demand_triton(self.name, job.setup.device)
         assert isinstance(job.model, Decoder)

@@ -6,9 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optrush import frozen
 from optrush.ledger import Line, Rule, add
-from optrush.model import peft_files
+from optrush.peft import io, ledger
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
@@ -56,15 +55,15 @@ class Ia3(Technique):
 
     @property
     def plain_feed(self) -> bool:
-        return not {*frozen.chosen(self._targets(frozen.LINEARS), frozen.LINEARS)} & {*frozen.SETS["mlp"]}
+        return not {*ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS)} & {*ledger.SETS["mlp"]}
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         if setup.native:
-            yield frozen.named(self.name, "targets", self._targets(frozen.LINEARS), frozen.LINEARS)
-            yield from self._apart(frozen.PIECES.values(), self._targets(frozen.LINEARS))
-            yield self._within(frozen.chosen(self._targets(frozen.LINEARS), frozen.LINEARS))
+            yield ledger.named(self.name, "targets", self._targets(ledger.LINEARS), ledger.LINEARS)
+            yield from self._apart(ledger.PIECES.values(), self._targets(ledger.LINEARS))
+            yield self._within(ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS))
         if self.init is not None:
-            peft_files.read_config(self.name, self.init, {"peft_type": "IA3"})
+            io.read_config(self.name, self.init, {"peft_type": "IA3"})
 
     def _targets(self, known: Collection[str]) -> str | tuple[str, ...]:
         """What `auto` means in a model whose linears have these names; `auto` where nobody knows."""
@@ -74,7 +73,7 @@ class Ia3(Technique):
 
     def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Need]:
         """Whether no module whose input is to be scaled shares it with another."""
-        names = {*frozen.chosen(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
+        names = {*ledger.chosen(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
         for name, pieces in ((n, p) for n in sorted(names) for p in linears if n in p):
             found = f"one product makes {', '.join(pieces)} of one input"
             do = "leave it out of feedforward, or take model.implementation: transformers"
@@ -89,8 +88,8 @@ class Ia3(Technique):
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
         learnt: list[int] = []
-        keep, left, names = set(), 0, {*frozen.chosen(self._targets(frozen.LINEARS), frozen.LINEARS)}
-        for linear, (width, pieces) in {} if setup.shape is None else frozen.sizes(setup.shape).items():
+        keep, left, names = set(), 0, {*ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS)}
+        for linear, (width, pieces) in {} if setup.shape is None else ledger.sizes(setup.shape).items():
             mine = {name: n for name, n in pieces.items() if name in names}
             if not mine:
                 continue
@@ -98,7 +97,7 @@ class Ia3(Technique):
             learnt.append(width if inputs else sum(mine.values()))
             keep |= {linear} if inputs else set()
             left += 0 if inputs else sum(pieces.values())
-        yield from frozen.predict(setup, (), learnt, keep)
+        yield from ledger.predict_frozen(setup, (), learnt, keep)
         if left:
             why = "what a linear gave, before it is scaled"
             yield add(Line("saved.left", why, setup.blocks * left, "product", "saved", True, setup.blocks))
@@ -109,8 +108,8 @@ class Ia3(Technique):
 
     def adapt(self, job: Job) -> int:
         from optrush.errors import NeedsError
-        from optrush.model import adapted
-        from optrush.model.ia3 import Ia3 as Adapter
+        from optrush.peft import adapter as adapted
+        from optrush.peft.ia3 import Ia3 as Adapter
 
         model, recipe = job.model, job.recipe
         known = adapted.known(model, recipe)
@@ -119,17 +118,17 @@ class Ia3(Technique):
             found = f"linears of other names: {', '.join(known)}"
             raise NeedsError("`ia3:targets=auto`", found, "name them: targets, and of these feedforward")
         adapted.check(self.name, model, recipe, targets, ())
-        names = frozen.chosen(targets, known)
+        names = ledger.chosen(targets, known)
         if not (need := self._within(names)).met:
             raise NeedsError(need.asked, need.found, need.do)
         adapted.freeze(model, recipe, (), job.precision)
         switch, places = adapted.Switch(), adapted.places(model, recipe, names)
         for name, linear, modules in places:
-            inputs = bool({frozen.last(m) for m in modules} & {*names} & {*self.feedforward})
+            inputs = bool({ledger.last(m) for m in modules} & {*names} & {*self.feedforward})
             adapter = Adapter(linear, modules, names, switch, inputs)
             adapted.place(name, linear, adapter, recipe, adapter.fillers())
         if self.init is not None:
-            begun = peft_files.read(self.name, self.init, model, recipe, ())
+            begun = io.read(self.name, self.init, model, recipe, ())
             recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
         job.untrained = switch.off if self.undoable else None
         scaled = ", ".join(n for n in names if n in self.feedforward) or "none"

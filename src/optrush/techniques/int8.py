@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optrush import stored
 from optrush.ledger import Rule
+from optrush.peft import ledger
 from optrush.technique import Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ class Int8(Technique):
     wants = frozenset({Part.TRAINED})
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
-        yield from stored.predict(setup, 1 + (4 / setup.shape.width if setup.shape else 0))
+        yield from ledger.predict_quantized(setup, 1 + (4 / setup.shape.width if setup.shape else 0))
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
         yield from ()  # changes what is computed: the user's to say
 
     def adapt(self, job: Job) -> int:
-        stored.demand(self.name, job.setup.device)
-        from optrush.model.quantised import Form, quantise
+        ledger.demand_compilers(self.name, job.setup.device)
+        from optrush.peft.quantized import Form, quantise
 
         return quantise(job.model, job.recipe, Form(8), job.precision)

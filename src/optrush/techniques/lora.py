@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush import frozen
 from optrush.ledger import OURS, Line, Rule, Work, add
-from optrush.model import peft_files
+from optrush.peft import io, ledger
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
@@ -58,22 +57,22 @@ class Lora(Technique):
 
     @property
     def plain_feed(self) -> bool:
-        mlp = {*frozen.chosen(self.targets, frozen.LINEARS)} & {*frozen.SETS["mlp"]}
+        mlp = {*ledger.chosen(self.targets, ledger.LINEARS)} & {*ledger.SETS["mlp"]}
         return not mlp or not (self.dora or self.dropout)
 
     @property
     def rows_beside(self) -> dict[str, int]:
         if self.dora or self.dropout:
             return {}  # no low-rank sum of what enters
-        names = {*frozen.chosen(self.targets, frozen.LINEARS)}
-        found = {linear: self.rank * len(names & {*pieces}) for linear, pieces in frozen.PIECES.items()}
+        names = {*ledger.chosen(self.targets, ledger.LINEARS)}
+        found = {linear: self.rank * len(names & {*pieces}) for linear, pieces in ledger.PIECES.items()}
         return {linear: rows for linear, rows in found.items() if rows}
 
     def needs(self, setup: Setup) -> Iterator[Need]:
         if setup.native:  # others tell the names of their linears when they are there
-            yield frozen.named(self.name, "targets", self.targets, frozen.LINEARS)
+            yield ledger.named(self.name, "targets", self.targets, ledger.LINEARS)
             tied = setup.shape is not None and setup.shape.tied
-            yield from frozen.whole(self.name, self.save, frozen.WHOLE, tied)
+            yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
         yield Need(
             not self.dropout or Part.CAPTURE not in setup.owned,
             f"`lora:dropout={self.dropout:g}`",
@@ -81,7 +80,7 @@ class Lora(Technique):
             "leave dropout out",
         )
         narrow = Part.WEIGHTS in setup.owned or setup.dtype == "bfloat16"
-        inside = sorted({*self.save} - {frozen.EMBEDDING, frozen.HEAD, "norm"})
+        inside = sorted({*self.save} - {ledger.EMBEDDING, ledger.HEAD, "norm"})
         yield Need(
             not (inside and narrow and Part.DATA in setup.owned),
             f"`lora:save=[{', '.join(self.save)}]` over several ranks",
@@ -89,7 +88,7 @@ class Lora(Technique):
             "leave norms of blocks out, or take --with amp instead of bf16 weights",
         )
         if self.init is not None:
-            peft_files.read_config(self.name, self.init, self._config())
+            io.read_config(self.name, self.init, self._config())
 
     def _config(self) -> dict[str, Any]:
         """What an adapter to begin with must have been trained with; targets show in its tensors."""
@@ -103,8 +102,8 @@ class Lora(Technique):
         learnt: list[int] = []
         laid, keep, low, rows, r = 0, set(), 0, 0, self.rank
         weights, crossed = 0, 0
-        for linear, (width, pieces) in {} if setup.shape is None else frozen.sizes(setup.shape).items():
-            mine = [n for name, n in pieces.items() if name in frozen.chosen(self.targets, frozen.LINEARS)]
+        for linear, (width, pieces) in {} if setup.shape is None else ledger.sizes(setup.shape).items():
+            mine = [n for name, n in pieces.items() if name in ledger.chosen(self.targets, ledger.LINEARS)]
             if not mine:
                 continue
             keep.add(linear)
@@ -114,7 +113,7 @@ class Lora(Technique):
             laid += len(mine) * r * (sum(pieces.values()) + width)
             weights += sum(pieces.values()) * width
             crossed += len(mine) * r * (sum(pieces.values()) * width + len(mine) * r * (sum(pieces.values()) + width))
-        yield from frozen.predict(setup, self.save, learnt, keep, added=keep)
+        yield from ledger.predict_frozen(setup, self.save, learnt, keep, added=keep)
         if not learnt:
             return
         L = setup.blocks
@@ -149,12 +148,12 @@ class Lora(Technique):
         yield from ()  # trains something else: the user's to say
 
     def adapt(self, job: Job) -> int:
-        from optrush.model import adapted
-        from optrush.model.lora import Lora as Adapter
-        from optrush.model.lora import Settings
+        from optrush.peft import adapter as adapted
+        from optrush.peft.lora import Lora as Adapter
+        from optrush.peft.lora import Settings
 
         model, recipe = job.model, job.recipe
-        names = frozen.chosen(self.targets, adapted.known(model, recipe))
+        names = ledger.chosen(self.targets, adapted.known(model, recipe))
         adapted.check(self.name, model, recipe, self.targets, self.save)
         trained = adapted.freeze(model, recipe, self.save, job.precision)
         settings, switch = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora), adapted.Switch()
@@ -163,7 +162,7 @@ class Lora(Technique):
             adapter = Adapter(linear, modules, names, switch, settings)
             adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, job.run.seed))
         if self.init is not None:
-            begun = peft_files.read(self.name, self.init, model, recipe, trained)
+            begun = io.read(self.name, self.init, model, recipe, trained)
             recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
         job.untrained = switch.off if self.undoable else None
         job.fingerprints["adapters"] = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"

@@ -15,7 +15,7 @@ from optrush.toolchain import demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job
-    from optrush.shapes import ModelShape
+    from optrush.models.shapes import ModelShape
 
 ROOM = 1 << 25  # elements of the matrices that are updated at a time: their temporaries are small beside a model
 ELSEWHERE = ("`muon` makes its states where the weights are", "a technique that keeps them elsewhere")

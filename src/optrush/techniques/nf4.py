@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optrush import stored
 from optrush.errors import ConfigError
 from optrush.ledger import Rule
+from optrush.peft import ledger
 from optrush.technique import Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Nf4(Technique):
     wants = frozenset({Part.TRAINED})
 
     def predict(self, setup: Setup) -> Iterator[Rule]:
-        yield from stored.predict(setup, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
+        yield from ledger.predict_quantized(setup, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
 
     @classmethod
     def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
@@ -69,7 +69,7 @@ class Nf4(Technique):
         return 1
 
     def adapt(self, job: Job) -> int:
-        stored.demand(self.name, job.setup.device)
-        from optrush.model.quantised import Form, quantise
+        ledger.demand_compilers(self.name, job.setup.device)
+        from optrush.peft.quantized import Form, quantise
 
         return quantise(job.model, job.recipe, Form(4, self.double), job.precision)

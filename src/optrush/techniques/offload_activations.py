@@ -14,7 +14,7 @@ from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
 
 if TYPE_CHECKING:
     from optrush.job import Job
-    from optrush.model.offload import Lane
+    from optrush.models.activation_offload import Lane
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class OffloadActivations(Technique):
 
     def lane(self, job: Job) -> Lane:
         """What copies."""
-        from optrush.model.offload import Streams
+        from optrush.models.activation_offload import Streams
 
         return Streams(job.world.device)
 
@@ -83,7 +83,7 @@ class OffloadActivations(Technique):
         import torch
         from torch import nn
 
-        from optrush.model.offload import Offload
+        from optrush.models.activation_offload import Offload
 
         _check(job)
         blocks, inner = job.model.blocks, job.model.through

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from optrush.bench.peer import Peer, Rows, Work
 from optrush.config import Run
 from optrush.hardware import Device
-from optrush.shapes import ModelShape
+from optrush.models.shapes import ModelShape
 from optrush.technique import Need
 
 
@@ -34,7 +34,7 @@ class Torchtitan(Peer):
         return " + ".join(filter(None, parts)) + f", {self.weights} weights"
 
     def needs(self, run: Run, device: Device) -> Iterator[Need]:
-        from optrush.model.locate import locate
+        from optrush.models.source import locate
 
         yield from super().needs(run, device)
         asked = "the system `torchtitan`"

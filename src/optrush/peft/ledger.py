@@ -9,11 +9,15 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from optrush.config import nearest
-from optrush.ledger import Line, Rule, Work, add, freeze, live
+from optrush.errors import NeedsError
+from optrush.hardware import Device
+from optrush.ledger import OURS, Line, Rule, Work, add, freeze, like, live, retype
 from optrush.technique import Need, Part, Setup
+from optrush.toolchain import compilers
 
 if TYPE_CHECKING:
-    from optrush.shapes import ModelShape
+    from optrush.models.shapes import ModelShape
+
 
 PIECES = {  # of each linear of our decoder
     "qkv": ("q_proj", "k_proj", "v_proj"),
@@ -79,7 +83,7 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
     }
 
 
-def predict(
+def predict_frozen(
     setup: Setup, save: Sequence[str], learnt: Sequence[int], keep: Collection[str], added: Collection[str] = ()
 ) -> Iterator[Rule]:
     """Rules for a frozen model beside whose linears adapters learn.
@@ -160,3 +164,39 @@ def _learnt(setup: Setup, s: ModelShape, outer: Sequence[bool], learnt: Sequence
             Work("update.adapters", "one operator at a time", "step", values=11 * (values + beside), role="wide",
                  launches=14 * tensors),
         )  # fmt: skip
+
+
+# --- What techniques share that hold frozen linears in fewer bits: lines of the ledger, needs of the kernels. Pure.
+
+
+def demand_compilers(technique: str, device: Device) -> None:
+    """For a stage: refuses a CUDA device for which this machine cannot build our Triton kernels; a CPU needs none.
+
+    Raises:
+        NeedsError: what is missing.
+    """
+    for need in compilers(device) if device.kind == "cuda" else ():
+        if not need.met:
+            raise NeedsError(need.asked.replace("torch.compile", f"`{technique}`"), need.found, need.do)
+
+
+def predict_quantized(setup: Setup, width_bytes: float) -> Iterator[Rule]:
+    """Rules for blocks whose weights take `width_bytes` each; the few values of their norms are counted as if theirs
+    did too."""
+    why = f"frozen, in {8 * width_bytes:.3f} bits each"
+    yield retype({"stored": width_bytes}, why)
+    yield live("weights.blocks", why, role="stored")
+    yield live("casts.blocks", "made dense in the products' type, never cast", gone=True)
+    launches = OURS * 7.0 * setup.blocks  # one for each of q, k, v, o, gate, up, down
+    for way in ("forward", "backward"):
+        why = "codes of a linear read, to make it dense"
+        yield like("casts.blocks", Work(f"{way}.packed", why, "micro", values=1.0, role="stored"))
+        why = "the dense weight of a linear written"
+        yield like("casts.blocks", Work(f"{way}.unpacked", why, "micro", values=1.0, role="product"))
+        yield add(Work(f"{way}.unpacking.launches", "a kernel for each piece", "micro", launches=launches))
+    if setup.shape is not None:
+        s = setup.shape
+        largest = s.width * max(2 * s.ff_width, (s.heads + 2 * s.kv_heads) * s.head_width)
+        for live_in in ("forward", "backward"):
+            why = "the largest linear, dense while it multiplies"
+            yield add(Line(f"working.dense.{live_in}", why, largest, "product", live_in))

@@ -1,13 +1,7 @@
-"""Any other causal language model of transformers, under the attributes that our own decoder has.
+"""What the adapter must show before anything is trained: it runs the real model on the CPU and compares.
 
-The published module does the work, unchanged; what is ours is the seam around it: hidden states instead of logits, a
-head that is called, a `through` slot before every block, weights that can be cut. transformers keeps packed documents
-apart by their restarting positions, but only without an attention mask and without a cache, and only in models that
-hand positions to its mask builder. So nothing is assumed: when it is made, the adapter runs the real model on the CPU
-and compares (`probe`). A model whose head does more than we know, or whose documents see each other, is refused with
-the difference found, before anything is trained.
-
-Canonical names are transformers' own, except the head's: `head.weight`, `head.bias`.
+Documents of a packed row against the same documents alone, our head against the model's own, and sdpa without a mask
+against masked attention. The first two refuse a model, the last one only says which kernel it may have.
 """
 
 from __future__ import annotations
@@ -17,19 +11,134 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.model.decoder import Head, Linear, call, redo_ties
-from optrush.model.grown import enlarge, widened
-from optrush.model.probe import probe, unsupported
-from optrush.model.weights import Entry, Folder, Memory, Recipe, Source, drawn
-from optrush.shapes import HF
+from optrush.models.decoder import Head, Linear, call, redo_ties
+from optrush.models.shapes import HF
+from optrush.models.weights import Entry, Folder, Memory, Recipe, Source, drawn, enlarge, widened
 
 if TYPE_CHECKING:
-    from optrush.model.vocabulary import Growth
+    from optrush.models.source import Growth
+
+
+PROBE_LENGTHS = (7, 1, 5, 11)  # documents of the probe's packed row
+PROBE_LOGIT = 60.0  # hidden states are stretched until logits are this large: a softcap shows only there
+
+
+def unsupported(config: Any, found: str) -> NeedsError:
+    """The refusal of a model, with what was found in it."""
+    return NeedsError(
+        f"a model of type {config.model_type!r} through transformers",
+        found,
+        "choose a model of another family; llama, mistral, qwen2 and qwen3 have a decoder here",
+    )
+
+
+@torch.no_grad()
+def probe(adapter: Adapter, hf_model: Any, dtype: torch.dtype) -> None:
+    """Compare on the CPU: a packed row with its documents one by one, and our head with the model's own logits.
+
+    Packed and alone agree to rounding only, which in bfloat16 could hide a faint leak; so the first document is also
+    changed, which must leave every bit of the others.
+
+    Raises:
+        NeedsError: which of them differed, and by how much.
+    """
+    was, close = adapter.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
+    adapter.eval()
+    tokens, positions, documents = _probe_row(adapter)
+    try:
+        hidden = adapter(tokens, positions, documents)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise unsupported(adapter.config, f"it does not run on tokens and positions ({error})") from None
+    spans = list(zip(documents.starts[:-1].tolist(), documents.starts[1:].tolist(), strict=True))
+    single = documents._replace(single=True)
+    alone = [adapter(tokens[:, a:b], positions[:, a:b], single) for a, b in spans]
+    _compare(adapter.config, "packed documents and the same documents alone", hidden, torch.cat(alone, 1), close)
+    changed, first = tokens.clone(), spans[0][1]
+    changed[:, :first] = (changed[:, :first] + 1) % adapter.head.weight.shape[0]
+    others = adapter(changed, positions, documents)[:, first:]
+    _compare(adapter.config, "documents beside a changed document, before and after,", others, hidden[:, first:], 0.0)
+    largest = F.linear(hidden, adapter.head.weight).float().abs().max().clamp_min(1e-6).item()
+    # At 0 only a bias is left, at 1 all is as it comes, and a softcap shows only in large logits.
+    for factor in (0.0, 1.0, PROBE_LOGIT / largest):
+        ours, theirs = _both_logits(adapter, hf_model, tokens[:, spans[-1][0] :], factor)
+        _compare(adapter.config, f"our head's logits and its own (hidden states x {factor:.3g})", ours, theirs, close)
+    adapter.maskless = _maskless(adapter, tokens[:, spans[-1][0] :], single, alone[-1], close)
+    adapter.train(was)
+
+
+def _maskless(adapter: Adapter, tokens: Tensor, documents: Documents, want: Tensor, close: float) -> bool:
+    """Whether one document through sdpa without a mask is what it is through masked attention.
+
+    Chunks of attention could be longer than the probe's document, so they count as a difference.
+    """
+    if not set(getattr(adapter.config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}:
+        return False
+    try:
+        adapter.set_attention("sdpa")
+        adapter._leave_masks()
+        found = adapter(tokens, torch.arange(tokens.shape[1])[None], documents)
+    except (NeedsError, TypeError, ValueError, ImportError):
+        return False  # this model has no sdpa: whoever asks for it is told so
+    finally:
+        adapter.set_attention("masked")
+    return _apart(found, want) <= close
+
+
+def _both_logits(adapter: Adapter, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Logits of one document by our head and by the model itself, its hidden states multiplied by `factor`."""
+    kept: list[Tensor] = []
+
+    def multiply(_module: nn.Module, _args: Any, out: Any) -> Any:
+        out["last_hidden_state"] = out.last_hidden_state * factor
+        kept.append(out.last_hidden_state)
+        return out
+
+    hook = adapter._trunk.register_forward_hook(multiply)
+    try:
+        theirs = hf_model(input_ids=tokens, use_cache=False).logits
+    finally:
+        hook.remove()
+    return adapter.head.logits(kept[0]), theirs
+
+
+def _probe_row(adapter: Adapter) -> tuple[Tensor, Tensor, Documents]:
+    """One row of PROBE_LENGTHS documents, of tokens spread over the vocabulary."""
+    T, vocab = sum(PROBE_LENGTHS), adapter.head.weight.shape[0]
+    tokens = (torch.arange(T) * 7919 + 13)[None] % vocab
+    positions = torch.cat([torch.arange(n) for n in PROBE_LENGTHS])[None]
+    ids = torch.repeat_interleave(torch.arange(len(PROBE_LENGTHS)), torch.tensor(PROBE_LENGTHS))[None]
+    starts = torch.tensor([0, *PROBE_LENGTHS]).cumsum(0)
+    return tokens, positions.int(), Documents(starts.int(), ids.int(), max(PROBE_LENGTHS), False)
+
+
+def _compare(config: Any, what: str, ours: Tensor, theirs: Tensor, close: float) -> None:
+    apart, size = _apart(ours, theirs), theirs.float().abs().max().item()
+    if not apart <= close:  # not >: a NaN is a difference
+        raise unsupported(config, f"{what} differ by {apart * size:.2e}, where the largest value is {size:.2e}")
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, in units of the largest value of `theirs`."""
+    return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6)).item()
+
+
+# --- Any other causal language model of transformers, under the attributes that our own decoder has.
+#
+# The published module does the work, unchanged; what is ours is the seam around it: hidden states instead of logits, a
+# head that is called, a `through` slot before every block, weights that can be cut. transformers keeps packed documents
+# apart by their restarting positions, but only without an attention mask and without a cache, and only in models that
+# hand positions to its mask builder. So nothing is assumed: when it is made, the adapter runs the real model on the CPU
+# and compares (`probe`). A model whose head does more than we know, or whose documents see each other, is refused with
+# the difference found, before anything is trained.
+#
+# Canonical names are transformers' own, except the head's: `head.weight`, `head.bias`.
+
 
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
 ALONE = "optrush_sdpa"  # what `_alone` is called in transformers' registers
@@ -358,3 +467,46 @@ def _ties(module: nn.Module) -> tuple[tuple[str, str], ...]:
         else:
             first[id(parameter)] = name
     return tuple(ties)
+
+
+# --- A folder as transformers alone loads it: what others will get. For talking to a model, and to verify an export.
+
+
+KINDS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+
+
+def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:
+    """transformers' model of a folder, in eval mode.
+
+    Args:
+        dtype: None: as stored.
+
+    Raises:
+        NeedsError: transformers does not know it, its weights are pickles, or they do not fit its config.json.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    Folder(folder)  # refuses pickles, and an index that leaves the folder
+    asked = f"the model {folder}"
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        # Whatever attention config.json names, which may be code on the hub. It goes before the argument alone.
+        config._attn_implementation = "sdpa"
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype or "auto", local_files_only=True, use_safetensors=True,
+            trust_remote_code=False, attn_implementation="sdpa", output_loading_info=True,
+        )  # fmt: skip
+    except (ValueError, OSError, RuntimeError, KeyError, ImportError) as error:
+        found = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise NeedsError(asked, found, "name a folder that transformers loads") from None
+    finally:
+        if shows:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    model, info = loaded
+    for kind in KINDS:
+        if wrong := sorted(map(str, info.get(kind) or ())):
+            raise NeedsError(asked, f"{kind.replace('_', ' ')}: {wrong[0]}", "check that config.json fits the weights")
+    return model.to(device).eval()

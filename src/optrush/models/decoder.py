@@ -31,7 +31,7 @@ from optrush.errors import NeedsError
 from optrush.kernels import attention, norm, rotation, swiglu
 from optrush.kernels.cross_entropy import Reduce
 from optrush.kernels.nll import Nll, Whole
-from optrush.shapes import HF, ModelShape, RopeShape
+from optrush.models.shapes import HF, ModelShape, RopeShape
 
 Pieces = tuple[tuple[str, int], ...]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from optrush.errors import NeedsError
-from optrush.frozen import EMBEDDING, HEAD, last, named, whole
 from optrush.kernels.products import By
 from optrush.kernels.room import Room
-from optrush.model.decoder import Linear
-from optrush.model.weights import Filler, Recipe, Shape
+from optrush.models.decoder import Linear
+from optrush.models.weights import Filler, Recipe, Shape
+from optrush.peft.ledger import EMBEDDING, HEAD, last, named, whole
 
 if TYPE_CHECKING:
-    from optrush.model.adapter import Adapter
-    from optrush.model.decoder import Decoder
+    from optrush.models.decoder import Decoder
+    from optrush.models.hf import Adapter
 
     Model = Decoder | Adapter
 

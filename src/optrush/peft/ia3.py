@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from optrush.model.adapted import Beside, Switch, constant
-from optrush.model.decoder import Linear
-from optrush.model.weights import Filler
+from optrush.models.decoder import Linear
+from optrush.models.weights import Filler
+from optrush.peft.adapter import Beside, Switch, constant
 
 
 class Ia3(Beside):

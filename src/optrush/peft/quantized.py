@@ -23,11 +23,9 @@ from torch import Tensor, nn
 
 from optrush.errors import NeedsError
 from optrush.kernels import int8, nf4
-from optrush.model.adapter import Adapter
-from optrush.model.decoder import Decoder, Linear
-from optrush.model.grown import Grown
-from optrush.model.quantised_files import Packed
-from optrush.model.weights import Entry, Recipe, Shape, Source
+from optrush.models.decoder import Decoder, Linear
+from optrush.models.hf import Adapter
+from optrush.models.weights import Entry, Grown, Packed, Recipe, Shape, Source
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,20 @@ from typing import Literal
 
 import torch
 
-from optrush.model.adapter import Adapter, adapt
-from optrush.model.decoder import Decoder, build
-from optrush.model.grown import vocabulary_names, widened
-from optrush.model.quantised_files import opened, refuse_packed
-from optrush.model.vocabulary import Growth
-from optrush.model.weights import Recipe, _constants, drawn, native_entries
-from optrush.shapes import HF, native_obstacle, refuse_foreign
+from optrush.models.decoder import Decoder, build
+from optrush.models.hf import Adapter, adapt
+from optrush.models.shapes import HF, native_obstacle, refuse_foreign
+from optrush.models.source import Growth
+from optrush.models.weights import (
+    Recipe,
+    _constants,
+    drawn,
+    native_entries,
+    opened,
+    refuse_packed,
+    vocabulary_names,
+    widened,
+)
 
 
 def load(

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
-from optrush.frozen import EMBEDDING, HEAD, last
+from optrush.peft.ledger import EMBEDDING, HEAD, last
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.model.adapted import Beside, Model
-    from optrush.model.weights import Recipe
+    from optrush.models.weights import Recipe
+    from optrush.peft.adapter import Beside, Model
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
@@ -50,7 +50,7 @@ def write(folder: Path, model: Model, recipe: Recipe, trained: Mapping[str, Tens
     """
     from safetensors.torch import save_file
 
-    from optrush.model.adapted import outside
+    from optrush.peft.adapter import outside
 
     found, theirs, saved = dict[str, "Tensor"](), adapters(model), set[str]()
     modules = outside(model, recipe)
@@ -130,7 +130,7 @@ def read(technique: str, folder: str, model: Model, recipe: Recipe, trained: Col
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    from optrush.model.adapted import outside
+    from optrush.peft.adapter import outside
 
     asked, do = f"`{technique}:init={folder}`", "give the rank, targets and save that it was trained with"
     try:

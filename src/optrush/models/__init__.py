@@ -1,0 +1,1 @@
+"""Our decoder for the Llama-shaped families, transformers' models behind the same interface, weights and shapes."""

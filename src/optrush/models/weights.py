@@ -1,0 +1,624 @@
+"""Where every parameter's values come from, and how they go back: recipes, folders of safetensors.
+
+A parameter has one canonical name (the model's own). Its `Entry` says which Hugging Face tensors make it: one, copied;
+or several, laid together group by group (a fused qkv, a gate/up pair). A `Recipe` can therefore fill any rectangle of
+any parameter by reading only the rows it needs, which is how a shard is loaded without the whole, and undo the layout
+when a model is exported (save.py). Sources of values: a folder (`Folder`), random draws (`Drawn`), host memory
+(`Memory`).
+
+Nothing here unpickles: folders are safetensors or they are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from optrush.errors import CheckpointError, NeedsError
+from optrush.kernels import nf4
+from optrush.models.decoder import Decoder, Linear
+from optrush.models.shapes import ARCHITECTURES, HF
+
+if TYPE_CHECKING:
+    pass
+    from optrush.models.source import Growth
+
+
+Shape = tuple[int, ...]
+Filler = Callable[[Tensor, Shape], None]
+"""Writes the rectangle of one parameter that begins at an offset and has the given tensor's shape into that tensor."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+COMPARED_ROWS = 8192  # rows of a duplicated head compared at a time
+EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
+
+
+class Source(Protocol):
+    """Rows of tensors by Hugging Face name."""
+
+    def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
+        """Rows [first, last) of a tensor that has `shape`; on any device, of any floating type."""
+        ...
+
+
+class Folder:
+    """A folder of safetensors files, with one index or a single file. Reads slices; holds files open, not values."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = self._index()  # tensor name -> file name
+        self._open: dict[str, Any] = {}
+
+    def _index(self) -> dict[str, str]:
+        asked = f"the weights in {self.folder}"
+        index = self.folder / INDEX
+        if index.is_file():
+            try:
+                listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                files = {str(name): str(file) for name, file in listed.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise NeedsError(asked, f"{INDEX} is not an index ({error})", "download the folder again") from None
+            for file in set(files.values()):
+                if re.fullmatch(r"[^/\\]+\.safetensors", file) is None or not (self.folder / file).is_file():
+                    raise NeedsError(
+                        asked, f"{INDEX} names {file!r}, no safetensors file of this folder", "download it again"
+                    )
+            return files
+        if (self.folder / SINGLE).is_file():
+            with self._handle_of(SINGLE) as handle:
+                return dict.fromkeys(handle.keys(), SINGLE)
+        pickles = sorted(p.name for p in self.folder.glob("*.bin"))[:1] if self.folder.is_dir() else []
+        found = f"only {pickles[0]}, a pickle, which could run code when read" if pickles else f"no {SINGLE}"
+        raise NeedsError(asked, found, f"give a folder with {SINGLE} or {INDEX} (save_pretrained writes it)")
+
+    def _handle_of(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise NeedsError(f"the weights in {self.folder}", f"{file}: {error}", "download it again") from None
+
+    def _slice(self, name: str) -> Any:
+        file = self.files[name]
+        if file not in self._open:
+            self._open[file] = self._handle_of(file)
+        try:
+            return self._open[file].get_slice(name)
+        except SafetensorError as error:
+            raise NeedsError(f"tensor {name} in {self.folder / file}", str(error), "download it again") from None
+
+    def shape(self, name: str) -> Shape:
+        return tuple(self._slice(name).get_shape())
+
+    def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
+        values: Tensor = self._slice(name)[first:last]
+        return values
+
+    def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
+        """Every needed tensor is there in its shape, and nothing else but what is known to be harmless.
+
+        Args:
+            needed: shapes by name.
+            duplicates: names that may be stored again, each an exact copy of a needed one (a tied head).
+
+        Raises:
+            NeedsError: naming the tensor and the file.
+        """
+        for name, shape in needed.items():
+            asked = f"tensor {name} of shape {list(shape)}"
+            if name not in self.files:
+                raise NeedsError(asked, f"no such tensor in {self.folder}", "check that config.json fits the weights")
+            if self.shape(name) != shape:
+                raise NeedsError(
+                    asked,
+                    f"shape {list(self.shape(name))} in {self.folder / self.files[name]}",
+                    "check that config.json fits the weights",
+                )
+        for name in sorted(set(self.files) - set(needed)):
+            if name.endswith("rotary_emb.inv_freq"):
+                continue  # old checkpoints stored what config.json says anyway
+            original = duplicates.get(name)
+            if original is None or not self._equal(name, original):
+                what = "a tensor that this model does not have"
+                raise NeedsError(
+                    f"the weights in {self.folder}",
+                    f"{name} in {self.files[name]}: " + (f"differs from {original}" if original else what),
+                    "set tie_word_embeddings to false in config.json" if original else "check config.json",
+                )
+
+    def _equal(self, a: str, b: str) -> bool:
+        shape, cpu = self.shape(a), torch.device("cpu")
+        starts = range(0, shape[0] if shape else 0, COMPARED_ROWS)
+        return shape == self.shape(b) and all(
+            torch.equal(self.rows(a, i, i + COMPARED_ROWS, shape, cpu), self.rows(b, i, i + COMPARED_ROWS, shape, cpu))
+            for i in starts
+        )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Random weights: a normal draw for matrices, a constant where one is named (norms, biases).
+
+    Each tensor is drawn whole in float32 on the target device from a generator of its own, seeded by (seed, name): the
+    same values under any cutting and any model class, on devices of one kind.
+    """
+
+    seed: int
+    std: float
+    constants: Mapping[str, float]
+
+    def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
+        if name in self.constants:
+            return torch.full((last - first, *shape[1:]), self.constants[name], device=device)
+        digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        return torch.empty(shape, device=device).normal_(0.0, self.std, generator=generator)[first:last]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Tensors that already lie on the host."""
+
+    tensors: dict[str, Tensor]
+
+    def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
+        return self.tensors[name][first:last]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How one parameter is made: `groups` groups of rows, in each group `rows` rows of every piece in turn."""
+
+    shape: Shape
+    pieces: tuple[tuple[str, int], ...]  # (Hugging Face name, rows in one group)
+    groups: int = 1
+
+    def hf_shapes(self) -> Iterator[tuple[str, Shape]]:
+        for name, rows in self.pieces:
+            yield name, ((self.groups * rows, *self.shape[1:]) if self.shape else ())
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Values of every parameter by canonical name.
+
+    `entries` say what is read, and what an export writes. Parameters that techniques add, and the published model has
+    not (of adapters, of weights stored in another form), have a filler instead.
+    """
+
+    entries: dict[str, Entry]
+    source: Source
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # persistent ones, by Hugging Face name: exported as is
+    fillers: dict[str, Filler] = field(default_factory=dict)  # by canonical name
+
+    def fill(self, name: str, local: Tensor, offset: Shape) -> None:
+        """Copy the rectangle of parameter `name` that begins at `offset` and has `local`'s shape into `local`.
+
+        Args:
+            local: allocated, any device and floating type; may be empty.
+            offset: one start per dimension, in the coordinates of the whole parameter.
+        """
+        if name in self.fillers:
+            if local.numel():
+                self.fillers[name](local, offset)
+            return
+        entry = self.entries[name]
+        whole = entry.shape
+        ends = [start + size for start, size in zip(offset, local.shape, strict=True)]
+        assert len(ends) == len(whole) and all(0 <= s <= e <= n for s, e, n in zip(offset, ends, whole)), (
+            f"{name}: {tuple(local.shape)} at {offset} does not lie in {whole}"
+        )
+        if local.numel() == 0:
+            return
+        with torch.no_grad():
+            values = self._rows(entry, offset[0], ends[0], local.device)
+            for dim in range(1, len(whole)):
+                values = values.narrow(dim, offset[dim], local.shape[dim])
+            local.copy_(values)
+
+    def _rows(self, entry: Entry, first: int, last: int, device: torch.device) -> Tensor:
+        if len(entry.pieces) == 1:
+            return self.source.rows(entry.pieces[0][0], first, last, entry.shape, device)
+        rows = sum(n for _, n in entry.pieces)
+        g0, g1 = first // rows, -(-last // rows)  # the groups that cover [first, last)
+        parts = []
+        for (name, shape), (_, n) in zip(entry.hf_shapes(), entry.pieces, strict=True):
+            values = self.source.rows(name, g0 * n, g1 * n, shape, device)
+            parts.append(values.reshape(g1 - g0, n, *shape[1:]))
+        together = torch.cat(parts, 1).flatten(0, 1)
+        return together[first - g0 * rows : last - g0 * rows]
+
+    def split(self, name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The Hugging Face tensors of a whole parameter: the inverse of `fill`."""
+        entry = self.entries[name]
+        assert tuple(full.shape) == entry.shape, f"{name}: {tuple(full.shape)} is not {entry.shape}"
+        if len(entry.pieces) == 1:
+            yield entry.pieces[0][0], full
+            return
+        parts = torch.split(full.reshape(entry.groups, -1, *entry.shape[1:]), [n for _, n in entry.pieces], 1)
+        for (hf, _), part in zip(entry.pieces, parts, strict=True):
+            yield hf, part.clone(memory_format=torch.contiguous_format).flatten(0, 1)  # storage of its own
+
+    def release(self) -> None:
+        """Drop host values that were only needed to fill: afterwards this recipe can split, and fill no more."""
+        if isinstance(self.source, Memory):
+            self.source.tensors.clear()
+
+
+_BLOCK_NAMES = {
+    "norm1": ("input_layernorm",),
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
+    "o": ("self_attn.o_proj",),
+    "norm2": ("post_attention_layernorm",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_OUTER_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+
+
+def native_entries(model: Decoder) -> dict[str, Entry]:
+    """The entry of every parameter of a decoder, in the order of its named_parameters."""
+    entries: dict[str, Entry] = {}
+    for name, parameter in model.named_parameters():
+        owner, _, kind = name.rpartition(".")
+        shape = tuple(parameter.shape)
+        if owner in _OUTER_NAMES:
+            entries[name] = Entry(shape, ((f"{_OUTER_NAMES[owner]}.{kind}", shape[0]),))
+            continue
+        _, number, part = owner.split(".")
+        names = [f"model.layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
+        module = model.get_submodule(owner)
+        if isinstance(module, Linear):
+            rows = [n for _, n in module.pieces]
+            entries[name] = Entry(shape, tuple(zip(names, rows, strict=True)), module.groups)
+        else:
+            entries[name] = Entry(shape, ((names[0], shape[0]),))
+    return entries
+
+
+def fingerprint(folder: Path | None, seed: int) -> str:
+    """What tells one folder's values from another's without reading all of them: a sample of every tensor.
+
+    For weights that are not trained, and so not saved: a resumed run must find those it began with. Of each file the
+    name, the size, the header, every 64th MiB, and of each tensor the first and the last 4 KiB. Values that differ
+    between these alone are not told apart.
+    """
+    if folder is None:
+        return f"drawn, seed {seed}"
+    sha = hashlib.sha256()
+    for path in value_files(folder):
+        size = path.stat().st_size
+        sha.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            begins = 8 + int.from_bytes(file.read(8), "little")
+            header = file.read(begins - 8)
+            sha.update(header)
+            tensors = [t["data_offsets"] for name, t in json.loads(header).items() if name != "__metadata__"]
+            pieces = [(at, 1 << 20) for at in range(0, size, 64 << 20)]
+            pieces += [
+                (begins + at, EDGE_bytes) for first, end in tensors for at in (first, max(first, end - EDGE_bytes))
+            ]
+            for at, length in sorted(pieces):
+                file.seek(at)
+                sha.update(file.read(length))
+    return sha.hexdigest()
+
+
+def value_files(folder: Path) -> list[Path]:
+    """The files of a folder that hold its weights."""
+    return [folder / name for name in sorted(set(Folder(folder).files.values()))]
+
+
+def drawn(hf: HF, seed: int, constants: Mapping[str, float]) -> Drawn:
+    """The draw of a config.json: its initializer_range, 0.02 where it names none."""
+    return Drawn(seed, float(hf.get("initializer_range") or 0.02), constants)
+
+
+def _constants(entries: Mapping[str, Entry]) -> dict[str, float]:
+    names = [name for entry in entries.values() for name, _ in entry.pieces]
+    biases = {name: 0.0 for name in names if name.endswith(".bias")}
+    return biases | {name: 1.0 for name in names if name.endswith("norm.weight")}
+
+
+# --- A model as transformers keeps it: config.json and safetensors, written tensor by tensor as they come.
+
+
+# Of config.json: the old name of `dtype`; and which attention computes the model, which may name code on the hub.
+LEFT_OUT = ("torch_dtype", "attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+
+
+class _Shards:
+    """Writes tensors into numbered files as they come; names them at the end, when their number is known."""
+
+    def __init__(self, folder: Path, max_bytes: float) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self.held: dict[str, Tensor] = {}
+        self.held_bytes = 0
+        self.written: list[list[str]] = []
+        self.total_bytes = 0
+        self.bytes_of: dict[torch.dtype, int] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.held and self.held_bytes + size > self.max_bytes:
+            self.flush()
+        self.held[name] = tensor.detach().contiguous()
+        self.held_bytes += size
+        self.total_bytes += size
+        self.bytes_of[tensor.dtype] = self.bytes_of.get(tensor.dtype, 0) + size
+
+    def _part(self, number: int) -> Path:
+        return self.folder / f"model-{number:05d}.safetensors.part"
+
+    def flush(self) -> None:
+        save_file(self.held, self._part(len(self.written) + 1), metadata={"format": "pt"})
+        self.written.append(list(self.held))
+        self.held, self.held_bytes = {}, 0
+
+    def close(self) -> None:
+        self.flush()
+        if len(self.written) == 1:
+            self._part(1).rename(self.folder / SINGLE)
+            return
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self.written, 1):
+            file = f"model-{i:05d}-of-{len(self.written):05d}.safetensors"
+            self._part(i).rename(self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def export(
+    folder: Path, tensors: Iterator[tuple[str, Tensor]], recipe: Recipe, hf: HF, max_shard_bytes: float = 5e9
+) -> None:
+    """Write a folder that transformers' AutoModelForCausalLM loads: config.json and safetensors, in its own layout.
+
+    Args:
+        folder: made if missing; must hold no weights yet.
+        tensors: every parameter by canonical name, whole, on the CPU, aliases left out; consumed one at a time.
+        recipe: of the model that they belong to.
+        hf: its config.json; "dtype" becomes the type that most of the bytes have.
+        max_shard_bytes: begin a new file rather than exceed this, unless one tensor alone does.
+
+    Raises:
+        CheckpointError: the folder already holds weights, or a parameter is unknown, given twice or missing.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = f"export to {folder}"
+    there = sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name)
+    if there:
+        raise CheckpointError(asked, f"it already holds {there[0]}", "choose an empty folder")
+    shards, missing = _Shards(folder, max_shard_bytes), set(recipe.entries)
+    for name, full in tensors:
+        if name not in missing:
+            raise CheckpointError(asked, f"parameter {name} is unknown or came twice", "export the model's parameters")
+        missing.remove(name)
+        for hf_name, part in recipe.split(name, full):
+            shards.add(hf_name, part)
+    if missing:
+        raise CheckpointError(asked, f"no values for {sorted(missing)[0]}", "export all of the model's parameters")
+    dtype = max(shards.bytes_of, key=lambda d: shards.bytes_of[d])
+    for hf_name, buffer in recipe.buffers.items():
+        shards.add(hf_name, buffer)
+    shards.close()
+    config = {key: value for key, value in hf.items() if key not in LEFT_OUT}
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if not config.get("architectures"):
+        config["architectures"] = [ARCHITECTURES[config["model_type"]]]
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+# --- Values of the rows that new tokens get: the mean of the rows of the tokens that were there.
+#
+# Source: Hewitt 2021, https://nlp.stanford.edu/~johnhew/vocab-expansion.html: with rows drawn at random, new tokens can
+# take most of the probability before they were ever seen; with the mean of the old logits' rows, n of them among V take
+# no more than about n / V of it. Differs from the source: rows without a token, which published embeddings are padded
+# with, do not count in the mean, and those that a new token gets are overwritten.
+
+
+CHUNK_rows = 32768  # that are read at a time
+
+
+class Grown:
+    """A source that gives embedding and head the rows of new tokens, under any cutting; all else is as it is."""
+
+    def __init__(self, source: Source, names: frozenset[str], growth: Growth) -> None:
+        self.source, self.names, self.growth = source, names, growth
+        self._means: dict[str, Tensor] = {}
+
+    def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
+        if name not in self.names:
+            return self.source.rows(name, first, last, shape, device)
+        growth, published = self.growth, (self.growth.rows, *shape[1:])
+        a, b = max(first, growth.first), min(last, growth.last)
+        if a >= b:
+            return self.source.rows(name, first, last, published, device)
+        parts = [self._mean(name, published, device).expand(b - a, *shape[1:])]
+        if first < a:
+            parts.insert(0, self.source.rows(name, first, a, published, device).float())
+        if b < last:
+            parts.append(self.source.rows(name, b, last, published, device).float())
+        return torch.cat(parts)
+
+    def _mean(self, name: str, shape: Shape, device: torch.device) -> Tensor:
+        """The mean row (D,) float32, summed in float64; a bias' is ()."""
+        if name not in self._means:
+            n = self.growth.first
+            chunks = [range(at, min(at + CHUNK_rows, n)) for at in range(0, n, CHUNK_rows)]
+            sums = (self.source.rows(name, c.start, c.stop, shape, device).sum(0, dtype=torch.float64) for c in chunks)
+            self._means[name] = (sum(sums, torch.zeros((), dtype=torch.float64)) / n).float()
+        return self._means[name]
+
+
+def widened(source: Source, model: Any, entries: dict[str, Entry], growth: Growth | None) -> Source:
+    """The source, or where tokens are new the one that has rows for them."""
+    return source if growth is None else Grown(source, vocabulary_names(model, entries), growth)
+
+
+def refuse_frozen(model: Any, recipe: Recipe, growth: Growth) -> None:
+    """Raises NeedsError where new tokens have rows that are not trained: they would mean the average token forever."""
+    both = {id(model.embedding.weight), id(model.head.weight)}
+    rows = [name for name, p in model.named_parameters() if id(p) in both and not p.requires_grad]
+    if not growth.tokens or not rows:
+        return
+    modules = [recipe.entries[name].pieces[0][0].rsplit(".", 2)[-2] for name in rows]
+    if len(both) == 1:  # a tied head
+        modules.append("lm_head")
+    found = f"{' and '.join(modules)} frozen: the new rows would stay what they are, the mean of the others"
+    do = f"train them too, beside the adapters (save: [{', '.join(modules)}])"
+    raise NeedsError(f"`model.add_tokens: [{', '.join(growth.tokens)}]`", found, do)
+
+
+def vocabulary_names(model: Any, entries: dict[str, Entry]) -> frozenset[str]:
+    """The published names of a model's parameters that have a row for each token: embedding, head, its bias."""
+    wide = {id(model.embedding.weight), id(model.head.weight), id(model.head.bias)}
+    return frozenset(entries[name].pieces[0][0] for name, p in model.named_parameters() if id(p) in wide)
+
+
+@torch.no_grad()
+def enlarge(hf_model: Any, growth: Growth) -> None:
+    """Gives a transformers model on the CPU the rows of new tokens."""
+    if growth.vocab > growth.rows:
+        hf_model.resize_token_embeddings(growth.vocab, mean_resizing=False)
+    output = hf_model.get_output_embeddings()
+    parameters = (hf_model.get_input_embeddings().weight, output.weight, output.bias)
+    for p in {id(p): p for p in parameters if isinstance(p, nn.Parameter)}.values():
+        p[growth.first : growth.last] = p[: growth.first].mean(0, dtype=torch.float64).to(p.dtype)
+
+
+# --- Folders whose weights were quantised to 4 bits before: by bitsandbytes, saved by transformers. Read byte by byte.
+#
+# Beside a tensor `x.weight`, there packed as uint8 (n, 1), lie `x.weight.absmax`, `.quant_map`, for double quantisation
+# `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4`: the bytes of a JSON text with the
+# shape, the sizes of blocks and the offset. Their config.json has a `quantization_config`. The bytes are taken as they
+# are by whoever holds the weights in that form, and by nobody else.
+
+
+MARK = ".quant_state.bitsandbytes__"
+MAP, NESTED_MAP = ".quant_map", ".nested_quant_map"
+PARTS = {"codes": "", "absmax": ".absmax", "nested": ".nested_absmax"}  # of kernels/nf4.py: what follows the name
+
+
+def opened(folder: Path) -> Folder | Packed:
+    """A folder of dense weights, or of 4-bit ones.
+
+    Raises:
+        NeedsError: as `Folder` and `Packed`.
+    """
+    found = Folder(folder)
+    return Packed(found) if any(MARK in name for name in found.files) else found
+
+
+def refuse_packed(folder: Path) -> None:
+    """For models that run through transformers.
+
+    Raises:
+        NeedsError: the folder's weights are packed.
+    """
+    if isinstance(opened(folder), Packed):
+        found = "a model that runs through transformers, where weights are dense until they are loaded"
+        raise NeedsError(f"the packed weights in {folder}", found, "start from the unquantised checkpoint, --with nf4")
+
+
+class Packed:
+    """A source some of whose tensors are packed: they have parts instead of rows.
+
+    Raises:
+        NeedsError: they are packed in another way than kernels/nf4.py has.
+    """
+
+    def __init__(self, everything: Folder) -> None:
+        self.everything = everything
+        marks = {name.partition(MARK)[0]: name for name in everything.files if MARK in name}
+        self.states = {name: self._state(name, mark) for name, mark in marks.items()}
+        sides = {name + end for name in marks for end in (*PARTS.values(), MAP, NESTED_MAP)}
+        self.dense = Folder(everything.folder)
+        self.dense.files = {n: f for n, f in everything.files.items() if n not in sides | set(marks.values())}
+
+    def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
+        """As `Folder.check`; a packed tensor has the shape that it was packed from.
+
+        Raises:
+            NeedsError: naming the tensor.
+        """
+        for name, state in self.states.items():
+            shape = tuple(state["shape"])
+            if needed.get(name) != shape:
+                asked = f"the packed tensor {name} of shape {list(shape)} in {self.dense.folder}"
+                found = f"config.json wants {list(needed[name]) if name in needed else 'no such tensor'}"
+                raise NeedsError(asked, found, "check that config.json fits the weights")
+        self.dense.check({n: s for n, s in needed.items() if n not in self.states}, duplicates)
+
+    def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
+        """Of what is not packed.
+
+        Raises:
+            NeedsError: it is packed, and somebody wants it dense.
+        """
+        if name in self.states:
+            found = f"{name} is packed in 4 bits"
+            raise NeedsError(f"dense weights from {self.dense.folder}", found, "add --with nf4 --with lora")
+        return self.dense.rows(name, first, last, shape, device)
+
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """The parts of a packed tensor as `nf4.quantise` names them.
+
+        Raises:
+            NeedsError: one is not there in its size.
+        """
+        state = self.states[name]
+        found = {part: self._read(name + end).reshape(-1) for part, end in PARTS.items() if self._has(name + end)}
+        if "nested" in found:
+            offset = torch.tensor([state["nested_offset"]], dtype=torch.float32)
+            found["nested"] = torch.cat((found["nested"], offset)).to(found["nested"].dtype)  # checked below
+        nested = "nested_offset" in state
+        for part, size in nf4.sizes(state["rows"], state["width"], nested).items():
+            kind = torch.uint8 if part == "codes" or (nested and part == "absmax") else torch.float32
+            if part not in found or found[part].numel() * found[part].element_size() != size:
+                asked = f"{size} bytes of {name}{PARTS[part]} in {self.dense.folder}"
+                raise NeedsError(asked, "others" if part in found else "none", "download it again")
+            if found[part].dtype != kind:
+                asked = f"{name}{PARTS[part]} in {self.dense.folder} as {kind}"
+                raise NeedsError(asked, f"{found[part].dtype}", "download it again")
+        return found
+
+    def _read(self, name: str) -> Tensor:
+        values: Tensor = self.everything._slice(name)[:]
+        return values
+
+    def _state(self, name: str, mark: str) -> dict[str, Any]:
+        """What its mark says, checked."""
+        asked = f"tensor {name} in {self.everything.folder}, packed by bitsandbytes"
+        do = "quantise its unquantised checkpoint anew: --with nf4 does it while it loads"
+        try:
+            state: dict[str, Any] = json.loads(bytes(self._read(mark).tolist()))
+            kind, blocks, nested = state["quant_type"], state["blocksize"], state.get("nested_blocksize", nf4.NESTED)
+            state["rows"], state["width"] = state["shape"]
+            if not math.isfinite(state.get("nested_offset", 0.0)):
+                raise ValueError(f"nested_offset {state['nested_offset']}")
+        except (ValueError, KeyError, TypeError) as error:
+            raise NeedsError(asked, f"{mark} cannot be read ({error})", "download it again") from None
+        if (kind, blocks, nested) != ("nf4", nf4.BLOCK, nf4.NESTED):
+            raise NeedsError(asked, f"quant_type {kind}, blocks of {blocks}, their scales in blocks of {nested}", do)
+        cpu = torch.device("cpu")
+        maps = {MAP: nf4.table(cpu)} | ({NESTED_MAP: nf4.dynamic_map(cpu)} if "nested_offset" in state else {})
+        for end, known in maps.items():
+            held = self._read(name + end).float() if self._has(name + end) else torch.empty(0)
+            if held.shape != known.shape or not torch.allclose(held, known):
+                raise NeedsError(asked, f"{end[1:]} has other values than bitsandbytes gives it", do)
+        return state
+
+    def _has(self, name: str) -> bool:
+        return name in self.everything.files

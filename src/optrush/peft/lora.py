@@ -1,0 +1,421 @@
+"""Low-rank adapters of a linear (LoRA, with rsLoRA's scaling and DoRA's magnitudes): W x + s B A x.
+
+Of the chosen pieces of a fused linear, the matrices A (rank x width) lie one below the other, so that one product makes
+all of A x; B lies in the linear's order of rows, and is laid out with zeros, a column for each row of A, so that one
+product adds all of B A x to what the linear gave. Products are in the type of the linear's output; the parameters are
+float32.
+
+DoRA scales each row of the sum to a learnt length: m (W + s B A) x / |W + s B A|. The lengths are no part of the
+gradient (section 4.3 of the paper) and are found without the sum: |w + s b A|^2 = |w|^2 + 2 s b.(A w) + s^2 b A A^T b.
+
+Source: https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2312.03732 (rsLoRA),
+https://arxiv.org/abs/2402.09353 (DoRA). The first values are PEFT's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optrush.kernels import norm, rotation
+from optrush.kernels.flash4 import flash4
+from optrush.kernels.products import By, gradients, low_rank
+from optrush.kernels.room import Room, joined, with_room
+from optrush.kernels.swiglu_quack import gated, gated_backward
+from optrush.models.decoder import Block, Linear
+from optrush.models.weights import Filler, Recipe, Shape
+from optrush.peft.adapter import Beside, Switch, constant
+from optrush.peft.ledger import TILE, tiles
+from optrush.peft.quantized import Layout, Quantised, unpacked
+
+# --- A frozen linear with a low-rank sum beside it as one function, W x + U A x, both ways.
+#
+# Kept for the backward pass: the input, A x, the small matrices, and what the weight is made of; no weight that was
+# made dense.
+#
+# Legend: r rows of A; U is B with its factor.
+
+
+def dense(layout: Layout | None, parts: Sequence[Tensor], dtype: torch.dtype, use: str) -> Tensor:
+    """The weight itself, or what a stored one stands for; `use`: see `quantised.dense`."""
+    return parts[0] if layout is None else unpacked(parts, layout, dtype, use)
+
+
+def weight_of(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int, room: Room) -> Tensor:
+    """As `dense`; where it shall have room, a stored one has it for `narrow` below it (0) or right of it (1)."""
+    many = tiles(narrow.shape[dim])
+    if layout is None or not (many and room.weight):
+        return dense(layout, parts, narrow.dtype, use)
+    wide = unpacked(parts, layout, narrow.dtype, use, (0, many) if dim else (many, TILE))
+    return wide[:, :-many] if dim else wide[:-many, :-TILE]
+
+
+def linear(
+    x: Tensor, a: Tensor, u: Tensor, bias: Tensor | None, layout: Layout | None, parts: Sequence[Tensor], by: By,
+    room: Room,
+) -> Tensor:  # fmt: skip
+    """x (..., D), A (r, D), U (rows, r), bias (rows,) or None, the weight's layout and parts -> (..., rows).
+
+    All of one type; the weight has no gradient. by: who multiplies by the weight.
+    """
+    y: Tensor = _Linear.apply(x.flatten(0, -2), a, u, bias, layout, by, room, *parts)  # type: ignore[no-untyped-call]
+    return y.view(*x.shape[:-1], -1)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        """Not by name: see `quantised._Product`."""
+        x, a, u, bias, layout, by, room, *parts = given
+        ctx.layout, ctx.by, ctx.room = layout, by, room
+        with torch.autocast(x.device.type, enabled=False):
+            weight = weight_of(layout, parts, "forward", u, 1, room)
+            y, z = low_rank(x, weight.t(), a.t(), u.t(), by, bias, roomy=room.weight, roomy_x=room.x)
+        ctx.save_for_backward(x, z, a, u, *parts)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        x, z, a, u, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
+        grad, d_x, d_bias = incoming[0], None, None  # (N, rows)
+        with torch.autocast(grad.device.type, enabled=False):
+            if ctx.needs_input_grad[0]:
+                weight = weight_of(ctx.layout, parts, "backward", a, 0, ctx.room)
+                d_x, d_z = low_rank(grad, weight, u, a, ctx.by, roomy=ctx.room.weight, roomy_x=ctx.room.grad)
+            else:
+                d_z = grad @ u  # (N, r)
+            if ctx.needs_input_grad[3]:
+                d_bias = grad.sum(0)
+            d_a, d_u = d_z.t() @ x, grad.t() @ z
+        return d_x, d_a, d_u, d_bias, None, None, None, *[None] * len(parts)
+
+
+@dataclass(frozen=True)
+class Settings:
+    rank: int
+    alpha: float
+    dropout: float
+    rslora: bool
+    dora: bool
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+class Lora(Beside):
+    """Legend: r rank, n chosen pieces, D the linear's width."""
+
+    def __init__(
+        self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: Switch, settings: Settings
+    ) -> None:
+        super().__init__(linear, modules, names, switch)
+        self.s, n = settings, len(self.hf)
+        at: dict[str, Any] = {"device": torch.device("meta"), "dtype": torch.float32}
+        self.a = nn.Parameter(torch.empty(n * settings.rank, self.width, **at))  # (n r, D)
+        self.b = nn.Parameter(torch.empty(self.chosen_rows, settings.rank, **at))  # (chosen rows, r)
+        self.magnitude = nn.Parameter(torch.empty(self.chosen_rows, **at)) if settings.dora else None
+        self._dense, stored = linear.dense, linear.stored
+        # Settled here, for torch 2.11 compiles no comparison of methods; in a tuple, for the module is the linear's.
+        held = isinstance(stored, Quantised) and linear.product == stored.product
+        self._stored, self._matrix = (stored if held else None,), linear.product is F.linear
+
+    def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        low_rank, base = self.low_rank(dtype), self._base(weight, dtype)
+        if low_rank is not None and base is not None:
+            bias = None if bias is None else bias.to(dtype)
+            return linear(x.to(dtype), *low_rank, bias, *base, self.by, self.room)
+        y = self.inner(x, weight, None if self.s.dora else bias)
+        low = F.dropout(x.to(y.dtype), self.s.dropout, self.training) if self.s.dropout else x.to(y.dtype)
+        h = F.linear(low, self.a.to(y.dtype)).flatten(0, -2)  # (N, n r)
+        out = torch.addmm(y.flatten(0, -2), h, self.up(y.dtype).t(), alpha=self.s.scaling)  # (N, rows)
+        if self.magnitude is not None:
+            dense = self._dense(y.dtype) if weight is None else weight.to(y.dtype)
+            out = (out * self.spread(self.magnitude / self.pick(self.lengths(dense)))).to(y.dtype)
+            out = out if bias is None else out + bias.to(y.dtype)
+        return out.view(y.shape)
+
+    def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        if self.s.dora or self.s.dropout:
+            return None
+        return self.a.to(dtype), (self.up(self.b.dtype) * self.s.scaling).to(dtype)  # rounded once
+
+    def _base(self, weight: Tensor | None, dtype: torch.dtype) -> tuple[Layout | None, list[Tensor]] | None:
+        """Layout and parts of a frozen matrix that the inner product multiplies by; None: it does something else."""
+        (stored,) = self._stored
+        if isinstance(stored, Quantised):
+            return stored.layout, [*stored.parameters()]
+        if weight is None or weight.requires_grad or not self._matrix:
+            return None
+        # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
+        return None, [weight.to(dtype)]
+
+    def up(self, dtype: torch.dtype) -> Tensor:
+        """B as a matrix from all of A x to all rows: (rows, n r)."""
+        b, r, n = self.b.to(dtype), self.s.rank, len(self.hf)
+        if len(self.sizes) == 1:
+            return b
+        parts, j, laid = self.apart(b), 0, []
+        for rows, yes in zip(self.sizes, self.chosen, strict=True):
+            if yes:
+                laid.append(F.pad(parts[j], (j * r, (n - 1 - j) * r)))
+                j += 1
+            else:
+                laid.append(b.new_zeros(self.groups, rows, n * r))
+        return torch.cat(laid, 1).flatten(0, 1)
+
+    @torch.no_grad()
+    def lengths(self, dense: Tensor) -> Tensor:
+        """(rows,) float32 at least: of each row of W + s B A, for a weight (rows, D)."""
+        wide, s = torch.promote_types(dense.dtype, torch.float32), self.s.scaling
+        with torch.autocast(dense.device.type, enabled=False):
+            a, up = self.a.to(wide), self.up(wide)
+            crossed = (dense @ self.a.to(dense.dtype).t()).to(wide)  # (rows, n r)
+            squares: Tensor = torch.linalg.vector_norm(dense, dim=1, dtype=wide).square()
+            longer: Tensor = (up * (2 * s * crossed + s * s * (up @ (a @ a.t())))).sum(1)
+            return (squares + longer).sqrt()
+
+    @torch.no_grad()
+    def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        total = weight + self.s.scaling * (self.up(torch.float32) @ self.a.float())
+        if self.magnitude is not None:
+            total *= self.spread(self.magnitude.float() / self.pick(self.lengths(weight)))[:, None]
+        return total, bias
+
+    def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for key, tensors in (
+            ("lora_A.weight", torch.split(whole["a"], self.s.rank)),
+            ("lora_B.weight", [p.flatten(0, 1) for p in self.apart(whole["b"])]),
+            ("lora_magnitude_vector", [p.flatten() for p in self.apart(whole["magnitude"])] if self.s.dora else ()),
+        ):
+            yield from ((f"{module}.{key}", t) for module, t in zip(self.hf, tensors, strict=False))
+
+    def taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def of(key: str) -> list[Tensor]:
+            return [tensors[f"{module}.{key}"] for module in self.hf]
+
+        found = {"a": torch.cat(of("lora_A.weight")), "b": self.together(of("lora_B.weight"))}
+        return found | ({"magnitude": self.together(of("lora_magnitude_vector"))} if self.s.dora else {})
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "peft_type": "LORA", "r": self.s.rank, "lora_alpha": whole_number(self.s.alpha),
+            "lora_dropout": self.s.dropout, "use_rslora": self.s.rslora, "use_dora": self.s.dora, "bias": "none",
+            "fan_in_fan_out": False, "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {},
+        }  # fmt: skip
+
+    def fillers(self, name: str, linear: Linear, recipe: Recipe, seed: int) -> Iterator[tuple[str, Filler]]:
+        """First values of its parameters; name: the linear's."""
+        yield "a", self._drawn(seed)
+        yield "b", constant(0.0)
+        if self.magnitude is not None:
+            held = torch.float32 if linear.stored is not None else linear.weight.dtype
+            yield "magnitude", self._measured(recipe, f"{name}.weight", held)
+
+    def _drawn(self, seed: int) -> Filler:
+        """As kaiming_uniform_ with a = sqrt(5), each piece from its own name: equal whatever is fused or cut."""
+
+        def fill(local: Tensor, offset: Shape) -> None:
+            parts, bound = [], self.width**-0.5
+            for module in self.hf:
+                digest = hashlib.blake2b(f"{seed}:{module}.lora_A".encode(), digest_size=8).digest()
+                generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest, "big") >> 1)
+                whole = torch.empty(self.s.rank, self.width, device=local.device)
+                parts.append(whole.uniform_(-bound, bound, generator=generator))
+            rows, columns = (slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+            local.copy_(torch.cat(parts)[rows, columns])
+
+        return fill
+
+    def _measured(self, recipe: Recipe, weight: str, dtype: torch.dtype) -> Filler:
+        """Lengths of the rows of the weight in that type; of one stored in another form, of what it stands for."""
+
+        def fill(local: Tensor, offset: Shape) -> None:
+            each, group = sum(self.chosen_sizes), sum(self.sizes)
+            first, last = offset[0] // each, -(-(offset[0] + len(local)) // each)  # groups that hold these rows
+            rows = torch.empty((last - first) * group, self.width, device=local.device, dtype=dtype)
+            recipe.fill(weight, rows, (first * group, 0))
+            found = torch.linalg.vector_norm(self.pick(rows), dim=1, dtype=torch.float32)
+            local.copy_(found[offset[0] - first * each :][: len(local)])
+
+        return fill
+
+
+def whole_number(value: float) -> float | int:
+    """PEFT writes its alpha as a whole number, where it is one."""
+    return int(value) if value == int(value) else value
+
+
+# --- The feed-forward part of frozen linears with its activation inside the products, their adapters in the same
+# products.
+#
+# A low-rank sum is more columns of a product: W x + U (A x) is [W | U] by [x | A x]. So the product that makes gate and
+# up, and writes their activation from its epilogue, adds the adapter's part too, and the one that makes the
+# activation's gradient sums over the down product and its adapter: nothing is read and written for adapters but narrow
+# matrices.
+#
+# Kept for the backward pass: gate and up, A x of each adapter, the small matrices, and the input where gate_up has an
+# adapter; not the activation, not what lies side by side, no weight that was made dense.
+#
+# Legend: r rows of the A of one linear, 0 where no adapter acts; U is B with its factor.
+
+
+def fits(linear: nn.Module) -> bool:
+    """Whether a linear is a frozen matrix, dense or stored, with a low-rank sum beside it or nothing."""
+    if type(linear) is not Linear or linear.bias is not None:
+        return False
+    product, beside = linear.product, linear.adapter
+    if beside is not None:
+        if not isinstance(beside, Beside) or product != beside.product or beside.low_rank(torch.float32) is None:
+            return False
+        product = beside.inner
+    if linear.stored is not None:
+        return isinstance(linear.stored, Quantised) and product == linear.stored.product
+    return product is F.linear and not linear.weight.requires_grad
+
+
+def feed(x: Tensor, h: Tensor, gate_up: Linear, down: Linear) -> Tensor:
+    """As `swiglu.Feed`, for linears that `fits` says are fit."""
+    kind = h.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
+    h = h.to(dtype)
+    small = (*_low(h, gate_up), *_low(h, down))
+    (layout1, *parts1), (layout2, *parts2) = _weight(gate_up, dtype), _weight(down, dtype)
+    rooms = _room(gate_up), _room(down)
+    out: Tensor = _Feed.apply(x, h, *small, layout1, layout2, *rooms, *parts1, *parts2)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _room(linear: Linear) -> Room:
+    return linear.adapter.room if isinstance(linear.adapter, Beside) else Room()
+
+
+def _low(h: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
+    """A (r, width) and U (rows, r) of what acts beside a linear now, in the type of h."""
+    beside = linear.adapter
+    if isinstance(beside, Beside) and beside.switch.on:
+        low = beside.low_rank(h.dtype)
+        assert low is not None
+        return low
+    return h.new_empty(0, linear.in_features), h.new_empty(linear.out_features, 0)
+
+
+def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
+    """What the weight is made of: its layout, or None and the weight itself."""
+    if isinstance(linear.stored, Quantised):
+        return linear.stored.layout, *linear.stored.parameters()
+    # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
+    return None, linear.weight.to(dtype)
+
+
+class _Feed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        """given: x and h (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, both rooms, all parts
+        -> (..., D).
+
+        Not by name: see `quantised._Product`.
+        """
+        x, h, a1, u1, a2, u2, layout1, layout2, room1, room2, *parts = given
+        ctx.layouts, ctx.rooms, rows, use = (layout1, layout2), (room1, room2), h.flatten(0, -2), "forward"
+        with torch.autocast(h.device.type, enabled=False):
+            first, second = _split(ctx.layouts, parts)
+            z1 = rows @ a1.t()  # (N, r)
+            upper, many = weight_of(layout1, first, use, u1, 1, room1), tiles(len(a2)) * room2.weight
+            pairs, product = gated(rows, upper, z1, u1, room1.x, room1.weight, many)
+            lower = weight_of(layout2, second, use, u2, 1, room2)
+            out, z2 = low_rank(
+                product, lower.t(), a2.t(), u2.t(), "quack", roomy=room2.weight, roomy_x=True
+            )  # (N, D), (N, r)
+        ctx.save_for_backward(h if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
+        total: Tensor = x + out.view_as(x)  # by the product it costs as much on 8B (LOG.md)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        h, z1, z2, pairs, a1, u1, a2, u2, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
+        (layout1, layout2), (room1, room2) = ctx.layouts, ctx.rooms
+        grad, use, d_h = incoming[0].flatten(0, -2).to(pairs.dtype), "backward", None  # (N, D)
+        with torch.autocast(grad.device.type, enabled=False):
+            first, second = _split(ctx.layouts, parts)
+            d_z2 = grad @ u2  # (N, r)
+            down = weight_of(layout2, second, use, a2, 0, room2)
+            d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2, room2.weight)  # (N, 2 F), (N, F)
+            del down
+            d_a2, d_u2, d_u1 = d_z2.t() @ product, grad.t() @ z2, d_pairs.t() @ z1
+            if ctx.needs_input_grad[1] and len(a1) and room1.weight:
+                d_h, d_z1 = gradients(d_pairs, weight_of(layout1, first, use, u1, 1, room1), u1, a1)
+            elif ctx.needs_input_grad[1]:  # (N, D), (N, r)
+                d_h, d_z1 = low_rank(d_pairs, dense(layout1, first, grad.dtype, use), u1, a1, "quack")
+            else:
+                d_z1 = d_pairs @ u1
+            d_a1 = None if h is None else d_z1.t() @ h.flatten(0, -2)
+        d_h = None if d_h is None else d_h.view(incoming[0].shape)
+        return incoming[0], d_h, d_a1, d_u1, d_a2, d_u2, *[None] * (4 + len(parts))
+
+
+def _split(layouts: Sequence[Layout | None], parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """What each of both weights is made of."""
+    n = 1 if layouts[0] is None else layouts[0].parts * len(layouts[0].rows)
+    return parts[:n], parts[n:]
+
+
+# --- Room in a block for its adapters' small matrices: behind frozen weights, and beside what the products read.
+#
+# Asked for where QuACK multiplies (`adapter.by`). Dense weights are laid anew; those that are stored in fewer bits have
+# room whenever they are made dense. Kernels of our own that write what a product reads leave room there; where another
+# one writes it, it is copied.
+
+
+def make_room(block: Block, *, whole: bool = True) -> int:
+    """How many slots and dense weights of a block changed. Weights must have bytes; whole: not sharded."""
+    linears = block.qkv, block.o, block.gate_up, block.down
+    qkv, o, gate_up, _ = columns = [_columns(linear, whole) for linear in linears]
+    changed = 0
+    before, after = block.norm1.kernel is norm.fused, block.norm2.kernel is norm.fused
+    attends, turns = block.attend is flash4, block.separate is rotation.fused
+    if before and qkv:
+        block.norm1.kernel = partial(norm.fused, room=qkv)
+        changed += 1
+    if after and (gate_up or o):
+        block.norm2.kernel = partial(norm.fused, room=gate_up, back=o)
+        changed += 1
+    if attends and o:
+        block.attend = partial(flash4, room=o)
+        changed += 1
+    if turns and qkv:
+        block.separate = partial(rotation.fused, back=qkv)
+        changed += 1
+    # The gradient of gate and up needs none: its product makes d_z, too (kernels/products.py).
+    rooms = Room(True, before, turns), Room(True, attends, after), Room(True, after), Room(True, True)
+    for linear, many, room in zip(linears, columns, rooms, strict=True):
+        if many:
+            changed += lay(linear, many, room, below=linear is not block.gate_up)
+    return changed
+
+
+def lay(linear: Linear, many: int, room: Room, *, below: bool = True) -> bool:
+    """Tells a linear with an adapter what room there is, and lays a dense weight where there is; whether it did."""
+    assert isinstance(linear.adapter, Beside)
+    linear.adapter.room = room
+    if linear.stored is None:
+        linear.weight.data = with_room(linear.weight.data, many if below else 0, many)
+    return linear.stored is None
+
+
+def _columns(linear: Linear, whole: bool) -> int:
+    """Rows of A in whole tiles, of a linear that QuACK multiplies by in one product with a low-rank sum; else 0."""
+    adapter = linear.adapter
+    if not isinstance(adapter, Beside) or adapter.by != "quack" or linear.bias is not None:
+        return 0
+    low = adapter.low_rank(torch.float32)
+    return 0 if low is None or not (whole or linear.stored is not None) else tiles(len(low[0]))
