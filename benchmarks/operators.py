@@ -39,9 +39,9 @@ from torch import Tensor
 from optrush.bench import environment
 from optrush.calibrate import HEAD_TOKENS
 from optrush.data.batch import IGNORE, Documents
-from optrush.kernels import exponents, nll, swiglu, swiglu_quack
+from optrush.kernels import linear_cross_entropy, loss, swiglu, swiglu_quack
 from optrush.kernels.attention import ATTENTIONS
-from optrush.kernels.liger import liger
+from optrush.kernels.loss import liger
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.rates import linears
 from optrush.technique import library
@@ -119,14 +119,14 @@ def head(rows: int, V: int, D: int) -> Iterator[Operator]:
         return scaled_exp_linear_cross_entropy(*operands, rows, IGNORE, "sum")
 
     def first(columns: int, turns: bool, *operands: Tensor) -> Tensor:
-        from optrush.kernels.exponents_quack import product
+        from optrush.kernels.linear_cross_entropy_quack import product
 
         return product(*operands, columns=columns, turns=turns)
 
     for chunk in CHUNKS:
-        yield made(f"chunked-{chunk}", nll.Chunked(chunk=chunk))
-        yield made(f"chunked-compiled-{chunk}", nll.Chunked(chunk=chunk).compiled("default"))
-        yield made(f"quack-{chunk}", partial(exponents.quack, chunk=chunk), "loss")
+        yield made(f"chunked-{chunk}", loss.Chunked(chunk=chunk))
+        yield made(f"chunked-compiled-{chunk}", loss.Chunked(chunk=chunk).compiled("default"))
+        yield made(f"quack-{chunk}", partial(linear_cross_entropy.quack, chunk=chunk), "loss")
     yield made("liger", partial(liger, chunk=0))
     yield made("quack-library", library, "library")
     of_first = lambda values: (values("x", rows, D), values("weight", V, D), torch.zeros(rows), values("e", rows, V))

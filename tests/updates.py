@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush.kernels import adamw_update as kernel
-from optrush.kernels import store
+from optrush.kernels import adamw as kernel
+from optrush.kernels import stochastic_rounding
 
 WHOLE = (slice(None),)
 
@@ -101,7 +101,7 @@ def compare(rounding: kernel.Rounding, aligned: bool, launcher: Any, device: str
     return many, different
 
 
-def edges(write: store.Store, device: str = "cpu") -> Tensor:
+def edges(write: stochastic_rounding.Store, device: str = "cpu") -> Tensor:
     """Zeros, the least values, those about bfloat16's largest, inf and nan; each rounded with 64 draws."""
     raw = [0, 1, 0xFFFF, 0x7FFFFF, 0x800000, 0x7F7EFFFF, 0x7F7F0000, 0x7F7F0001, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
     x = torch.tensor([*raw, *(n - (1 << 31) for n in raw)], dtype=torch.int32).view(torch.float32).repeat(64).to(device)
@@ -112,9 +112,15 @@ def edges(write: store.Store, device: str = "cpu") -> Tensor:
 
 
 if __name__ == "__main__":
-    from optrush.kernels import adamw_triton, store_triton
+    from optrush.kernels import adamw_triton, stochastic_rounding_triton
 
-    torch.testing.assert_close(edges(store_triton.stochastic), edges(store.stochastic), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        edges(stochastic_rounding_triton.stochastic),
+        edges(stochastic_rounding.stochastic),
+        rtol=0,
+        atol=0,
+        equal_nan=True,
+    )
     adamw_triton.PART, adamw_triton.BLOCK = 128, 64
     for rounding, aligned in itertools.product(("nearest", "stochastic", "kahan"), (True, False)):
         many, different = compare(rounding, aligned, adamw_triton.Launcher)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from optrush.data.pack import Layout, Padded
 from optrush.data.sources import Sources
 from optrush.data.stream import Evaluation, Stream
 from optrush.distributed import World
-from optrush.kernels.adamw_update import Rounding
+from optrush.kernels.adamw import Rounding
 from optrush.models.weights import Recipe
 from optrush.optim.adamw import Make, Optimizer, whole
 from optrush.technique import Edit, Setup

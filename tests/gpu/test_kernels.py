@@ -13,11 +13,20 @@ import pytest
 import torch
 
 from optrush.data.batch import Documents
-from optrush.kernels import attention, cross_entropy, exponents, norm, products, rotation, store, swiglu
-from optrush.kernels.flash4 import flash4
-from optrush.kernels.liger import liger
-from optrush.kernels.room import Room, with_room
-from optrush.kernels.scaled import scaled
+from optrush.kernels import (
+    attention,
+    cross_entropy,
+    linear_cross_entropy,
+    lora_matmul,
+    rms_norm,
+    rope,
+    stochastic_rounding,
+    swiglu,
+)
+from optrush.kernels.attention import flash4
+from optrush.kernels.linear_cross_entropy import scaled
+from optrush.kernels.lora_matmul import Room, with_room
+from optrush.kernels.loss import liger
 from optrush.models.decoder import Linear
 from optrush.peft.adapter import Switch, place
 from optrush.peft.lora import Lora, Settings, lay
@@ -96,7 +105,7 @@ def test_a_product_added_in_place(dtype, n, k, m):
     y, a, b, wide = (torch.randn(*s, device="cuda").to(dtype) for s in ((n, m), (n, k), (k, m), (m, k + 64)))
     for right in (b, wide[:, :k].t()):
         want, found = y.float() + a.float() @ right.float(), y.clone()
-        products.add_product(found, a, right, "quack")
+        lora_matmul.add_product(found, a, right, "quack")
         torch.testing.assert_close(found.float(), want, rtol=2e-2, atol=1e-2)
 
 
@@ -114,7 +123,7 @@ def test_a_product_with_a_low_rank_sum(dtype, n, k, m, r):
     for weight in (with_room(wide, r, r), with_room(wide.t(), r, r).t()):
         for given, roomy in ((x, False), (with_room(x, 0, r), True)):
             for _ in range(2):
-                found = products.low_rank(given, weight, first, second, "quack", roomy=True, roomy_x=roomy)
+                found = lora_matmul.low_rank(given, weight, first, second, "quack", roomy=True, roomy_x=roomy)
                 assert [t.dtype for t in found] == [dtype, dtype] and [t.shape for t in found] == [(n, m), (n, r)]
                 assert n == 0 or (off(found[0], want) < 1e-2 and off(found[1], z) < 1e-2)
 
@@ -127,14 +136,14 @@ def test_what_is_small_beside_a_product_counts():
     product = a.float() @ b.float()
     small = (product.abs() * 2.0**-8 / 100).bfloat16()
     found = small.clone()
-    products.add_product(found, a, b, "quack")
+    lora_matmul.add_product(found, a, b, "quack")
     gained = (found.float() - product).sum() / small.float().sum()
     assert gained.item() == pytest.approx(1.0, abs=0.25)
-    found = products.plus_product(small, a, b)
+    found = lora_matmul.plus_product(small, a, b)
     gained = (found.float() - product).sum() / small.float().sum()
     assert gained.item() == pytest.approx(1.0, abs=0.25)
     lost = small.clone()
-    products.add_product(lost, a, b, "cublas")
+    lora_matmul.add_product(lost, a, b, "cublas")
     assert abs((lost.float() - product).sum() / small.float().sum()) < 0.25, "what it is against"
 
 
@@ -150,7 +159,7 @@ def test_gradients_beside_an_adapter(dtype, n, m, d, r):
     want = grad.float() @ weight.float() + d_z @ a.float()
     weight = with_room(weight, 0, r)
     for _ in range(2):
-        found = products.gradients(grad, weight, u, a)
+        found = lora_matmul.gradients(grad, weight, u, a)
         assert [t.dtype for t in found] == [dtype, dtype] and [t.shape for t in found] == [(n, d), (n, r)]
         assert n == 0 or (off(found[0], want) < 1e-2 and off(found[1], d_z) < 1e-2)
 
@@ -254,13 +263,13 @@ def test_norm_and_the_addition_before_it(compiled, autocast, D, room):
         given = [t.to(o.dtype) for o, t in zip(outputs, (past, g, past, g), strict=True)]
         return torch.autograd.grad(outputs, inputs, given)
 
-    want = both(norm.plain, inputs)
+    want = both(rms_norm.plain, inputs)
     wants = gradients(want, inputs)
     if not autocast:
         inputs = [t.detach().bfloat16().requires_grad_() for t in inputs]
     run = torch.compile(both, fullgraph=True, dynamic=False) if compiled else both
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        made = run(partial(norm.fused, room=room, back=room), inputs)
+        made = run(partial(rms_norm.fused, room=room, back=room), inputs)
     assert all(pair[1].stride() == (1111 * (D + room), D + room, 1) for pair in made)
     for got, sure in zip((t for pair in made for t in pair), (t for pair in want for t in pair), strict=True):
         assert off(got, sure) < 1e-2
@@ -280,11 +289,11 @@ def test_rotation(compiled, dtype, turns, K, group, E):
     cos, sin = (torch.randn(B, T, 1, E, device="cuda").to(turns) for _ in range(2))
     grads = [torch.randn(B, n, T, E, device="cuda").to(dtype).transpose(1, 2) for n in (K * group, K, K)]
     wide = qkv.detach().float().requires_grad_()
-    want = rotation.plain(wide, cos.float(), sin.float(), None, None)
+    want = rope.plain(wide, cos.float(), sin.float(), None, None)
     (wanted,) = torch.autograd.grad(want, wide, [g.float() for g in grads])
 
     def separate(qkv):
-        return rotation.fused(qkv, cos, sin, None, None, back=room)
+        return rope.fused(qkv, cos, sin, None, None, back=room)
 
     found = (torch.compile(separate, fullgraph=True, dynamic=False) if compiled else separate)(qkv)
     (grad,) = torch.autograd.grad(found, qkv, grads)
@@ -300,11 +309,11 @@ def test_rotation_beyond_32_bits():
     qkv = torch.empty(1, 2**17 + 1, 8, 16, 128, device="cuda", dtype=torch.bfloat16)
     cos, sin = torch.randn(2, 1, 2**17 + 1, 1, 128, device="cuda", dtype=torch.bfloat16)
     qkv[:, -1] = torch.randn(8, 16, 128, device="cuda")
-    heads = rotation.rotation(qkv, cos, sin)
+    heads = rope.rotation(qkv, cos, sin)
     last = [x[:, -1:].clone() for x in (qkv, cos, sin)]
-    assert all(torch.equal(a[:, -1:], b) for a, b in zip(heads, rotation.rotation(*last), strict=True))
-    back = rotation.rotation_backward(*heads, cos, sin)[:, -1:]
-    assert torch.equal(back, rotation.rotation_backward(*(x[:, -1:].clone() for x in heads), *last[1:]))
+    assert all(torch.equal(a[:, -1:], b) for a, b in zip(heads, rope.rotation(*last), strict=True))
+    back = rope.rotation_backward(*heads, cos, sin)[:, -1:]
+    assert torch.equal(back, rope.rotation_backward(*(x[:, -1:].clone() for x in heads), *last[1:]))
 
 
 def test_gated_activation_beyond_32_bits():
@@ -408,7 +417,7 @@ print(q.grad.isfinite().all().item())
 
 
 PACKAGES = {"quack": "quack-kernels", "liger": "liger-kernel"}
-LOSSES = {"quack": exponents.quack, "liger": liger}
+LOSSES = {"quack": linear_cross_entropy.quack, "liger": liger}
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -453,7 +462,7 @@ def test_quacks_gradients_by_a_factor(autocast):
 
     def gradients(factor):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            loss = exponents.quack(*inputs, labels, 512)
+            loss = linear_cross_entropy.quack(*inputs, labels, 512)
         return torch.autograd.grad(loss * factor, inputs)
 
     for one, third, want, given in zip(gradients(1.0), gradients(1 / 3), wants, inputs, strict=True):
@@ -479,7 +488,7 @@ def test_scaled_beyond_32_bits():
 
 
 def test_stochastic_rounding_at_the_edges():
-    from optrush.kernels import store_triton
+    from optrush.kernels import stochastic_rounding_triton
 
-    found, want = edges(store_triton.stochastic, "cuda"), edges(store.stochastic)
+    found, want = edges(stochastic_rounding_triton.stochastic, "cuda"), edges(stochastic_rounding.stochastic)
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)

@@ -13,7 +13,7 @@ from optrush import step
 from optrush.assemble import assemble
 from optrush.config import Optim, parse
 from optrush.job import Job
-from optrush.kernels.adam8bit_update import adam8bit_update
+from optrush.kernels.adam8bit import adam8bit_update
 from optrush.optim.adam8bit import Adam8bit
 from optrush.prepare import prepare
 

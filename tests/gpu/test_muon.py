@@ -11,8 +11,8 @@ from optrush import step
 from optrush.assemble import assemble
 from optrush.config import parse
 from optrush.job import Job
-from optrush.kernels import store
-from optrush.kernels.adamw_update import key_words, step_key
+from optrush.kernels import stochastic_rounding
+from optrush.kernels.adamw import key_words, step_key
 from optrush.prepare import prepare
 
 pytestmark = [
@@ -35,14 +35,16 @@ NAMES = ("muon", "apollo:rank=16")
 
 @pytest.mark.parametrize("size", [1, 4096, 3 * 4096 + 5, 1 << 22])
 def test_the_kernel_has_the_references_bits(size):
-    from optrush.kernels.store_triton import stochastic
+    from optrush.kernels.stochastic_rounding_triton import stochastic
 
     value = torch.randn(size, generator=torch.Generator().manual_seed(size))
     value[::97] = float("inf")
     for shift, bad in ((0, False), (16, False), (0, True)):
         key = step_key(torch.tensor([key_words(3, "a")]), torch.tensor([5.0]))[0]
         sides = [torch.ones(size, dtype=torch.bfloat16, device=device) for device in ("cpu", "cuda", "cuda")]
-        for side, write in zip(sides, (store.stochastic, store.stochastic, stochastic), strict=True):
+        for side, write in zip(
+            sides, (stochastic_rounding.stochastic, stochastic_rounding.stochastic, stochastic), strict=True
+        ):
             on = side.device
             write(side, value.to(on), torch.tensor(bad, device=on), key.to(on), shift, 1 << 33)
         assert torch.equal(sides[0], sides[1].cpu()) and torch.equal(sides[0], sides[2].cpu())

@@ -14,8 +14,8 @@ from optrush import step
 from optrush.assemble import assemble
 from optrush.config import Optim, parse
 from optrush.job import Job
-from optrush.kernels import adamw_update as kernel
-from optrush.kernels.adam8bit_update import adam8bit_update
+from optrush.kernels import adamw as kernel
+from optrush.kernels.adam8bit import adam8bit_update
 from optrush.optim.adam8bit import Adam4bit
 from optrush.prepare import prepare
 from optrush.techniques import paged_states

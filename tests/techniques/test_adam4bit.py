@@ -21,7 +21,7 @@ from optrush import checkpoint, plan
 from optrush.checkpoint import Meta
 from optrush.config import Optim, parse
 from optrush.errors import NeedsError
-from optrush.kernels.adam4bit_update import BLOCK, Nibbles, values
+from optrush.kernels.adam8bit import BLOCK_4BIT, Nibbles, values_4bit
 from optrush.models.decoder import build
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit
@@ -79,8 +79,13 @@ def test_the_maps():
     signed = {0.0, 1.0} | {
         s * 10.0 ** (i - 2) * (0.1 + 0.9 * (k + 0.5) / 2**i) for i in range(3) for k in range(2**i) for s in (1, -1)
     }
-    assert sorted(values(True, CPU).tolist()) == pytest.approx(sorted(signed), rel=1e-6) and values(True, CPU)[0] == 0
-    assert values(False, CPU).tolist() == [n / 16 for n in range(1, 17)], "no zero, which would divide by eps alone"
+    assert (
+        sorted(values_4bit(True, CPU).tolist()) == pytest.approx(sorted(signed), rel=1e-6)
+        and values_4bit(True, CPU)[0] == 0
+    )
+    assert values_4bit(False, CPU).tolist() == [n / 16 for n in range(1, 17)], (
+        "no zero, which would divide by eps alone"
+    )
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -91,15 +96,15 @@ def test_codes_are_the_nearest(signed, columns):
     x = 10.0 ** (-4 * torch.rand(200, columns, generator=g)) * torch.randn(200, 1, generator=g).abs()
     x = x * torch.where(torch.rand(x.shape, generator=g) < 0.5, -1.0, 1.0) if signed else x
     codes, scales = encode(x, signed)
-    assert codes.shape == (200, (columns + 1) // 2) and scales.shape == (200, -(-columns // BLOCK))
-    part = (x / scales.repeat_interleave(BLOCK, 1)[:, :columns]).double()
+    assert codes.shape == (200, (columns + 1) // 2) and scales.shape == (200, -(-columns // BLOCK_4BIT))
+    part = (x / scales.repeat_interleave(BLOCK_4BIT, 1)[:, :columns]).double()
     assert part.abs().max() <= 1 + 1e-6
     halves = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
     assert not halves[:, columns:].any(), "nothing beyond the row's end"
-    found = values(signed, CPU).double()[halves[:, :columns].int()]
-    best = (part[..., None] - values(signed, CPU).double()).abs().min(-1).values
+    found = values_4bit(signed, CPU).double()[halves[:, :columns].int()]
+    best = (part[..., None] - values_4bit(signed, CPU).double()).abs().min(-1).values
     assert ((part - found).abs() - best).max() < 1e-7
-    want = (found * scales.double().repeat_interleave(BLOCK, 1)[:, :columns]).float()
+    want = (found * scales.double().repeat_interleave(BLOCK_4BIT, 1)[:, :columns]).float()
     torch.testing.assert_close(decode(codes, scales, signed, columns), want, rtol=1e-6, atol=0)
 
 
@@ -111,7 +116,7 @@ def test_codes_survive(signed):
     codes[:, ::64] = codes[:, ::64] & 0xF0 | top  # the largest in each block of 64 bytes
     scales = torch.tensor([[1.0, 3e-9, 2e9, 0.7], [1e-30, 5.0, 1e-3, 1e3]])
     if signed:  # two codes that only a block's scale could have: one, and none is minus one
-        assert values(True, CPU).max() == 1 > -values(True, CPU).min()
+        assert values_4bit(True, CPU).max() == 1 > -values_4bit(True, CPU).min()
     again, same = encode(decode(codes, scales, signed, 512), signed)
     assert torch.equal(again, codes) and torch.allclose(same, scales, rtol=1e-6)
 
@@ -301,7 +306,7 @@ def test_the_bar_is_no_accident(box, float32, monkeypatch):
         found = inner(self, codes, scales, signed, columns)
         if signed:
             return found
-        least = scales.repeat_interleave(BLOCK, -1)[:, :columns] / 16
+        least = scales.repeat_interleave(BLOCK_4BIT, -1)[:, :columns] / 16
         return torch.where(found <= least * 1.001, 0.0, found)
 
     monkeypatch.setattr(Nibbles, "decode", with_zero)

@@ -17,8 +17,8 @@ import interpreter
 from optrush import checkpoint, plan
 from optrush.config import Optim, parse
 from optrush.errors import NeedsError
-from optrush.kernels import adam8bit_update as kernel
-from optrush.kernels.adam8bit_update import BLOCK, decode, encode, values
+from optrush.kernels import adam8bit as kernel
+from optrush.kernels.adam8bit import BLOCK, decode, encode, values
 from optrush.models.decoder import build
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam8bit

@@ -17,8 +17,8 @@ from optrush import baseline, plan
 from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.hardware import named
-from optrush.kernels import products, room, swiglu, swiglu_quack
-from optrush.kernels.room import Room, beside, joined, with_room
+from optrush.kernels import lora_matmul, swiglu, swiglu_quack
+from optrush.kernels.lora_matmul import Room, beside, joined, with_room
 from optrush.models import activation_offload
 from optrush.models.decoder import Linear
 from optrush.peft import lora
@@ -280,7 +280,7 @@ def test_what_has_no_room(box, monkeypatch):
     monkeypatch.setattr(lora, "make_room", lambda *_, **__: 1)
     monkeypatch.setattr(lora, "gradients", mock.Mock(side_effect=AssertionError))
     job, copied = learning(box, **QUACK), []
-    monkeypatch.setattr(room, "joined", lambda *given: copied.append(given[0].shape) or joined(*given))
+    monkeypatch.setattr(lora_matmul, "joined", lambda *given: copied.append(given[0].shape) or joined(*given))
     loss, grads = first_gradients(job)
     assert {shape for shape in copied if shape[0] != 2 * T} == {(2 * F_, D_), (D_, F_)}
     want_loss, want = first_gradients(learning(box))
@@ -337,10 +337,10 @@ def test_ranks_beyond_a_tile(box, lora):
 
 def test_no_sum_of_nothing(monkeypatch):
     """Where no adapter acts there is one product, and nothing is added."""
-    monkeypatch.setattr(products, "add_product", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(lora_matmul, "add_product", mock.Mock(side_effect=AssertionError))
     x, wide, bias = torch.randn(3, 8), torch.randn(8, 5), torch.randn(5)
     for added, want in ((None, x @ wide), (bias, x @ wide + bias)):
-        y, z = products.low_rank(x, wide, x.new_empty(8, 0), x.new_empty(0, 5), "quack", added)
+        y, z = lora_matmul.low_rank(x, wide, x.new_empty(8, 0), x.new_empty(0, 5), "quack", added)
         assert z.shape == (3, 0)
         torch.testing.assert_close(y, want)
 
@@ -381,7 +381,7 @@ def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch):
 
     before = frozen()
     copied = []
-    monkeypatch.setattr(room, "joined", lambda *given: copied.append(given[0].shape) or joined(*given))
+    monkeypatch.setattr(lora_matmul, "joined", lambda *given: copied.append(given[0].shape) or joined(*given))
     for _ in steps(job, 2):
         pass
     assert before and frozen() == before

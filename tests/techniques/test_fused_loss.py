@@ -15,9 +15,9 @@ import interpreter
 from optrush import technique, toolchain
 from optrush.errors import NeedsError
 from optrush.hardware import named
-from optrush.kernels import cross_entropy, exponents
-from optrush.kernels.exponents import even
-from optrush.kernels.nll import Package
+from optrush.kernels import cross_entropy, linear_cross_entropy
+from optrush.kernels.linear_cross_entropy import even
+from optrush.kernels.loss import Package
 from optrush.prepare import prepare
 from optrush.technique import library, unmet
 from optrush.techniques.fused_loss import FusedLoss
@@ -185,7 +185,7 @@ def test_exponents_against_float64(dtype, amp, chunk):
     half = torch.bfloat16 if amp else dtype
     want, wants = oracle(hidden.to(half), weight.to(half), labels)
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        loss = exponents.quack(hidden, weight, labels, chunk)
+        loss = linear_cross_entropy.quack(hidden, weight, labels, chunk)
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(want.item(), rel=1e-6)
     close = 1e-6 if half == torch.float32 else 1e-2
     grads = torch.autograd.grad(loss * FACTOR, (hidden, weight), retain_graph=True)
@@ -198,7 +198,7 @@ def test_exponents_against_float64(dtype, amp, chunk):
 
 def test_a_weight_that_changed_before_the_backward_pass_is_seen():
     hidden, weight, labels = drawn(torch.float32)
-    loss = exponents.quack(hidden, weight, labels, 512)
+    loss = linear_cross_entropy.quack(hidden, weight, labels, 512)
     with torch.no_grad():
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -208,32 +208,34 @@ def test_a_weight_that_changed_before_the_backward_pass_is_seen():
 def test_the_sum_is_of_what_is_not_rounded_yet_and_chunks_are_summed_in_float32(monkeypatch):
     *tensors, labels = drawn(torch.bfloat16)
     e = torch.empty(CPU_N, V, dtype=torch.bfloat16)
-    sums = exponents.exponents(tensors[0], tensors[1], exponents.offsets(*tensors, labels), e).sum(1)[1]
+    sums = linear_cross_entropy.exponents(
+        tensors[0], tensors[1], linear_cross_entropy.offsets(*tensors, labels), e
+    ).sum(1)[1]
     assert sums.item() != e[1].float().sum().item() and sums.item() == pytest.approx(
         e[1].float().sum().item(), rel=1e-2
     )
     added = []
-    monkeypatch.setattr(exponents, "scaled", lambda t, *_: added.append(t) or t)
-    exponents.quack(*tensors, labels, 128).backward()
+    monkeypatch.setattr(linear_cross_entropy, "scaled", lambda t, *_: added.append(t) or t)
+    linear_cross_entropy.quack(*tensors, labels, 128).backward()
     assert [t.dtype for t in added] == [torch.float32]
 
 
 def test_what_has_no_factor_is_zero_whatever_it_was():
     x = torch.tensor([[1.0, math.nan], [math.inf, 2.0], [1.0, 2.0]])
-    found = exponents.rows_scaled(x, torch.tensor([0.0, 0.0, 3.0]), torch.tensor(0.5), torch.empty_like(x))
+    found = linear_cross_entropy.rows_scaled(x, torch.tensor([0.0, 0.0, 3.0]), torch.tensor(0.5), torch.empty_like(x))
     assert found.tolist() == [[0, 0], [0, 0], [1.5, 3]]
 
 
 def test_small_losses_keep_their_digits():
     """A label's logit of 0, whose exponent is not rounded, ten nats above the only other one."""
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [-10.0]])
-    loss = exponents.quack(hidden, weight, torch.tensor([0]), 128)
+    loss = linear_cross_entropy.quack(hidden, weight, torch.tensor([0]), 128)
     assert loss.item() == pytest.approx(math.log1p(math.exp(-10)), abs=2e-7)
 
 
 def interpreted():
     """Rows and parts over the kernels' blocks; not rounded to bfloat16, for the interpreter cuts there."""
-    from optrush.kernels import exponents_triton as kernels
+    from optrush.kernels import linear_cross_entropy_triton as kernels
 
     torch.manual_seed(0)
     for n, width, vocab, parts in ((5, 16, 128, 1), (4, 2049, 384, 2), (3, 5000, 640, 1025), (1, 2048, 128, 1024)):
@@ -242,18 +244,21 @@ def interpreted():
         labels[n // 2] = labels[n // 2] if n == 1 else -100
         args = x, weight, labels
         torch.testing.assert_close(
-            kernels.offsets(*args, exponents.LOG2E, exponents.SHIFT), exponents.offsets(*args), rtol=1e-5, atol=1e-5
+            kernels.offsets(*args, linear_cross_entropy.LOG2E, linear_cross_entropy.SHIFT),
+            linear_cross_entropy.offsets(*args),
+            rtol=1e-5,
+            atol=1e-5,
         )
         sums, e = torch.rand(n, parts) / 2.0 ** torch.randint(0, 70, (n, 1)), torch.rand(n, vocab)
         settled = [(e.clone(), torch.empty(n), torch.empty(n)) for _ in range(2)]
-        kernels.settle(settled[0][0], sums, labels, *settled[0][1:], exponents.SHIFT)
-        exponents.settle(settled[1][0], sums, labels, *settled[1][1:])
+        kernels.settle(settled[0][0], sums, labels, *settled[0][1:], linear_cross_entropy.SHIFT)
+        linear_cross_entropy.settle(settled[1][0], sums, labels, *settled[1][1:])
         for got, want in zip(*settled, strict=True):
             torch.testing.assert_close(got, want, rtol=2e-5, atol=0)
         rows, factor = torch.rand(n), torch.tensor(1 / 3)
         rows[0], x[0] = 0, math.nan
         for out in (torch.empty(n, width), x):  # in place last
-            want = exponents.rows_scaled(x, rows, factor, torch.empty(n, width))
+            want = linear_cross_entropy.rows_scaled(x, rows, factor, torch.empty(n, width))
             assert torch.equal(kernels.rows_scaled(x, rows, factor, out), want)
     print("equal")
 
@@ -268,12 +273,12 @@ def test_triton_equals_the_plain_forms():
 def test_exponents_make_the_gradient_of_what_is_trained(trained, chunk):
     *tensors, labels = drawn(torch.float32)
     tensors[1 - trained].requires_grad_(False)
-    (exponents.quack(*tensors, labels, chunk) * FACTOR).backward()
+    (linear_cross_entropy.quack(*tensors, labels, chunk) * FACTOR).backward()
     want = oracle(*tensors, labels)[1][trained]
     torch.testing.assert_close(tensors[trained].grad.double(), want, rtol=1e-5, atol=5e-6)
     assert tensors[1 - trained].grad is None
     with torch.no_grad():
-        loss = exponents.quack(*tensors, labels, chunk)
+        loss = linear_cross_entropy.quack(*tensors, labels, chunk)
     assert loss.item() == pytest.approx(oracle(*tensors, labels)[0].item())
 
 
@@ -287,7 +292,7 @@ def test_exponents_of_logits_far_from_the_labels(nats):
     labels = torch.zeros(6).long()
     want = F.cross_entropy(hidden.double() @ weight.double().T, labels, reduction="sum")
     wants = torch.autograd.grad(want, (hidden, weight))
-    loss = exponents.quack(hidden, weight, labels, 512)
+    loss = linear_cross_entropy.quack(hidden, weight, labels, 512)
     assert loss.item() == pytest.approx(want.item(), rel=1e-5, abs=1e-4)
     for grad, right in zip(torch.autograd.grad(loss, (hidden, weight)), wants, strict=True):
         torch.testing.assert_close(grad, right, rtol=1e-4, atol=1e-5)
@@ -295,16 +300,16 @@ def test_exponents_of_logits_far_from_the_labels(nats):
 
 def test_a_loss_beyond_the_exponents_is_infinite():
     hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [140.0]])
-    assert exponents.quack(hidden, weight, torch.tensor([0]), 128).item() == math.inf
+    assert linear_cross_entropy.quack(hidden, weight, torch.tensor([0]), 128).item() == math.inf
 
 
 def test_ignored_rows_count_nothing_and_there_may_be_none():
     *tensors, labels = drawn(torch.float32)
-    loss = exponents.quack(*tensors, torch.full_like(labels, -100), 128)
+    loss = linear_cross_entropy.quack(*tensors, torch.full_like(labels, -100), 128)
     assert loss.item() == 0
     assert not any(grad.any() for grad in torch.autograd.grad(loss, tensors))
     empty = tensors[0][:0]
-    assert not torch.autograd.grad(exponents.quack(empty, tensors[1], labels[:0], 128), tensors[1])[0].any()
+    assert not torch.autograd.grad(linear_cross_entropy.quack(empty, tensors[1], labels[:0], 128), tensors[1])[0].any()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from optrush import plan
 from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
-from optrush.kernels import norm
-from optrush.kernels.room import copied_with_room
+from optrush.kernels import rms_norm
+from optrush.kernels.lora_matmul import copied_with_room
 from optrush.prepare import prepare
 from optrush.toolchain import demand_triton
 
@@ -40,8 +40,8 @@ def test_gradients_by_finite_differences(alone):
     torch.manual_seed(0)
     x, branch, weight = (torch.randn(*n, dtype=torch.float64, requires_grad=True) for n in ((2, 3, 7), (2, 3, 7), (7,)))
     given = (x, None if alone else branch, weight, EPS)
-    assert torch.autograd.gradcheck(norm.fused, given)
-    torch.testing.assert_close(norm.fused(*given), norm.plain(*given))
+    assert torch.autograd.gradcheck(rms_norm.fused, given)
+    torch.testing.assert_close(rms_norm.fused(*given), rms_norm.plain(*given))
 
 
 @pytest.mark.parametrize("stream", ["float32", "half"])
@@ -93,7 +93,7 @@ def test_a_frozen_weight_has_no_gradient(box):
     job = assembled(golden_run(box, packed=True, lora={"rank": 4}, fused_norm={}))
     want = assembled(golden_run(box, packed=True, lora={"rank": 4}))
     assert furthest(first_gradients(job)[1], first_gradients(want)[1]) < 1e-5
-    _, dw = norm.norm_backward(
+    _, dw = rms_norm.norm_backward(
         torch.ones(2, 4), torch.ones(4), torch.ones(2), torch.ones(2, 4), torch.ones(2, 4), False
     )
     assert dw.shape == (0,)
@@ -110,7 +110,7 @@ def test_refused(box, monkeypatch):
 
 def interpreted() -> None:
     """Both kernels against float64, at widths that are and are no power of two; in a process of its own."""
-    from optrush.kernels import norm_triton
+    from optrush.kernels import rms_norm_triton
 
     torch.manual_seed(0)
     for rows, width in ((5, 2048), (3, 300), (1, 8192), (9, 96), (0, 64)):
@@ -122,16 +122,16 @@ def interpreted() -> None:
             weight = torch.randn(width)
             near = 1e-5 if out == torch.float32 else 2e-2
             for added in (None, branch):
-                total, normed, scale = norm_triton.forward(x, added, weight, EPS, out, room)
-                want, wanted = norm.plain(x, added, weight, EPS)
+                total, normed, scale = rms_norm_triton.forward(x, added, weight, EPS, out, room)
+                want, wanted = rms_norm.plain(x, added, weight, EPS)
                 assert total.dtype == want.dtype and normed.dtype == out and scale.dtype == torch.float32
                 assert normed.stride() == (width + room, 1) and total.is_contiguous()
                 torch.testing.assert_close(total, want)
                 torch.testing.assert_close(normed.float(), wanted.float(), rtol=near, atol=near)
             sure = [t.double() for t in (total, weight, scale, past, grad)]
             for learns in (True, False):
-                dx, dw = norm_triton.backward(total, weight, scale, past, grad, learns, room)
-                first, second = norm.norm_backward(*sure, learns)
+                dx, dw = rms_norm_triton.backward(total, weight, scale, past, grad, learns, room)
+                first, second = rms_norm.norm_backward(*sure, learns)
                 assert dx.stride() == (width + room, 1)
                 torch.testing.assert_close(dx.double(), first, rtol=near, atol=near)
                 torch.testing.assert_close(dw.double(), second, rtol=near, atol=near * rows)

@@ -12,8 +12,8 @@ import torch
 import interpreter
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
-from optrush.kernels import rotation
-from optrush.kernels.room import empty_with_room
+from optrush.kernels import rope
+from optrush.kernels.lora_matmul import empty_with_room
 from optrush.prepare import prepare
 from optrush.toolchain import demand_triton
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch o
 def test_same_loss_and_gradients(box, name, others):
     want_loss, want = first_gradients(assembled(golden_run(box, CASES[name], packed=True)))
     job = assembled(golden_run(box, CASES[name], packed=True, fused_rotation={}, **others))
-    assert all(block.separate is rotation.fused for block in job.model.blocks.values())
+    assert all(block.separate is rope.fused for block in job.model.blocks.values())
     loss, grads = first_gradients(job)
     assert loss == pytest.approx(want_loss, rel=1e-6)
     assert furthest(grads, want) < 1e-5
@@ -50,8 +50,8 @@ def test_gradients_by_finite_differences(K, group):
     qkv = torch.randn(2, 3, K, group + 2, 6, dtype=torch.float64, requires_grad=True)
     cos, sin = torch.randn(2, 2, 3, 1, 6, dtype=torch.float64)
     given = qkv, cos, sin, None, None
-    assert torch.autograd.gradcheck(rotation.fused, given)
-    torch.testing.assert_close(rotation.fused(*given), rotation.plain(*given), rtol=0, atol=0)
+    assert torch.autograd.gradcheck(rope.fused, given)
+    torch.testing.assert_close(rope.fused(*given), rope.plain(*given), rtol=0, atol=0)
 
 
 def test_operators_are_what_the_compiler_is_told():
@@ -60,7 +60,7 @@ def test_operators_are_what_the_compiler_is_told():
         B, T, K, group, E = shape
         turns = (torch.randn(B, T, 1, E), torch.randn(B, T, 1, E))
         heads = [torch.randn(B, T, n, E) for n in (K * (group - 2), K, K)]
-        for operator, given in ((rotation.rotation, [torch.randn(shape)]), (rotation.rotation_backward, heads)):
+        for operator, given in ((rope.rotation, [torch.randn(shape)]), (rope.rotation_backward, heads)):
             torch.library.opcheck(operator, (*given, *turns))
 
 
@@ -105,7 +105,7 @@ def interpreted() -> None:
 
     The interpreter cuts to bfloat16 where a GPU rounds: a whole unit in the last place is near.
     """
-    from optrush.kernels import rotation_triton
+    from optrush.kernels import rope_triton
 
     torch.manual_seed(0)
     units = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
@@ -123,15 +123,15 @@ def interpreted() -> None:
             cos, sin = torch.randn(2, 1, T, 1, E).to(turns).expand(-1, B, -1, -1, -1)
             grads = [torch.randn(B, n, T, E).to(kind).transpose(1, 2) for n in (K * group, K, K)]
             sure = cos.double(), sin.double()
-            found = rotation_triton.forward(qkv, cos, sin)
-            for one, want in zip(found, rotation.rotation(qkv.double(), *sure), strict=True):
+            found = rope_triton.forward(qkv, cos, sin)
+            for one, want in zip(found, rope.rotation(qkv.double(), *sure), strict=True):
                 assert one.dtype == kind and one.is_contiguous()
                 torch.testing.assert_close(one.double(), want, **near)
             assert torch.equal(found[2], qkv[:, :, :, -1]), "values are moved, not touched"
-            wanted = rotation.rotation_backward(*(g.double() for g in grads), *sure)
+            wanted = rope.rotation_backward(*(g.double() for g in grads), *sure)
             for room in (0, 8):
                 d_qkv = empty_with_room(qkv, B, T, K * (group + 2) * E, columns=room).view(qkv.shape)
-                back = rotation_triton.backward(*grads, cos, sin, d_qkv)
+                back = rope_triton.backward(*grads, cos, sin, d_qkv)
                 assert back is d_qkv and back.dtype == kind
                 torch.testing.assert_close(back.double(), wanted, **near)
     print("near")

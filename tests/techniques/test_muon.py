@@ -17,9 +17,9 @@ import interpreter
 from optrush import checkpoint, plan
 from optrush.config import Optim, parse
 from optrush.errors import ConfigError, NeedsError
-from optrush.kernels import store
-from optrush.kernels.adamw_update import key_words, random_bits, round_stochastic, step_key
-from optrush.kernels.orthogonal import COEFFICIENTS, orthogonal
+from optrush.kernels import stochastic_rounding
+from optrush.kernels.adamw import key_words, random_bits, round_stochastic, step_key
+from optrush.kernels.newton_schulz import COEFFICIENTS, orthogonal
 from optrush.ledger import Line
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.muon import Muon, Pieces
@@ -245,14 +245,14 @@ def test_random_rounding_is_right_on_average_and_repeatable():
     value = torch.full((4, 1000), 1 + 1 / 512)  # a quarter of the way from 1 to the next bfloat16
     target = torch.ones(4, 1000, dtype=torch.bfloat16)
     key, good = step_key(torch.tensor([key_words(7, "a")]), torch.ones(1))[0], torch.tensor(False)
-    store.stochastic(target, value, good, key)
+    stochastic_rounding.stochastic(target, value, good, key)
     assert (target > 1).float().mean() == pytest.approx(0.25, abs=0.03)
     want = round_stochastic(value.view(-1), random_bits(key, torch.arange(4000))).view(4, 1000)
     assert torch.equal(target, want)
     again = torch.zeros_like(target)
-    store.stochastic(again, value, good, key, 16)
+    stochastic_rounding.stochastic(again, value, good, key, 16)
     assert not torch.equal(again, target), "other bits of the same draw"
-    store.stochastic(again, value, torch.tensor(True), key)
+    stochastic_rounding.stochastic(again, value, torch.tensor(True), key)
     assert not torch.equal(again, target), "skipped"
 
 
@@ -295,9 +295,9 @@ def test_bf16_weights_move_at_a_small_rate():
 
 def interpreted():
     """The kernel and the reference: every bit, but of nan."""
-    from optrush.kernels import store_triton
+    from optrush.kernels import stochastic_rounding_triton
 
-    store_triton.BLOCK = 256
+    stochastic_rounding_triton.BLOCK = 256
     g = torch.Generator().manual_seed(1)
     for many in (1, 256, 1000):
         value = torch.randn(many, generator=g) * 10.0 ** torch.randint(-30, 30, (many,), generator=g)
@@ -306,7 +306,9 @@ def interpreted():
         for shift, bad in ((0, False), (16, False), (0, True)):
             key = step_key(torch.tensor([key_words(many, "a")]), torch.tensor([3.0]))[0]
             sides = [torch.ones(many, dtype=torch.bfloat16) for _ in range(2)]
-            for side, write in zip(sides, (store.stochastic, store_triton.stochastic), strict=True):
+            for side, write in zip(
+                sides, (stochastic_rounding.stochastic, stochastic_rounding_triton.stochastic), strict=True
+            ):
                 write(side, value, torch.tensor(bad), key, shift, (1 << 33) + 77)
             torch.testing.assert_close(*sides, rtol=0, atol=0, equal_nan=True)
     print("equal")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optrush.kernels import adamw_update as kernel
+from optrush.kernels import adamw as kernel
 from optrush.technique import library
 
 from updates import grads_of, group_of, stepped, tensors

@@ -10,7 +10,7 @@ from optrush.technique import library
 
 
 def interpreted():
-    from optrush.kernels.room_triton import fill
+    from optrush.kernels.lora_matmul_triton import fill
 
     for R, C, r, c in ((70, 64, 70, 16), (64, 1300, 5, 1300), (3, 128, 3, 65), (1, 1, 1, 1), (64, 64, 3, 7)):
         for narrow in (torch.randn(r, c), torch.randn(c, r).t(), torch.randn(r, c + 3)[:, :c]):

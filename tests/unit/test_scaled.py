@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import interpreter
-from optrush.kernels import scaled as kernel
+from optrush.kernels import linear_cross_entropy as kernel
 from optrush.technique import library
 
 WIDE, HALF = torch.float32, torch.bfloat16
@@ -27,11 +27,11 @@ def test_one_rounding(given, wanted):
 
 
 def interpreted():
-    from optrush.kernels.scaled_triton import BLOCK, launch
+    from optrush.kernels.linear_cross_entropy_triton import SCALE_BLOCK, launch
 
     # No rounding to bfloat16: the interpreter cuts where a GPU rounds to the nearest. tests/gpu has it.
     for given, wanted in ((WIDE, WIDE), (WIDE, torch.float16), (HALF, WIDE), (torch.float16, torch.float16)):
-        for n in (0, 1, 100, BLOCK, 2 * BLOCK + 7):
+        for n in (0, 1, 100, SCALE_BLOCK, 2 * SCALE_BLOCK + 7):
             x, around = drawn(n, given), torch.full((n + 2,), 7.0, dtype=given)
             inside = around[1:-1].copy_(x)
             found = launch(inside, FACTOR, wanted)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optrush.kernels import adamw_update as kernel
+from optrush.kernels import adamw as kernel
 
 from updates import group_of
 

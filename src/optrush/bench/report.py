@@ -31,7 +31,7 @@ from optrush.bench.figures import (
     speed,
     times,
     troubled,
-    verdict,  # fmt: skip
+    verdict,
 )
 from optrush.errors import ConfigError, DataError
 

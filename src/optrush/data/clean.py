@@ -116,10 +116,7 @@ def clean(
             done += size
             tell(reading * done / sum(sizes), len(table))
         if len(table.bad) > most_bad * len(table):
-            from optrush.data import (
-                quarantine,
-                shard,  # they bring torch along
-            )
+            from optrush.data import quarantine, shard
 
             refused = [shard.Refused(where, bad_row(where, why)) for _, where, why in table.bad]
             quarantine.check(refused, len(table), most_bad)

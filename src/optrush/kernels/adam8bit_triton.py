@@ -9,9 +9,6 @@ writes codes, scales and weights once. What is the same for all of a parameter a
 for the AdamW of adamw_triton.py, whose parts this file uses: neither asks the host for anything, and the bits are the
 reference's.
 """
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
 
 from __future__ import annotations
 
@@ -23,11 +20,77 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optrush.kernels import adam4bit_triton as _halves
-from optrush.kernels import adam4bit_update
-from optrush.kernels.adam8bit_update import FIRST, LAST, LEAST_SCALE, PER_PART, STARTS, UP, Group, blocks, values
+from optrush.kernels import adam8bit
+from optrush.kernels.adam8bit import BORDERS, FIRST, LAST, LEAST_SCALE, PER_PART, STARTS, UP, Group, blocks, values
 from optrush.kernels.adamw_triton import LANES, _mix, _pointer, _prepare, _read, _write
 from optrush.kernels.lookup_triton import lookup
+
+# --- Codes of half a byte for the kernel of adam8bit_triton.py; adam4bit_update.py has the codes and the reference.
+
+
+# Kernels are no Python functions: their arguments are typed by what is launched.
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
+
+
+# Globals of a kernel must be its constants.
+_LEAST_SCALE, _BORDERS = tl.constexpr(LEAST_SCALE), tl.constexpr(BORDERS)
+
+
+@triton.jit
+def places(block, in_row, columns, inside, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the bytes of blocks begin, and which of (TILE, BLOCK / 2) bytes are there. block: number in the matrix."""
+    half = tl.arange(0, BLOCK // 2)[None, :]
+    if WHOLE:
+        begin = (block * (BLOCK // 2))[:, None]
+        there = inside[:, None] & (half < BLOCK)
+    else:
+        in_line = (block % in_row * (BLOCK // 2))[:, None]
+        begin = (block // in_row * ((columns + 1) // 2))[:, None] + in_line
+        there = inside[:, None] & (in_line + half < (columns + 1) // 2)
+    return begin, there
+
+
+@triton.jit
+def read(bytes_, scales, signed, begin, pairs, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """float32 of (TILE, BLOCK) codes, 0 where none is there. signed: (16,) float32, the values of signed codes."""
+    pair = tl.load(bytes_ + begin + tl.arange(0, BLOCK // 2)[None, :], mask=pairs, other=0).to(tl.int32)
+    code = tl.reshape(tl.join(pair & 15, pair >> 4), there.shape)
+    if SIGNED:
+        found = lookup(signed, code)
+    else:
+        found = (code + 1).to(tl.float32) * 0.0625
+    return tl.where(there, found * tl.load(scales, mask=inside, other=0.0)[:, None], 0.0)
+
+
+@triton.jit
+def write(x, bytes_, scales, signed, begin, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """The nearest codes of rows of one block each, and their scales. Returns what SIGNED codes stand for."""
+    scale = tl.max(tl.abs(x), axis=1)
+    one = tl.full(scale.shape, 1.0, tl.float32)
+    some = scale > _LEAST_SCALE
+    inverse = tl.where(some, tl.div_rn(one, tl.where(some, scale, 1.0)), 0.0)
+    part = x * inverse[:, None]
+    if SIGNED:
+        size = tl.abs(part)
+        code = tl.zeros(x.shape, tl.int32)
+        for i in tl.static_range(0, 8):
+            code += (size > _BORDERS[i]).to(tl.int32)
+        code = tl.where(part < 0, -tl.minimum(code, 7), code) & 15
+        x = lookup(signed, code) * scale[:, None]
+    else:
+        code = tl.minimum(tl.maximum(tl.floor(part * 16.0 - 0.5), 0.0), 15.0).to(tl.int32)
+    low, high = tl.split(tl.reshape(code, [x.shape[0], BLOCK // 2, 2]))
+    half = tl.arange(0, BLOCK // 2)[None, :]
+    tl.store(bytes_ + begin + half, (low | (high << 4)).to(tl.uint8), mask=there)
+    tl.store(scales, scale, mask=inside)
+    return x
+
+
+# Kernels are no Python functions: their arguments are typed by what is launched.
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
+
 
 # Elements of one program, of one parameter (what is looked up once a program is little beside them), and of them at a
 # time: 8 a thread.
@@ -119,10 +182,10 @@ def _update(
             weight = _read(weights, start, j, there, WIDE, ALIGNED)
             mean_scale, root_scale = of_mean + first + b, of_root + first + b
             if HALVES:
-                place, pairs = _halves.places(first + b, in_row, columns, inside, WHOLE, BLOCK)
+                place, pairs = places(first + b, in_row, columns, inside, WHOLE, BLOCK)
                 in_means, in_squares = _pointer(means, tl.uint8, ALIGNED), _pointer(squares, tl.uint8, ALIGNED)
-                mean = _halves.read(in_means, mean_scale, signed, place, pairs, there, inside, True, BLOCK)
-                square = _halves.read(in_squares, root_scale, signed, place, pairs, there, inside, False, BLOCK)
+                mean = read(in_means, mean_scale, signed, place, pairs, there, inside, True, BLOCK)
+                square = read(in_squares, root_scale, signed, place, pairs, there, inside, False, BLOCK)
                 square = square * square
             elif CODES:
                 mean = _decode(means, mean_scale, signed, start + j, there, inside, ALIGNED)
@@ -136,8 +199,8 @@ def _update(
             deviation = tl.sqrt_rn(square)
             push = size * mean
             if HALVES:
-                kept = _halves.write(mean, in_means, mean_scale, signed, place, pairs, inside, True, BLOCK)
-                _halves.write(deviation, in_squares, root_scale, signed, place, pairs, inside, False, BLOCK)
+                kept = write(mean, in_means, mean_scale, signed, place, pairs, inside, True, BLOCK)
+                write(deviation, in_squares, root_scale, signed, place, pairs, inside, False, BLOCK)
                 push = push + tl.load(lr) * LATER * (mean - kept)
             weight = weight * keep - tl.div_rn(push, deviation * root + EPS)
             bits = tl.zeros([TILE, BLOCK], tl.uint32)
@@ -188,7 +251,7 @@ class Launcher:
         self.table = torch.tensor(rows, dtype=torch.int64, device=device)
         self.values = torch.cat([values(True, device), values(False, device)])
         if self.halves:
-            self.values = adam4bit_update.values(True, device)
+            self.values = adam8bit.values_4bit(True, device)
         self.grads = torch.zeros(len(rows), dtype=torch.int64, device=device)
         self.numbers = torch.zeros(len(rows), 4, device=device)
         self.keys = torch.zeros(len(rows), 2, dtype=torch.int32, device=device)

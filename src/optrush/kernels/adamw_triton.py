@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optrush.kernels.adamw_update import ANOTHER, COUNT_BITS, FACTORS, Group
+from optrush.kernels.adamw import ANOTHER, COUNT_BITS, FACTORS, Group
 
 PART = 16384  # elements of one program, of one parameter: what is looked up once a program is little beside them
 BLOCK = 1024  # of them at a time: 8 a thread, 16 bytes of bfloat16, the widest access there is

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.kernels.products import plus_product, summed
-from optrush.kernels.room import beside, empty_with_room
+from optrush.kernels.lora_matmul import beside, empty_with_room, plus_product, summed
 
 
 def feed(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.kernels import attention, norm, rotation, swiglu
+from optrush.kernels import attention, rms_norm, rope, swiglu
 from optrush.kernels.cross_entropy import Reduce
-from optrush.kernels.nll import Nll, Whole
+from optrush.kernels.loss import Nll, Whole
 from optrush.models.shapes import HF, ModelShape, RopeShape
 
 Pieces = tuple[tuple[str, int], ...]
@@ -103,7 +103,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
         self.eps = eps
-        self.kernel: norm.Norm = norm.plain
+        self.kernel: rms_norm.Norm = rms_norm.plain
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
@@ -150,7 +150,7 @@ class Block(nn.Module):
         self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
-        self.separate: rotation.Separate = rotation.plain
+        self.separate: rope.Separate = rope.plain
         self.attend: attention.Attend = attention.masked
         self.feed: swiglu.Feed = swiglu.gated
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from optrush.config import Optim
 from optrush.errors import NeedsError
-from optrush.kernels import adam8bit_update as kernel
-from optrush.kernels.adam4bit_update import Nibbles
-from optrush.kernels.adamw_update import Rounding, Update, key_words, runs, span
+from optrush.kernels import adam8bit as kernel
+from optrush.kernels.adam8bit import Nibbles
+from optrush.kernels.adamw import Rounding, Update, key_words, runs, span
 from optrush.optim.adamw import Learnt, Zeros, zeros_beside
 
 SMALL = 4096  # elements; below, and of vectors, moments stay float32: there is nothing to save

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
 from optrush.config import Optim
-from optrush.kernels import adamw_update as kernel
-from optrush.kernels.adamw_update import Rounding
+from optrush.kernels import adamw as kernel
+from optrush.kernels.adamw import Rounding
 
 
 class Learnt(Protocol):

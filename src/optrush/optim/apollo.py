@@ -21,8 +21,8 @@ from torch import Tensor
 
 from optrush.config import Optim
 from optrush.errors import NeedsError
-from optrush.kernels.adamw_update import Rounding, factors, key_words, random_bits, runs, sqrt, step_key
-from optrush.kernels.store import store
+from optrush.kernels.adamw import Rounding, factors, key_words, random_bits, runs, sqrt, step_key
+from optrush.kernels.stochastic_rounding import store
 from optrush.optim.adamw import AdamW, Learnt
 
 LEAST = 1e-18  # of a sketch's length, where float32's squares end: a row of zeros stays where it is

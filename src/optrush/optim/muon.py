@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from optrush.config import Optim
-from optrush.kernels.adamw_update import Rounding, key_words, runs, step_key
-from optrush.kernels.orthogonal import orthogonal
-from optrush.kernels.store import store
+from optrush.kernels.adamw import Rounding, key_words, runs, step_key
+from optrush.kernels.newton_schulz import orthogonal
+from optrush.kernels.stochastic_rounding import store
 from optrush.optim.adamw import AdamW, Learnt
 
 LIKE_ADAMW = 0.2  # the root mean square of AdamW's update, about, in units of the rate

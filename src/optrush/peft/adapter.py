@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from optrush.errors import NeedsError
-from optrush.kernels.products import By
-from optrush.kernels.room import Room
+from optrush.kernels.lora_matmul import By, Room
 from optrush.models.decoder import Linear
 from optrush.models.weights import Filler, Recipe, Shape
 from optrush.peft.ledger import EMBEDDING, HEAD, last, named, whole

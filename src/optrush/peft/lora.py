@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.kernels import norm, rotation
-from optrush.kernels.flash4 import flash4
-from optrush.kernels.products import By, gradients, low_rank
-from optrush.kernels.room import Room, joined, with_room
+from optrush.kernels import rms_norm, rope
+from optrush.kernels.attention import flash4
+from optrush.kernels.lora_matmul import By, Room, gradients, joined, low_rank, with_room
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.models.decoder import Block, Linear
 from optrush.models.weights import Filler, Recipe, Shape
@@ -381,19 +380,19 @@ def make_room(block: Block, *, whole: bool = True) -> int:
     linears = block.qkv, block.o, block.gate_up, block.down
     qkv, o, gate_up, _ = columns = [_columns(linear, whole) for linear in linears]
     changed = 0
-    before, after = block.norm1.kernel is norm.fused, block.norm2.kernel is norm.fused
-    attends, turns = block.attend is flash4, block.separate is rotation.fused
+    before, after = block.norm1.kernel is rms_norm.fused, block.norm2.kernel is rms_norm.fused
+    attends, turns = block.attend is flash4, block.separate is rope.fused
     if before and qkv:
-        block.norm1.kernel = partial(norm.fused, room=qkv)
+        block.norm1.kernel = partial(rms_norm.fused, room=qkv)
         changed += 1
     if after and (gate_up or o):
-        block.norm2.kernel = partial(norm.fused, room=gate_up, back=o)
+        block.norm2.kernel = partial(rms_norm.fused, room=gate_up, back=o)
         changed += 1
     if attends and o:
         block.attend = partial(flash4, room=o)
         changed += 1
     if turns and qkv:
-        block.separate = partial(rotation.fused, back=qkv)
+        block.separate = partial(rope.fused, back=qkv)
         changed += 1
     # The gradient of gate and up needs none: its product makes d_z, too (kernels/products.py).
     rooms = Room(True, before, turns), Room(True, attends, after), Room(True, after), Room(True, True)

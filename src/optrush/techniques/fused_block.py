@@ -149,7 +149,7 @@ def _in_products(blocks: Sequence[Any]) -> int:
         NeedsError: linears that they cannot do.
     """
     from optrush.kernels import swiglu_quack
-    from optrush.kernels.products import ALIGNED
+    from optrush.kernels.lora_matmul import ALIGNED
     from optrush.peft import lora
 
     linears = [linear for block in blocks for linear in (block.gate_up, block.down)]

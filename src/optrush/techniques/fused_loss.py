@@ -96,9 +96,8 @@ class FusedLoss(Technique):
     def loss(self, job: Job) -> int:
         import torch
 
-        from optrush.kernels.exponents import quack
-        from optrush.kernels.liger import liger
-        from optrush.kernels.nll import Chunked, Package
+        from optrush.kernels.linear_cross_entropy import quack
+        from optrush.kernels.loss import Chunked, Package, liger
 
         head = job.model.head
         if self.impl == "chunked":

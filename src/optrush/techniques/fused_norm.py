@@ -56,7 +56,7 @@ class FusedNorm(Technique):
         yield from ()  # less than a percent in pure bf16, nothing or less elsewhere: a search cannot tell
 
     def recompute(self, job: Job) -> int:  # before anything compiles
-        from optrush.kernels import norm
+        from optrush.kernels import rms_norm
         from optrush.models.decoder import Block, Decoder
 
         demand_triton(self.name, job.setup.device)
@@ -67,5 +67,5 @@ class FusedNorm(Technique):
             assert isinstance(block, Block)
             norms += [block.norm1, block.norm2]
         for each in norms:
-            each.kernel = norm.fused
+            each.kernel = rms_norm.fused
         return len(norms)

@@ -50,12 +50,12 @@ class FusedRotation(Technique):
         yield from ()  # less than a percent: a search cannot tell
 
     def recompute(self, job: Job) -> int:  # before anything compiles
-        from optrush.kernels import rotation
+        from optrush.kernels import rope
         from optrush.models.decoder import Block, Decoder
 
         demand_triton(self.name, job.setup.device)
         assert isinstance(job.model, Decoder)
         for block in job.model.blocks.values():
             assert isinstance(block, Block)
-            block.separate = rotation.fused
+            block.separate = rope.fused
         return len(job.model.blocks)

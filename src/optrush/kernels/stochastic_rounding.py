@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from optrush.kernels.adamw_update import CHUNK, random_bits, round_stochastic
+from optrush.kernels.adamw import CHUNK, random_bits, round_stochastic
 
 
 class Store(Protocol):
@@ -62,7 +62,7 @@ def _stochastic_on_cuda(
     target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
 ) -> None:
     """As `stochastic`, in one kernel."""
-    from optrush.kernels.store_triton import stochastic as launch  # a CPU build of torch has no triton
+    from optrush.kernels.stochastic_rounding_triton import stochastic as launch  # a CPU build of torch has no triton
 
     write = nearest if target.dtype == torch.float32 else launch
     write(target, value, found_inf, key, shift, first)

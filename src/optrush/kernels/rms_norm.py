@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush.kernels.room import copied_with_room, empty_with_room
+from optrush.kernels.lora_matmul import copied_with_room, empty_with_room
 
 Norm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 """(x (..., D), branch (..., D) or None, weight (D,), eps) -> x + branch (..., D), and that normed (..., D)"""
@@ -91,7 +91,7 @@ class _AddNorm(torch.autograd.Function):
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int = 0) -> tuple[Tensor, Tensor]:
     """x (..., D), weight (D,) -> normed (..., D) in a type and with room, 1 / rms (N,) in float32 at least."""
     if x.is_cuda:
-        from optrush.kernels.norm_triton import forward
+        from optrush.kernels.rms_norm_triton import forward
 
         _, normed, scale = forward(x, None, weight, eps, dtype, room)
         return normed, scale
@@ -111,7 +111,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, branch (..., D), weight (D,) -> their sum (..., D), as `norm` of it."""
     if x.is_cuda:
-        from optrush.kernels.norm_triton import forward
+        from optrush.kernels.rms_norm_triton import forward
 
         return forward(x, branch, weight, eps, dtype, room)
     total = x + branch
@@ -140,7 +140,7 @@ def norm_backward(
         room: columns that are left beside the gradient of x.
     """
     if x.is_cuda:
-        from optrush.kernels.norm_triton import backward
+        from optrush.kernels.rms_norm_triton import backward
 
         return backward(x, weight, scale, past, grad, learns, room)
     scale = scale.view(*x.shape[:-1], 1)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush.kernels.room import copied_with_room, empty_with_room
+from optrush.kernels.lora_matmul import copied_with_room, empty_with_room
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, H, E), k and v (B, T, K, E)
 HeadNorm = Callable[[Tensor], Tensor]
@@ -69,7 +69,7 @@ class _Rotation(torch.autograd.Function):
 def rotation(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
     """As `Separate` says."""
     if qkv.is_cuda:
-        from optrush.kernels.rotation_triton import forward
+        from optrush.kernels.rope_triton import forward
 
         return forward(qkv, cos, sin)
     q, k, v = plain(_wide(qkv), cos, sin, None, None)
@@ -87,7 +87,7 @@ def _(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
 def rotation_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, room: int = 0) -> Tensor:
     """Gradients of q (B, T, H, E), k and v (B, T, K, E) -> of qkv (B, T, K, H/K + 2, E), in their type, with room."""
     if dq.is_cuda:
-        from optrush.kernels.rotation_triton import backward
+        from optrush.kernels.rope_triton import backward
 
         return backward(dq, dk, dv, cos, sin, _empty(dq, dk, room))
     # The transpose of a turn: each half's sine stands at the other half, with the other sign.

@@ -10,8 +10,9 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from optrush.data.batch import IGNORE
 from optrush.errors import NeedsError
-from optrush.kernels import cross_entropy, exponents
+from optrush.kernels import cross_entropy, linear_cross_entropy
 from optrush.kernels.cross_entropy import Reduce
 
 
@@ -81,7 +82,9 @@ class Chunked(_Kernel):
 class Package(_Kernel):
     """A sum with its gradients in training; evaluation, which makes no gradients, as `Chunked`."""
 
-    function: Callable[[Tensor, Tensor, Tensor, int], Tensor] = exponents.quack  # hidden, weight, labels, chunk
+    function: Callable[[Tensor, Tensor, Tensor, int], Tensor] = (
+        linear_cross_entropy.quack
+    )  # hidden, weight, labels, chunk
     chunk: int = 4096
 
     @cached_property
@@ -95,3 +98,20 @@ class Package(_Kernel):
             found = "an objective that weighs tokens or wants their losses one by one"
             raise NeedsError(f"{self.function.__name__}'s loss kernel", found, "take fused-loss:impl=chunked")
         return self.function(hidden, weight, labels, self.chunk)
+
+
+# --- Linear layer and cross-entropy by Liger's Triton kernel: the gradients are made in the forward pass.
+
+
+def liger(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """hidden (N, D), weight (V, D), labels (N,) int64 -> () float32, the sum over labels that are not -100.
+
+    It cuts the rows itself, into about N * D / V: `chunk` is not asked. Sums are in float32. No bias, scale, softcap or
+    row weights.
+    Source: https://github.com/linkedin/Liger-Kernel, Hsu et al., https://arxiv.org/abs/2410.10989.
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
+
+    total = Function.apply(hidden, weight, labels, None, None, IGNORE, 0.0, 0.0, "sum", None, False, torch.float32)[0]
+    assert isinstance(total, Tensor)
+    return total

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optrush.kernels.room import empty_with_room
+from optrush.kernels.lora_matmul import empty_with_room
 
 TILE = 4096  # values a program looks at together: whole rows, at least one
 BACKWARD = 2048  # likewise in the backward pass, which has more of them in registers: 8 a thread

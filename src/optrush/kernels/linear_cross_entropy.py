@@ -1,25 +1,7 @@
-"""Linear layer and cross-entropy by exponents: no logits are written, and three plain products are left.
+"""A large tensor times a number that is on the device, in place or into a narrower type, in one pass.
 
-A row's exponents are taken relative to the logit of its own label, which one small kernel finds beforehand. So the
-product's epilogue can write E = 2^((z - z_label) log2 e - SHIFT), V values a row in bf16, and their sums S in float32,
-without a maximum and without looking at other tiles. Then the softmax is E / S and the loss ln S + SHIFT ln 2. With
-E_label - S in its label's place, E / S is the gradient of the logits, and 1 / S is a factor of rows, which narrow
-matrices take: dX = (E W) / S, dW = E^T (X / S). E is made once and multiplied twice: by cuBLAS, but dW by QuACK where
-it is written once in its own type.
-
-Where all rows fit into one chunk, both are made in the backward pass, which knows the incoming factor by then: the
-weight's gradient is written once, in its own type. Otherwise the chunks' gradients are made in turn in the forward
-pass, the weight's summed in float32, and multiplied by the factor in the backward pass.
-
-bf16 holds 2^-126 to 2^127, so a loss is right up to 132 nats, and its gradients up to about 110, where X / S times the
-incoming factor goes under; a loss beyond is infinite, and is seen as such. What is 43 nats below the label's logit
-loses digits and becomes 0. A loss near 0 is right to the rounding of the logit: it may be a hundred-thousandth below.
-
-Source: the epilogue is written for QuACK's products (https://github.com/Dao-AILab/quack, epilogue/frontend.py), whose
-own loss (linear_cross_entropy.py) writes exponents relative to maxima of tiles, and so needs products that scale E
-while they read it.
-
-Legend: N rows (tokens), D width, V vocabulary.
+torch's own product with a number on the device is one of its slower kernels, takes the number in the tensor's type (in
+bfloat16 eight of its bits), and needs a second pass for another type.
 """
 
 from __future__ import annotations
@@ -32,8 +14,48 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from optrush.data.batch import IGNORE
-from optrush.kernels.products import summed
-from optrush.kernels.scaled import scaled
+from optrush.kernels.lora_matmul import summed
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * factor in `dtype`: the product in float32, rounded once. Where x has that type, x itself is overwritten.
+
+    Args:
+        x: contiguous, of a floating type up to float32.
+        factor: one float32, on x's device.
+    """
+    if x.is_cuda:
+        from optrush.kernels.linear_cross_entropy_triton import launch
+
+        return launch(x, factor, dtype)
+    product = x * factor if x.dtype == torch.float32 else x.float() * factor
+    return x.copy_(product) if dtype == x.dtype else product.to(dtype)
+
+
+# --- Linear layer and cross-entropy by exponents: no logits are written, and three plain products are left.
+#
+# A row's exponents are taken relative to the logit of its own label, which one small kernel finds beforehand. So the
+# product's epilogue can write E = 2^((z - z_label) log2 e - SHIFT), V values a row in bf16, and their sums S in
+# float32, without a maximum and without looking at other tiles. Then the softmax is E / S and the loss ln S + SHIFT ln
+# 2. With E_label - S in its label's place, E / S is the gradient of the logits, and 1 / S is a factor of rows, which
+# narrow matrices take: dX = (E W) / S, dW = E^T (X / S). E is made once and multiplied twice: by cuBLAS, but dW by
+# QuACK where it is written once in its own type.
+#
+# Where all rows fit into one chunk, both are made in the backward pass, which knows the incoming factor by then: the
+# weight's gradient is written once, in its own type. Otherwise the chunks' gradients are made in turn in the forward
+# pass, the weight's summed in float32, and multiplied by the factor in the backward pass.
+#
+# bf16 holds 2^-126 to 2^127, so a loss is right up to 132 nats, and its gradients up to about 110, where X / S times
+# the incoming factor goes under; a loss beyond is infinite, and is seen as such. What is 43 nats below the label's
+# logit loses digits and becomes 0. A loss near 0 is right to the rounding of the logit: it may be a hundred-thousandth
+# below.
+#
+# Source: the epilogue is written for QuACK's products (https://github.com/Dao-AILab/quack, epilogue/frontend.py), whose
+# own loss (linear_cross_entropy.py) writes exponents relative to maxima of tiles, and so needs products that scale E
+# while they read it.
+#
+# Legend: N rows (tokens), D width, V vocabulary.
+
 
 SHIFT = 64.0  # binary places by which exponents are moved down: a label's own is 2^-64
 LOG2E = math.log2(math.e)
@@ -130,9 +152,9 @@ def _add(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def offsets(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """x (n, D), weight (V, D), labels (n,) -> (n,) float32: z_label log2 e + SHIFT, infinite where ignored."""
     if x.is_cuda:
-        from optrush.kernels import exponents_triton
+        from optrush.kernels import linear_cross_entropy_triton
 
-        return exponents_triton.offsets(x, weight, labels, LOG2E, SHIFT)
+        return linear_cross_entropy_triton.offsets(x, weight, labels, LOG2E, SHIFT)
     z = (x.float() * weight[labels.where(labels != IGNORE, 0)].float()).sum(1)
     return torch.where(labels == IGNORE, math.inf, z * LOG2E + SHIFT)
 
@@ -140,9 +162,9 @@ def offsets(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 def exponents(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor) -> Tensor:
     """Writes 2^(z log2 e - offset) into out (n, V); returns float32 sums (n, any) of parts of its rows, unrounded."""
     if x.is_cuda:
-        from optrush.kernels import exponents_quack
+        from optrush.kernels import linear_cross_entropy_quack
 
-        return exponents_quack.product(x, weight, offset, out)
+        return linear_cross_entropy_quack.product(x, weight, offset, out)
     e = torch.exp2((x.float() @ weight.float().t()) * LOG2E - offset[:, None])
     out.copy_(e)
     return e.sum(1, keepdim=True)
@@ -151,9 +173,9 @@ def exponents(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor) -> Tensor:
 def settle(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse: Tensor) -> None:
     """Writes losses (n,), 1 / S into inverse (n,), both 0 where ignored, and E_label - S in the label's place of e."""
     if e.is_cuda:
-        from optrush.kernels import exponents_triton
+        from optrush.kernels import linear_cross_entropy_triton
 
-        return exponents_triton.settle(e, sums, labels, losses, inverse, SHIFT)
+        return linear_cross_entropy_triton.settle(e, sums, labels, losses, inverse, SHIFT)
     total, learnt = sums.sum(1), labels != IGNORE
     up = 2.0**SHIFT
     low = total < 1  # the sum of two large numbers of which little is left would lose digits
@@ -168,16 +190,16 @@ def settle(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse: Ten
 def weight_gradient(e: Tensor, x: Tensor) -> Tensor:
     """e (n, V), x (n, D) -> e^T x (V, D), in their type."""
     if e.is_cuda and len(e):
-        from optrush.kernels import exponents_quack
+        from optrush.kernels import linear_cross_entropy_quack
 
-        return exponents_quack.weight_gradient(e, x)
+        return linear_cross_entropy_quack.weight_gradient(e, x)
     return e.t() @ x
 
 
 def rows_scaled(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     """x (n, D) * rows (n,) * factor () into out, which may be x; rounded once; 0 where `rows` is, whatever x is."""
     if x.is_cuda:
-        from optrush.kernels import exponents_triton
+        from optrush.kernels import linear_cross_entropy_triton
 
-        return exponents_triton.rows_scaled(x, rows, factor, out)
+        return linear_cross_entropy_triton.rows_scaled(x, rows, factor, out)
     return out.copy_(torch.where((rows == 0)[:, None], 0, x.float() * (rows * factor)[:, None]))
