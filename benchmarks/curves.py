@@ -30,8 +30,8 @@ from optrush import config, step
 from optrush.assemble import assemble
 from optrush.bench import environment
 from optrush.bench.worker import Lines
-from optrush.data import recipes
-from optrush.data.loader import reading
+from optrush.data import sample
+from optrush.data.sampler import reading
 from optrush.fit import batches
 from optrush.prepare import prepare
 from optrush.train import Plan, evaluate, train
@@ -103,7 +103,7 @@ def main() -> None:
             sys.exit(f"--write makes {plain.data.path} and {plain.data.eval}: two files that are not there yet")
         for name, count, seed in files:
             Path(name).parent.mkdir(parents=True, exist_ok=True)
-            recipes.write(Path(name), count, seed=seed)
+            sample.write(Path(name), count, seed=seed)
     pairs = list(itertools.product(range(a.seeds), (False, True)))
     found: dict[tuple[int, bool], float | None] = {}
     with ThreadPoolExecutor(a.jobs) as pool:

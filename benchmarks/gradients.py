@@ -40,7 +40,7 @@ from optrush import config, export, reference, step
 from optrush.assemble import assemble
 from optrush.bench import environment, ladder, stats, worker
 from optrush.bench.sketch import sketch, tensors
-from optrush.data.loader import reading
+from optrush.data.sampler import reading
 from optrush.errors import UserError
 from optrush.fit import batches
 from optrush.job import Job

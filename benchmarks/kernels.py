@@ -38,7 +38,7 @@ from optrush import config, step
 from optrush.assemble import assemble
 from optrush.bench import environment, parts
 from optrush.bench.roofline import GAPS
-from optrush.data.loader import reading
+from optrush.data.sampler import reading
 from optrush.fit import batches
 from optrush.job import Job
 from optrush.prepare import prepare

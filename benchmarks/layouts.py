@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from optrush.config import parse as config
-from optrush.data import pack, recipes
-from optrush.data.rows import Where, parse
-from optrush.data.tokenizer import open_tokens
+from optrush.data import packing, sample
+from optrush.data.chat_template import open_tokens
+from optrush.data.schema import Where, parse
 from optrush.models import tiny
 from optrush.models.shapes import SHAPES, ModelShape
 
@@ -40,14 +40,14 @@ def chats(n: int) -> np.ndarray:
         tokens = open_tokens(run, Path(folder))
         assert tokens is not None
         where = Where(Path("recipes"), 0)
-        rows = [(where, parse(where, {"messages": turns})) for turns in recipes.conversations(n, 0)]
+        rows = [(where, parse(where, {"messages": turns})) for turns in sample.conversations(n, 0)]
         found = tokens.batch(rows, "assistant")
     return np.array([len(documents[0]) for documents in found if isinstance(documents, tuple)])
 
 
 def surveyed(lengths: np.ndarray, T: int) -> list[dict[str, Any]]:
     """Rates are the best of five: they tell what the code can do, not what else the machine did."""
-    runs = [pack.survey(lengths, T, 16, 8) for _ in range(5)]
+    runs = [packing.survey(lengths, T, 16, 8) for _ in range(5)]
     found = [dataclasses.asdict(s) for s in runs[0]]
     for i, survey in enumerate(found):
         survey["samples_a_second"] = round(len(lengths) / min(run[i].seconds for run in runs))
@@ -58,12 +58,12 @@ def surveyed(lengths: np.ndarray, T: int) -> list[dict[str, Any]]:
 def balance(lengths: np.ndarray, T: int) -> dict[str, dict[str, float]]:
     """How much more FLOPs the dearest of 8 ranks has than the mean, by rows a rank and step: mean and 99th centile."""
     shape = ModelShape.read(SHAPES["llama-3.2-1b"])
-    placed = pack.Packed().place(np.minimum(lengths[: pack.WINDOW], T), T, 16, 0, np.random.PCG64(0))
+    placed = packing.Packed().place(np.minimum(lengths[: packing.WINDOW], T), T, 16, 0, np.random.PCG64(0))
     cost = np.array([shape.flops(int(t), int(s)) for t, s in zip(placed.tokens(), placed.squares())])
     found = {}
     for each in (1, 2, 4, 8):
         steps = cost[: len(cost) // (each * RANKS) * each * RANKS].reshape(-1, each * RANKS)
-        dealt = [[step[hand].sum() for hand in pack.deal(step.tolist(), RANKS)] for step in steps]
+        dealt = [[step[hand].sum() for hand in packing.deal(step.tolist(), RANKS)] for step in steps]
         in_turn = steps.reshape(len(steps), each, RANKS).sum(1)
         over = {"dealt": np.array(dealt), "in turn": in_turn}
         found[str(each)] = {
@@ -81,13 +81,13 @@ def picture(path: Path, count: int = 24, T: int = 1024, micro_rows: int = 8) -> 
 
     lengths = np.minimum(chats(count), T)
     figure = Figure(figsize=(10, 6.2), layout="constrained")
-    axes = figure.subplots(1, len(pack.LAYOUTS), sharey=True)
-    for axis, (name, layout) in zip(axes, pack.LAYOUTS.items()):
+    axes = figure.subplots(1, len(packing.LAYOUTS), sharey=True)
+    for axis, (name, layout) in zip(axes, packing.LAYOUTS.items()):
         rows = layout.place(lengths, T, micro_rows, 0, np.random.PCG64(1))
         used = rows.tokens()
         for r in range(len(rows)):
             first = r - r % micro_rows
-            width = pack.snug(int(used[first : first + micro_rows].max()), T) if layout.snug else T
+            width = packing.snug(int(used[first : first + micro_rows].max()), T) if layout.snug else T
             axis.barh(r, width, color="#8883", edgecolor="none")
             at = 0
             for piece in range(rows.starts[r], rows.starts[r + 1]):
@@ -95,7 +95,7 @@ def picture(path: Path, count: int = 24, T: int = 1024, micro_rows: int = 8) -> 
                 colour = colormaps["tab20"](int(rows.samples[piece]) % 20)
                 axis.barh(r, n, left=at, color=colour, edgecolor="white", linewidth=0.6)
                 at += n
-        survey = next(s for s in pack.survey(lengths, T, micro_rows, micro_rows) if s.name == name)
+        survey = next(s for s in packing.survey(lengths, T, micro_rows, micro_rows) if s.name == name)
         axis.set_title(f"{name}\n{len(rows)} rows, {survey.fill:.0%} text", fontsize=10)
         axis.set_xlim(0, T)
         axis.set_xlabel("tokens")

@@ -53,7 +53,7 @@ def rows(kind: str) -> Iterator[dict[str, Any]]:
             text = file.read_text("utf-8", "replace")
             parts = (text[i : i + ROW_chars] for i in range(0, len(text), ROW_chars))
             yield from ({"text": part} for part in parts if part.strip())
-    from optrush.data.recipes import conversations
+    from optrush.data.sample import conversations
 
     for chat in conversations(sys.maxsize, 0):
         text = "\n\n".join(turn["content"] for turn in chat)
@@ -105,7 +105,7 @@ def ours(folder: Path, path: Path, cache: Path) -> int:
     from transformers import AutoTokenizer
 
     from optrush.config import parse
-    from optrush.data.chat import Tokens
+    from optrush.data.chat_template import Tokens
     from optrush.data.sources import read_sources
 
     tokens = Tokens(AutoTokenizer.from_pretrained(folder))

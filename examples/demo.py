@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from optrush.data import recipes
+from optrush.data import sample
 from optrush.models import tiny
 
 CONVERSATIONS = 700
@@ -19,7 +19,7 @@ def main() -> None:
         sys.exit(__doc__)
     folder = Path(sys.argv[1])
     folder.mkdir(exist_ok=True)
-    recipes.write(folder / "recipes.jsonl", CONVERSATIONS, seed=0)
+    sample.write(folder / "recipes.jsonl", CONVERSATIONS, seed=0)
     if not (folder / "tiny-llama" / "config.json").exists():
         tiny.write(folder / "tiny-llama")
     print(f"{CONVERSATIONS} conversations in {folder / 'recipes.jsonl'}, a checkpoint in {folder / 'tiny-llama'}")

@@ -46,7 +46,7 @@ def alone(job: Job, host: Batch) -> float:
 def _document(tokens, labels):
     import numpy as np
 
-    from optrush.data.document import Document
+    from optrush.data.schema import Document
 
     learnt = np.concatenate([[False], labels[:-1].numpy() != -100])
     return Document(tokens.numpy().astype(np.int32), learnt)

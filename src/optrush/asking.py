@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from optrush.data.document import Document
 from optrush.data.prompts import Prompt
+from optrush.data.schema import Document
 from optrush.errors import RunError
 from optrush.judge import Rate, Verdict, rate
 from optrush.sampling import Sampling

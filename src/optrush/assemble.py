@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optrush import distributed, sharded, step
-from optrush.data import stream
-from optrush.data.chat import Tokens
-from optrush.data.live import flow
+from optrush.data import sampler
+from optrush.data.chat_template import Tokens, open_tokens
+from optrush.data.dataset import Streamed
+from optrush.data.sampler import flow
 from optrush.data.sources import Sources, read_sources
-from optrush.data.streamed import Streamed
-from optrush.data.tokenizer import open_tokens
 from optrush.distributed import World
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.job import Job, Trained
@@ -134,7 +133,7 @@ def _assemble(
     if growth is not None and training:
         refuse_frozen(model, recipe, growth)
     if held_out is not None:
-        job.evaluation = stream.evaluation(
+        job.evaluation = sampler.evaluation(
             held_out,
             T=setup.seq,
             micro_rows=setup.micro_rows,

@@ -219,9 +219,9 @@ def check_data(text: str) -> str:
         ConfigError: no such sample, no number.
         DataError: no such file, or its first row is not understood.
     """
-    from optrush.data.read import read
-    from optrush.data.rows import Chat, Pair
-    from optrush.data.rows import parse as row
+    from optrush.data.readers import read
+    from optrush.data.schema import Chat, Pair
+    from optrush.data.schema import parse as row
 
     if text.startswith(SAMPLE):
         name = text.removeprefix(SAMPLE)

@@ -21,8 +21,8 @@ from optrush.bench import runs
 from optrush.bench.figures import clean
 from optrush.config import Run
 from optrush.console import count
-from optrush.data import files
-from optrush.data.read import form
+from optrush.data import readers
+from optrush.data.readers import form
 from optrush.technique import library
 
 NAME = "README.md"
@@ -113,14 +113,14 @@ def _data(run: Run) -> str:
 
 def _called(path: str) -> str:
     """An id of the hub as it is; of a path its last name."""
-    data = path.removeprefix(files.HUB)
-    return path if (data != path and files.HUB_ID.fullmatch(data)) or _of_hub(path) else Path(path).resolve().name
+    data = path.removeprefix(readers.HUB)
+    return path if (data != path and readers.HUB_ID.fullmatch(data)) or _of_hub(path) else Path(path).resolve().name
 
 
 def _of_hub(path: str) -> bool:
     """Whether it reads as an id of the hub, and neither it nor its folder lies here."""
     local = os.path.exists(path) or os.path.isdir(os.path.dirname(path)) or form(Path(path)) is not None
-    return files.HUB_ID.fullmatch(path) is not None and not local
+    return readers.HUB_ID.fullmatch(path) is not None and not local
 
 
 def _measured(told: runs.Told, steps: int) -> list[tuple[str, str]]:

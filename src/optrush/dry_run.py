@@ -19,12 +19,11 @@ import torch
 
 from optrush import checkpoint, config, console, plan
 from optrush.config import Run
-from optrush.data import stream
-from optrush.data.chat import Tokens
-from optrush.data.live import Live, flow
-from optrush.data.show import CLOSE, OPEN, decoded, visible
+from optrush.data import sampler
+from optrush.data.chat_template import Tokens, open_tokens
+from optrush.data.preview import CLOSE, OPEN, decoded, visible
+from optrush.data.sampler import Live, flow
 from optrush.data.sources import Sources, read_sources
-from optrush.data.tokenizer import open_tokens
 from optrush.distributed import World
 from optrush.errors import UserError
 from optrush.fit import absolute, look
@@ -161,11 +160,11 @@ def _of(found: Prediction, part: str) -> int:
 
 
 def data(
-    prepared: Prepared, sources: Sources, rows: stream.Stream | Live, steps: stream.Plan, done: int
+    prepared: Prepared, sources: Sources, rows: sampler.Stream | Live, steps: sampler.Plan, done: int
 ) -> dict[str, Any]:
     """Documents, steps and tokens of the run; null where only training will tell."""
     setup = prepared.setup
-    known = rows.totals(steps, setup.micro_rows) if isinstance(rows, stream.Stream) else None
+    known = rows.totals(steps, setup.micro_rows) if isinstance(rows, sampler.Stream) else None
     return {
         "summary": sources.summary,
         "documents": len(sources.train) * sources.train.parts,
@@ -185,7 +184,7 @@ def data(
     }
 
 
-def shown(rows: stream.Stream | Live, steps: stream.Plan, prepared: Prepared, tokens: Tokens) -> list[dict[str, Any]]:
+def shown(rows: sampler.Stream | Live, steps: sampler.Plan, prepared: Prepared, tokens: Tokens) -> list[dict[str, Any]]:
     """The first rows of the first step, in pieces that are learnt or not."""
     held = [(b, row) for b, row in enumerate(rows.step(0, steps)) if row]
     found = []

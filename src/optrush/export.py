@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from optrush import card
-from optrush.data.tokenizer import turn_ends
+from optrush.data.chat_template import turn_ends
 from optrush.distributed import agree
 from optrush.errors import NeedsError, RunError, UserError
 from optrush.job import Job

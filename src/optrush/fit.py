@@ -33,9 +33,8 @@ from optrush.assemble import Started, assemble, start
 from optrush.bench.report import write_run
 from optrush.best import Keeper, comparable, recall
 from optrush.board import Board
-from optrush.data import quarantine
-from optrush.data.live import Live
-from optrush.data.loader import reading
+from optrush.data import tokenize
+from optrush.data.sampler import Live, reading
 from optrush.errors import CheckpointError, ConfigError, RunError, UserError
 from optrush.export import write_model
 from optrush.job import Batch, Job
@@ -100,7 +99,7 @@ def fit(
             runfolder.put(output / "run.yaml", config.dump(absolute(run)))
             if manifest is None or not isinstance(job.stream, Live):  # a stream meets earlier bad rows no more
                 (output / QUARANTINE).unlink(missing_ok=True)
-                quarantine.append(output / QUARANTINE, job.sources.refused)
+                tokenize.append(output / QUARANTINE, job.sources.refused)
             if isinstance(job.stream, Live):
                 job.stream.aside = output / QUARANTINE
             if job.sources.cleaned is not None:

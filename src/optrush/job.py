@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from optrush import sharded
 from optrush.config import Run
 from optrush.data.batch import Batch
-from optrush.data.live import Live
-from optrush.data.loader import Loading
-from optrush.data.pack import Layout, Padded
+from optrush.data.packing import Layout, Padded
+from optrush.data.sampler import Evaluation, Live, Loading, Stream
 from optrush.data.sources import Sources
-from optrush.data.stream import Evaluation, Stream
 from optrush.distributed import World
 from optrush.kernels.adamw import Rounding
 from optrush.models.weights import Recipe

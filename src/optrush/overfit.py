@@ -25,7 +25,7 @@ from optrush import console, distributed, reference, step
 from optrush.assemble import start
 from optrush.config import Dpo
 from optrush.data.batch import IGNORE
-from optrush.data.loader import reading
+from optrush.data.sampler import reading
 from optrush.errors import ConfigError
 from optrush.fit import batches, fitting
 from optrush.job import Batch, Job

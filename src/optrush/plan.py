@@ -20,7 +20,7 @@ from typing import Any
 from optrush import baseline, ledger, measured, rates, technique
 from optrush.ascent import Worth, climb
 from optrush.config import Run
-from optrush.data.lengths import held
+from optrush.data.length_estimate import held
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import named
 from optrush.ledger import Item, Ledger

@@ -23,11 +23,9 @@ from torch import Tensor
 
 from optrush import console, distributed
 from optrush.assemble import assemble
-from optrush.data import files, shard, stream
-from optrush.data.cache import root
-from optrush.data.corpus import Source
-from optrush.data.streamed import Streamed
-from optrush.data.tokenising import no_room
+from optrush.data import readers, sampler, tokenize
+from optrush.data.dataset import Source, Streamed
+from optrush.data.tokenize import no_room, root
 from optrush.errors import ConfigError, UserError
 from optrush.job import Batch, Job
 from optrush.models.weights import value_files
@@ -181,7 +179,7 @@ def _values(job: Job, prepared: Prepared) -> str:
     found, error = "", None
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a machine; the cache knows files that did not change
         try:
-            found = files.fingerprint(value_files(prepared.folder), root(job.run.data.cache))
+            found = readers.fingerprint(value_files(prepared.folder), root(job.run.data.cache))
         except UserError as e:
             error = e
     distributed.agree(error)
@@ -191,7 +189,7 @@ def _values(job: Job, prepared: Prepared) -> str:
 def passed(job: Job, source: Source, what: str) -> np.ndarray:
     """One forward pass over all pairs, through the same callables as an evaluation."""
     world, setup = job.world, job.setup
-    rows = stream.evaluation(
+    rows = sampler.evaluation(
         source, T=setup.seq, micro_rows=setup.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
         packed=job.model.isolates,
     )  # fmt: skip
@@ -221,7 +219,7 @@ def _scored(job: Job, batches: Iterable[Batch], n: int, place: Callable[[int], i
 
 def _kept(folder: Path, key: str) -> np.ndarray | None:
     """What an earlier run found; None where there is none, or its bytes are not those that its name tells of."""
-    path = next(filter(shard.intact, folder.glob(f"{key}-*.npy")), None)
+    path = next(filter(tokenize.intact, folder.glob(f"{key}-*.npy")), None)
     return None if path is None else np.asarray(np.load(path, allow_pickle=False))
 
 
@@ -229,14 +227,14 @@ def _keep(made: np.ndarray, folder: Path, key: str) -> None:
     file = io.BytesIO()
     np.save(file, made, allow_pickle=False)
     data = file.getvalue()
-    temporary = folder / f"{key}{shard.TEMPORARY}{secrets.token_hex(4)}"
+    temporary = folder / f"{key}{tokenize.TEMPORARY}{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as out:
-            shard.write(out, data)
+            tokenize.write(out, data)
             out.flush()
-            shard.sync(out.fileno())
-        shard.rename(temporary, folder / f"{key}-{hashlib.sha256(data).hexdigest()[:32]}.npy")
-        shard.sync_folder(folder)
+            tokenize.sync(out.fileno())
+        tokenize.rename(temporary, folder / f"{key}-{hashlib.sha256(data).hexdigest()[:32]}.npy")
+        tokenize.sync_folder(folder)
     finally:
         temporary.unlink(missing_ok=True)

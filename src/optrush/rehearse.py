@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from optrush import distributed, shards
-from optrush.data import stream
-from optrush.data.document import Document
-from optrush.data.live import ROOM, Live
+from optrush.data import sampler
+from optrush.data.sampler import ROOM, Live
+from optrush.data.schema import Document
 from optrush.errors import NeedsError, RunError, UserError
 from optrush.hardware import GIB
 from optrush.job import Batch, Job
@@ -137,7 +137,7 @@ def worst(job: Job, plan: Plan) -> Batch:
     documents = [[(0, Document(part, np.ones(len(part), bool))) for part in parts] for parts in cut]
     # A live stream's room for documents grows with what it meets.
     widest = plan.length.widest or (ROOM if rows.layout.isolated else 2)
-    (batch,) = stream.batches(rows, documents, widest, rank=0, ranks=1, micro_rows=setup.micro_rows)
+    (batch,) = sampler.batches(rows, documents, widest, rank=0, ranks=1, micro_rows=setup.micro_rows)
     return batch
 
 

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from optrush.bench import charts
 from optrush.bench.figures import short
-from optrush.data.show import visible
+from optrush.data.preview import visible
 from optrush.errors import ConfigError
 from optrush.runfolder import put
 

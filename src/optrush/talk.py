@@ -21,12 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from optrush.config import Data, Model, Run
-from optrush.data.chat import Tokens
-from optrush.data.document import Document
-from optrush.data.forged import any_of
-from optrush.data.rows import Message, Where
-from optrush.data.template import Template
-from optrush.data.tokenizer import open_tokenizer, turn_ends
+from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer, turn_ends
+from optrush.data.schema import Document, Message, Where
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.models.hf import load_plain
 from optrush.models.source import locate

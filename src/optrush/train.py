@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from optrush.data import stream
+from optrush.data import sampler
 from optrush.job import Job
 from optrush.meter import Meter
 
@@ -19,7 +19,7 @@ class Plan:
     """Which steps a run takes, and what follows each."""
 
     job: Job
-    length: stream.Plan
+    length: sampler.Plan
     done: int = 0  # steps that were completed before
 
     @property

@@ -19,10 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from optrush.data import files, read, recipes, rows
+from optrush.data import readers, schema
+from optrush.data import sample as recipes
 from optrush.data.batch import collate
-from optrush.data.chat import Tokens
-from optrush.data.document import Document
+from optrush.data.chat_template import Tokens
+from optrush.data.schema import Document
 from optrush.errors import DataError, RunError
 from optrush.job import Job
 from optrush.models.hf import load_plain
@@ -101,23 +102,23 @@ def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, seed: i
     """Documents that are there and can be read; a file that is gone, or another machine's, has none."""
     if sample is not None:
         talks = recipes.conversations(ROWS, seed)
-        found = [(rows.Where(Path(sample), i), {"messages": talk}) for i, talk in enumerate(talks, 1)]
+        found = [(schema.Where(Path(sample), i), {"messages": talk}) for i, talk in enumerate(talks, 1)]
         yield from _tokenised(tokens, iter(found))
     for path in paths:
         try:
-            if path.startswith(files.HUB) or not Path(path).exists():
+            if path.startswith(readers.HUB) or not Path(path).exists():
                 continue
-            for file in files.find(path):
-                yield from _tokenised(tokens, read.attempts(file))
+            for file in readers.find(path):
+                yield from _tokenised(tokens, readers.attempts(file))
         except (DataError, OSError):
             continue
 
 
-def _tokenised(tokens: Tokens, found: Iterator[tuple[rows.Where, Any]]) -> Iterator[list[int]]:
+def _tokenised(tokens: Tokens, found: Iterator[tuple[schema.Where, Any]]) -> Iterator[list[int]]:
     for where, row in islice(found, 10 * ROWS):
         try:
             if not isinstance(row, DataError):
-                for document in tokens.batch([(where, rows.parse(where, row))], "all"):
+                for document in tokens.batch([(where, schema.parse(where, row))], "all"):
                     if not isinstance(document, DataError):
                         yield document[0].ids[:LENGTH].tolist()
         except DataError:  # a row that training refuses, too

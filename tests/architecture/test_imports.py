@@ -26,7 +26,7 @@ ONE_SUBJECT: tuple[str, ...] = ()
 
 PURE = (
     "errors", "config", "models.shapes", "hardware", "technique", "toolchain", "ledger", "baseline", "rates", "plan",
-    "prepare", "launch", "measured", "ascent", "sizing", "sampling", "judge", "models.source", "data.lengths",
+    "prepare", "launch", "measured", "ascent", "sizing", "sampling", "judge", "models.source", "data.length_estimate",
     "optim.schedule", "cli", "commands", "techniques",
 )  # fmt: skip
 FOUNDATION = ("model", "kernels", "objectives", "optim", "data")  # they know nothing of a job

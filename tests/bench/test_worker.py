@@ -12,7 +12,7 @@ from optrush import config
 from optrush.bench import stats, worker
 from optrush.bench.sketch import sketch
 from optrush.config import Run
-from optrush.data.document import Document
+from optrush.data.schema import Document
 from optrush.job import Job
 from optrush.prepare import prepare
 from optrush.train import Plan

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optrush import talk
 from optrush.commands import chat
-from optrush.data.rows import Message, Where
+from optrush.data.schema import Message, Where
 from optrush.models import tiny, weights
 from optrush.models.hf import load_plain
 from optrush.sampling import Sampling

@@ -183,11 +183,11 @@ def test_a_check_finds_a_changed_file(call: Call, recipes: Path, changed: str) -
 
 
 def test_a_check_finds_other_bytes(call: Call, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optrush.data.cleaning import duplicates
+    from optrush.data import cleaning
 
     assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
-    monkeypatch.setattr(duplicates, "near", lambda *_: iter(()))
-    monkeypatch.setattr("optrush.data.cleaning.account.version", lambda name: "other")
+    monkeypatch.setattr(cleaning, "near", lambda *_: iter(()))
+    monkeypatch.setattr("optrush.data.cleaning.version", lambda name: "other")
     done = call("data", "clean", "--check", "out")
     assert done.code == 2 and "rows.jsonl, removed.jsonl came out differently" in done.err
     assert re.search(r"clean with the same versions \(numpy \S+ then, other now", done.err)
@@ -277,12 +277,12 @@ def test_two_at_once(call: Call, recipes: Path) -> None:
 
 
 def test_a_full_disk(call: Call, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optrush.data.cleaning import output
+    from optrush.data import cleaning
 
     def full(_: object) -> bytes:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(output, "_line", full)
+    monkeypatch.setattr(cleaning, "_line", full)
     done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags())
     assert done.code == 2 and "no space left there" in done.err
     assert not Path("out").exists() and not Path("out.tmp").exists()

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from optrush.commands import data
-from optrush.data.show import BORDER, CLOSE, CLOSE_SPECIAL, OPEN, OPEN_SPECIAL
+from optrush.data.preview import BORDER, CLOSE, CLOSE_SPECIAL, OPEN, OPEN_SPECIAL
 
 from clirun import Found, write_rows
 
@@ -243,7 +243,7 @@ def test_pack(call: Call, write: Write) -> None:
 
 def test_pack_fills_the_cache(call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder and bytes are those on the disk, and a second call finds them."""
-    monkeypatch.setattr("optrush.data.cache.CHUNK_bytes", 100)
+    monkeypatch.setattr("optrush.data.tokenize.CHUNK_bytes", 100)
     facts = told(call, "pack", write(data={"eval": None, "cache": str(here / "kept"), "workers": 1}))
     (folder,) = map(Path, facts["cache"])
     assert folder.is_relative_to(here / "kept")

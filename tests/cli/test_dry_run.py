@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from optrush import dry_run, plan
 from optrush.config import parse
-from optrush.data.document import Document
+from optrush.data.schema import Document
 from optrush.errors import ConfigError
 from optrush.ledger import Item
 from optrush.models import weights

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optrush import answers_page, judge, talk
 from optrush.data.prompts import prompts
-from optrush.data.rows import Chat, Completion, Message
+from optrush.data.schema import Chat, Completion, Message
 from optrush.errors import DataError
 from optrush.models import tiny
 from optrush.sampling import Sampling

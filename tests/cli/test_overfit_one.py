@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from optrush import overfit as module
 from optrush.config import Dpo, parse
 from optrush.data.batch import collate
-from optrush.data.document import Document
+from optrush.data.schema import Document
 from optrush.job import Job
 from optrush.overfit import Floor, Seen, diagnose, overfit
 from optrush.prepare import prepare

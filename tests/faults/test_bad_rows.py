@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from optrush.data.read import attempts, read
-from optrush.data.rows import parse
+from optrush.data.readers import attempts, read
+from optrush.data.schema import parse
 from optrush.errors import DataError
 
 from harness import run, told

@@ -19,9 +19,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from optrush.config import parse
-from optrush.data import cache, shard, tokenising
-from optrush.data.cache import Work, jobs, tokenised
-from optrush.data.chat import Tokens
+from optrush.data import tokenize
+from optrush.data.chat_template import Tokens
+from optrush.data.tokenize import Work, jobs, tokenised
 from optrush.errors import DataError
 from optrush.models import tiny
 
@@ -38,11 +38,11 @@ import sys; sys.modules["torch"] = None; sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
 from optrush.config import parse
-from optrush.data import cache
-from optrush.data.chat import Tokens
-cache.CHUNK_bytes = {SMALL_bytes}
+from optrush.data import tokenize
+from optrush.data.chat_template import Tokens
+tokenize.CHUNK_bytes = {SMALL_bytes}
 tokens = Tokens(PreTrainedTokenizerFast.from_pretrained(sys.argv[2]))
-for path in cache.tokenised(cache.Work(parse({TEXT!r}, "x"), tokens, (Path(sys.argv[3]),))):
+for path in tokenize.tokenised(tokenize.Work(parse({TEXT!r}, "x"), tokens, (Path(sys.argv[3]),))):
     print(path.name, flush=True)
 """
 
@@ -61,7 +61,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """2 MB of rows, no two of them alike."""
-    monkeypatch.setattr(cache, "CHUNK_bytes", SMALL_bytes)
+    monkeypatch.setattr(tokenize, "CHUNK_bytes", SMALL_bytes)
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
     chance = random.Random(0)
     words = ["stir", "soup", "simmer", "salt", "leek", "and", "then", "wait"]
@@ -72,7 +72,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rank(model: Path, path: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", RANK, str(Path(cache.__file__).parents[2]), str(model), str(path)]
+    command = [sys.executable, "-c", RANK, str(Path(tokenize.__file__).parents[2]), str(model), str(path)]
     return subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)
 
 
@@ -84,8 +84,8 @@ def shards(folder: Path) -> dict[str, tuple[int, int]]:
 def reference(model: Path, path: Path) -> list[str]:
     """The names, which hold the digests, of what one process makes without being disturbed."""
     work = given(model, path)
-    made = [s for job in jobs(work.files, "file") for s in tokenising.shards(job, work.tokens, "assistant", "file")]
-    return [shard.digest(s) for s in made]
+    made = [s for job in jobs(work.files, "file") for s in tokenize.shards(job, work.tokens, "assistant", "file")]
+    return [tokenize.digest(s) for s in made]
 
 
 def digests(names: list[str]) -> list[str]:
@@ -105,14 +105,14 @@ def test_killed_at_any_moment(model: Path, path: Path) -> None:
         process.communicate()
         now = shards(folder)
         assert kept.items() <= now.items(), "a finished shard was made again"
-        assert all(shard.intact(folder / name) for name in now)
+        assert all(tokenize.intact(folder / name) for name in now)
         survived, kept = survived + (len(now) > len(kept)), now
     assert survived > 1 and len(kept) < len(reference(model, path)), "the kills came too early or too late"
     process = rank(model, path)
     names = process.communicate()[0].decode().split()
     assert process.returncode == 0 and digests(names) == reference(model, path)
     assert kept.items() <= shards(folder).items() and set(names) == set(shards(folder))
-    assert not list(folder.glob(f"*{shard.TEMPORARY}*"))
+    assert not list(folder.glob(f"*{tokenize.TEMPORARY}*"))
     told("tokenising is killed", KILLS, {"shards": len(names)})
 
 
@@ -124,12 +124,12 @@ def test_killed_at_every_call_that_changes_the_disk(
     """One process, no workers: a job of three shards, killed at each such call of the second."""
     work, folder = given(model, path), path.parent / "shards"
     folder.mkdir()
-    monkeypatch.setattr(tokenising, "SHARD_tok", 2000)
-    monkeypatch.setattr(tokenising, "BATCH_rows", 4)
+    monkeypatch.setattr(tokenize, "SHARD_tok", 2000)
+    monkeypatch.setattr(tokenize, "BATCH_rows", 4)
     job = next(jobs(work.files, "file"))
-    whole = [shard.digest(s) for s in tokenising.shards(job, work.tokens, "assistant", "file")]
+    whole = [tokenize.digest(s) for s in tokenize.shards(job, work.tokens, "assistant", "file")]
     assert len(whole) > 2
-    real: Callable[..., Any] = getattr(shard, call)
+    real: Callable[..., Any] = getattr(tokenize, call)
 
     def end(*args: Any) -> Any:
         if not list(folder.glob("*.safetensors")):
@@ -143,15 +143,15 @@ def test_killed_at_every_call_that_changes_the_disk(
         os.kill(os.getpid(), signal.SIGKILL)
 
     def dying() -> None:
-        setattr(shard, call, end)
-        tokenising.commit(job, work.tokens, "assistant", "file", None, folder, 0, 0)
+        setattr(tokenize, call, end)
+        tokenize.commit_chunk(job, work.tokens, "assistant", "file", None, folder, 0, 0)
 
     assert run(dying) == -signal.SIGKILL
-    store = cache.Store(folder)
+    store = tokenize.Store(folder)
     done, kept = store.begun[0], shards(folder)
     assert len(done) == (2 if (call, when) == ("rename", "after") else 1) and 0 not in store.whole
-    skip = sum(shard.mapped(p).rows for p in done)
-    names, _ = tokenising.commit(job, work.tokens, "assistant", "file", None, folder, skip, len(done))
+    skip = sum(tokenize.mapped(p).rows for p in done)
+    names, _ = tokenize.commit_chunk(job, work.tokens, "assistant", "file", None, folder, skip, len(done))
     assert digests([p.name for p in done] + names) == whole and kept.items() <= shards(folder).items()
 
 
@@ -180,7 +180,7 @@ def test_a_worker_is_killed(model: Path, path: Path) -> None:
     assert isinstance(first, Path)
     workers = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     for pid in workers:
-        if "optrush.data.worker" in Path(f"/proc/{pid}/cmdline").read_text():
+        if "optrush.data.tokenize" in Path(f"/proc/{pid}/cmdline").read_text():
             os.kill(int(pid), signal.SIGKILL)
     with pytest.raises(DataError, match="was killed by signal 9") as caught:
         list(made)
@@ -203,7 +203,7 @@ def test_the_disk_is_full(model: Path, path: Path) -> None:
         with pytest.raises(DataError) as caught:
             list(tokenised(work))
         assert caught.value.found == os.strerror(errno.EFBIG) and "data.cache" in caught.value.do
-        assert not list(work.folder.glob("*.safetensors")) + list(work.folder.glob(f"*{shard.TEMPORARY}*"))
+        assert not list(work.folder.glob("*.safetensors")) + list(work.folder.glob(f"*{tokenize.TEMPORARY}*"))
 
     assert run(limited) == 0
     assert list(tokenised(given(model, path)))

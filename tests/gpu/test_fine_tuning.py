@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from optrush import cli, step
-from optrush.data.recipes import conversations
+from optrush.data.sample import conversations
 from optrush.job import Job
 
 from trials import apart, assembled, first_gradients, golden_run, steps

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from optrush.data.batch import Batch, collate
-from optrush.data.document import Document
+from optrush.data.schema import Document
 from optrush.models.weights import Recipe
 
 transformers_logging.disable_progress_bar()

@@ -12,7 +12,7 @@ import pytest
 from test_browser import CHROMIUM, Browser, browser
 
 from optrush import show_page
-from optrush.data import show
+from optrush.data import preview
 from optrush.errors import ConfigError
 
 __all__ = ["browser"]
@@ -50,8 +50,8 @@ def facts(**changes: Any) -> dict[str, Any]:
     run: Any = SimpleNamespace(seed=0, with_={"packing": {}}, data=SimpleNamespace(too_long="split"))
     return {
         "summary": f"20000 documents {EVIL}", "objective": "sft", "seq": 2048, "too_long": "split",
-        "samples": [one, two], "lengths": show.spread(lengths, lengths // 3, 2048),
-        "fills": show.fills(lengths, 2048, 32, 8, run), **changes,
+        "samples": [one, two], "lengths": preview.spread(lengths, lengths // 3, 2048),
+        "fills": preview.fills(lengths, 2048, 32, 8, run), **changes,
     }  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_rows() -> None:
 )
 def test_any_lengths(lengths: list[int], line: bool) -> None:
     """One length, two, far apart; the line at T stands where T lies within."""
-    found = show.spread(np.array(lengths), np.array(lengths) // 2, 2048)
+    found = preview.spread(np.array(lengths), np.array(lengths) // 2, 2048)
     drawn = show_page.histogram(found, 2048)
     assert ("T = 2,048" in drawn) == line and "nan" not in drawn
     said = [int(n.replace(",", "")) for n in re.findall(r"tokens: ([\d,]+) samples", drawn)]
@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_in_a_browser(browser: Browser, tmp_path: Path, width: int) -> None:
     """A silent console, nothing fetched, no script run, charts to be read on a phone and in the dark."""
     few = np.array([10**6, 10**6 + 1])
-    kinds = facts(), facts(seq=15_000), facts(seq=20), facts(lengths=show.spread(few, few, 10**6), seq=10**6)
+    kinds = facts(), facts(seq=15_000), facts(seq=20), facts(lengths=preview.spread(few, few, 10**6), seq=10**6)
     pages = [show_page.write(kind, tmp_path / str(i)) for i, kind in enumerate(kinds)]
     light, dark, *more = [browser.open(page, width, dark=i == 1) for i, page in enumerate([pages[0], *pages])]
     for seen in (light, dark, *more):

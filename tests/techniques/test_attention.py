@@ -14,7 +14,7 @@ import torch
 
 from optrush import config, plan
 from optrush.data.batch import collate
-from optrush.data.document import Document
+from optrush.data.schema import Document
 from optrush.models.shapes import SHAPES
 from optrush.techniques import attention
 

@@ -4,7 +4,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from optrush.data.rows import Chat, Message, Where
+from optrush.data.schema import Chat, Message, Where
 from optrush.models import tiny
 
 WHERE = Where("chat.jsonl", 3)

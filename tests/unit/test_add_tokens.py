@@ -13,8 +13,8 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from optrush import config, plan
-from optrush.data.rows import Chat, Message, Text, Where
-from optrush.data.tokenizer import CHATML, add_tokens, open_tokenizer, open_tokens, turn_ends
+from optrush.data.chat_template import CHATML, add_tokens, open_tokenizer, open_tokens, turn_ends
+from optrush.data.schema import Chat, Message, Text, Where
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.fit import absolute
 from optrush.models.source import Growth, grow

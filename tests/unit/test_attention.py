@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from optrush.data.batch import Documents, collate
-from optrush.data.document import Document
+from optrush.data.schema import Document
 from optrush.errors import NeedsError
 from optrush.kernels.attention import ATTENTIONS, masked, sdpa, varlen
 

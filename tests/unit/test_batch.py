@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from optrush.data.batch import IGNORE, collate
-from optrush.data.document import Document
+from optrush.data.schema import Document
 
 _ = IGNORE
 

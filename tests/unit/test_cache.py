@@ -19,10 +19,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from optrush.config import parse
-from optrush.data import cache, shard, tokenising
-from optrush.data.cache import Telling, Work, jobs, tokenised
-from optrush.data.chat import Tokens
-from optrush.data.shard import mapped
+from optrush.data import tokenize
+from optrush.data.chat_template import Tokens
+from optrush.data.tokenize import Telling, Work, jobs, mapped, tokenised
 from optrush.errors import DataError
 from optrush.models import tiny
 
@@ -44,7 +43,7 @@ def tokens(model):
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     """A folder for files, with small jobs and a cache of its own."""
-    monkeypatch.setattr(cache, "CHUNK_bytes", 600)
+    monkeypatch.setattr(tokenize, "CHUNK_bytes", 600)
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
@@ -69,22 +68,22 @@ def ids(made):
 def alone(tokens, path):
     """What this process makes of a file by itself."""
     (job,) = jobs_of(path, 1 << 30)
-    return ids(tokenising.shards(job, tokens, "assistant", "file"))
+    return ids(tokenize.shards(job, tokens, "assistant", "file"))
 
 
 def jobs_of(path, size):
-    before, cache.CHUNK_bytes = cache.CHUNK_bytes, size
+    before, tokenize.CHUNK_bytes = tokenize.CHUNK_bytes, size
     try:
         return list(jobs([path], "file"))
     finally:
-        cache.CHUNK_bytes = before
+        tokenize.CHUNK_bytes = before
 
 
 def no_workers(monkeypatch):
     def refuse(*_):
         raise AssertionError("something was tokenised again")
 
-    monkeypatch.setattr(cache.Workers, "__enter__", refuse)
+    monkeypatch.setattr(tokenize.Workers, "__enter__", refuse)
 
 
 # --- jobs
@@ -121,17 +120,17 @@ def test_jobs_of_parquet_files_go_by_bytes(here):
 def test_a_job_is_cut_into_shards_of_bounded_size(here, tokens, monkeypatch):
     """One file that cannot be cut, such as a packed one: memory is bounded by the shard all the same."""
     path = written(here / "a.jsonl")
-    monkeypatch.setattr(tokenising, "SHARD_tok", 200)
-    monkeypatch.setattr(tokenising, "BATCH_rows", 4)
+    monkeypatch.setattr(tokenize, "SHARD_tok", 200)
+    monkeypatch.setattr(tokenize, "BATCH_rows", 4)
     (job,) = jobs_of(path, 1 << 30)
-    made = list(tokenising.shards(job, tokens, "assistant", "file"))
+    made = list(tokenize.shards(job, tokens, "assistant", "file"))
     assert len(made) > 3 and [s.last for s in made] == [0] * (len(made) - 1) + [1]
     assert ids(made) == alone(tokens, path) and all(len(s.ids) < 400 for s in made)
-    rest = tokenising.shards(job, tokens, "assistant", "file", skip=made[0].rows)
-    assert [shard.digest(s) for s in rest] == [shard.digest(s) for s in made[1:]]
-    monkeypatch.setattr(tokenising, "SHARD_rows", 8)
+    rest = tokenize.shards(job, tokens, "assistant", "file", skip=made[0].rows)
+    assert [tokenize.digest(s) for s in rest] == [tokenize.digest(s) for s in made[1:]]
+    monkeypatch.setattr(tokenize, "SHARD_rows", 8)
     bad = written(here / "bad.jsonl", [""] * 40)
-    made = list(tokenising.shards(jobs_of(bad, 1 << 30)[0], tokens, "assistant", "file"))
+    made = list(tokenize.shards(jobs_of(bad, 1 << 30)[0], tokens, "assistant", "file"))
     assert len(made) == 6 and sum(len(s.refusals([bad])) for s in made) == 40
 
 
@@ -139,7 +138,7 @@ def test_rows_that_cleaning_took_out_are_counted_and_not_tokenised(here, tokens)
     path = written(here / "a.jsonl")
     kept = np.arange(60) % 3 > 0
     (job,) = jobs_of(path, 1 << 30)
-    (made,) = tokenising.shards(job, tokens, "assistant", "file", [kept])
+    (made,) = tokenize.shards(job, tokens, "assistant", "file", [kept])
     assert (made.rows, made.cleaned) == (40, 20) and made.numbers.tolist() == list(range(40))
     assert made.lines.tolist() == (np.flatnonzero(kept) + 1).tolist()
     through = list(tokenised(work(tokens, path, kept=[kept], cleaning="some")))
@@ -165,7 +164,7 @@ def test_workers_have_the_tokenizer_of_this_process(here, model):
 def test_small_data_stays_in_memory(here, tokens):
     path = written(here / "a.jsonl", ["soup"])
     made = list(tokenised(work(tokens, path)))
-    assert len(made) == 1 and isinstance(made[0], shard.Shard) and not (here / "cache").exists()
+    assert len(made) == 1 and isinstance(made[0], tokenize.Shard) and not (here / "cache").exists()
 
 
 def test_packed_data_counts_as_what_it_holds(here, tokens):
@@ -173,7 +172,7 @@ def test_packed_data_counts_as_what_it_holds(here, tokens):
     path = here / "a.jsonl.gz"
     path.write_bytes(gzip.compress(written(here / "a.jsonl").read_bytes()))
     size = path.stat().st_size
-    assert size < 600 < size * cache.PACKED and not cache.small([path])
+    assert size < 600 < size * tokenize.PACKED and not tokenize.small([path])
     made = list(tokenised(work(tokens, path)))
     assert all(isinstance(m, Path) for m in made) and ids(made) == alone(tokens, here / "a.jsonl")
 
@@ -191,18 +190,18 @@ def test_worker_processes_make_what_one_process_makes_and_only_once(here, tokens
 
 
 def test_a_file_that_changes_while_it_is_tokenised_is_refused_and_not_kept(here, tokens, monkeypatch):
-    path, begin = written(here / "a.jsonl"), cache.Workers.__enter__
+    path, begin = written(here / "a.jsonl"), tokenize.Workers.__enter__
 
     def changing(workers):
         path.write_text(path.read_text().swapcase())  # as long as it was
         return begin(workers)
 
-    monkeypatch.setattr(cache.Workers, "__enter__", changing)
+    monkeypatch.setattr(tokenize.Workers, "__enter__", changing)
     with pytest.raises(DataError) as caught:
         list(tokenised(work(tokens, path)))
     assert str(path) in caught.value.asked and caught.value.found == "it changed meanwhile" and caught.value.do
     assert not list((here / "cache" / "tokens").glob("*/*.safetensors"))
-    monkeypatch.setattr(cache.Workers, "__enter__", begin)
+    monkeypatch.setattr(tokenize.Workers, "__enter__", begin)
     assert ids(tokenised(work(tokens, path))) == alone(tokens, path)
 
 
@@ -223,7 +222,7 @@ def test_workers_hold_no_torch_and_the_parent_starts_none_beyond_the_work(here, 
 def test_who_has_seen_enough_stops_the_rest(here, tokens):
     made = tokenised(work(tokens, written(here / "a.jsonl", TEXTS * 20), workers=1))
     first = next(made)
-    begun = first.parent / f"000009-000{shard.TEMPORARY}{shard.socket.gethostname()}-00ff"
+    begun = first.parent / f"000009-000{tokenize.TEMPORARY}{tokenize.socket.gethostname()}-00ff"
     begun.touch()  # what a worker is about to write when it is stopped
     made.close()
     there = sorted(first.parent.glob("*.safetensors"))
@@ -258,9 +257,9 @@ def test_a_job_that_is_half_done_is_gone_on_with(here, tokens, monkeypatch):
     given.folder.mkdir(parents=True)
     job = next(jobs([path], "file"))
     with monkeypatch.context() as patch:
-        patch.setattr(tokenising, "SHARD_tok", 50)
-        patch.setattr(tokenising, "BATCH_rows", 3)
-        tokenising.commit(job, tokens, "assistant", "file", [kept], given.folder, 0, 0)
+        patch.setattr(tokenize, "SHARD_tok", 50)
+        patch.setattr(tokenize, "BATCH_rows", 3)
+        tokenize.commit_chunk(job, tokens, "assistant", "file", [kept], given.folder, 0, 0)
     first, *rest = sorted(given.folder.glob("*.safetensors"))
     assert rest and mapped(first).rows and mapped(first).cleaned
     for other in rest:
@@ -268,15 +267,15 @@ def test_a_job_that_is_half_done_is_gone_on_with(here, tokens, monkeypatch):
     before = first.stat()
     made = list(tokenised(given))
     assert made[0] == first and first.stat() == before and mapped(made[1]).last
-    (whole,) = tokenising.shards(jobs_of(path, 1 << 30)[0], tokens, "assistant", "file", [kept])
+    (whole,) = tokenize.shards(jobs_of(path, 1 << 30)[0], tokens, "assistant", "file", [kept])
     assert ids(made) == ids([whole])
 
 
 def test_temporary_files_of_the_dead_are_removed(here, tokens):
     given = work(tokens, written(here / "a.jsonl"))
     folder = next(tokenised(given)).parent
-    ours = folder / f"000009-000{shard.TEMPORARY}{shard.socket.gethostname()}-00ff"
-    theirs, ancient = (folder / f"00000{i}-000{shard.TEMPORARY}elsewhere-00ff" for i in range(2))
+    ours = folder / f"000009-000{tokenize.TEMPORARY}{tokenize.socket.gethostname()}-00ff"
+    theirs, ancient = (folder / f"00000{i}-000{tokenize.TEMPORARY}elsewhere-00ff" for i in range(2))
     for path in (ours, theirs, ancient):
         path.touch()
     os.utime(ancient, (0, 0))
@@ -308,7 +307,7 @@ def test_the_key(here, model, tokens, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = "s"
     others["end of text"] = work(Tokens(tokenizer), path)
-    monkeypatch.setattr(shard, "FORMAT", 99)
+    monkeypatch.setattr(tokenize, "FORMAT", 99)
     others["format"] = work(tokens, path)
     assert len({base, *(other.folder for other in others.values())}) == 1 + len(others)
 
@@ -331,7 +330,7 @@ def test_without_a_date_given_it_is_the_real_one(here, tokens, monkeypatch):
     path, dated = written(here / "a.jsonl"), Tokens(tokens.tokenizer, '{{ strftime_now("%d") }}' + tokens.template())
     today, plain = work(dated, path).folder, work(tokens, path).folder
     monkeypatch.setattr(
-        tokenising, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda: datetime.date(1, 1, 1)))
+        tokenize, "datetime", SimpleNamespace(date=SimpleNamespace(today=lambda: datetime.date(1, 1, 1)))
     )
     assert work(dated, path).folder != today and work(tokens, path).folder == plain
 
@@ -351,15 +350,15 @@ def test_the_cache_is_where_it_was_asked_for(here, tokens, monkeypatch):
 def test_a_full_disk(here, tokens, monkeypatch):
     path = written(here / "a.jsonl")
     (here / "full").mkdir()
-    real = shard.write
+    real = tokenize.write
 
     def write(file, data):
         real(file, data[: len(data) // 2])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(shard, "write", write)
+    monkeypatch.setattr(tokenize, "write", write)
     with pytest.raises(DataError) as caught:
-        tokenising.commit(next(jobs([path], "file")), tokens, "assistant", "file", None, here / "full", 0, 0)
+        tokenize.commit_chunk(next(jobs([path], "file")), tokens, "assistant", "file", None, here / "full", 0, 0)
     assert caught.value.args == (
         f"to keep the tokenised data in {here / 'full'}", "No space left on device",
         "free some space there, or name another: data.cache",
@@ -389,12 +388,12 @@ def test_a_damaged_file_is_named_whichever_worker_meets_it(here, tokens):
 def test_a_worker_that_dies(here, tokens, monkeypatch, capfd):
     given = work(tokens, written(here / "a.jsonl"), workers=1)
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+        patch.setattr(tokenize, "WORKER", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
         with pytest.raises(DataError, match=r"was killed by signal 9 \(out of memory\?\)") as caught:
             list(tokenised(given))
     assert "a.jsonl from row 1 on" in caught.value.asked and "data.workers: 1" in caught.value.do
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "WORKER", "raise SystemExit('these are its words')")
+        patch.setattr(tokenize, "WORKER", "raise SystemExit('these are its words')")
         with pytest.raises(DataError, match="ended with code 1"):
             list(tokenised(given))
     assert "these are its words" in capfd.readouterr().err
@@ -414,7 +413,7 @@ time.sleep(float(sys.argv[2]))
 
 
 def test_others_wait_and_say_so(here, tokens, monkeypatch):
-    monkeypatch.setattr(cache, "QUIET_S", 0.3)
+    monkeypatch.setattr(tokenize, "QUIET_S", 0.3)
     said = []
     given = work(tokens, written(here / "a.jsonl"), say=said.append)
     given.folder.mkdir(parents=True)
@@ -434,7 +433,7 @@ def test_who_waited_uses_what_the_other_made(here, tokens, monkeypatch):
     first = next(made)  # holds the lock from here on
     no_workers(monkeypatch)
     found, seen = [], threading.Event()
-    monkeypatch.setattr(cache, "QUIET_S", 0.0)
+    monkeypatch.setattr(tokenize, "QUIET_S", 0.0)
     other = threading.Thread(target=lambda: found.extend(tokenised(replace(given, say=lambda _: seen.set()))))
     other.start()  # the lock is of the open file, so a thread waits for it as another process would
     assert seen.wait(20)

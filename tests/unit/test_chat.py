@@ -23,9 +23,9 @@ from chats import (
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from optrush.data import template
-from optrush.data.chat import Tokens, _token_bytes
-from optrush.data.rows import Chat, Completion, Message, Pair, Text, Where
+from optrush.data import chat_template
+from optrush.data.chat_template import Tokens, _token_bytes
+from optrush.data.schema import Chat, Completion, Message, Pair, Text, Where
 from optrush.errors import DataError
 from optrush.models import tiny
 
@@ -215,7 +215,7 @@ def test_a_failing_template_names_the_row(bytelevel, source):
 def test_the_template_and_what_it_makes_are_capped(bytelevel, monkeypatch):
     with pytest.raises(DataError, match="at most 65536"):
         Tokens(bytelevel, CHATML + "{#" + "x" * 70_000 + "#}").document(talk(["a"]), "assistant", WHERE)
-    monkeypatch.setattr(template, "LONGEST_RENDER_chars", 1000)
+    monkeypatch.setattr(chat_template, "LONGEST_RENDER_chars", 1000)
     with pytest.raises(DataError, match="made 5000 characters"):
         Tokens(bytelevel, "{{ 'x' * 5000 }}").document(talk(["a"]), "assistant", WHERE)
 

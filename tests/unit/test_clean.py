@@ -21,9 +21,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from optrush.config import Cleaning
-from optrush.data import rows as meaning
-from optrush.data.clean import Cleaned, clean
-from optrush.data.cleaning.output import write_rows
+from optrush.data import schema as meaning
+from optrush.data.cleaning import Cleaned, clean, write_rows
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 
 Run = Callable[..., Cleaned]
@@ -182,9 +181,9 @@ def test_items_are_counted_over_the_rows_that_are_left(run: Run) -> None:
 
 
 def test_many_items_are_counted_across_blocks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optrush.data.cleaning import table
+    from optrush.data import cleaning
 
-    monkeypatch.setattr(table, "BLOCK", 7)
+    monkeypatch.setattr(cleaning, "BLOCK", 7)
     rows = [{"text": "x", "of": [f"i{i % 50}", f"j{i // 2}"]} for i in range(100)] + [{"text": "x", "of": ["i1", "k"]}]
     assert stays(run(rows, items=[{"field": "of", "rarest": 2}])) == list(range(100))
 
@@ -385,8 +384,8 @@ def test_parquet(tmp_path: Path) -> None:
 
 def test_lines_of_text_that_are_blank_keep_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row k of a part stands at the part's first line + k, as whoever tokenises counts."""
-    from optrush.data import clean as module
-    from optrush.data.read import attempts, chunks
+    from optrush.data import cleaning as module
+    from optrush.data.readers import attempts, chunks
 
     path = tmp_path / "a.txt"
     path.write_text("\nlong enough\n\nx\n\nlong enough too\nx\n")
@@ -451,9 +450,9 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_batches_of_which_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from optrush.data.cleaning import measure
+    from optrush.data import cleaning
 
-    monkeypatch.setattr(measure, "BATCH_rows", 1)
+    monkeypatch.setattr(cleaning, "BATCH_rows", 1)
     evaluation = write(tmp_path / "eval.jsonl", ["some other words"])
     rows = [{"text": t, "of": ["a"]} for t in ("x", "long enough", "x", "long enough", "!" * 9)]
     found = run(
@@ -484,7 +483,7 @@ MEASURED = """
 import sys
 from pathlib import Path
 from optrush.config import Cleaning
-from optrush.data.clean import clean
+from optrush.data.cleaning import clean
 settings = Cleaning(chars=(1, None), exact_duplicates=True, near_duplicates=0.8, repeated_lines=0.9)
 clean([Path(sys.argv[1])], settings, tokens=None, workers=1)
 assert "torch" not in sys.modules

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optrush.data import shard
-from optrush.data.corpus import Counts, Random, Shelf, fit, held_rows, permutation, view
-from optrush.data.document import Document
-from optrush.data.rows import Where, bad_row
-from optrush.data.shard import Builder
+from optrush.data import tokenize
+from optrush.data.dataset import Counts, Random, Shelf, fit, held_rows, permutation, view
+from optrush.data.schema import Document, Where, bad_row
+from optrush.data.tokenize import Builder
 from optrush.errors import DataError
 
 quick = settings(database=None, max_examples=60)
@@ -212,8 +211,8 @@ def test_origins():
 def test_a_shard_comes_back_from_its_file(tmp_path):
     rows = [(document(9, [2, 8]),), "bad \0 \u2028 row", (document(3),)]
     made = shelf(rows).made[0]
-    path = shard.commit(made, tmp_path, 7, 2)
-    assert path.name == f"000007-002-{shard.digest(made)}.safetensors" and shard.intact(path)
+    path = tokenize.commit_shard(made, tmp_path, 7, 2)
+    assert path.name == f"000007-002-{tokenize.digest(made)}.safetensors" and tokenize.intact(path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     held = Shelf(FILES)
     held.add(path, None)
@@ -228,28 +227,28 @@ def test_a_shard_comes_back_from_its_file(tmp_path):
 
 def test_an_empty_shard_has_a_file_too(tmp_path):
     empty = Builder().shard(last=True)
-    assert len(shard.mapped(shard.commit(empty, tmp_path, 0, 0))) == 0
+    assert len(tokenize.mapped(tokenize.commit_shard(empty, tmp_path, 0, 0))) == 0
 
 
 @pytest.mark.parametrize("where", ["length", "header", "ids", "end"])
 def test_one_bit_or_byte_less_is_found(tmp_path, where):
-    path = shard.commit(shelf([(document(50),)]).made[0], tmp_path, 0, 0)
+    path = tokenize.commit_shard(shelf([(document(50),)]).made[0], tmp_path, 0, 0)
     data = bytearray(path.read_bytes())
     data[{"length": 1, "header": 20, "ids": -60, "end": -1}[where]] ^= 4
     path.write_bytes(data)
-    assert not shard.intact(path)
+    assert not tokenize.intact(path)
     data[{"length": 1, "header": 20, "ids": -60, "end": -1}[where]] ^= 4
     path.write_bytes(data)
-    assert shard.intact(path)
+    assert tokenize.intact(path)
     path.write_bytes(data[:-1])
-    assert not shard.intact(path)
+    assert not tokenize.intact(path)
 
 
 def test_many_shards_do_not_keep_many_files_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("optrush.data.corpus.OPEN", 3)
+    monkeypatch.setattr("optrush.data.dataset.OPEN", 3)
     held = Shelf(FILES)
     for k in range(9):
-        held.add(shard.commit(shelf([(document(5, base=k),)]).made[0], tmp_path, k, 0), None)
+        held.add(tokenize.commit_shard(shelf([(document(5, base=k),)]).made[0], tmp_path, k, 0), None)
     corpus = view(held, T=8, how="error")
     first = corpus.documents(0)
     assert [corpus.documents(i)[0].ids[0] for i in (8, 0, 3, 4, 5, 6, 0)] == [8, 0, 3, 4, 5, 6, 0]

@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from optrush.config import Dpo, parse
-from optrush.data import recipes, stream
+from optrush.data import sample, sampler
 from optrush.data.batch import collate
-from optrush.data.document import Document
-from optrush.data.pack import Fitted, Packed, Padded, Sorted
-from optrush.data.rows import Chat, Pair, Where
-from optrush.data.rows import parse as row
+from optrush.data.packing import Fitted, Packed, Padded, Sorted
+from optrush.data.schema import Chat, Document, Pair, Where
+from optrush.data.schema import parse as row
 from optrush.objectives import FIGURES, dpo
 from optrush.rehearse import worst
 
@@ -53,7 +52,7 @@ def known(n: int) -> np.ndarray:
     return -np.arange(2 * n, dtype=np.float32).reshape(n, 2) / 2
 
 
-def check(batch: stream.Batch) -> list[int]:
+def check(batch: sampler.Batch) -> list[int]:
     """Every pair of a batch stands beside itself, where `pairs` and the reference say; its numbers in order."""
     there, seen = batch.extra["pairs"], []
     ids = batch.documents.ids
@@ -71,7 +70,7 @@ def check(batch: stream.Batch) -> list[int]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize("micro_rows", [1, 3])
 def test_every_pair_once_an_epoch_and_whole(layout, micro_rows):
-    rows = stream.Stream(Pairs(25), layout, T=T, rows=6, seed=3)
+    rows = sampler.Stream(Pairs(25), layout, T=T, rows=6, seed=3)
     rows.reference = known(25)
     plan = rows.plan(epochs=1)
     of_rank = [partial(rows.batches, plan=plan, rank=r, ranks=2, micro_rows=micro_rows) for r in (0, 1)]
@@ -93,13 +92,13 @@ def test_halves_are_batches_too():
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_evaluation_has_every_pair_once(packed):
-    made = [stream.evaluation(Pairs(25), T=T, micro_rows=2, rank=r, ranks=3, packed=packed) for r in range(3)]
+    made = [sampler.evaluation(Pairs(25), T=T, micro_rows=2, rank=r, ranks=3, packed=packed) for r in range(3)]
     seen = [i for part in made for b in part for i in check(replaced(b))]
     assert sorted(seen) == list(range(25)) and {len(list(part)) for part in made} == {made[0].batches}
     assert made[0].documents == 50
 
 
-def replaced(batch: stream.Batch) -> stream.Batch:
+def replaced(batch: sampler.Batch) -> sampler.Batch:
     """The batch as if its reference were known: rows of an evaluation bring none of their own."""
     assert set(batch.extra) == {"pairs"}
     rows = [[(i, d) for i in c.samples for d in Pairs(25).documents(i)] for c in batch.rows]
@@ -164,7 +163,7 @@ def test_the_loss_by_hand():
 
 def test_the_sample_has_pairs(tmp_path: Path):
     path = tmp_path / "pairs.jsonl"
-    recipes.write(path, 30, 4, pairs=True)
+    sample.write(path, 30, 4, pairs=True)
     found = [row(Where(path, n), json.loads(line)) for n, line in enumerate(path.read_text().splitlines(), 1)]
     assert len(found) == 30 and all(isinstance(pair, Pair) for pair in found)
     for pair in found:
@@ -174,13 +173,13 @@ def test_the_sample_has_pairs(tmp_path: Path):
         steps, other = ({line.partition(". ")[2] for line in text[2:]} for text in (good, bad))
         assert steps == other and good[2].startswith("1. Prepare the ")
         assert [line.partition(".")[0] for line in bad[2:]] == [str(n) for n in range(1, len(bad) - 1)]
-    recipes.write(path, 5, 4, pairs=True)
+    sample.write(path, 5, 4, pairs=True)
     again = [row(Where(path, n), json.loads(line)) for n, line in enumerate(path.read_text().splitlines(), 1)]
     assert again == found[:5]
 
 
 def test_the_largest_micro_batch_is_full_rows_of_pairs():
-    rows = stream.Stream(Pairs(25), Packed(), T=T, rows=4, seed=0)
+    rows = sampler.Stream(Pairs(25), Packed(), T=T, rows=4, seed=0)
     rows.reference = known(25)
     weight = torch.zeros(90, 1)
     model = SimpleNamespace(embedding=SimpleNamespace(weight=weight))

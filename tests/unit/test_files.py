@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from optrush.data import files
-from optrush.data.files import find, fingerprint
-from optrush.data.read import read
+from optrush.data import readers
+from optrush.data.readers import find, fingerprint, read
 from optrush.errors import DataError, NeedsError
 
 
@@ -56,9 +55,9 @@ def test_what_tells_about_a_data_set_is_left_out_of_its_folder(folder):
     assert refused("data").found == "no known kind of data: LICENSE", "alone they are no data either"
     make(folder, "data/train/a.jsonl", "data/train/info.json")
     assert find("data") == [Path("data/train/a.jsonl"), Path("data/train/info.json")]
-    assert files.about("data") == ["LICENSE.txt", "README.md", "dataset_info.json", "state.json"]
+    assert readers.about("data") == ["LICENSE.txt", "README.md", "dataset_info.json", "state.json"]
     assert find("data/*.md") == find("data/README.md") == [Path("data/README.md")], "asked for by name"
-    assert files.about("data/README.md") == files.about("data/*.md") == files.about("nowhere") == []
+    assert readers.about("data/README.md") == readers.about("data/*.md") == readers.about("nowhere") == []
 
 
 def test_home_is_understood(folder, monkeypatch):
@@ -243,7 +242,7 @@ def test_an_unchanged_file_is_hashed_once(folder, monkeypatch):
 def test_a_file_that_grows_meanwhile_has_no_fingerprint(folder, monkeypatch):
     make(folder, "a.jsonl")
     marks = iter([[1, 1, 1], [2, 1, 1]])
-    monkeypatch.setattr(files, "mark", lambda file: next(marks))
+    monkeypatch.setattr(readers, "mark", lambda file: next(marks))
     with pytest.raises(DataError) as caught:
         fingerprint([folder / "a.jsonl"])
     assert "changed meanwhile" in caught.value.found

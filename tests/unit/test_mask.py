@@ -3,10 +3,9 @@
 import pytest
 from chats import CHATML, WHERE, bytelevel_bpe, learnt, talk
 
-from optrush.data import mask
-from optrush.data.chat import Tokens
-from optrush.data.rows import Chat, Message
-from optrush.data.template import Template
+from optrush.data import chat_template
+from optrush.data.chat_template import Template, Tokens
+from optrush.data.schema import Chat, Message
 from optrush.errors import DataError
 from optrush.models import tiny
 
@@ -162,7 +161,7 @@ def test_what_a_template_does_to_one_text_only_is_seen_in_that_text(bytelevel, c
 
 
 def test_very_many_answers_that_must_be_looked_at_one_by_one_are_an_error(bytelevel, monkeypatch):
-    monkeypatch.setattr(mask, "MOST_TURNS", 2)
+    monkeypatch.setattr(chat_template, "MOST_TURNS", 2)
     lstripped = CHATML.replace("message['content']", "message['content'].lstrip()")
     tokens = Tokens(bytelevel, lstripped)
     assert learnt(tokens, tokens.document(talk([" a ", "b"]), "assistant", WHERE)) == ["a <|im_end|>", "b<|im_end|>"]

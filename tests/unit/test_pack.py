@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optrush.data import pack
-from optrush.data.pack import Fitted, Packed, Padded, Sorted, Wrapped, deal, survey
+from optrush.data import packing
+from optrush.data.packing import Fitted, Packed, Padded, Sorted, Wrapped, deal, survey
 
 quick = settings(database=None, max_examples=200)
 T = 16
@@ -99,7 +99,7 @@ def test_sorted_steps_are_alike_in_length_and_shuffled():
         assert all(a[1] <= b[0] for a, b in pairwise(ranges))
         means = np.array([s.mean() for s in steps if len(s)])
         assert abs(np.corrcoef(means, np.arange(len(means)))[0, 1]) < 0.4
-    assert pack.snug_slots(used, 4, 2048) < 1.2 * used.sum()
+    assert packing.snug_slots(used, 4, 2048) < 1.2 * used.sum()
 
 
 def test_wrapping_repeats_the_end_of_what_it_cuts():

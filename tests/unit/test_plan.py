@@ -12,7 +12,7 @@ import pytest
 
 from optrush import hardware, plan, rates
 from optrush.config import dump, parse
-from optrush.data.lengths import estimate, held
+from optrush.data.length_estimate import estimate, held
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.prepare import prepare
 from optrush.technique import Numerics, Part

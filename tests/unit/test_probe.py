@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from optrush.data.chat import Tokens
-from optrush.data.document import Document
-from optrush.data.probe import SAMPLES, probe
-from optrush.data.rows import Chat, Completion, Message, Pair, Text, Where
+from optrush.data.chat_template import Tokens
+from optrush.data.schema import Chat, Completion, Document, Message, Pair, Text, Where
+from optrush.data.sources import SAMPLES, probe
 from optrush.errors import DataError
 from optrush.models import tiny
 

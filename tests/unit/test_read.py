@@ -19,8 +19,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optrush.data import formats
-from optrush.data.read import Chunk, attempts, chunks, read
+from optrush.data import readers
+from optrush.data.readers import Chunk, attempts, chunks, read
 from optrush.errors import DataError, NeedsError
 
 GOOD = b'{"text": "good", "id": 7}\n'
@@ -92,7 +92,7 @@ def test_a_bad_line_is_named_with_its_line_and_the_reason(tmp_path, kind, at):
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_over_long_row_is_refused_without_reading_it_whole(tmp_path, place, monkeypatch):
-    monkeypatch.setattr(formats, "LONGEST_ROW_bytes", 1 << 20)
+    monkeypatch.setattr(readers, "LONGEST_ROW_bytes", 1 << 20)
     lines = [GOOD, GOOD]
     lines.insert(place, b'{"text": "' + b"a" * (3 << 20) + b'"}\n')
     path = tmp_path / "data.jsonl"
@@ -183,7 +183,7 @@ def test_an_array_is_read_item_by_item_whatever_its_layout(tmp_path, monkeypatch
     for text in (json.dumps(rows), json.dumps(rows, indent=3), " \n" + json.dumps(rows, ensure_ascii=False) + "\n\n"):
         path.write_text(text, "utf-8")
         for piece in (1, 7, 2**20):
-            monkeypatch.setattr(formats, "PIECE_bytes", piece)
+            monkeypatch.setattr(readers, "ARRAY_PIECE_bytes", piece)
             assert found(path) == [(i + 1, row) for i, row in enumerate(rows)]
 
 
@@ -222,7 +222,7 @@ def test_an_empty_array_and_a_row_without_end(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     path.write_text(" [ ] ")
     assert "an empty file" in refused(lambda: found(path)).found
-    monkeypatch.setattr(formats, "LONGEST_ROW_bytes", 1 << 20)
+    monkeypatch.setattr(readers, "LONGEST_ROW_bytes", 1 << 20)
     path.write_text('[{"text": "a"}, {"text": "' + "b" * (3 << 20) + '"}]')
     assert "row 2 is longer than 1 MiB" in refused(lambda: found(path)).found
 
@@ -271,7 +271,7 @@ def test_bad_rows_of_a_csv_are_named_with_their_line(tmp_path):
     ],
 )
 def test_a_csv_that_cannot_be_read_on(tmp_path, monkeypatch, raw, reason):
-    monkeypatch.setattr(formats, "LONGEST_ROW_bytes", 1 << 20)
+    monkeypatch.setattr(readers, "LONGEST_ROW_bytes", 1 << 20)
     path = tmp_path / "a.csv"
     path.write_bytes(raw)
     assert reason in refused(lambda: found(path)).found
@@ -293,7 +293,7 @@ def test_text_by_file_paragraph_and_line(tmp_path):
 
 
 def test_bad_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "LONGEST_ROW_bytes", 100)
+    monkeypatch.setattr(readers, "LONGEST_ROW_bytes", 100)
     path = tmp_path / "a.txt"
     path.write_bytes(b"good\n\nb\xffd\n\n" + b"long\n" * 30 + b"\n\xef\xbb\xbfmark\n\n" + b"x" * 200)
     for way, lines in (("paragraph", [1, 3, 5, 36, 38]), ("line", [1, 3, *range(5, 35), 36, 38])):
@@ -346,8 +346,7 @@ def test_json_inside_parquet_is_decoded(tmp_path):
 
 
 def test_bad_rows_of_a_parquet_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("optrush.data.parquet.LONGEST_ROW_bytes", 1000)
-    monkeypatch.setattr(formats, "LONGEST_ROW_bytes", 1 << 20)
+    monkeypatch.setattr("optrush.data.readers.LONGEST_ROW_bytes", 1000)
     raw = pa.array([b"good", b"b\xffd", b"x" * 2000, b"good"], pa.binary())
     text = pa.Array.from_buffers(pa.string(), 4, raw.buffers())
     pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from optrush.data.rows import Chat, Completion, Message, Pair, Text, Where, parse, text
+from optrush.data.schema import Chat, Completion, Message, Pair, Text, Where, parse, text
 from optrush.errors import DataError
 
 WHERE = Where(Path("data.jsonl"), 3)

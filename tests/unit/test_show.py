@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from optrush.data import show
-from optrush.data.document import Document
+from optrush.data import preview
+from optrush.data.schema import Document
 from optrush.models import tiny
 
 TALK = "<|im_start|>user\nWhat is 漢字?<|im_end|>\n<|im_start|>assistant\nÉcriture 🍕.<|im_end|>\n"
@@ -33,8 +33,8 @@ def document(tokenizer: Any, text: str, learnt: slice = slice(1, None)) -> Docum
     return Document(ids, targets)
 
 
-def whole(tokenizer: Any, d: Document) -> list[show.Piece]:
-    return list(show.pieces(tokenizer, d, 0, len(d), show.special_ids(tokenizer)))
+def whole(tokenizer: Any, d: Document) -> list[preview.Piece]:
+    return list(preview.pieces(tokenizer, d, 0, len(d), preview.special_ids(tokenizer)))
 
 
 def test_every_token_once_and_every_character_whole(tokenizer: Any) -> None:
@@ -75,44 +75,44 @@ class Words:
 
 
 def test_the_end_of_a_long_document_keeps_its_space() -> None:
-    n = show.HEAD_tok + show.TAIL_tok + 7
-    (found,) = show.sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
+    n = preview.HEAD_tok + preview.TAIL_tok + 7
+    (found,) = preview.sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
     assert (found["tokens"], found["targets"], found["left_out"]) == (n, n, 7)
-    assert [p["text"] for p in found["pieces"][:2]] == ["w0", " w1"] and len(found["pieces"]) == show.HEAD_tok
-    assert [p["ids"] for p in found["end"]] == [(i,) for i in range(n - show.TAIL_tok, n)]
-    assert found["end"][0]["text"] == f" w{n - show.TAIL_tok}"
+    assert [p["text"] for p in found["pieces"][:2]] == ["w0", " w1"] and len(found["pieces"]) == preview.HEAD_tok
+    assert [p["ids"] for p in found["end"]] == [(i,) for i in range(n - preview.TAIL_tok, n)]
+    assert found["end"][0]["text"] == f" w{n - preview.TAIL_tok}"
 
 
 def test_a_short_document_is_told_once() -> None:
-    n = show.HEAD_tok + show.TAIL_tok
-    (found,) = show.sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
+    n = preview.HEAD_tok + preview.TAIL_tok
+    (found,) = preview.sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
     assert len(found["pieces"]) == n and found["left_out"] == 0 and found["end"] == []
 
 
 def test_a_pair_has_two_names() -> None:
     d = Document(np.arange(3, dtype=np.int32), np.array([False, True, True]))
-    assert [x["name"] for x in show.sample(Words(), [d, d], frozenset())] == ["chosen", "rejected"]
-    assert [x["name"] for x in show.sample(Words(), [d], frozenset())] == ["document"]
+    assert [x["name"] for x in preview.sample(Words(), [d, d], frozenset())] == ["chosen", "rejected"]
+    assert [x["name"] for x in preview.sample(Words(), [d], frozenset())] == ["document"]
 
 
 @pytest.mark.parametrize(
-    "c", ["\x00", "\x07", "\x1b", "\x7f", "\x9b", "\u202e", "\u2066", "\u2028", "\udcff", *show.MARKS]
+    "c", ["\x00", "\x07", "\x1b", "\x7f", "\x9b", "\u202e", "\u2066", "\u2028", "\udcff", *preview.MARKS]
 )
 def test_what_must_not_reach_a_terminal(c: str) -> None:
-    seen = show.visible(c)
+    seen = preview.visible(c)
     assert c not in seen and seen.isascii() and seen.startswith("\\")
 
 
 def test_what_may() -> None:
-    assert "".join(map(show.visible, "aé漢 🍕\n")) == "aé漢 🍕↵\n"
-    assert show.visible(show.OPEN, marks="") == show.OPEN
+    assert "".join(map(preview.visible, "aé漢 🍕\n")) == "aé漢 🍕↵\n"
+    assert preview.visible(preview.OPEN, marks="") == preview.OPEN
 
 
 # --- lengths
 
 
 def test_spread() -> None:
-    found = show.spread(np.array([10, 20, 30, 40, 100]), np.array([5, 5, 10, 0, 30]), 40)
+    found = preview.spread(np.array([10, 20, 30, 40, 100]), np.array([5, 5, 10, 0, 30]), 40)
     told = [found[k] for k in ("samples", "tokens", "learnt", "min", "median", "mean", "p95", "max", "longer_than_seq")]
     assert told == [5, 200, 0.25, 10, 30.0, 40.0, 100, 100, 1]
     assert sum(found["histogram"]["counts"]) == 5 and not found["histogram"]["logarithmic"]
@@ -120,11 +120,11 @@ def test_spread() -> None:
 
 @given(st.lists(st.integers(1, 10**7), min_size=1, max_size=50))
 def test_a_histogram_holds_every_sample(lengths: list[int]) -> None:
-    found = show.spread(np.array(lengths), np.array(lengths), 2048)["histogram"]
+    found = preview.spread(np.array(lengths), np.array(lengths), 2048)["histogram"]
     edges = found["edges"]
-    assert sum(found["counts"]) == len(lengths) and len(found["counts"]) == len(edges) - 1 <= show.BINS
+    assert sum(found["counts"]) == len(lengths) and len(found["counts"]) == len(edges) - 1 <= preview.BINS
     assert edges == sorted(set(edges)) and edges[0] == min(lengths) and edges[-1] == max(lengths) + 1
-    assert found["logarithmic"] == (max(lengths) > show.WIDE * min(lengths))
+    assert found["logarithmic"] == (max(lengths) > preview.WIDE * min(lengths))
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_fills(how: str, cut: list[int]) -> None:
     """Each layout by its name; the samples as the run cuts them, but for wrap, which does that by itself."""
     run: Any = SimpleNamespace(seed=0, with_={"wrap": {}}, data=SimpleNamespace(too_long=how))
     lengths = np.array([10, 64, 200])
-    assert sorted(show.fitting(lengths, 64, how).tolist()) == cut
-    found = {f["name"]: f for f in show.fills(lengths, 64, 4, 2, run)}
+    assert sorted(preview.fitting(lengths, 64, how).tolist()) == cut
+    found = {f["name"]: f for f in preview.fills(lengths, 64, 4, 2, run)}
     assert list(found) == ["pad", "sort-by-length", "wrap", "packing"]
     assert [name for name, f in found.items() if f["chosen"]] == ["wrap"]
     assert found["pad"]["rows"] == found["sort-by-length"]["rows"] == len(cut)
@@ -146,4 +146,4 @@ def test_fills(how: str, cut: list[int]) -> None:
 
 def test_fills_where_all_is_dropped() -> None:
     run: Any = SimpleNamespace(seed=0, with_={}, data=SimpleNamespace(too_long="drop"))
-    assert {f["tokens"] for f in show.fills(np.array([65]), 64, 4, 2, run)} == {64, 65}
+    assert {f["tokens"] for f in preview.fills(np.array([65]), 64, 4, 2, run)} == {64, 65}

@@ -13,14 +13,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from optrush.config import parse
-from optrush.data import cache, quarantine, recipes, streamed
-from optrush.data.chat import Tokens
-from optrush.data.corpus import held_rows, permutation
-from optrush.data.lengths import estimate
-from optrush.data.live import Live
-from optrush.data.loader import Loading, reading
-from optrush.data.pack import Packed
-from optrush.data.read import attempts, chunks
+from optrush.data import dataset, sample, tokenize
+from optrush.data.chat_template import Tokens
+from optrush.data.dataset import held_rows, permutation
+from optrush.data.length_estimate import estimate
+from optrush.data.packing import Packed
+from optrush.data.readers import attempts, chunks
+from optrush.data.sampler import Live, Loading, reading
 from optrush.data.sources import read_sources
 from optrush.errors import DataError
 from optrush.models import tiny
@@ -46,7 +45,7 @@ def here(tmp_path, monkeypatch):
 def both(request, here, monkeypatch):
     """Data as small as a test's is held in memory; the same in shards that worker processes make."""
     if request.param == "cached":
-        monkeypatch.setattr(cache, "CHUNK_bytes", 400)
+        monkeypatch.setattr(tokenize, "CHUNK_bytes", 400)
     return here
 
 
@@ -113,7 +112,7 @@ def test_a_file_a_folder_a_glob_and_a_list(both, tokens):
 def test_the_sample(here, tokens):
     found = read(tokens, None, "sft", 2048, sample="recipes", max_samples=30, eval=0.2)
     assert (len(found.train), len(found.held_out)) == (24, 6)
-    first = next(recipes.conversations(1, 0))
+    first = next(sample.conversations(1, 0))
     assert any(first[-1]["content"] in s for s in said(tokens, found.train) + said(tokens, found.held_out))
 
 
@@ -162,7 +161,7 @@ def test_a_layout_that_cuts_gets_whole_documents_and_evaluation_pieces(both, tok
 
 
 def test_max_samples_counts_rows_over_all_sources_and_tokenises_no_more(here, tokens, monkeypatch):
-    monkeypatch.setattr(cache, "CHUNK_bytes", 400)
+    monkeypatch.setattr(tokenize, "CHUNK_bytes", 400)
     written(here / "a.jsonl", texts(0, 5))
     written(here / "b.jsonl", texts(5, 400))
     found = read(tokens, ["a.jsonl", "b.jsonl"], max_samples=8)
@@ -216,8 +215,8 @@ def test_bad_rows_are_set_aside_and_all_named(both, tokens):
     assert sum(c.refused for c in counts) == 4 and sum(c.rows for c in counts) == 304
     assert len(found.train) + len(found.held_out) == 300 and "bad and set aside" in found.summary
     path = both / "quarantine.jsonl"
-    quarantine.append(path, found.refused[:1])
-    quarantine.append(path, found.refused[1:])
+    tokenize.append(path, found.refused[:1])
+    tokenize.append(path, found.refused[1:])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["line"] for line in lines] == [251, 252, 253, 254] and {line["file"] for line in lines} == {"a.jsonl"}
     assert [line["reason"] for line in lines] == [error.found for _, error in found.refused]
@@ -231,8 +230,8 @@ def test_too_many_bad_rows_stop_the_run(both, tokens):
 
 
 def test_a_rate_far_too_high_stops_early(here, tokens, monkeypatch):
-    monkeypatch.setattr(cache, "CHUNK_bytes", 400)
-    monkeypatch.setattr(quarantine, "EARLY_rows", 40)
+    monkeypatch.setattr(tokenize, "CHUNK_bytes", 400)
+    monkeypatch.setattr(tokenize, "EARLY_rows", 40)
     written(here / "a.jsonl", [*texts(0, 20), *BAD * 5, *texts(20, 2000)])
     assert "of 4" in refused(tokens, "a.jsonl", bad_rows="quarantine", most_bad=0.1)
     assert len(list(here.rglob("*.safetensors"))) < 30
@@ -316,8 +315,8 @@ def test_cleaned_rows_are_not_tokenised(both, tokens, monkeypatch):
     assert found.train.counts.cleaned == 6 and found.held_out.counts.cleaned == 0
     assert len(found.train) + len(found.held_out) == 20 and "6 cleaned away" in found.summary
     assert found.cleaned["rows"] == 26 and found.cleaned["kept"]["rows"] == 20
-    if cache.CHUNK_bytes < 1000:  # cleaned once, too
-        monkeypatch.setattr("optrush.data.kept.clean", None)
+    if tokenize.CHUNK_bytes < 1000:  # cleaned once, too
+        monkeypatch.setattr("optrush.data.sources.clean", None)
     again = read(tokens, "a.jsonl", clean={"chars": [5, None], "exact_duplicates": True}, eval=0.25)
     assert again.fingerprint == found.fingerprint and again.cleaned == found.cleaned
     assert read(tokens, "a.jsonl").fingerprint != found.train.fingerprint
@@ -355,10 +354,10 @@ def test_a_stream_gives_what_the_cache_gives(here, tokens, kind, clean):
         assert [w for _, w in live.train.spans] == [w for _, w in cached.train.spans]
         numbers = permutation(len(rows), 3, 0).tolist() + [0, 0]
         got = dict(zip(numbers, live.train.read(numbers), strict=True))
-        flat = [sample for n in range(len(rows)) for sample in got[n]]
+        flat = [one for n in range(len(rows)) for one in got[n]]
         assert len(flat) == len(cached.train)
-        for i, sample in enumerate(flat):
-            for a, b in zip(sample, cached.train.documents(i), strict=True):
+        for i, one in enumerate(flat):
+            for a, b in zip(one, cached.train.documents(i), strict=True):
                 assert (a.ids == b.ids).all() and (a.targets == b.targets).all()
         if "eval" in more:
             assert cached.held_out.row.size and said(tokens, live.held_out) == said(tokens, cached.held_out)
@@ -422,11 +421,11 @@ def test_a_stream_whose_file_changed(here, tokens):
 
 
 def test_an_index_is_eight_bytes_a_row_and_right_across_blocks(here, monkeypatch):
-    monkeypatch.setattr(streamed, "BLOCK_bytes", 7)
+    monkeypatch.setattr(dataset, "BLOCK_bytes", 7)
     path = here / "a.jsonl"
     for end in ("", "\n"):
         path.write_text("\n".join(json.dumps(row) for row in texts(0, 9)) + end)
-        found = streamed.index(path, None)
+        found = dataset.index(path, None)
         assert len(found) == 9 and found.starts.nbytes == 80 and found.chosen is None
         lines = path.read_bytes().splitlines(keepends=True)
         assert [path.read_bytes()[a:b] for a, b in zip(found.starts, found.starts[1:])] == lines
@@ -434,7 +433,7 @@ def test_an_index_is_eight_bytes_a_row_and_right_across_blocks(here, monkeypatch
 
 def test_an_index_of_cleaned_text_goes_by_parts(here, monkeypatch):
     """Cleaning counts the rows of each part from the part's first line on, blank lines or not."""
-    monkeypatch.setattr(streamed, "chunks", partial(chunks, size_bytes=60))
+    monkeypatch.setattr(dataset, "chunks", partial(chunks, size_bytes=60))
     path = here / "a.txt"
     path.write_text("".join(f"{text(i)}\n" + "\n" * (i % 3) for i in range(30)))
     lines, kept = [], np.zeros(200, bool)
@@ -442,11 +441,11 @@ def test_an_index_of_cleaned_text_goes_by_parts(here, monkeypatch):
         for k, (where, _) in enumerate(attempts(part, "line"), part.first - 1):
             kept[k] = where.line % 2
             lines += [where.line - 1] * (where.line % 2)
-    assert streamed.index(path, kept).chosen.tolist() == lines and 5 < len(lines) < 25
+    assert dataset.index(path, kept).chosen.tolist() == lines and 5 < len(lines) < 25
 
 
 def test_the_first_rows_are_looked_at_before_the_rest_is_tokenised(here, tokens, monkeypatch):
-    monkeypatch.setattr(cache, "CHUNK_bytes", 400)
+    monkeypatch.setattr(tokenize, "CHUNK_bytes", 400)
     seen = {}
 
     def doubt(samples, documents, *args, **more):

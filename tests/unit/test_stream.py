@@ -14,13 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optrush.data import loader
-from optrush.data.corpus import Random, permutation
-from optrush.data.document import Document
-from optrush.data.live import Live
-from optrush.data.loader import Loading, ahead, reading
-from optrush.data.pack import Fitted, Packed, Padded, Sorted, Wrapped
-from optrush.data.stream import Stream, epoch_order, evaluation
+from optrush.data import sampler
+from optrush.data.dataset import Random, permutation
+from optrush.data.packing import Fitted, Packed, Padded, Sorted, Wrapped
+from optrush.data.sampler import Live, Loading, Stream, ahead, epoch_order, evaluation, reading
+from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, RunError
 
 quick = settings(database=None, max_examples=60)
@@ -393,7 +391,7 @@ def test_workers_end_with_the_reading_whoever_still_holds_them():
 
 
 LEFT = """
-from optrush.data.loader import Loading, ahead
+from optrush.data.sampler import Loading, ahead
 items = ahead(int, range(50), Loading(2))
 print(next(items))
 """
@@ -429,10 +427,10 @@ def test_workers_leave_signals_to_the_trainer():
 
 def test_a_forked_process_does_not_end_the_workers_of_its_parent():
     items = ahead(lambda n: n, range(8), Loading(2))
-    assert next(items) == 0 and loader._workers
+    assert next(items) == 0 and sampler._workers
     if (pid := os.fork()) == 0:
-        os._exit(len(loader._workers))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and loader._workers
+        os._exit(len(sampler._workers))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 and sampler._workers
     with reading(items):
         assert list(items) == [*range(1, 8)]
-    assert not loader._workers
+    assert not sampler._workers

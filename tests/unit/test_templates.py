@@ -15,9 +15,8 @@ from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from optrush.data.chat import Tokens
-from optrush.data.mask import MEND_EARLIER
-from optrush.data.rows import Where, parse
+from optrush.data.chat_template import MEND_EARLIER, Tokens
+from optrush.data.schema import Where, parse
 from optrush.errors import DataError
 
 WHERE = Where(Path("chat.jsonl"), 3)

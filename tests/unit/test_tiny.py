@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush.data.read import read
-from optrush.data.recipes import conversations, write
-from optrush.data.rows import parse
+from optrush.data.readers import read
+from optrush.data.sample import conversations, write
+from optrush.data.schema import parse
 from optrush.models import tiny
 
 

@@ -18,9 +18,9 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from optrush.data import chat, words
-from optrush.data.chat import Tokens
-from optrush.data.rows import Completion, Pair, Text
+from optrush.data import chat_template, words
+from optrush.data.chat_template import Tokens
+from optrush.data.schema import Completion, Pair, Text
 from optrush.data.words import GPT2, Unknown, Words
 
 LLAMA3 = (
@@ -245,7 +245,7 @@ def test_documents_are_the_same_with_and_without(tokenizer, train_on, monkeypatc
     slow = Tokens(tokenizer)
     before = slow.batch(rows(), train_on)
     assert slow._words is None, "it was not worth it yet"
-    monkeypatch.setattr(chat, "WORDS_chars", 0)
+    monkeypatch.setattr(chat_template, "WORDS_chars", 0)
     fast = Tokens(tokenizer)
     after = fast.batch(rows(), train_on)
     assert fast._words is not None
@@ -263,7 +263,7 @@ def test_it_is_asked_for_once_there_is_much_text(tokenizer):
 
 
 def test_one_row_of_each_batch_is_compared_with_the_tokenizers_own(tokenizer, monkeypatch):
-    monkeypatch.setattr(chat, "WORDS_chars", 0)
+    monkeypatch.setattr(chat_template, "WORDS_chars", 0)
     tokens = Tokens(tokenizer)
     tokens.batch(rows(), "all")
     tokens._words._known["Two"] = tokens._words._known["eggs"]
@@ -272,14 +272,14 @@ def test_one_row_of_each_batch_is_compared_with_the_tokenizers_own(tokenizer, mo
 
 
 def test_a_tokenizer_that_cannot_be_told_is_asked_once(tokenizer, monkeypatch):
-    monkeypatch.setattr(chat, "WORDS_chars", 0)
+    monkeypatch.setattr(chat_template, "WORDS_chars", 0)
     asked = []
 
     def refuse(engine):
         asked.append(engine)
         raise Unknown("no")
 
-    monkeypatch.setattr(chat, "Words", refuse)
+    monkeypatch.setattr(chat_template, "Words", refuse)
     tokens = Tokens(tokenizer)
     for _ in range(2):
         assert not any(isinstance(made, Exception) for made in tokens.batch(rows(), "all"))
@@ -295,7 +295,7 @@ def test_expressions_that_match_nothing_are_left_to_the_library(pattern):
 def test_words_that_do_not_come_again_are_given_up(tokenizer, monkeypatch):
     """The ids are the same; only who makes them changes."""
     monkeypatch.setattr(words, "ENOUGH_WORDS", 200)
-    monkeypatch.setattr(chat, "WORDS_chars", 0)
+    monkeypatch.setattr(chat_template, "WORDS_chars", 0)
     draw = random.Random(3)
     new = ["".join(draw.choice("abcdefgh") for _ in range(30)) + " x" for _ in range(300)]
     for texts, kept in ((new, False), (["the same words again and again"] * 300, True)):

@@ -67,11 +67,11 @@ def rows(run: Run, hf: dict[str, Any], folder: Path, steps: int) -> Iterator[Row
     """The first documents of the run in its order, one a row, padded to the longest of a step."""
     import torch
 
-    from optrush.data.pack import Padded
+    from optrush.data.chat_template import open_tokens
+    from optrush.data.dataset import Streamed
+    from optrush.data.packing import Padded
+    from optrush.data.sampler import Stream
     from optrush.data.sources import read_sources
-    from optrush.data.stream import Stream
-    from optrush.data.streamed import Streamed
-    from optrush.data.tokenizer import open_tokens
 
     source = read_sources(run, open_tokens(run, folder if run.model.path else None), int(hf["vocab_size"])).train
     assert not isinstance(source, Streamed), "the system's needs refuse it"

@@ -31,13 +31,13 @@ from optrush.bench.peer import facts
 from optrush.bench.record import put
 from optrush.bench.sketch import sketch
 from optrush.config import Run
-from optrush.data import stream
+from optrush.data import sampler
 from optrush.data.batch import Batch
-from optrush.data.document import Document
-from optrush.data.loader import reading
+from optrush.data.chat_template import open_tokens
+from optrush.data.dataset import Streamed
+from optrush.data.sampler import reading
+from optrush.data.schema import Document
 from optrush.data.sources import read_sources
-from optrush.data.streamed import Streamed
-from optrush.data.tokenizer import open_tokens
 from optrush.errors import RunError, UserError
 from optrush.fit import batches
 from optrush.job import Job
@@ -209,7 +209,7 @@ def first_documents(job: Job, prepared: Prepared, baseline: Run, count: int) -> 
         weight = job.model.embedding.weight
         assert isinstance(weight, Tensor)
         source = read_sources(baseline, open_tokens(baseline, prepared.folder), weight.shape[0]).train
-    order = stream.epoch_order(source.spans, baseline.seed, 0)[:count].tolist()
+    order = sampler.epoch_order(source.spans, baseline.seed, 0)[:count].tolist()
     rows = source.read(order) if isinstance(source, Streamed) else [[source.documents(n)] for n in order]
     return [(n, document) for n, samples in zip(order, rows) for sample in samples for document in sample]
 
@@ -234,7 +234,7 @@ def lay(job: Job, documents: Sequence[tuple[int, Document]], most: int) -> list[
     """
     rows = job.setup.micro_rows
     source = Few(documents, job.stream.source.parts)
-    laid = stream.Stream(source, job.layout, T=job.setup.seq, rows=rows, seed=0, shuffle=False)
+    laid = sampler.Stream(source, job.layout, T=job.setup.seq, rows=rows, seed=0, shuffle=False)
     if job.stream.reference is not None:
         laid.reference = reference.passed(job, source, "pairs of the proof")
     plan = laid.plan(epochs=1)

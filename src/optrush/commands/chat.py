@@ -31,7 +31,7 @@ from optrush.errors import ConfigError, UserError
 from optrush.shown import shown
 
 if TYPE_CHECKING:
-    from optrush.data.rows import Message
+    from optrush.data.schema import Message
     from optrush.sampling import Sampling
     from optrush.talk import Answer, Speaker
 
@@ -100,7 +100,7 @@ class Session:
 
     def reset(self) -> None:
         """Forgets what was said."""
-        from optrush.data.rows import Message
+        from optrush.data.schema import Message
 
         first = [] if self.system is None else [Message("system", self.system)]
         self.talks: list[list[Message]] = [list(first) for _ in self.speakers]
@@ -112,7 +112,7 @@ class Session:
         Args:
             told: gets (speaker, piece); None: the terminal.
         """
-        from optrush.data.rows import Message, Where
+        from optrush.data.schema import Message, Where
 
         where = Where(Path("this conversation"), self.asked + 1)
         user = Message("user", text)

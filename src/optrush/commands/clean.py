@@ -84,11 +84,10 @@ def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str]) ->
 def _clean(run: Run, folder: Path) -> dict[str, Any]:
     """Cleans what the run names and writes the folder; returns the record."""
     from optrush import clean_page
-    from optrush.data import files
-    from optrush.data.cache import root
-    from optrush.data.clean import clean
-    from optrush.data.cleaning.output import folder_for, write_rows
-    from optrush.data.tokenizer import open_tokens
+    from optrush.data import readers
+    from optrush.data.chat_template import open_tokens
+    from optrush.data.cleaning import clean, folder_for, write_rows
+    from optrush.data.tokenize import root
     from optrush.models.source import locate
 
     d = run.data
@@ -98,11 +97,11 @@ def _clean(run: Run, folder: Path) -> dict[str, Any]:
         raise ConfigError(f"to clean into {folder}", found, do)
     cache = root(d.cache)
     named = [p if isinstance(p, str) else p.path for p in ([d.path] if isinstance(d.path, str) else d.path)]
-    reads = list(dict.fromkeys(file for path in named for file in files.find(path, cache)))
+    reads = list(dict.fromkeys(file for path in named for file in readers.find(path, cache)))
     tokens = None
     if d.clean.tokens is not None and (run.model.path or run.model.tokenizer):
         tokens = open_tokens(run, None if run.model.path is None else locate(run, weights=False)[0])
-    evaluation = [] if d.clean.decontaminate is None else files.find(d.clean.decontaminate, cache)
+    evaluation = [] if d.clean.decontaminate is None else readers.find(d.clean.decontaminate, cache)
     with folder_for(folder, [*reads, *evaluation]) as new, _bar() as progress:
         cleaned = clean(
             reads, d.clean, tokens=tokens, text_rows=d.text_rows, bad_rows=d.bad_rows, most_bad=d.most_bad,
@@ -120,7 +119,7 @@ def _check(folder: Path) -> None:
     Raises:
         DataError: no record there, a file that is not as it says, or other rows than then.
     """
-    from optrush.data.cleaning.account import FORMAT, sha256
+    from optrush.data.cleaning import FORMAT, sha256
 
     asked = f"to check {folder}"
     try:

@@ -17,9 +17,9 @@ from optrush.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from optrush.config import Run
-    from optrush.data.chat import Tokens
-    from optrush.data.corpus import Corpus
-    from optrush.data.pack import Layout
+    from optrush.data.chat_template import Tokens
+    from optrush.data.dataset import Corpus
+    from optrush.data.packing import Layout
     from optrush.data.sources import Sources
     from optrush.prepare import Prepared
 
@@ -58,7 +58,7 @@ def show(
         found = "rows are laid out while training"
         raise ConfigError("--packed with `data.stream`", found, "optrush train CONFIG --dry-run shows the first ones")
     prepared = _prepare(run)
-    from optrush.data import show as seen
+    from optrush.data import preview as seen
     from optrush.dry_run import colours
 
     tokens = _tokens(prepared)
@@ -130,7 +130,7 @@ def _prepare(run: Run) -> Prepared:
 
 def _layout(prepared: Prepared) -> Layout:
     """How the run's samples become rows: what its data stage sets."""
-    from optrush.data.pack import Padded
+    from optrush.data.packing import Padded
     from optrush.objectives import check_layout
 
     job = cast(Any, SimpleNamespace(run=prepared.run, layout=Padded()))
@@ -142,7 +142,7 @@ def _layout(prepared: Prepared) -> Layout:
 
 
 def _tokens(prepared: Prepared) -> Tokens:
-    from optrush.data.tokenizer import open_tokens
+    from optrush.data.chat_template import open_tokens
 
     tokens = open_tokens(prepared.run, prepared.folder)
     assert tokens is not None, "text without a tokenizer is refused before"
@@ -167,29 +167,29 @@ def _read(run: Run, prepared: Prepared, tokens: Tokens, cut: bool) -> Sources:
 
 
 def _fills(prepared: Prepared, source: Corpus) -> list[dict[str, Any]]:
-    from optrush.data import show
+    from optrush.data import preview
 
     setup = prepared.setup
-    return show.fills(source.lengths(), setup.seq, setup.rows, setup.micro_rows, prepared.run)
+    return preview.fills(source.lengths(), setup.seq, setup.rows, setup.micro_rows, prepared.run)
 
 
 def _samples(
     prepared: Prepared, tokens: Tokens, source: Corpus, first: int, count: int, random: bool
 ) -> list[dict[str, Any]]:
-    from optrush.data import show
-    from optrush.data.stream import epoch_order
+    from optrush.data import preview
+    from optrush.data.sampler import epoch_order
 
     order: Sequence[int] = range(len(source))
     if random:
         order = cast(Sequence[int], epoch_order(source.spans, prepared.run.seed, 0))
     _check(first, len(order), "samples")
     wanted = ((int(i), source.documents(int(i))) for i in order[first : first + count])
-    return list(show.samples(source, tokens.tokenizer, wanted, prepared.setup.seq))
+    return list(preview.samples(source, tokens.tokenizer, wanted, prepared.setup.seq))
 
 
 def _rows(prepared: Prepared, tokens: Tokens, source: Corpus, first: int, count: int) -> list[dict[str, Any]]:
-    from optrush.data import show
-    from optrush.data.stream import Stream
+    from optrush.data import preview
+    from optrush.data.sampler import Stream
 
     run, setup, layout = prepared.run, prepared.setup, _layout(prepared)
     if layout.whole:
@@ -200,7 +200,7 @@ def _rows(prepared: Prepared, tokens: Tokens, source: Corpus, first: int, count:
     steps = range(first // setup.rows, min(plan.steps, (first + count - 1) // setup.rows + 1))
     found = [(k * setup.rows + b, row) for k in steps for b, row in enumerate(stream.step(k, plan)) if row]
     wanted = [(g, row) for g, row in found if first <= g < first + count]
-    return list(show.rows(source, tokens.tokenizer, wanted, setup.seq))
+    return list(preview.rows(source, tokens.tokenizer, wanted, setup.seq))
 
 
 def _check(first: int, n: int, what: str) -> None:
@@ -273,7 +273,7 @@ def _packed(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """Text in one line, without what must not reach a terminal."""
-    from optrush.data.show import visible
+    from optrush.data.preview import visible
 
     return "".join(map(visible, text)).replace("\n", "")
 
@@ -288,7 +288,7 @@ def _many(n: int, what: str) -> str:
 
 def _text(pieces: Sequence[Mapping[str, Any]], colour: bool, borders: bool) -> list[str]:
     """The lines of a document, in colours or between marks."""
-    from optrush.data.show import BORDER, CLOSE, CLOSE_SPECIAL, OPEN, OPEN_SPECIAL, visible
+    from optrush.data.preview import BORDER, CLOSE, CLOSE_SPECIAL, OPEN, OPEN_SPECIAL, visible
 
     whole, before = "", None
     for piece in pieces:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optrush.data.document import Document
+from optrush.data.schema import Document
 
 IGNORE = -100  # a label that is not learnt
 SHORTEST = 64  # Documents.longest is rounded up to a power of two from here on: few values, few compilations

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optrush.data import rows
-from optrush.data.read import read
-from optrush.data.rows import Chat, Completion, Message, Pair, Text, Where
+from optrush.data import schema
+from optrush.data.readers import read
+from optrush.data.schema import Chat, Completion, Message, Pair, Text, Where
 from optrush.errors import DataError
 
 STAND_IN = "-"  # for an answer that is not there
@@ -57,7 +57,7 @@ def prompts(path: Path, plain: bool = False, system: str | None = None) -> Itera
 
 def _prompt(where: Where, found: dict[str, Any], plain: bool) -> Prompt:
     found, answered = _completed(found, plain)
-    row = rows.parse(where, found)
+    row = schema.parse(where, found)
     row = row.chosen if isinstance(row, Pair) else row
     if isinstance(row, Text):
         return Prompt(where, row.text)
@@ -68,7 +68,7 @@ def _prompt(where: Where, found: dict[str, Any], plain: bool) -> Prompt:
         last = row.prompt  # of a pair: its answer begins there
     asked, answer = row.messages[:last], row.messages[last]
     if not asked or answer.role != "assistant":
-        raise rows.bad_row(where, "no turn that an answer could follow")
+        raise schema.bad_row(where, "no turn that an answer could follow")
     if plain:
         raise DataError(f"the messages at {where} with --plain", "a conversation, which no text is", "leave it out")
     if not answered:

@@ -6,30 +6,254 @@ Every rank calls this; none waits for another in here but for a file lock, and n
 from __future__ import annotations
 
 import glob
+import hashlib
+import json
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from optrush.config import Run
-from optrush.data import files, quarantine, recipes
-from optrush.data.cache import Say, Work, jobs, root, silent, tokenised
-from optrush.data.chat import Tokens
-from optrush.data.corpus import Corpus, Counts, Random, Shelf, Source, fit, held_rows, overlong, view
-from optrush.data.document import Document
-from optrush.data.kept import Kept, kept
-from optrush.data.probe import SAMPLES, probe
-from optrush.data.rows import Row, Where
-from optrush.data.shard import Refused, Shard
-from optrush.data.streamed import Streamed, foreign, index
-from optrush.data.tokenising import parsed
+from optrush.data import readers, sample, tokenize
+from optrush.data.chat_template import MEND_EARLIER, Tokens, answers
+from optrush.data.cleaning import clean
+from optrush.data.dataset import (
+    Corpus,
+    Counts,
+    Random,
+    Shelf,
+    Source,
+    Streamed,
+    fit,
+    foreign,
+    held_rows,
+    index,
+    overlong,
+    view,
+)
+from optrush.data.schema import Chat, Document, Pair, Row, Text, Where
+from optrush.data.tokenize import (
+    Refused,
+    Say,
+    Shard,
+    Telling,
+    Work,
+    alone,
+    identity,
+    jobs,
+    load,
+    no_room,
+    parsed,
+    root,
+    save,
+    silent,
+    small,
+    tokenised,
+)
 from optrush.errors import DataError
 from optrush.objectives import learnt
+
+# --- Cleaned once: which rows `data.clean` keeps, remembered beside the tokenised data under a key of its own.
+
+
+FORMAT = 1
+
+
+class Kept(NamedTuple):
+    """Which rows stay, by file; a digest that names them; what cleaning.json holds."""
+
+    rows: list[np.ndarray]
+    key: str
+    record: dict[str, Any]
+
+
+def kept(run: Run, tokens: Tokens, paths: Sequence[Path], say: Say) -> Kept:
+    """Cleans, or finds what an earlier run found. One process of a machine cleans; small data is cleaned by each.
+
+    Raises:
+        UserError: as `clean`.
+    """
+    data, settings = run.data, run.data.clean
+    assert settings is not None
+    told = Telling(say, "cleaning", 1.0)
+
+    def now() -> tuple[list[np.ndarray], dict[str, Any]]:
+        found = clean(
+            paths, settings, tokens=tokens, text_rows=data.text_rows, bad_rows=data.bad_rows,
+            most_bad=data.most_bad, workers=data.workers, progress=told.share, cache=root(data.cache),
+        )  # fmt: skip
+        return [found.kept[path] for path in paths], found.record
+
+    evaluation = [] if settings.decontaminate is None else readers.find(settings.decontaminate, root(data.cache))
+    said = [
+        FORMAT, settings.model_dump(mode="json"), data.text_rows, data.bad_rows, data.most_bad,
+        [str(path) for path in paths], readers.fingerprint([*paths, *evaluation], root(data.cache)),
+        settings.tokens and identity(tokens),
+    ]  # fmt: skip
+    key = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+    if small(paths):
+        rows, record = now()
+        return Kept(rows, key, record)
+    folder = root(data.cache) / "cleaned" / key
+    record_file, rows_file = folder / "cleaning.json", folder / "kept.npz"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with alone(folder, say):
+            if not record_file.exists():  # written last
+                rows, record = now()
+                save(rows_file, rows)
+                temporary = record_file.with_suffix(f".{os.getpid()}")
+                temporary.write_text(json.dumps(record))
+                os.replace(temporary, record_file)
+    except OSError as error:
+        raise no_room(folder, error) from error
+    return Kept(load(rows_file), key, json.loads(record_file.read_text()))
+
+
+# --- Is this what one wants to train on? Looked at before step 0 in the first rows; each doubt is an error that shows
+# one.
+#
+# Each of these trains without a sign and shows only in the model: it learns nothing, never stops, expects two
+# begin-of-text tokens, or answers a first question otherwise than it was taught.
+
+
+SAMPLES = 200  # rows that are looked at
+HEAD, TAIL = 60, 30  # tokens of a sample that are shown, from its beginning and its end
+SHOWN = 100  # characters of a difference that are shown
+
+Samples = Sequence[tuple[Where, Row]]
+Made = Sequence[Sequence[Document]]  # the documents of each sample
+
+
+def probe(
+    samples: Samples,
+    documents: Made,
+    tokens: Tokens,
+    train_on: str,
+    *,
+    rows: int,
+    truncated: int,
+    most_truncated: float,
+) -> None:
+    """Raises DataError at the first doubt.
+
+    Args:
+        samples: the first rows as they were read, about SAMPLES of them.
+        documents: what the run learns from each sample, after cutting to T; nothing where it was dropped or refused.
+        train_on: `assistant`, `last` or `all`.
+        rows: of the whole corpus.
+        truncated: of those, how many lost their end (`data.too_long: truncate`).
+        most_truncated: the largest share of such rows (`data.most_truncated`).
+    """
+    assert len(samples) == len(documents)
+    if not samples:
+        return
+    whole = [() if isinstance(made, DataError) else made for made in tokens.batch(samples, train_on)]
+    _learns(samples, documents, whole, tokens)
+    _one_bos(samples, documents, tokens)
+    if train_on == "assistant":
+        _steady(samples, whole, tokens)
+    _complete(samples, documents, whole, tokens, (rows, truncated, most_truncated))
+    _stops(samples, documents, whole if train_on != "all" else _answered(samples, tokens), tokens)
+
+
+def _learns(samples: Samples, documents: Made, whole: Made, tokens: Tokens) -> None:
+    if not any(document.targets.any() for made in documents for document in made):
+        raise DataError(
+            f"to learn from the first {len(samples)} rows",
+            f"not one token of them would be learnt; the first, {_show(tokens, samples[0], documents[0] or whole[0])}",
+            "raise batch.seq if answers are cut off, or choose what is learnt (data.train_on)",
+        )
+
+
+def _one_bos(samples: Samples, documents: Made, tokens: Tokens) -> None:
+    bos = tokens.tokenizer.bos_token_id
+    for pair, made in zip(samples, documents, strict=True):
+        for document in made:
+            if bos is not None and document.ids[:2].tolist() == [bos, bos]:
+                asked = f"to begin a document with one {tokens.tokenizer.bos_token}"
+                writer = "chat template" if any(_chats(pair[1])) else "tokenizer"
+                do = f"take one out of the rows' text or the template: the {writer} writes one by itself"
+                raise DataError(asked, f"two of them; {_show(tokens, pair, [document])}", do)
+
+
+def _steady(samples: Samples, whole: Made, tokens: Tokens) -> None:
+    for (where, row), made in zip(samples, whole, strict=True):
+        for chat in _chats(row) if made else ():
+            turns = answers(chat, "assistant")
+            masker = tokens.masker(chat, turns, where)
+            masker.spans()
+            for i in turns:
+                if changed := masker.changes(i):
+                    alone, here = (_visible(text)[:SHOWN] for text in changed)
+                    raise DataError(
+                        f"to learn every answer of the conversation at {where} (data.train_on: assistant)",
+                        f"later turns change how the template writes messages[{i}]: '{alone}' becomes '{here}'",
+                        MEND_EARLIER,
+                    )
+
+
+def _complete(samples: Samples, documents: Made, whole: Made, tokens: Tokens, counts: tuple[int, int, float]) -> None:
+    rows, truncated, most = counts
+    if not rows or truncated / rows <= most:
+        return
+    short = (n for n, made in enumerate(documents) if sum(map(len, made)) < sum(map(len, whole[n])))
+    n = next(short, None)
+    one = "" if n is None else f"; one, {_show(tokens, samples[n], documents[n] or whole[n])}"
+    raise DataError(
+        f"at most {most:.1%} of the rows without their end (data.most_truncated)",
+        f"{truncated} of {rows} rows ({truncated / rows:.1%}) are longer than batch.seq and truncated{one}",
+        "raise batch.seq, or choose data.too_long: drop or split",
+    )
+
+
+def _stops(samples: Samples, documents: Made, whole: Made, tokens: Tokens) -> None:
+    trained = {int(i) for made in documents for document in made for i in document.ids[document.targets]}
+    for n, made in enumerate(whole):
+        if isinstance(samples[n][1], Text):
+            continue
+        for document in made:
+            ends = document.targets & ~np.append(document.targets[1:], False)  # the last token of each answer
+            for stop in sorted(set(document.ids[ends].tolist()) - trained):
+                one = _show(tokens, samples[n], documents[n] or made)
+                raise DataError(
+                    f"to learn to stop with {tokens.tokenizer.convert_ids_to_tokens(stop)}, as answers end",
+                    f"it is learnt in none of the first {len(samples)} rows; one, {one}",
+                    "raise batch.seq, so that answers are not cut off, or choose data.too_long: drop",
+                )
+
+
+def _answered(samples: Samples, tokens: Tokens) -> Made:
+    """The samples as if only their last answers were learnt; nothing where those cannot be told."""
+    return [() if isinstance(made, DataError) else made for made in tokens.batch(samples, "last")]
+
+
+def _chats(row: Row) -> Iterator[Chat]:
+    for part in (row.chosen, row.rejected) if isinstance(row, Pair) else (row,):
+        if isinstance(part, Chat):
+            yield part
+
+
+def _show(tokens: Tokens, sample: tuple[Where, Row], documents: Sequence[Document]) -> str:
+    """A row's place and its first and last tokens as text, in one line."""
+    if not documents:
+        return f"at {sample[0]}"
+    ids = documents[0].ids.tolist()
+    parts = [ids] if len(ids) <= HEAD + TAIL else [ids[:HEAD], ids[-TAIL:]]
+    texts = [cast(str, tokens.tokenizer.decode(part, clean_up_tokenization_spaces=False)) for part in parts]
+    return f"at {sample[0]}: '{' ... '.join(map(_visible, texts))}'"
+
+
+def _visible(text: str) -> str:
+    """The text with its control characters written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
 
 SAMPLE_ROWS = 1000  # conversations of a sample, unless data.max_samples says otherwise
 RANDOM_DOCUMENTS = 4096  # of `data.random: true`
@@ -121,10 +345,10 @@ def _places(run: Run) -> Iterator[tuple[list[Path], list[tuple[int, float]]]]:
     if d.sample is not None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{d.sample}.jsonl"
-            recipes.write(path, d.max_samples or SAMPLE_ROWS, run.seed, pairs=run.objective == "dpo")
+            sample.write(path, d.max_samples or SAMPLE_ROWS, run.seed, pairs=run.objective == "dpo")
             yield [path], [(1, 1.0)]
         return
-    found = [(files.find(origin.path, root(d.cache)), origin.weight) for origin in d.origins]
+    found = [(readers.find(origin.path, root(d.cache)), origin.weight) for origin in d.origins]
     paths = [path for of, _ in found for path in of]
     if double := next((p for i, p in enumerate(paths) if p.resolve() in {q.resolve() for q in paths[:i]}), None):
         do = "name it once, with a weight if it shall be read more often"
@@ -211,7 +435,7 @@ class Reading:
                 if most is not None and shelf.total >= most:
                     break
         bad = [why for _, why in shelf.refused]
-        quarantine.check(bad, shelf.total, d.most_bad)
+        tokenize.check(bad, shelf.total, d.most_bad)
         self.refused += bad
         return shelf
 
@@ -237,13 +461,13 @@ class Reading:
                 raise overlong(shelf.where(int(rows[0])), int(shard.lengths()[long[0]]), T, pair=shard.parts > 1)
         if first < shelf.total:
             raise refused[0][1].error
-        if shelf.total >= quarantine.EARLY_rows:
-            quarantine.check([why for _, why in shelf.refused], shelf.total, d.most_bad)
+        if shelf.total >= tokenize.EARLY_rows:
+            tokenize.check([why for _, why in shelf.refused], shelf.total, d.most_bad)
 
     def evaluation(self, path: str, how: str) -> Corpus:
         """All of a file, to be evaluated on."""
         T = self.run.batch.seq
-        work = self.work(files.find(path, root(self.run.data.cache)), clean=False)
+        work = self.work(readers.find(path, root(self.run.data.cache)), clean=False)
         return view(self.shelf(work, T if how == "error" else None, None), T=T, how=how)
 
     def sources(self, train: Corpus | Streamed, held_out: Corpus | None) -> Sources:
@@ -260,7 +484,7 @@ class Reading:
         if held_out is not None and held_out is not train:
             said += f"; held out: {describe(held_out.counts)}"
             fingerprint += held_out.fingerprint
-        names = sorted({name for origin in self.run.data.origins for name in files.about(origin.path)})
+        names = sorted({name for origin in self.run.data.origins for name in readers.about(origin.path)})
         if names:
             said += f"; not read as data: {', '.join(names)}"
         return Sources(train, held_out, fingerprint, said, evaluated.counts.too_long, self.refused, record)

@@ -155,7 +155,7 @@ def _added(folder: Path, tokens: tuple[str, ...]) -> tuple[int, tuple[str, ...]]
 
     Kept, for a plan asks of one folder many times.
     """
-    from optrush.data.tokenizer import add_tokens, open_tokenizer
+    from optrush.data.chat_template import add_tokens, open_tokenizer
 
     tokenizer = open_tokenizer(folder)
     fresh = add_tokens(tokenizer, tokens)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as bars
 
-from optrush.data.recipes import conversations
+from optrush.data.sample import conversations
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 VOCABULARY = 2048  # recipes have fewer distinct words; the model's rows beyond the tokenizer's are padding, as usual

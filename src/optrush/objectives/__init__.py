@@ -8,7 +8,7 @@ from optrush.config import Run
 from optrush.errors import ConfigError
 
 if TYPE_CHECKING:
-    from optrush.data.pack import Layout
+    from optrush.data.packing import Layout
 
 # What preferences say beside their loss, means over pairs: names of metrics.jsonl (docs/dpo.md).
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin")

@@ -46,7 +46,7 @@ class Loader(Technique):
             yield gpu("loader: pinned", setup)
 
     def data(self, job: Job) -> int:
-        from optrush.data.loader import Loading
+        from optrush.data.sampler import Loading
 
         pinned = job.setup.device.kind == "cuda" if self.pinned is None else self.pinned
         job.loading = Loading(self.workers, self.prefetch, pinned)

@@ -41,7 +41,7 @@ class Packing(Technique):
         yield live("padding", "rows hold several documents, and little else", times=0.02)
 
     def data(self, job: Job) -> int:
-        from optrush.data.pack import Packed
+        from optrush.data.packing import Packed
 
         job.layout = Packed(self.window)
         return 1

@@ -39,7 +39,7 @@ class Pad(Technique):
         yield live("padding", "up to the longest of a micro-batch, for lengths spread evenly", times=(B - 1) / B)
 
     def data(self, job: Job) -> int:
-        from optrush.data.pack import Fitted
+        from optrush.data.packing import Fitted
 
         job.layout = Fitted()
         return 1

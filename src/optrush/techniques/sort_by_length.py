@@ -44,7 +44,7 @@ class SortByLength(Technique):
         yield live("padding", "documents of a micro-batch are nearly as long as each other", times=0.1)
 
     def data(self, job: Job) -> int:
-        from optrush.data.pack import Sorted
+        from optrush.data.packing import Sorted
 
         job.layout = Sorted(self.window)
         return 1

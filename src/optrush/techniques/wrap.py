@@ -53,7 +53,7 @@ class Wrap(Technique):
         yield live("padding", "rows are full, but for what overlap repeats", times=0.02)
 
     def data(self, job: Job) -> int:
-        from optrush.data.pack import Wrapped
+        from optrush.data.packing import Wrapped
 
         how = job.run.data.too_long
         if how in ("drop", "truncate"):

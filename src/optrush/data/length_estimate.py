@@ -48,7 +48,7 @@ def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:
     That is with random tokens, a missing file or a library that is missing; a data set of the hub is not fetched.
     """
     if data.sample == "recipes":
-        from optrush.data.recipes import conversations, preferences
+        from optrush.data.sample import conversations, preferences
 
         if pairs:
             answers = ((p["prompt"] + p["chosen"], p["prompt"] + p["rejected"]) for p in preferences(ROWS, seed))
@@ -69,7 +69,7 @@ def _size(turns: Sequence[dict[str, str]]) -> int:
 
 def _files(path: str) -> list[Path]:
     """The local files that a path names."""
-    from optrush.data.files import find
+    from optrush.data.readers import find
     from optrush.errors import UserError
 
     if not (Path(path).exists() or glob.glob(path, recursive=True)):
@@ -86,8 +86,8 @@ def _spread(files: Sequence[Path], most: int) -> list[Path]:
 
 def _chars(file: Path, text_rows: str, most: int) -> Iterator[int]:
     """Characters of the first rows of a file, with those of a template; bad rows are left out."""
-    from optrush.data.read import attempts
-    from optrush.data.rows import Chat, Pair, parse, text
+    from optrush.data.readers import attempts
+    from optrush.data.schema import Chat, Pair, parse, text
     from optrush.errors import UserError
 
     left = MOST_CHARS

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optrush.data.document import Document
-from optrush.data.pack import LAYOUTS, survey
+from optrush.data.packing import LAYOUTS, survey
+from optrush.data.schema import Document
 
 if TYPE_CHECKING:
     from optrush.config import Run
-    from optrush.data.corpus import Corpus
+    from optrush.data.dataset import Corpus
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is learnt
 OPEN_SPECIAL, CLOSE_SPECIAL = "⟪", "⟫"  # around a special token

@@ -1,0 +1,1078 @@
+"""From rows to token ids and a mask of what is learnt, through the model's own chat template, without guessing.
+
+A mask that is empty, complete or shifted trains a wrong model without a sign; hence every doubt here is an error with
+the row's place. Which characters the assistant wrote is proven in mask.py; from characters to tokens the tokenizer's
+offsets lead. All texts of many rows go to the tokenizer at once, which is where the time goes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from itertools import count, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from unicodedata import is_normalized
+
+import numpy as np
+from jinja2.exceptions import TemplateError
+
+from optrush.config import Run
+from optrush.data import schema
+from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, Text, Where
+from optrush.data.words import Unknown, Words
+from optrush.errors import ConfigError, DataError, NeedsError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+
+# --- A chat template: compiled once, rendered in the sandbox, and asked what it does with the parts of a conversation.
+#
+# Templates differ in what they take (a text, or a list of parts; a call's arguments as an object, or as JSON) and drop
+# what they do not know without a word. Both are found out by rendering placeholders, never by reading the source.
+
+
+LONGEST_RENDER_chars = 32 * 2**20
+# What an expression of a template can raise besides jinja's own errors.
+RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+MEND = "mend the row, or give another template (model.chat_template)"
+MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations that are remembered; messages of one
+SHOWN = 4  # things left out that an error message names
+PLACED = re.compile(r"97351([0-9]{6})")
+PLACEHOLDER = "97351{:06}"  # digits pass through quoting, escaping and capitals as they are
+
+Shown = dict[str, Any]  # a message as a template sees it
+
+
+class Template:
+    """A template's source with the names of the tokenizer's special tokens that it may write."""
+
+    def __init__(self, source: str, special: Mapping[str, Any]) -> None:
+        self.source = source
+        self._special = dict(special)
+        self._around: dict[tuple[str, ...], list[str] | None] = {}  # by the roles of a conversation, a bounded number
+        self._whole: set[object] = set()  # shapes of conversations of which nothing is left out, a bounded number
+
+    def shown(self, message: Message) -> Shown:
+        """The message in the form that the template takes."""
+        shown = message.shown()
+        if message.calls and self._json_arguments:
+            shown["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": _json(call["function"]["arguments"])}}
+                for call in message.calls
+            ]
+        if self._parts:
+            shown["content"] = _parts(message.content)
+        return shown
+
+    def render(self, turns: Sequence[Shown], where: Where, tools: Sequence[Any] = (), prompt: bool = False) -> str:
+        """The conversation as text.
+
+        Args:
+            turns: what `shown` makes of the messages.
+            prompt: whether the header of an answer follows, as when the model is to write one.
+
+        Raises:
+            DataError: the template failed, or made a monstrous text.
+        """
+        try:
+            rendered = self._render(turns, tools, prompt)
+            rendered.encode()
+        except RENDERING as error:
+            found = f"the chat template failed: {type(error).__name__}: {error}"
+            raise DataError(f"to render the messages at {where}", found, MEND) from error
+        if len(rendered) > LONGEST_RENDER_chars:
+            found = f"the chat template made {len(rendered)} characters; at most {LONGEST_RENDER_chars} are taken"
+            raise DataError(f"to render the messages at {where}", found, MEND)
+        return rendered
+
+    def check(self, chat: Chat, where: Where) -> None:
+        """Raises DataError where the template leaves out the tools, a call, or a turn that is not the assistant's.
+
+        What is left out depends on roles and places, so each shape of a conversation is looked at once.
+        """
+        shape = (len(chat.tools), *((m.role, not m.content.strip(), len(m.calls)) for m in chat.messages))
+        if shape in self._whole:
+            return
+        names: dict[str, str] = {}
+
+        def place(name: str) -> str:
+            mark = PLACEHOLDER.format(len(names))
+            names[mark] = name
+            return mark
+
+        marked = []
+        for i, message in enumerate(chat.messages):
+            calls = tuple(_named(call, place(f"messages[{i}].tool_calls[{n}]")) for n, call in enumerate(message.calls))
+            content = message.content
+            if content.strip():
+                content = "a" if message.role == "assistant" else place(f"messages[{i}] ({message.role})")
+            marked.append(self.shown(replace(message, content=content, calls=calls)))
+        tools = [_named(tool, place(f"tools[{n}]")) for n, tool in enumerate(chat.tools)]
+        rendered = self.render(marked, where, tools)
+        lost = [name for mark, name in names.items() if mark not in rendered]
+        if lost:
+            more = f", and {len(lost) - SHOWN} more" if len(lost) > SHOWN else ""
+            found = f"the chat template leaves out {', '.join(lost[:SHOWN])}{more}"
+            raise DataError(f"to render the messages at {where}", found, MEND)
+        if len(self._whole) == MOST_SHAPES:
+            self._whole.clear()
+        if len(shape) <= LONGEST_SHAPE:
+            self._whole.add(shape)
+
+    def around(self, chat: Chat, where: Where) -> list[str] | None:
+        """What is written before, between and behind the contents of a conversation like this, by its roles alone.
+
+        None where something but contents is said, or the template does not write each of them once and in order.
+        Whether it does so with these contents, only its render of them shows.
+        """
+        turns, roles = chat.messages, tuple([message.role for message in chat.messages])
+        plain = all(m.content.strip() and not (m.calls or m.reasoning or m.name or m.call_id) for m in turns)
+        if chat.tools or not plain or len(turns) > LONGEST_SHAPE:
+            return None
+        if roles not in self._around:
+            if len(self._around) == MOST_SHAPES:
+                self._around.clear()
+            named = [Message(role, PLACEHOLDER.format(i)) for i, role in enumerate(roles)]
+            try:
+                pieces = PLACED.split(self.render([self.shown(message) for message in named], where))
+            except DataError:  # the conversation's own render says why
+                pieces = []
+            whole = [int(number) for number in pieces[1::2]] == list(range(len(turns)))
+            self._around[roles] = pieces[::2] if whole else None
+        return self._around[roles]
+
+    def _render(self, turns: Sequence[Shown], tools: Sequence[Any] = (), prompt: bool = False) -> str:
+        # What apply_chat_template does, less its copies of the data, which come from JSON and are plain already.
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        rendered = _compile_jinja_template(self.source).render(
+            messages=turns, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **self._special
+        )
+        assert isinstance(rendered, str)
+        return rendered
+
+    @cached_property
+    def _parts(self) -> bool:
+        """Whether a turn's content is shown as a list of parts: the template loses or refuses a text."""
+        texts = [PLACEHOLDER.format(i) for i in range(2)]
+        talk = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+        split = [{**turn, "content": _parts(turn["content"])} for turn in talk]
+        return not self._holds(talk, texts) and self._holds(split, texts)
+
+    @cached_property
+    def _json_arguments(self) -> bool:
+        """Whether a call's arguments are shown as JSON: the template loses or refuses an object."""
+        value = PLACEHOLDER.format(0)
+
+        def talk(arguments: Any) -> list[Shown]:
+            call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            asked, empty = (_parts(text) if self._parts else text for text in ("a", ""))
+            return [{"role": "user", "content": asked}, {"role": "assistant", "content": empty, "tool_calls": [call]}]
+
+        return not self._holds(talk({"x": value}), [value]) and self._holds(talk(_json({"x": value})), [value])
+
+    def _holds(self, turns: Sequence[Shown], texts: list[str]) -> bool:
+        try:
+            rendered = self._render(turns)
+        except RENDERING:
+            return False
+        return all(text in rendered for text in texts)
+
+
+def _parts(content: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}]
+
+
+def _named(tool: dict[str, Any], name: str) -> dict[str, Any]:
+    """A tool, or a call of one, under another name."""
+    return {**tool, "function": {**tool["function"], "name": name}} if "function" in tool else {**tool, "name": name}
+
+
+def _json(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+# --- Which characters of a rendered conversation the assistant wrote, proven or refused, never guessed.
+#
+# A template cannot be asked, so the conversation is rendered twice: once really, once with every text that the
+# assistant wrote (a content, a reasoning, a call's name, a value of its arguments) put between two marks. Without the
+# marks, the second must be the first, character by character; then what lies between them is what the assistant wrote.
+#
+# A turn of nothing but content is learnt from its text to the end-of-turn token behind it. Where reasoning or calls are
+# written, what the template puts around them (`<tool_call>`, a channel) must be learnt too. Such a turn begins where
+# the header ends (that of the same turn with nothing but content, or the one after which the model is asked to write),
+# and ends where the render of the conversation up to it ends.
+
+
+CHANGED = "the template changes the assistant's text, so it cannot be masked"
+NO_STOP = "no end-of-turn token follows the assistant's text: the model would never learn to stop"
+MEND_TEMPLATE = "give another template (model.chat_template), or train on all tokens (data.train_on: all)"
+MEND_EARLIER = "train on the last answer only (data.train_on: last), or give another template (model.chat_template)"
+MOST_TURNS = 1000  # where each turn must be looked at by itself
+THINKING = re.compile("(</?think>)")
+
+
+class Span(NamedTuple):
+    """Characters [start, end) to be learnt.
+
+    `stops` are the tokens that end the turn, one in most templates: they follow, perhaps after white space, or, if the
+    span is `closed`, the last of them is its end. Before another turn, only the first of several must be there.
+    """
+
+    start: int
+    end: int
+    stops: tuple[str, ...]
+    closed: bool
+
+
+class Leaf(NamedTuple):
+    """A text that the assistant wrote, as the row has it."""
+
+    turn: int
+    name: str
+    text: str
+
+
+class Found(NamedTuple):
+    """The leaf number `leaf`, at the characters [start, end)."""
+
+    leaf: int
+    start: int
+    end: int
+
+
+class Marks:
+    """The added tokens that can end a turn."""
+
+    def __init__(self, tokens: Sequence[str]) -> None:
+        # Some vocabularies list runs of spaces or newlines as added tokens; those end no turn.
+        self.tokens = sorted((t for t in tokens if t.replace("▁", " ").strip()), key=len, reverse=True)
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, self.tokens)) or "(?!)")
+
+    def first(self, text: str) -> tuple[str, ...]:
+        """The tokens that the text begins with, one directly after the other, but for white space before them."""
+        text, found = text.lstrip(), list[str]()
+        while token := self._pattern.match(text):
+            found.append(token[0])
+            text = text[token.end() :]
+        return tuple(found)
+
+    def last(self, text: str) -> str | None:
+        """The token that the text ends with."""
+        found = list(self._pattern.finditer(text))
+        return found[-1][0] if found and found[-1].end() == len(text) else None
+
+
+class Masker:
+    """One conversation under one template.
+
+    Args:
+        turns: the turns to find, by number.
+
+    Raises:
+        DataError: the template fails, or leaves out something that the assistant did not write.
+    """
+
+    def __init__(self, template: Template, marks: Marks, chat: Chat, turns: Sequence[int], where: Where) -> None:
+        self._template, self._marks, self._where = template, marks, where
+        self._chat, self._turns = chat, turns
+        template.check(chat, where)
+        self._shown = [template.shown(message) for message in chat.messages]
+        self.rendered = self._render(self._shown)  # the conversation as the template writes it
+        # Digits pass through quoting, escaping and capitals as they are; no other 9 is in these, so none overlap.
+        salt = next(salt for n in count(0o7351) if (salt := f"9{n:o}") not in self.rendered)
+        self._open, self._close = f"{salt}:", f"{salt};"
+        self._marked = re.compile(f"{self._open}([0-9]+):(.*?){self._close}", re.DOTALL)
+        self._cut(split=False)
+
+    def spans(self) -> list[Span]:
+        """What is learnt of each of the turns, in order; DataError where that cannot be proven."""
+        found: dict[int, list[Found]] = {i: [] for i in self._turns}
+        for leaf in self._proven():
+            found[self._leaves[leaf.leaf].turn].append(leaf)
+        spans: list[Span] = []
+        stops: tuple[str, ...] = ()
+        for i, mine in reversed(found.items()):
+            if [self._leaves[f.leaf].name for f in mine] == ["content"]:
+                stops = stops or self._stops(i, mine[0])
+                spans.append(Span(mine[0].start, mine[0].end, stops, closed=False))
+            else:
+                spans.append(self._turn(i, mine))
+        spans.reverse()
+        if any(before.end > after.start for before, after in pairwise(spans)):
+            raise self._refused(CHANGED)
+        return spans
+
+    def changes(self, i: int) -> tuple[str, str] | None:
+        """What later turns change of the text up to the end of turn `i`: (as it is without them, as it is here)."""
+        tail = self._until(i)[-1]
+        alone = self._render(self._shown[: i + 1])
+        alone = alone[: len(alone) - len(tail) + len(_ending(tail, "".join(self._marks.first(self._plain(i, 0)[1]))))]
+        if self.rendered.startswith(alone):
+            return None
+        same = next((n for n, (a, b) in enumerate(zip(alone, self.rendered)) if a != b), len(self.rendered))
+        return alone[same:], self.rendered[same:]
+
+    def _cut(self, split: bool) -> None:
+        self._split = split
+        self._leaves: list[Leaf] = []
+        self._numbered: dict[int, int] = {}  # the number of each turn's first leaf
+        for i in self._turns:
+            self._numbered[i] = len(self._leaves)
+            self._leaves += _leaves(i, self._chat.messages[i], split)
+
+    def _render(self, turns: Sequence[Shown], prompt: bool = False) -> str:
+        return self._template.render(turns, self._where, self._chat.tools, prompt)
+
+    def _turn_with(self, i: int, texts: Mapping[int, str], twice: bool = False) -> Shown:
+        """Turn `i` with these leaves, by number, put between marks; `twice`: each of its calls made two times."""
+        numbers = iter(range(self._numbered[i], len(self._leaves)))
+
+        def mark(name: str, text: str) -> str:
+            k = next(numbers)
+            return f"{self._open}{k}:{texts[k]}{self._close}" if k in texts else text
+
+        message = _changed(self._chat.messages[i], mark, self._split)
+        return self._template.shown(replace(message, calls=message.calls * 2) if twice else message)
+
+    def _with(self, texts: Mapping[int, str]) -> str:
+        """The conversation with these leaves put between marks."""
+        turns = list(self._shown)
+        for i in self._turns:
+            turns[i] = self._turn_with(i, texts)
+        return self._render(turns)
+
+    def _prove(self, texts: Mapping[int, str]) -> list[Found]:
+        """Where these leaves lie in the rendered text if it is made of them as they are given here; or nothing."""
+        pieces = self._marked.split(self._with(texts))
+        found, text, at = list[Found](), [pieces[0]], len(pieces[0])
+        for k, inner, piece in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
+            found.append(Found(int(k), at, at + len(inner)))
+            text += inner, piece
+            at += len(inner) + len(piece)
+        seen = Counter(f.leaf for f in found)
+        if "".join(text) != self.rendered or seen.keys() != texts.keys():
+            return []
+        for k, start, end in found:  # what is in a call may be quoted, and a call's name be told again by its answer
+            called = self._leaves[k].name.startswith("tool_calls")
+            if not called and (seen[k] > 1 or self.rendered[start:end] != texts[k]):
+                return []
+        return found
+
+    def _filled(self) -> list[Found]:
+        """Where all leaves lie if the rendered text is that of other contents with these in their place; or nothing."""
+        pieces = self._template.around(self._chat, self._where)
+        if pieces is None:
+            return []
+        text, at, places = [pieces[0]], len(pieces[0]), list[tuple[int, int]]()
+        for message, piece in zip(self._chat.messages, pieces[1:], strict=True):
+            text += message.content, piece
+            places.append((at, at + len(message.content)))
+            at += len(message.content) + len(piece)
+        if "".join(text) != self.rendered:
+            return []
+        return [Found(k, *places[i]) for k, i in enumerate(self._turns)]  # of each turn, its content is the only leaf
+
+    def _proven(self) -> list[Found]:
+        """Where all leaves lie, each as it is or without white space at its ends, as the template writes it."""
+        if found := self._filled():
+            return found
+        texts = {k: leaf.text for k, leaf in enumerate(self._leaves)}
+        bare = {k: text.strip() for k, text in texts.items()}
+        if found := self._prove(texts) or (self._prove(bare) if bare != texts else []):
+            return found
+        self._slow()
+        for k, text in texts.items():
+            form = next((form for form in _forms(text) if self._prove({k: form})), None)
+            if form is None:
+                if not self._split and any(THINKING.search(self._chat.messages[i].content) for i in self._turns):
+                    self._cut(split=True)
+                    return self._proven()
+                raise self._lost(k)
+            texts[k] = form
+        if found := self._prove(texts):
+            return found
+        raise self._refused(CHANGED)
+
+    def _until(self, i: int, twice: bool = False) -> list[str]:
+        """The conversation up to turn `i`, split at its leaves: text, number, leaf, text, number, leaf, ..., text.
+
+        Args:
+            twice: whether the turn makes each of its calls two times.
+        """
+        texts = {k: leaf.text for k, leaf in enumerate(self._leaves) if leaf.turn == i}
+        return self._marked.split(self._render([*self._shown[:i], self._turn_with(i, texts, twice)]))
+
+    def _stops(self, i: int, content: Found) -> tuple[str, ...]:
+        """The tokens that end a turn of nothing but content, asked for where no turn follows.
+
+        What stands before another turn may be that turn's header, which must not pass for an end.
+        """
+        last = i + 1 == len(self._chat.messages)
+        stops = self._marks.first(self.rendered[content.end :] if last else self._until(i)[-1])
+        if not stops:
+            raise self._refused(NO_STOP)
+        return stops
+
+    def _turn(self, i: int, mine: list[Found]) -> Span:
+        """The whole of a turn with more than content, its end-of-turn token included."""
+        self._slow()
+        pieces = self._until(i)
+        leaves = [int(k) for k in pieces[1::3]]
+        header, behind = self._plain(i, 0)
+        usual = "".join(self._marks.first(behind))
+        ending = _ending(pieces[-1], usual)
+        own = mine[: len(leaves)]  # the answer to a call may name it again
+        between = [self.rendered[a.end : b.start] for a, b in pairwise(own)]
+        same = [f.leaf for f in own] == leaves and {f.leaf for f in mine} == set(leaves) and between == pieces[3:-1:3]
+        if not own or not same or not self.rendered.startswith(ending, own[-1].end):
+            raise self._refused(f"the template writes messages[{i}] otherwise once later turns follow", MEND_EARLIER)
+        stop = self._marks.last(ending)
+        if stop is None or not usual or not (ending.endswith(usual) or self._ends(i, stop)):
+            raise self._refused(NO_STOP)
+        first, end = own[0].start, own[-1].end + len(ending)
+        start = next(
+            (len(h) for h in self._headers(i, header) if len(h) <= first and self.rendered.startswith(h)), None
+        )
+        if start is None:
+            found = f"the template begins messages[{i}] neither like a plain answer nor as it asks for one"
+            raise self._refused(f"{found}: where its header ends cannot be told")
+        for value in _scalars([call["function"]["arguments"] for call in self._chat.messages[i].calls]):
+            if not any(form in self.rendered[start:end] for form in (str(value), json.dumps(value))):
+                raise self._refused(f"{CHANGED}: {json.dumps(value)} of messages[{i}].tool_calls is left out")
+        return Span(start, end, (stop,), closed=True)
+
+    def _plain(self, i: int, after: int) -> tuple[str, str]:
+        """What is written before and behind turn `i` if it is nothing but content, and so many turns follow."""
+        spoken = self._template.shown(Message("assistant", f"{self._open}0:a{self._close}"))
+        pieces = self._marked.split(self._render([*self._shown[:i], spoken, *self._shown[i + 1 : i + 1 + after]]))
+        return pieces[0], pieces[-1]
+
+    def _headers(self, i: int, plain: str) -> Iterator[str]:
+        """The text up to where turn `i` may begin: behind a plain turn's header, or the one that asks for a turn."""
+        yield plain
+        with suppress(DataError):  # the answer to a call can be refused where no call was made
+            yield self._plain(i, len(self._chat.messages))[0]
+        if i:
+            bare, asked = (self._render(self._shown[:i], prompt) for prompt in (False, True))
+            if len(asked) > len(bare) and asked.startswith(bare):
+                yield asked
+
+    def _ends(self, i: int, stop: str) -> bool:
+        """Whether a token that ends turns with calls only ends the turn, and not each call."""
+        try:
+            pieces = self._until(i, twice=True)
+        except DataError:
+            return False  # a template that takes one call a turn: its end cannot be told from the turn's
+        return "".join(pieces[3::3]).count(stop) == 1
+
+    def _slow(self) -> None:
+        """Refuses what takes a render or more for each turn, where there are very many."""
+        if len(self._turns) > MOST_TURNS:
+            raise self._refused(f"{len(self._turns)} answers, calls or trimmed texts among them; at most {MOST_TURNS}")
+
+    def _lost(self, k: int) -> DataError:
+        turn, name, text = self._leaves[k]
+        gone = f"{self._open}{k}:" not in self._with({k: text})
+        found = f"{CHANGED}: messages[{turn}].{name} is {'left out' if gone else 'changed'}"
+        return self._refused(found, MEND_TEMPLATE if turn == self._turns[-1] else MEND_EARLIER)
+
+    def _refused(self, found: str, do: str = MEND_TEMPLATE) -> DataError:
+        return DataError(f"to mask the messages at {self._where}", found, do)
+
+
+def _ending(tail: str, usual: str) -> str:
+    """What belongs to a turn still of the text behind its last leaf, where no turn follows.
+
+    Args:
+        usual: the tokens that end turns of nothing but content.
+    """
+    return tail[: tail.index(usual) + len(usual)] if usual and usual in tail else tail.rstrip()
+
+
+def _changed(message: Message, change: Callable[[str, str], str], split: bool) -> Message:
+    """The message with each text that the assistant wrote replaced by change(its name, it); blank ones are left.
+
+    Args:
+        split: whether a content is taken apart at `<think>` and `</think>`.
+    """
+
+    def walk(name: str, value: Any) -> Any:
+        if isinstance(value, str):
+            return change(name, value) if value.strip() else value
+        if isinstance(value, dict):
+            return {key: walk(f"{name}.{key}", inner) for key, inner in value.items()}
+        return [walk(f"{name}[{n}]", inner) for n, inner in enumerate(value)] if isinstance(value, list) else value
+
+    parts = THINKING.split(message.content) if split else [message.content]
+    if len(parts) == 1:
+        content = walk("content", parts[0])
+    else:
+        content = "".join(part if n % 2 else walk(f"content[{n // 2}]", part) for n, part in enumerate(parts))
+    if not message.calls and message.reasoning is None:
+        return Message(message.role, content, name=message.name, call_id=message.call_id)  # faster than `replace`
+    calls = tuple(
+        {**call, "function": walk(f"tool_calls[{n}].function", call["function"])}
+        for n, call in enumerate(message.calls)
+    )
+    return replace(message, content=content, reasoning=walk("reasoning", message.reasoning), calls=calls)
+
+
+def _leaves(turn: int, message: Message, split: bool) -> list[Leaf]:
+    leaves: list[Leaf] = []
+
+    def keep(name: str, text: str) -> str:
+        leaves.append(Leaf(turn, name, text))
+        return text
+
+    _changed(message, keep, split)
+    return leaves
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """The values of a JSON object that are not texts."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(inner)
+    elif not isinstance(value, str):
+        yield value
+
+
+def _forms(text: str) -> list[str]:
+    """The text as it is, and without white space or newlines at its ends, each once."""
+    left = [text, text.lstrip("\n"), text.lstrip()]
+    return list(dict.fromkeys(form for start in left for form in (start, start.rstrip("\n"), start.rstrip())))
+
+
+# --- Control tokens that a message holds as text: they would end its turn, or begin another that nobody wrote.
+
+
+def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
+    """Finds any of these texts, the longest at a place."""
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=lambda t: (-len(t), t)))) or "(?!)")
+
+
+def refuse(chat: Chat, controls: re.Pattern[str], where: Where) -> None:
+    """Raises DataError where a message, a call or a tool holds a control token as text."""
+    for name, text in _said(chat):
+        if found := controls.search(text):
+            raise DataError(
+                f"to learn from the messages at {where}",
+                f"{name} holds the text {found[0]}, which the tokenizer takes for its control token: a forged turn",
+                "take it out, or write it otherwise",
+            )
+
+
+def _said(chat: Chat) -> Iterator[tuple[str, str]]:
+    """All texts of a conversation, with what they are."""
+    for i, turn in enumerate(chat.messages):
+        yield f"messages[{i}]", turn.content
+        more = [turn.reasoning, turn.name, turn.call_id, *_texts(turn.calls)]
+        yield from ((f"messages[{i}]", text) for text in more if text)
+    yield from ((f"tools[{i}]", text) for i, tool in enumerate(chat.tools) for text in _texts(tool))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in nested lists and objects, names too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from (*_texts(name), *_texts(inner))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
+TRAIN_ON = ("assistant", "last", "all")
+LONGEST_TEMPLATE_bytes = 64 * 2**10
+REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may hold
+WORDS_chars = 1 << 20  # of text that are tokenised before it is worth a moment to find out how to do it faster
+# Parts of a tokenizer that cut a text, or compose its characters (NFC), and change nothing else.
+CUTTING = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation"}
+COMPOSING = {"Sequence", "NFC"}
+
+
+class _Draft(NamedTuple):
+    """A row's text before it is tokenised, and the characters that are learnt of it."""
+
+    where: Where
+    text: str
+    special: bool  # the tokenizer's special tokens belong around it: the template writes none
+    seam: int = 0  # learnt from this character on
+    spans: tuple[Span, ...] = ()  # learnt, or not learnt where all else is
+    rest: bool = True  # whether what lies outside of the spans is learnt
+
+
+class _Ids(NamedTuple):
+    """A text's tokens, and what the library said of them if it was asked."""
+
+    ids: np.ndarray  # (n,) int32
+    encoding: Encoding | None
+
+
+class _Laid(NamedTuple):
+    """A text's tokens and what of it each covers, counted in characters, or in bytes where the text is bytes."""
+
+    text: str | bytes
+    ids: np.ndarray  # (n,) int32
+    starts: np.ndarray  # (n,) int64
+    ends: np.ndarray  # (n,) int64
+
+    def at(self, character: int, text: str) -> int:
+        """The place of a character of the text."""
+        return character if isinstance(self.text, str) else len(text[:character].encode())
+
+    def token(self, at: int) -> int:
+        """The first token that ends behind a place; as many as there are tokens if none does."""
+        return int(self.ends.searchsorted(at, "right"))
+
+
+class Tokens:
+    """A tokenizer with its chat template: rows in, documents out.
+
+    Args:
+        tokenizer: a fast tokenizer (the slow ones have no offsets).
+        template: source of a chat template to use instead of the tokenizer's own.
+        today: the date for templates that write it into the system prompt; None is the real one, with which the
+            same row gives other ids tomorrow.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, today: datetime.date | None = None
+    ) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
+                "a slow tokenizer, which cannot tell where in a text its tokens lie",
+                "use a model folder with a tokenizer.json",
+            )
+        self.tokenizer = tokenizer
+        self._given = template
+        self._today = today
+        self._engine = _engine(tokenizer)
+        self._sizes = _token_bytes(self._engine)
+        self._words: Words | None = None
+        self._until_words = WORDS_chars if self._sizes is not None else None  # characters; None: not to be asked again
+        self._eos = cast("int | None", tokenizer.eos_token_id)
+        self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
+        self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+        self._marks = Marks(list(self._added))
+        self._ends = frozenset(self._added[token] for token in self._marks.tokens)
+        control = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._control = frozenset(control) & frozenset(self._marks.tokens) - REASONING_MARKS
+        self._controls = any_of(self._control)
+
+    def batch(self, samples: Sequence[tuple[Where, Row]], train_on: str) -> list[tuple[Document, ...] | DataError]:
+        """Each row's document, the two of a pair (chosen, rejected), or the error that names the row.
+
+        Args:
+            train_on: what is learnt of a conversation or a completion: `assistant` all answers, `last` the last one,
+                `all` every token but the first. A text is always learnt whole.
+        """
+        drafts: list[_Draft] = []
+        parts: list[tuple[int, int] | DataError] = []  # of each row, its drafts
+        for where, row in samples:
+            start = len(drafts)
+            try:
+                for part in (row.chosen, row.rejected) if isinstance(row, Pair) else (row,):
+                    drafts.append(self._draft(part, train_on, where))
+                parts.append((start, len(drafts)))
+            except DataError as error:
+                parts.append(error)
+        encodings = self._encode(drafts)
+        made: list[tuple[Document, ...] | DataError] = []
+        for entry in parts:
+            try:
+                if isinstance(entry, DataError):
+                    raise entry
+                made.append(tuple(self._document(drafts[n], encodings[n]) for n in range(*entry)))
+            except DataError as error:
+                made.append(error)
+        return made
+
+    def document(self, row: Row, train_on: str, where: Where) -> Document:
+        """The token ids of a row that is no pair, and which are learnt; DataError with its place if none would be."""
+        assert not isinstance(row, Pair)
+        made = self.batch([(where, row)], train_on)[0]
+        if isinstance(made, DataError):
+            raise made
+        return made[0]
+
+    def marked(self, row: Row) -> bool:
+        """Whether a plain text holds special tokens as its author wrote them; its end-of-text token does not count.
+
+        They are taken for what they say: pretraining data is made so. In messages they are refused.
+        """
+        if not isinstance(row, Text | Completion):
+            return False
+        text = schema.text(row)
+        return self._controls.search(text.removesuffix(self._end)) is not None
+
+    def template(self) -> str:
+        """The chat template's source; DataError where there is none, or a monstrous one."""
+        return self._template.source
+
+    def masker(self, chat: Chat, turns: Sequence[int], where: Where) -> Masker:
+        """The conversation under the template; DataError where it cannot be rendered, or loses something."""
+        return Masker(self._template, self._marks, chat, turns, where)
+
+    @cached_property
+    def _forgers(self) -> re.Pattern[str]:
+        """Tokens that no message may hold: special ones, and those that the template writes around plain turns."""
+        plain = (Message("system", "a"), Message("user", "b"), Message("assistant", "c"), Message("user", "d"))
+        written, nowhere = "", Where(Path("the template"), 0)
+        for turns in (plain, plain[1:]):
+            with suppress(DataError):  # a template may know no system turn
+                written += self._template.render([self._template.shown(turn) for turn in turns], nowhere)
+        marks = {token for token in self._marks.tokens if token in self._control or token in written}
+        return any_of(marks - REASONING_MARKS)
+
+    @cached_property
+    def _template(self) -> Template:
+        try:
+            source = self.tokenizer.get_chat_template(self._given)
+        except ValueError as error:
+            raise DataError(
+                "training on messages",
+                "the tokenizer has no chat template, or several and no default",
+                "give one: model.chat_template: FILE.jinja",
+            ) from error
+        size = len(source.encode())
+        if size > LONGEST_TEMPLATE_bytes:
+            raise DataError(
+                "the chat template",
+                f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken",
+                "give a shorter one: model.chat_template: FILE.jinja",
+            )
+        source = source if self._today is None else _dated(source, self._today)
+        return Template(source, self.tokenizer.special_tokens_map)
+
+    def _draft(self, row: Text | Chat | Completion, train_on: str, where: Where) -> _Draft:
+        assert train_on in TRAIN_ON, train_on
+        if isinstance(row, Text):
+            return _Draft(where, row.text, special=True)
+        if isinstance(row, Completion):
+            seam = 0 if train_on == "all" else len(row.prompt)
+            return _Draft(where, row.prompt + row.completion, special=True, seam=seam)
+        turns = answers(row, train_on)
+        if not turns and train_on != "all":
+            raise DataError(
+                f"to learn from the messages at {where}", "no answer of them is to be learnt", "take them out"
+            )
+        try:
+            masker = self.masker(row, turns, where)
+            refuse(row, self._forgers, where)
+            spans = tuple(masker.spans()) if turns else ()
+        except RecursionError as error:
+            raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "take them out") from error
+        if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:
+            refuse(row, any_of(unknown), where)
+        return _Draft(where, masker.rendered, special=False, spans=spans, rest=train_on == "all")
+
+    def _encode(self, drafts: list[_Draft]) -> list[_Ids]:
+        """The drafts' texts as tokens, with offsets only where those are needed."""
+        summed, words = self._sizes is not None, self._fast(sum(len(draft.text) for draft in drafts))
+        made: list[_Ids | None] = [None] * len(drafts)
+        ways: dict[tuple[bool, bool], list[int]] = {}  # of the drafts that are left to the library
+        looked = False
+        for n, draft in enumerate(drafts):
+            exact = draft.seam > 0 or (draft.spans != () and not summed)
+            ids = None if words is None or exact else words.ids(draft.text, draft.special)
+            if ids is not None and not looked:  # one of each batch
+                alone = self._engine.encode(draft.text, add_special_tokens=draft.special)
+                if ids.tolist() != alone.ids:
+                    raise AssertionError(f"the tokens of the row at {draft.where} are not the tokenizer's own")
+                looked = True
+            if ids is None:
+                ways.setdefault((draft.special, exact), []).append(n)
+            else:
+                made[n] = _Ids(ids, None)
+        for (special, exact), those in ways.items():
+            encode = self._engine.encode_batch if exact else self._engine.encode_batch_fast
+            found = encode([drafts[n].text for n in those], add_special_tokens=special)
+            for n, encoding in zip(those, found, strict=True):
+                made[n] = _Ids(np.array(encoding.ids, np.int32), encoding)
+        return cast("list[_Ids]", made)
+
+    def _fast(self, chars: int) -> Words | None:
+        """What tokenises faster than the library, once it is worth it; None where there is none."""
+        if self._until_words is not None:
+            self._until_words -= chars
+            if self._until_words < 0:
+                self._until_words = None
+                with suppress(Unknown):
+                    self._words = Words(self._engine)
+        if self._words is not None and self._words.wasteful:
+            self._words = None
+        return self._words
+
+    def _document(self, draft: _Draft, found: _Ids) -> Document:
+        if not draft.special:
+            laid = self._lay(draft, found)
+            targets = np.full(len(laid.ids), draft.rest)
+            for span in draft.spans:
+                first, last = self._tokens(draft, laid, span)
+                targets[first : last + 1] = not draft.rest
+            ids = laid.ids
+        else:
+            if self._eos is None:
+                raise DataError(
+                    f"the text at {draft.where} with its end marked",
+                    "the tokenizer has no end-of-text token (eos_token)",
+                    "set eos_token in tokenizer_config.json",
+                )
+            ids = found.ids
+            if not len(ids) or ids[-1] != self._eos:
+                ids = np.concatenate((ids, np.array([self._eos], np.int32)))
+            targets = np.ones(len(ids), bool)
+            if draft.seam:
+                assert found.encoding is not None
+                # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
+                covers = (found.encoding.char_to_token(at) for at in range(draft.seam, len(draft.text)))
+                targets[: next((token for token in covers if token is not None), None)] = False
+        targets[:1] = False
+        if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
+            asked = f"to learn from the row at {draft.where}"
+            raise DataError(asked, "not one token of it would be learnt", "take it out")
+        return Document(ids, targets)
+
+    def _lay(self, draft: _Draft, found: _Ids) -> _Laid:
+        ids, encoding = found
+        if not draft.spans:
+            return _Laid(draft.text, ids, ids, ids)  # nobody asks what they cover
+        if self._sizes is not None:
+            sizes, text = self._sizes[ids], draft.text.encode()
+            ends = sizes.cumsum()
+            composed = self._engine.normalizer is None or is_normalized("NFC", draft.text)
+            if len(ids) and ends[-1] == len(text) and composed:
+                return _Laid(text, ids, ends - sizes, ends)
+            encoding = None  # which has none
+        encoding = encoding or self._engine.encode(draft.text, add_special_tokens=False)
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        return _Laid(draft.text, ids, offsets[:, 0], offsets[:, 1])
+
+    def _tokens(self, draft: _Draft, laid: _Laid, span: Span) -> tuple[int, int]:
+        """The first and the last token of a span, its end-of-turn token included."""
+        start, end = laid.at(span.start, draft.text), laid.at(span.end - span.closed, draft.text)
+        stop, *further = (self._added[token] for token in span.stops)
+        # The token that ends a turn begins where the text ends, or a little earlier if it swallows white space
+        # (`lstrip`). White space may lie between (some templates write one space before it); it is learnt too, or the
+        # model could not reach the end by itself.
+        last = laid.token(end)
+        while last < len(laid.ids) and laid.ids[last] != stop:
+            if laid.ids[last] in self._ends and not span.closed:
+                other = self.tokenizer.convert_ids_to_tokens(int(laid.ids[last]))
+                found = f"{other} follows an answer, {span.stops[0]} the last: it would never learn to stop there"
+                raise DataError(f"to mask the messages at {draft.where}", found, MEND_EARLIER)
+            last = len(laid.ids) if span.closed or laid.text[end : laid.ends[last]].strip() else last + 1
+        if last == len(laid.ids):
+            raise DataError(f"to mask the messages at {draft.where}", NO_STOP, MEND_TEMPLATE)
+        for stop in further:
+            if laid.ids[last + 1 : last + 2] == stop:
+                last += 1
+            else:
+                break
+        first = laid.token(start)
+        # A header's mark that swallows white space (`rstrip`) can reach into the text; it is the header's still.
+        while first < last and laid.ids[first] in self._ends and laid.starts[first] < start:
+            first += 1
+        return first, last
+
+
+def answers(chat: Chat, train_on: str) -> list[int]:
+    """The turns to be masked, by number: those that are learnt, or with `all` those that are not."""
+    turns = [i for i, message in enumerate(chat.messages) if message.role == "assistant"]
+    if train_on == "all":
+        return [i for i in turns if not chat.messages[i].learnt]
+    turns = [i for i in turns if i >= chat.prompt and chat.messages[i].learnt]
+    return turns[-1:] if train_on == "last" else turns
+
+
+def _dated(source: str, today: datetime.date) -> str:
+    """The template with its calls for the date answered: the sandbox lets no function of ours in."""
+
+    def answer(call: re.Match[str]) -> str:
+        return f"{call[1]}{today.strftime(call[2])}{call[1]}"
+
+    return re.sub(r"""\bstrftime_now\(\s*(["'])([^"'\\]*)\1\s*\)""", answer, source)
+
+
+def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """A private copy of the tokenizer's engine whose offsets are exact.
+
+    Byte-level post-processors trim white space off the offsets, so that a token of spaces seems to cover nothing.
+    """
+    from tokenizers import Tokenizer
+
+    source = tokenizer.backend_tokenizer.to_str()
+    engine = Tokenizer.from_str(source.replace('"trim_offsets":true', '"trim_offsets":false'))
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
+
+
+def _token_bytes(engine: Tokenizer) -> np.ndarray | None:
+    """The bytes of text that each token stands for, (largest id + 1,) int64; None where a token alone cannot tell.
+
+    A byte-level BPE cuts a text's bytes into tokens and changes none of them. So sums of these are the offsets, which
+    would take the tokenizer a quarter of its time. Only added tokens can cover more than they say (the white space that
+    they swallow) and a normaliser can change the text: `Tokens._lay` looks for both.
+    """
+    from tokenizers import models, pre_tokenizers
+
+    model, alphabet = engine.model, pre_tokenizers.ByteLevel.alphabet()
+    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return None
+    cuts, normalises = _kinds(engine.pre_tokenizer), _kinds(engine.normalizer)
+    vocabulary = engine.get_vocab(with_added_tokens=False)
+    if "ByteLevel" not in cuts or cuts - CUTTING or normalises - COMPOSING or not vocabulary.keys() >= set(alphabet):
+        return None
+    added = {i: len(token.content.encode()) for i, token in engine.get_added_tokens_decoder().items()}
+    sizes = {i: len(token) for token, i in vocabulary.items()} | added
+    found = np.zeros(max(sizes) + 1, np.int64)
+    found[list(sizes)] = list(sizes.values())
+    return found
+
+
+def _kinds(part: Any) -> set[str]:
+    """The types of which a part of a tokenizer is made, what adds a space before the text among them."""
+    state = "" if part is None else part.__getstate__().decode()
+    return set(re.findall(r'"type":"(\w+)"', state)) | ({"prefix"} if '"add_prefix_space":true' in state else set())
+
+
+# --- The tokenizer of a run: the model's own, with special tokens added and its chat template or the one given.
+
+
+START, END = "<|im_start|>", "<|im_end|>"
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+AROUND = ("{}", "a{}b", "a {} b\n")  # texts in which an added token must come out as it went in
+
+
+def open_tokens(run: Run, folder: Path | None, today: datetime.date | None = None) -> Tokens | None:
+    """The model's tokenizer, as the run changes it, with its chat template; None for a shape without one.
+
+    Raises:
+        ConfigError: no such template, or tokens that cannot be added.
+        NeedsError: no tokenizer there.
+    """
+    if run.model.tokenizer is not None:
+        folder = Path(run.model.tokenizer)
+    if folder is None:
+        return None
+    if run.data.random is not None and not (folder / "tokenizer.json").exists():
+        return None  # random tokens need none
+    tokenizer = open_tokenizer(folder)
+    add_tokens(tokenizer, run.model.add_tokens)
+    given = None if run.model.chat_template is None else _template(run.model.chat_template, tokenizer)
+    if given is not None:
+        tokenizer.chat_template = given
+    return Tokens(tokenizer, given, today)
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """transformers' tokenizer of a folder.
+
+    Raises:
+        NeedsError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        asked = f"the tokenizer of {folder}"
+        raise NeedsError(asked, str(error).splitlines()[0], "put its tokenizer.json there") from None
+
+
+def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
+    """Gives a tokenizer special tokens; those that it did not have, in the order of their ids.
+
+    One that it had and that was not special is from now on, under its id.
+
+    Raises:
+        ConfigError: one that is a word of its vocabulary, or that it does not read back as one token.
+    """
+    from tokenizers import AddedToken
+
+    vocabulary, added = tokenizer.get_vocab(), {str(t): t for t in tokenizer.added_tokens_decoder.values()}
+    for token in tokens:
+        if token != token.strip():
+            raise ConfigError(_asked(token), "white space at its ends, which templates cut off", "leave it out")
+        if token in vocabulary and token not in added:
+            found = "a word of this tokenizer's vocabulary: every text that has it would be read otherwise"
+            raise ConfigError(_asked(token), found, "take one that no text has, such as <|im_start|>")
+    fresh = tuple(token for token in tokens if token not in vocabulary)
+    given = [AddedToken(t, special=True, normalized=False) for t in fresh]
+    for old in (added[t] for t in tokens if t in added and not added[t].special):
+        ways = {way: getattr(old, way) for way in ("single_word", "lstrip", "rstrip", "normalized")}
+        given.append(AddedToken(str(old), special=True, **ways))
+    tokenizer.add_tokens(given, special_tokens=True)
+    for token in tokens:
+        own = tokenizer.convert_tokens_to_ids(token)
+        for around in AROUND:
+            ids = tokenizer.encode(around.format(token), add_special_tokens=False)
+            if ids.count(own) != 1 or tokenizer.decode([own]) != token:
+                found = f"the tokenizer reads {around.format(token)!r} as {tokenizer.convert_ids_to_tokens(ids)}"
+                do = "take another, or a tokenizer that keeps special tokens whole (split_special_tokens: false)"
+                raise ConfigError(_asked(token), found, do)
+    return fresh
+
+
+def turn_ends(tokenizer: Any) -> list[int]:
+    """The ids with which an answer ends under the tokenizer's template; none where that cannot be told."""
+    chat = Chat((Message("user", "a"), Message("assistant", "b")))
+    with suppress(DataError):
+        (span,) = Tokens(tokenizer).masker(chat, [1], Where(Path("the template"), 0)).spans()
+        return [int(tokenizer.convert_tokens_to_ids(stop)) for stop in span.stops[:1]]
+    return []
+
+
+def _asked(token: str) -> str:
+    return f"`model.add_tokens`: {token!r}"
+
+
+def _template(given: str, tokenizer: Any) -> str:
+    """The source of the template that a run names: a file's, or ChatML where no such file is."""
+    path = Path(given)
+    asked = f"`model.chat_template: {path}`"
+    if not path.is_file():
+        if given == "chatml":
+            return _chatml(tokenizer)
+        raise ConfigError(asked, "no such file", "name a file with a jinja template, or chatml")
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(asked, f"not UTF-8: {error.reason}", "save it as UTF-8") from None
+
+
+def _chatml(tokenizer: Any) -> str:
+    """ChatML, with the begin-of-text token before it where the tokenizer writes one before every text.
+
+    Raises:
+        ConfigError: the tokenizer has not the two tokens.
+    """
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if lacking := [token for token in (START, END) if token not in added]:
+        found = f"the tokenizer has no special token {' and no '.join(lacking)}"
+        do = f'give it them: add_tokens: ["{START}", "{END}"] under model'
+        raise ConfigError("`model.chat_template: chatml`", found, do)
+    bos = tokenizer.bos_token_id
+    return "{{ bos_token }}" + CHATML if bos is not None and tokenizer.encode("a")[:1] == [bos] else CHATML

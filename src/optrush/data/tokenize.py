@@ -1,0 +1,841 @@
+"""Tokenised once: the shards of some data, made where they are missing, by as many processes as there are cores.
+
+A shard is committed when it is whole (shard.py), so whoever comes after a kill goes on where the dead one stopped.
+Where the files, the tokenizer, its template or a setting that changes ids or masks differ, so does the key, which is
+the folder's name. T, and what is done with documents longer than T, is a view on the shards and not part of it.
+
+One process of a machine tokenises, under a lock that dies with it; the others wait for the lock. No collective runs
+meanwhile: a rank that tokenises for an hour makes no other rank time out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+
+from optrush import __version__, errors
+from optrush.config import Run
+from optrush.data import readers, schema
+from optrush.data.chat_template import Tokens
+from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
+from optrush.data.schema import Document, Row, Where
+from optrush.errors import DataError, UserError
+from optrush.objectives import learnt
+
+# --- One shard: the documents of a piece of the data as token ids, in a file that is whole or not there.
+#
+# A safetensors file that this module writes and maps itself: the library's writer does not sync, and its reader makes
+# copies. Its name holds its place and the SHA-256 of its bytes, so a shard cut off or with one bit flipped is found by
+# reading it once. Nothing in it depends on where the data files lie. Documents are whole: a shard knows nothing of T.
+
+
+FORMAT = 3  # part of every key: shards of another format are other shards
+HERE = "\0"  # stands for the row's place in the text of an error
+TEMPORARY = ".tmp-"
+STALE_S = 86400.0  # after which a temporary file of another machine is taken for dead
+
+_DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
+_ARRAYS = (  # widest elements first, so that each array lies aligned
+    ("starts", "I64"), ("numbers", "I64"), ("lines", "I64"), ("files", "I32"), ("learnt", "I32"),
+    ("ids", "I32"), ("targets", "U8"), ("refused", "U8"),
+)  # fmt: skip
+_FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
+
+
+class Refused(NamedTuple):
+    """A row that is no training data, and the error that says why."""
+
+    where: Where
+    error: DataError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """S samples of one document each, or of two (`parts`); arrays are in memory, or of a mapped file.
+
+    A row's number counts the rows of the shard from 0, refused ones included, those that cleaning took out not.
+    """
+
+    rows: int  # with the refused ones
+    cleaned: int  # rows that cleaning had taken out
+    marked: int  # plain texts that hold special tokens as text
+    parts: int  # documents of a sample: 1, of pairs 2
+    highest: int  # the highest token id
+    last: int  # 1: no further shard of the same job follows
+    starts: np.ndarray  # (S * parts + 1,) int64: where the documents lie in ids
+    numbers: np.ndarray  # (S,) int64: of each sample's row, rising
+    lines: np.ndarray  # (S,) int64: of each sample's row in its file
+    files: np.ndarray  # (S,) int32: of each sample's row, a position in the list of files
+    learnt: np.ndarray  # (S,) int32: targets of each sample
+    ids: np.ndarray  # (tokens,) int32
+    targets: np.ndarray  # (tokens / 8,) uint8: bits
+    refused: np.ndarray  # uint8: JSON, a list of [number, file, line, asked, found, do]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def lengths(self) -> np.ndarray:
+        """(S,) int64: tokens of each sample."""
+        return np.asarray(np.diff(self.starts[:: self.parts]))
+
+    def document(self, start: int, end: int) -> Document:
+        """The tokens [start, end) of `ids`; the first is no target, for its context is not there."""
+        bits = np.unpackbits(self.targets[start // 8 : -(-end // 8)])
+        targets = bits[start % 8 :][: end - start].astype(bool)
+        targets[:1] = False
+        return Document(np.asarray(self.ids[start:end]), targets)
+
+    def refusals(self, files: Sequence[Path]) -> list[tuple[int, Refused]]:
+        """The refused rows in order, by their number."""
+        found = []
+        for number, file, line, *said in json.loads(self.refused.tobytes() or b"[]"):
+            where = Where(files[file], line)
+            found.append((number, Refused(where, DataError(*(text.replace(HERE, str(where)) for text in said)))))
+        return found
+
+    def encoded(self) -> list[bytes | memoryview]:
+        """The shard as the pieces of a safetensors file."""
+        facts = {name: str(int(getattr(self, name))) for name in _FACTS}
+        header: dict[str, Any] = {"__metadata__": {"format": str(FORMAT), **facts}}
+        arrays = [np.ascontiguousarray(getattr(self, name), _DTYPES[kind]) for name, kind in _ARRAYS]
+        at = 0
+        for (name, kind), array in zip(_ARRAYS, arrays, strict=True):
+            header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": [at, at + array.nbytes]}
+            at += array.nbytes
+        head = json.dumps(header).encode()
+        head += b" " * (-len(head) % 8)
+        return [len(head).to_bytes(8, "little") + head, *(array.data for array in arrays if array.nbytes)]
+
+
+@dataclass
+class Builder:
+    """Collects samples until they are a shard."""
+
+    rows: int = 0
+    cleaned: int = 0
+    marked: int = 0
+    tokens: int = 0
+    parts: int = 0
+    _ids: list[np.ndarray] = field(default_factory=list)
+    _targets: list[np.ndarray] = field(default_factory=list)
+    _samples: list[tuple[int, int, int, int]] = field(default_factory=list)  # number, line, file, learnt
+    _refused: list[list[Any]] = field(default_factory=list)
+
+    def add(self, where: Where, file: int, found: tuple[Document, ...] | DataError) -> None:
+        """The next row: its documents, or why it has none. Raises DataError where a pair meets rows that are none."""
+        if isinstance(found, DataError):
+            said = (text.replace(str(where), HERE) for text in (found.asked, found.found, found.do))
+            self._refused.append([self.rows, file, where.line, *said])
+        else:
+            if self.parts not in (0, len(found)):
+                raise mixed(where)
+            self.parts = len(found)
+            self._ids += [document.ids for document in found]
+            self._targets += [document.targets for document in found]
+            learnt = sum(int(np.count_nonzero(document.targets)) for document in found)
+            self._samples.append((self.rows, where.line, file, learnt))
+            self.tokens += sum(map(len, found))
+        self.rows += 1
+
+    def shard(self, last: bool) -> Shard:
+        """What was collected."""
+        numbers, lines, files, learnt = np.array(self._samples, np.int64).reshape(-1, 4).T
+        ids = np.concatenate([np.zeros(0, np.int32), *self._ids])
+        bits = np.packbits(np.concatenate([np.zeros(0, bool), *self._targets]))
+        refused = np.frombuffer(json.dumps(self._refused).encode() if self._refused else b"", np.uint8)
+        starts = np.cumsum([0, *map(len, self._ids)], dtype=np.int64)
+        highest = int(ids.max(initial=-1))
+        return Shard(
+            self.rows, self.cleaned, self.marked, self.parts or 1, highest, int(last), starts, numbers, lines,
+            files.astype(np.int32), learnt.astype(np.int32), ids, bits, refused,
+        )  # fmt: skip
+
+
+def mixed(where: object) -> DataError:
+    """The error of data that holds pairs and other rows: what is learnt from them has nothing in common."""
+    return DataError("pairs (chosen and rejected), or rows of other kinds", f"both, at {where}", "take one kind out")
+
+
+# --- on the disk: three calls change it, each with a name, so that a test can kill the process there
+
+
+def write(file: IO[bytes], data: Any) -> None:
+    file.write(data)
+
+
+def sync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def rename(old: Path, new: Path) -> None:
+    os.rename(old, new)
+
+
+def commit_shard(shard: Shard, folder: Path, job: int, piece: int) -> Path:
+    """Writes the shard under a temporary name, syncs it and renames it; the temporary file never stays behind.
+
+    Raises:
+        OSError: the disk is full, or the folder not ours.
+    """
+    temporary = folder / f"{job:06d}-{piece:03d}{TEMPORARY}{socket.gethostname()}-{secrets.token_hex(4)}"
+    sha = hashlib.sha256()
+    try:
+        with temporary.open("xb") as file:
+            for data in shard.encoded():
+                write(file, data)
+                sha.update(data)
+            file.flush()
+            sync(file.fileno())
+        path = folder / f"{job:06d}-{piece:03d}-{sha.hexdigest()[:32]}.safetensors"
+        rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in the folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(shard: Shard) -> str:
+    """What the name of the shard's file would hold."""
+    sha = hashlib.sha256()
+    for data in shard.encoded():
+        sha.update(data)
+    return sha.hexdigest()[:32]
+
+
+def intact(path: Path) -> bool:
+    """Whether the file's bytes are those that its name tells of; reads all of it."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem.rsplit("-", 1)[1]
+    except OSError:
+        return False
+
+
+def mapped(path: Path) -> Shard:
+    """The shard in a file known to be intact; its arrays are the file's own pages."""
+    data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    size = int.from_bytes(data[:8].tobytes(), "little")
+    header = json.loads(data[8 : 8 + size].tobytes())
+    facts = header["__metadata__"]
+    arrays: dict[str, Any] = {}
+    for name, kind in _ARRAYS:
+        first, end = header[name]["data_offsets"]
+        arrays[name] = data[8 + size + first : 8 + size + end].view(_DTYPES[kind])
+    return Shard(**{name: int(facts[name]) for name in _FACTS} | arrays)
+
+
+def sweep(folder: Path) -> None:
+    """Removes temporary files that a killed process left: of this machine all, of others those of yesterday.
+
+    To be called where no process of this machine can be writing.
+    """
+    for path in folder.glob(f"*{TEMPORARY}*"):
+        ours = path.name.split(TEMPORARY)[1].rsplit("-", 1)[0] == socket.gethostname()
+        if ours or time.time() - path.stat().st_mtime > STALE_S:
+            path.unlink(missing_ok=True)
+
+
+# --- Rows to shards: what one process does, be it the one that trains or a worker of its own (worker.py).
+
+
+BATCH_rows = 512  # that the tokenizer gets at a time,
+BATCH_chars = 1 << 20  # and about how much text: it keeps some 100 bytes a token while it works
+SHARD_tok = 4 << 20  # from which a job's shard is full: 16 MiB of ids
+SHARD_rows = 1 << 17  # likewise, refused ones included: a file of empty lines must not fill the memory
+
+# Of each file whether cleaning kept a row: row k of a chunk stands at chunk.first - 1 + k. None: it kept all.
+Kept = Sequence[np.ndarray] | None
+
+
+@dataclass(frozen=True)
+class Job:
+    """Consecutive chunks that are tokenised together, each with its file's position in the list of files."""
+
+    number: int
+    chunks: tuple[tuple[int, Chunk], ...]
+    size_bytes: float = 0.0  # about how much of the files that is
+    marks: tuple[list[int], ...] = ()  # of each chunk's file when it was hashed (files.mark)
+
+
+Found = tuple[int, Where, Row | DataError | None]  # position of the file, place, row; None: cleaning took it out
+
+
+def shards(
+    job: Job,
+    tokens: Tokens,
+    train_on: str,
+    text_rows: str,
+    kept: Kept = None,
+    skip: int = 0,
+    most: int | None = None,
+    told: Callable[[int], None] = lambda n: None,
+) -> Iterator[Shard]:
+    """The job's rows as shards of bounded size, the last one marked.
+
+    Args:
+        skip: rows at the beginning that lie in shards already.
+        most: rows after which the rest is left out.
+        told: called with the number of rows done since it was last called.
+    """
+    builder, batch, chars, seen = Builder(), list[Found](), 0, 0
+
+    def flush() -> None:
+        good = [(where, found) for _, where, found in batch if found is not None and not isinstance(found, DataError)]
+        made = iter(tokens.batch(good, train_on))
+        builder.marked += sum(tokens.marked(row) for _, row in good)
+        for file, where, found in batch:
+            if found is None:
+                builder.cleaned += 1
+            else:
+                builder.add(where, file, found if isinstance(found, DataError) else next(made))
+        told(len(batch))
+        batch.clear()
+
+    for entry in islice(parsed(job, text_rows, kept), skip, None):
+        batch.append(entry)
+        row = entry[2]
+        chars += 0 if row is None or isinstance(row, DataError) else len(schema.text(row))
+        seen += row is not None
+        if seen == most:
+            break
+        if len(batch) >= BATCH_rows or chars >= BATCH_chars:
+            flush()
+            chars = 0
+            if builder.tokens >= SHARD_tok or builder.rows >= SHARD_rows:
+                yield builder.shard(last=False)
+                builder = Builder()
+    flush()
+    yield builder.shard(last=True)
+
+
+def parsed(job: Job, text_rows: str, kept: Kept) -> Iterator[Found]:
+    """The job's rows with their meaning, or why they have none."""
+    for file, chunk in job.chunks:
+        keep = None if kept is None else kept[file]
+        for k, (where, found) in enumerate(attempts(chunk, text_rows), chunk.first - 1):
+            if keep is not None and not keep[k]:
+                yield file, where, None
+            elif isinstance(found, DataError):
+                yield file, where, found
+            else:
+                yield file, where, meaning(where, found)
+
+
+def meaning(where: Where, found: dict[str, Any]) -> Row | DataError:
+    """The row, or the error that says why it is none."""
+    try:
+        return schema.parse(where, found)
+    except DataError as error:
+        return error
+
+
+def identity(tokens: Tokens) -> str:
+    """SHA-256 over all of a tokenizer that decides about ids and masks; the date where the template asks for it."""
+    tokenizer, source = tokens.tokenizer, template(tokens) or ""
+    today = datetime.date.today().isoformat() if "strftime_now" in source else ""
+    said = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.special_tokens_map, source, today]
+    return hashlib.sha256(json.dumps(said, default=str).encode()).hexdigest()
+
+
+def template(tokens: Tokens) -> str | None:
+    """The chat template, with the date in it where the run has one; None where there is none: text needs none."""
+    try:
+        return tokens.template()
+    except DataError:
+        return None
+
+
+def no_room(folder: Path, error: OSError) -> DataError:
+    """What a disk that does not take the shards becomes."""
+    do = "free some space there" if error.errno == errno.ENOSPC else "check the folder and its rights"
+    asked = f"to keep the tokenised data in {folder}"
+    return DataError(asked, str(error.strerror), f"{do}, or name another: data.cache")
+
+
+def commit_chunk(
+    job: Job, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int
+) -> tuple[list[str], int]:
+    """Writes what is missing of a job's shards; (their names, rows). What is written stays, whatever happens next.
+
+    Raises:
+        DataError: a file is not what it was when the folder got its name; no shard of it is written then.
+    """
+    names, n = list[str](), 0
+    for made in shards(job, tokens, train_on, text_rows, kept, skip):
+        for (_, chunk), mark in zip(job.chunks, job.marks):
+            if readers.mark(chunk.file) != mark:
+                raise readers.changed(chunk.file)
+        try:
+            names.append(commit_shard(made, folder, job.number, piece + len(names)).name)
+        except OSError as error:
+            raise no_room(folder, error) from None
+        n += made.rows + made.cleaned
+    return names, n
+
+
+# --- A worker: a fresh interpreter that turns chunks of files into shards.
+#
+# It is told its jobs on standard input, a line of JSON each, and answers with one. So it inherits no GPU, no process
+# group and no lock, needs no pickle, and does not run the caller's main module again. It never imports torch, which
+# would cost more memory than all that it does, and transformers only for the templates of conversations.
+
+
+def order(tokens: Tokens, kept: Kept, train_on: str, text_rows: str, folder: Path) -> dict[str, Any]:
+    """How to tokenise, as a worker is told it first; what is large lies in the folder, under the shards' lock."""
+    tokenizer, engine, rows = tokens.tokenizer, folder / "tokenizer.json", folder / "kept.npz"
+    engine.write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
+    if kept is not None:
+        save(rows, kept)
+    return {
+        "tokenizer": str(engine), "eos": tokenizer.eos_token_id, "special": tokenizer.special_tokens_map,
+        "template": template(tokens), "kept": kept and str(rows), "train_on": train_on, "text_rows": text_rows,
+        "folder": str(folder),
+    }  # fmt: skip
+
+
+def save(path: Path, kept: Sequence[np.ndarray]) -> None:
+    """Writes which rows cleaning kept, by file."""
+    with path.open("wb") as file:
+        np.savez_compressed(file, *kept)
+
+
+def load(path: Path) -> list[np.ndarray]:
+    """What `save` wrote."""
+    with np.load(path) as held:
+        return [held[f"arr_{i}"] for i in range(len(held.files))]
+
+
+def main() -> None:
+    """A worker: the first line says how to tokenise, each further one a job; it ends where its input does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print must not pass for an answer
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)  # whoever asked is gone: what is half done stays undone
+
+    threading.Thread(target=listen, daemon=True).start()
+    try:
+        work = _begin(json.loads(lines.get()))
+        while True:
+            try:
+                answer = work(json.loads(lines.get()))
+            except UserError as error:
+                answer = {"error": [type(error).__name__, error.asked, error.found, error.do]}
+            out.write(json.dumps(answer) + "\n")
+            out.flush()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # at once: the interpreter would wait for the thread that listens
+
+
+class _Tokenizer:
+    """What `Tokens` asks of a tokenizer, from what the process that started this one wrote down of its own."""
+
+    is_fast = True
+
+    def __init__(self, said: dict[str, Any]) -> None:
+        from tokenizers import Tokenizer
+
+        self.name_or_path, self.eos_token_id = said["tokenizer"], said["eos"]
+        self.special_tokens_map, self._template = said["special"], said["template"]
+        self.backend_tokenizer = Tokenizer.from_file(said["tokenizer"])
+        self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
+
+    def get_chat_template(self, given: str | None) -> str:
+        if self._template is None:
+            raise ValueError("no template")
+        return str(self._template)
+
+    def convert_ids_to_tokens(self, i: int) -> str | None:
+        return self.backend_tokenizer.id_to_token(i)
+
+
+def _begin(order: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Opens the tokenizer; what comes back does a job."""
+    tokens = Tokens(cast(Any, _Tokenizer(order)))
+    folder, kept = Path(order["folder"]), None if order["kept"] is None else load(Path(order["kept"]))
+
+    def work(task: dict[str, Any]) -> dict[str, Any]:
+        chunks = tuple((file, Chunk(Path(path), *rest)) for file, path, *rest in task["chunks"])
+        job = Job(task["number"], chunks, marks=tuple(task["marks"]))
+        names, n = commit_chunk(
+            job, tokens, order["train_on"], order["text_rows"], kept, folder, task["skip"], task["piece"]
+        )
+        return {"names": names, "rows": n}
+
+    return work
+
+
+CHUNK_bytes = 16 << 20  # of a job; data smaller than this stays in memory
+PACKED = 4  # times its bytes is the text of a compressed file, about
+AHEAD = 2  # jobs a worker has waiting, so that it never does
+QUIET_S, EVERY_S = 2.0, 5.0  # what is over sooner is not told; how often the rest is
+POLL_S = 0.2
+# The interpreter of a worker must not find torch: importing it takes longer and more memory than tokenising.
+WORKER = (
+    "import sys; sys.modules['torch'] = None; sys.argv[1] in sys.path or sys.path.insert(0, sys.argv[1]); "
+    "from optrush.data.tokenize import main; main()"
+)
+# One thread each. In a pool of one the tokenizer is a third faster than without a pool (measured, tokenizers 0.23).
+ALONE = {
+    "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
+    "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": "",
+}  # fmt: skip
+
+Say = Callable[[str], None]
+Made = Path | Shard  # a shard on the disk, or one that was never written
+
+
+def silent(_: str) -> None:
+    """Says nothing."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is tokenised, and how."""
+
+    run: Run
+    tokens: Tokens
+    files: tuple[Path, ...]
+    kept: Kept = None  # by file
+    cleaning: str = ""  # names `kept`: a digest
+    say: Say = silent
+
+    @property
+    def folder(self) -> Path:
+        """Where its shards lie."""
+        said = {
+            "format": FORMAT, "files": readers.fingerprint(self.files, root(self.run.data.cache)),
+            "tokens": identity(self.tokens), "train_on": learnt(self.run), "text_rows": self.run.data.text_rows,
+            "cleaning": self.cleaning,
+            "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
+        }  # fmt: skip
+        return root(self.run.data.cache) / "tokens" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+
+
+def root(cache: str | None) -> Path:
+    """The folder for what is made of data: the one given, `$OPTRUSH_CACHE`, or one in the user's cache."""
+    if cache is not None or "OPTRUSH_CACHE" in os.environ:
+        return Path(cache or os.environ["OPTRUSH_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
+
+
+def tokenised(work: Work, most: int | None = None) -> Generator[Made]:
+    """The shards of the data in order, each as soon as it is there; whoever has seen enough closes the iterator.
+
+    Args:
+        most: rows that are needed, so that of small data no more are tokenised.
+
+    Raises:
+        DataError: a file cannot be read, or its shards not be written.
+    """
+    told = Telling(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
+    if small(work.files):
+        data = work.run.data
+        for job in jobs(work.files, data.text_rows):
+            yield from shards(job, work.tokens, learnt(work.run), data.text_rows, work.kept, most=most, told=told.done)
+        return
+    marks = [readers.mark(path) for path in work.files]
+    folder = work.folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise no_room(folder, error) from None
+    store = Store(folder)
+    number = yield from store.ready(0)
+    if number == store.jobs:
+        return
+    with alone(folder, work.say):
+        sweep(folder)
+        store.refresh()  # others may have worked meanwhile
+        number = yield from store.ready(number)
+        if number != store.jobs:
+            for paths in made(work, store, told, number, marks):
+                yield from paths
+
+
+def small(paths: Sequence[Path]) -> bool:
+    """Whether the data fits into one chunk, and so into memory."""
+    return sum(path.stat().st_size * (1 if plain(path) else PACKED) for path in paths) < CHUNK_bytes
+
+
+def plain(path: Path) -> bool:
+    """Whether the file's bytes are its text."""
+    suffix, packing = form(path) or ("", "")
+    return not packing and suffix != PARQUET
+
+
+class Store:
+    """What lies in a folder of shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._sound: set[Path] = set()  # read and found intact
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Looks again. What is damaged counts as missing; made again it gets the same name."""
+        paths = sorted(self.folder.glob("*.safetensors"))
+        fresh = [path for path in paths if path not in self._sound]
+        with ThreadPoolExecutor(cores()) as pool:  # hashing leaves Python's lock alone
+            sound = dict(zip(fresh, pool.map(intact, fresh)))
+        self._sound |= {path for path, ok in sound.items() if ok}
+        self.jobs = next((int(path.name.split("-")[1]) for path in self.folder.glob("complete-*")), None)
+        self.begun: dict[int, list[Path]] = {}  # the shards of each job from its first on, without a gap
+        for path in paths:
+            job, piece = map(int, path.name.split("-")[:2])
+            if path in self._sound and piece == len(self.begun.setdefault(job, [])):
+                self.begun[job].append(path)
+        self.whole = {job: held for job, held in self.begun.items() if held and mapped(held[-1]).last}
+
+    def ready(self, number: int) -> Generator[Path, None, int]:
+        """The shards of the jobs from `number` on, up to one of which some are missing; its number."""
+        while number in self.whole:
+            yield from self.whole[number]
+            number += 1
+        return number
+
+    def close(self, jobs: int) -> None:
+        """Notes that there are no more jobs than these."""
+        sync_folder(self.folder)
+        (self.folder / f"complete-{jobs}").touch()
+        sync_folder(self.folder)
+
+
+def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[Job]:
+    """The data in jobs of about CHUNK_bytes, from the files alone: a part of a large file, or several small ones."""
+    number, held, size = 0, list[tuple[int, Chunk]](), 0.0
+    whole: float
+    for file, path in enumerate(paths):
+        whole, parts = path.stat().st_size, chunks(path, CHUNK_bytes, text_rows)
+        if path.suffix.lower() == PARQUET:  # its parts are row groups: cheap to list, and not counted in bytes
+            listed = list(parts)
+            whole, parts = whole / len(listed), iter(listed)
+        for chunk in parts:
+            part = chunk.end - chunk.start if plain(path) and chunk.end is not None else whole
+            if held and size + part > CHUNK_bytes:
+                yield Job(number, tuple(held), size)
+                number, held, size = number + 1, [], 0.0
+            held.append((file, chunk))
+            size += part
+    if held:
+        yield Job(number, tuple(held), size)
+
+
+def made(work: Work, store: Store, told: Telling, first: int, marks: Sequence[list[int]]) -> Iterator[list[Path]]:
+    """The shards of each job from `first` on, in order, made by worker processes where they are missing.
+
+    Args:
+        marks: of each file before its contents were hashed: one that changes meanwhile belongs to another folder.
+    """
+    waiting: deque[tuple[Job, Future[tuple[list[Path], int]] | None]] = deque()
+    most = work.run.data.workers or cores()
+    todo, number = jobs(work.files, work.run.data.text_rows), 0
+    with Workers(work, store, min(most, 1 + int(told.total) // CHUNK_bytes), marks) as workers:
+        while True:
+            while len(waiting) < AHEAD * most and (job := next(todo, None)) is not None:
+                number += 1
+                if job.number >= first:
+                    waiting.append((job, None if job.number in store.whole else workers.start(job)))
+            if not waiting:
+                break
+            job, future = waiting.popleft()
+            paths, rows = (store.whole[job.number], 0) if future is None else future.result()
+            told.done(rows, job.size_bytes, fresh=future is not None)
+            yield paths
+    store.close(number)
+
+
+class Workers:
+    """Worker processes, each of which does one job after another."""
+
+    def __init__(self, work: Work, store: Store, count: int, marks: Sequence[list[int]]) -> None:
+        self.store = store
+        self._marks = marks
+        data = work.run.data
+        self._order = order(work.tokens, work.kept, learnt(work.run), data.text_rows, store.folder)
+        self._count = count
+        self._pool = ThreadPoolExecutor(count)  # a thread waits for each
+        self._processes: list[subprocess.Popen[str]] = []
+        self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
+
+    def __enter__(self) -> Workers:
+        command = [sys.executable, "-P", "-c", WORKER, str(Path(errors.__file__).parents[1])]
+        for _ in range(self._count):
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **ALONE}, encoding="utf-8"
+            )
+            self._processes.append(process)
+            self._idle.put(process)
+            _tell(process, self._order)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+        self._pool.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.communicate()
+        sweep(self.store.folder)  # what they were about to write
+
+    def start(self, job: Job) -> Future[tuple[list[Path], int]]:
+        """Makes what is missing of a job: the paths of all its shards, and the rows that were read for it."""
+        return self._pool.submit(self._make, job)
+
+    def _make(self, job: Job) -> tuple[list[Path], int]:
+        there = self.store.begun.get(job.number, [])
+        skip = sum(made.rows + made.cleaned for made in map(mapped, there))
+        chunks = [(file, str(chunk.file), chunk.first, chunk.start, chunk.end) for file, chunk in job.chunks]
+        marks = [self._marks[file] for file, _ in job.chunks]
+        process = self._idle.get()
+        _tell(process, {"number": job.number, "chunks": chunks, "skip": skip, "piece": len(there), "marks": marks})
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        self._idle.put(process)  # a dead one too: whoever gets it sees that, and nobody waits for ever
+        if not line:
+            raise _died(job, process.wait())
+        answer = json.loads(line)
+        if "error" in answer:
+            kind, *said = answer["error"]
+            raise getattr(errors, kind)(*said)
+        return [*there, *(self.store.folder / name for name in answer["names"])], answer["rows"]
+
+
+def _tell(process: subprocess.Popen[str], what: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # who reads its answer sees that it is dead
+        process.stdin.write(json.dumps(what) + "\n")
+        process.stdin.flush()
+
+
+def _died(job: Job, code: int) -> DataError:
+    by = f"was killed by signal {-code}" if code < 0 else f"ended with code {code} (what it said stands above)"
+    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+    at = f"{job.chunks[0][1].file} from row {job.chunks[0][1].first} on"
+    do = "start again: what is done is kept; `data.workers: 1` needs the least memory"
+    return DataError(f"to tokenise {at}", f"the process that did it {by}{hint}", do)
+
+
+class Telling:
+    """Says how far some work is, unless it is over soon."""
+
+    def __init__(self, say: Say, what: str, total: float) -> None:
+        self.say, self.what, self.total = say, what, total
+        self.rows, self.passed, self.fresh = 0, 0.0, 0.0
+        self.begun = self.last = time.monotonic()
+
+    def done(self, rows: int, size: float = 0.0, fresh: bool = True) -> None:
+        """So many rows more, and so much of the total; `fresh`: it took time."""
+        self.rows += rows
+        self.passed += size
+        self.fresh += size if fresh else 0.0
+        now = time.monotonic()
+        if now - self.begun < QUIET_S or now - self.last < EVERY_S:
+            return
+        self.last = now
+        text = f"{self.what}: {self.rows:,} rows, {self.rows / (now - self.begun):,.0f} a second"
+        if self.fresh:
+            left = (self.total - self.passed) / self.fresh * (now - self.begun)
+            text += f", {self.passed / self.total:.0%}, {left:.0f} s left"
+        self.say(text)
+
+    def share(self, share: float, rows: int) -> None:
+        """The same of the whole work up to now."""
+        self.done(rows - self.rows, share * self.total - self.passed)
+
+
+@contextmanager
+def alone(folder: Path, say: Say) -> Iterator[None]:
+    """Holds the folder's lock, which no other process of this machine holds then; dies with this process."""
+    begun = time.monotonic()
+    told = False
+    try:
+        with (folder / "lock").open("a") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if not told and time.monotonic() - begun > QUIET_S:
+                        told = True
+                        say("waiting for another process that tokenises the same data")
+                    time.sleep(POLL_S)
+            yield
+    except OSError as error:
+        raise no_room(folder, error) from error
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+# --- Bad rows that are set aside instead of stopping the run: each one named, and never more than the run allows.
+
+
+EARLY_rows = 10_000  # read before the rate is looked at for the first time, unless the data has fewer
+NAMED = 3
+
+
+def check(refused: Sequence[Refused], rows: int, most: float) -> None:
+    """Raises DataError if more than the share `most` of so many rows are bad."""
+    if len(refused) <= most * rows:
+        return
+    named = "; ".join(f"{where}: {error.found}" for where, error in refused[:NAMED])
+    raise DataError(
+        f"at most {most:.4g} of the rows bad (data.most_bad)",
+        f"{len(refused):,} of {rows:,}: {named}",
+        "mend the file, or raise data.most_bad",
+    )
+
+
+def append(path: Path, refused: Iterable[Refused]) -> None:
+    """Adds a line of JSON a row to a file (quarantine.jsonl); several processes may."""
+    lines = [
+        json.dumps({"file": str(where.file), "line": where.line, "reason": error.found}, ensure_ascii=False) + "\n"
+        for where, error in refused
+    ]
+    if lines:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            for line in lines:  # whole lines: what two processes write at once does not mix
+                os.write(descriptor, line.encode("utf-8", "backslashreplace"))
+        finally:
+            os.close(descriptor)
