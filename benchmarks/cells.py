@@ -18,7 +18,7 @@ from typing import Any
 from optrush.bench import environment
 from optrush.bench.process import run_worker
 from optrush.config import Run, dump, parse
-from optrush.plan import predict
+from optrush.planner.search import predict
 
 NATIVE: dict[str, Any] = {"attention": {}, "compile": {}, "fused-loss": {}, "fused-adamw": {}}
 # name: (shape, implementation, T, rows of a micro-batch, micro-batches of a step, techniques)

@@ -33,7 +33,7 @@ from optrush.bench.worker import Lines
 from optrush.data import sample
 from optrush.data.sampler import reading
 from optrush.fit import batches
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.train import Plan, evaluate, train
 
 POINTS = 10

@@ -45,7 +45,7 @@ from optrush.errors import UserError
 from optrush.fit import batches
 from optrush.job import Job
 from optrush.models import weights
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.technique import Part
 from optrush.train import Plan
 

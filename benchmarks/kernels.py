@@ -41,7 +41,7 @@ from optrush.bench.roofline import GAPS
 from optrush.data.sampler import reading
 from optrush.fit import batches
 from optrush.job import Job
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.train import Plan
 
 WARM_UP = 6  # steps: compilation, allocation, clocks

@@ -23,7 +23,7 @@ from optrush.config import parse
 from optrush.fit import batches
 from optrush.job import Job
 from optrush.meter import Meter
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.train import Plan, train
 
 STEPS = 20

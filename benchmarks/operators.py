@@ -37,13 +37,13 @@ import torch
 from torch import Tensor
 
 from optrush.bench import environment
-from optrush.calibrate import HEAD_TOKENS
 from optrush.data.batch import IGNORE, Documents
 from optrush.kernels import linear_cross_entropy, loss, swiglu, swiglu_quack
 from optrush.kernels.attention import ATTENTIONS
 from optrush.kernels.loss import liger
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.rates import linears
+from optrush.planner.calibrate import HEAD_TOKENS
+from optrush.planner.cost import linears
 from optrush.technique import library
 
 FED = (("llama-3.2-1b", 32768), ("llama-3.1-8b", 4096), ("llama-3.1-8b", 16384))  # model, rows

@@ -25,7 +25,7 @@ from optrush.assemble import assemble
 from optrush.config import parse
 from optrush.fit import batches
 from optrush.meter import Meter
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.train import Plan, train
 
 

@@ -22,8 +22,8 @@ from unittest import mock
 from optrush.bench import ladder, report, roofline
 from optrush.bench.record import Record, read
 from optrush.config import Run
-from optrush.plan import Prediction, predict
-from optrush.rates import PARTS
+from optrush.planner.cost import PARTS
+from optrush.planner.search import Prediction, predict
 from optrush.techniques import ALL, attention
 
 sys.path.insert(0, str(Path(__file__).parent))

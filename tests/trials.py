@@ -15,7 +15,7 @@ import yaml
 from optrush import config, fit, step
 from optrush.assemble import assemble
 from optrush.job import Batch, Job
-from optrush.prepare import Prepared, prepare
+from optrush.resolve import Prepared, prepare
 from optrush.technique import Technique
 from optrush.techniques import ALL
 from optrush.train import Plan

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from optrush.bench import charts
+from optrush.console import shown
 from optrush.runfolder import put
-from optrush.shown import shown
 
 MOST = 500  # rows on a page
 

@@ -33,7 +33,7 @@ from optrush.models.weights import fingerprint, refuse_frozen
 from optrush.objectives import FIGURES, check_layout, dpo
 from optrush.objectives.loss import next_token
 from optrush.optim.adamw import AdamW
-from optrush.prepare import Prepared
+from optrush.resolve import Prepared
 from optrush.technique import Edit
 
 

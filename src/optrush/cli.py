@@ -24,8 +24,8 @@ from optrush.commands import generate as asking
 from optrush.commands import plan as planning
 from optrush.commands import report as reporting
 from optrush.commands import train as training
+from optrush.console import shown
 from optrush.errors import ConfigError, RunError, UserError
-from optrush.shown import shown
 
 app = typer.Typer(
     name="optrush",

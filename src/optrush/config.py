@@ -7,10 +7,12 @@ they are how a small YAML becomes a large one.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
@@ -392,3 +394,96 @@ def _model(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((m for a in get_args(annotation) if (m := _model(a))), None)
+
+
+# --- What must never be written: passwords in a configuration, and the environment's secrets in somebody's message.
+# Pure.
+#
+# A run writes its configuration into run.yaml, into every checkpoint and to its tracker; so an address with a password
+# in it is refused, and the answer does not repeat it.
+
+
+_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_SHORTEST = 6  # a shorter value would be found in ordinary words
+
+
+def refuse(run: Run) -> None:
+    """Refuses a configuration that holds a password.
+
+    Raises:
+        ConfigError: naming the key, not the value.
+    """
+    for key, value in _texts(run.model_dump(mode="json", by_alias=True)):
+        if LOGIN.search(value):
+            do = "take it out; put it where the library that opens the address looks for it, such as its environment"
+            raise ConfigError(f"`{key}`", "an address with a user or password in it, which a run would write down", do)
+
+
+def scrubbed(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """A message of another's, without what the environment holds as secrets and without passwords in addresses."""
+    for name, value in environment.items():
+        if _NAME.search(name) and len(value) >= _SHORTEST:
+            text = text.replace(value, "***")
+    return LOGIN.sub("***@", text)
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield from _texts(part, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part, key)
+
+
+# --- How an answer is drawn. Pure: flags and `/set` are checked here before a model is loaded.
+
+
+COLDEST, HOTTEST = 1e-3, 1e3  # beyond, dividing logits by it leaves no finite numbers, or no differences
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """`greedy` takes the likeliest token each time; else it is drawn, from the most likely ones."""
+
+    temperature: float = 0.7
+    top_p: float = 0.9  # the fewest tokens whose probabilities sum to it
+    top_k: int = 0  # the likeliest so many; 0: all
+    max_tokens: int = 512
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what no draw can be made with."""
+        wrong = (
+            (
+                "temperature",
+                COLDEST <= self.temperature <= HOTTEST,
+                f"of {COLDEST} to {HOTTEST}; --greedy draws nothing",
+            ),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("top_k", self.top_k >= 0, "0 (all of them) or more"),
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+        )
+        for name, met, do in wrong:
+            if not met:
+                raise ConfigError(f"`{name}`", f"{getattr(self, name)}", f"take a value {do}")
+
+    def changed(self, setting: str) -> Sampling:
+        """With `name=value` laid over it.
+
+        Raises:
+            ConfigError: no such name, or no such value.
+        """
+        name, equals, text = setting.replace("-", "_").partition("=")
+        name, value = name.strip(), scalar(text.strip())
+        kinds = {f.name: type(f.default) for f in dataclasses.fields(self)}
+        if name not in kinds:
+            raise ConfigError(f"/set {setting}", "no such setting", nearest(name, kinds))
+        kind = kinds[name]
+        value = float(value) if kind is float and isinstance(value, int) and not isinstance(value, bool) else value
+        if not equals or type(value) is not kind:
+            raise ConfigError(f"/set {setting}", "no value of its kind", f"/set {name}={getattr(self, name)}")
+        changes: dict[str, Any] = {name: value}
+        return dataclasses.replace(self, **changes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -11,7 +12,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn, track
 
 from optrush.launch import launched
-from optrush.shown import shown
+
+# --- What of a text from outside may reach a terminal or a page: what a model, a file or a server says. Pure.
+
+
+JOINERS = "\u200c\u200d"  # of letters and of emoji: no control of a terminal
+
+
+def shown(text: str) -> str:
+    """A text as it may be shown: no escape sequence, nothing that turns the writing."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" + JOINERS or unicodedata.category(c) == "Zs" else "\ufffd" for c in text
+    )
+
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 QUIET_S, EVERY_S = 2.0, 5.0  # what is over sooner needs no bar; how often the rest is told in lines

@@ -18,9 +18,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from optrush import hardware
 from optrush.hardware import Device
-from optrush.technique import Need, Part, Setup, Technique, library, missing
+from optrush.technique import COMPILERS, Need, Part, Setup, Technique, compilers, installed, library, missing
 from optrush.techniques import ALL
-from optrush.toolchain import COMPILERS, compilers, installed
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 BESIDE = ("triton",)  # comes with torch where there is a GPU build of it

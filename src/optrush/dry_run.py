@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from optrush import checkpoint, config, console, plan
+from optrush import checkpoint, config, console
 from optrush.config import Run
 from optrush.data import sampler
 from optrush.data.chat_template import Tokens, open_tokens
@@ -31,12 +31,13 @@ from optrush.hardware import GIB
 from optrush.job import Job
 from optrush.launch import launched
 from optrush.objectives import check_layout
-from optrush.prepare import Prepared
+from optrush.planner import search
+from optrush.resolve import Prepared
 from optrush.technique import Part, build
 from optrush.techniques import ALL
 
 if TYPE_CHECKING:
-    from optrush.plan import Prediction
+    from optrush.planner.search import Prediction
 
 ROWS, CHARACTERS = 3, 600  # that are shown: rows, and characters of each
 BAR, LINES = 16, 12  # of the memory: characters of the longest bar, lines that are shown one by one
@@ -89,7 +90,7 @@ def _laid(prepared: Prepared) -> Job:
 def memory(run: Run, ranks: int) -> dict[str, Any]:
     """The prediction for the worst rank, biggest line first; or why there is none."""
     try:
-        found = plan.predict(run, "auto", ranks)
+        found = search.predict(run, "auto", ranks)
     except UserError as error:
         return {"unknown": f"{error.asked}: {error.found}"}
     lines = sorted(found.lines, key=lambda item: -item.bytes)
@@ -147,7 +148,7 @@ def whole(run: Run) -> tuple[int, int] | tuple[None, None]:
     """
     alone = {t.name: run.with_[t.name] for t in build(ALL, run.with_) if Part.DATA not in t.claims}
     try:
-        found: Prediction = plan.predict(run.model_copy(update={"with_": alone}), "auto", 1)
+        found: Prediction = search.predict(run.model_copy(update={"with_": alone}), "auto", 1)
     except UserError:
         return None, None
     return _of(found, "weights."), _of(found, "states.")

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from optrush import card
-from optrush.data.chat_template import turn_ends
+from optrush import model_card, runfolder
+from optrush.data import readers, schema
+from optrush.data import sample as recipes
+from optrush.data.batch import collate
+from optrush.data.chat_template import Tokens, turn_ends
+from optrush.data.schema import Document
 from optrush.distributed import agree
-from optrush.errors import NeedsError, RunError, UserError
+from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError
 from optrush.job import Job
-from optrush.models.weights import export
+from optrush.models.hf import load_plain
+from optrush.models.weights import Folder, export
 from optrush.peft import io
+from optrush.restore import Rebuilt, read_run, rebuild
 from optrush.sharded import gathered, is_gathered
+from optrush.step import exhausted
 
 GENERATION = "generation_config.json"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -36,7 +48,7 @@ def write_model(job: Job, output: Path, steps: int, source: Path | None) -> Path
     tensors, error = whole(job), None
     if job.world.rank == 0:
         try:
-            _write(job, tensors, folder, fresh, steps, source)
+            _write_model(job, tensors, folder, fresh, steps, source)
         except (OSError, SafetensorError, UserError) as e:
             shutil.rmtree(fresh, ignore_errors=True)
             error = RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
@@ -76,7 +88,7 @@ def learnt(job: Job) -> dict[str, Tensor]:
     return found
 
 
-def _write(
+def _write_model(
     job: Job, tensors: Iterator[tuple[str, Tensor]], folder: Path, fresh: Path, steps: int, source: Path | None
 ) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
@@ -85,8 +97,8 @@ def _write(
     if job.tokenizer is not None:
         job.tokenizer.save_pretrained(fresh)
     write_generation(job, fresh, source)
-    text = card.card(job.run, folder.parent, steps, source, job.sources.summary)
-    (fresh / card.NAME).write_text(text, encoding="utf-8")
+    text = model_card.card(job.run, folder.parent, steps, source, job.sources.summary)
+    (fresh / model_card.NAME).write_text(text, encoding="utf-8")
     _replace(fresh, folder)
 
 
@@ -157,3 +169,336 @@ def _gathered(model: nn.Module, name: str) -> Iterator[None]:
     yield
     if cut is not None:
         cut.reshard()
+
+
+# --- Is a written folder what was trained? Its bytes, then logits of our forward pass against transformers' on the
+# folder.
+#
+# Bytes: each tensor is read again and is the one that was to be written. Logits: both sides in float32 arithmetic, on
+# the same tokens, so that what differs is the layout (which must not) and what rounding did to the weights when
+# adapters were merged or `--dtype` converted them. The two models are never in memory together: only the logits are
+# kept.
+
+
+ROWS, LENGTH = 4, 128  # documents compared, most tokens of each
+RANDOM_SEED = 0
+# Largest difference of a logit, as a part of the largest logit. Nothing was rounded: float32's own noise, over the
+# sums of a deep model. Rounded weights are off by up to 2^-12 (float16) and 2^-9 (bfloat16) of themselves each.
+EXACT = 1e-4
+ROUNDED = {torch.float32: EXACT, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What the reloaded model's logits are against the trained model's."""
+
+    tokens: int
+    texts: str  # which tokens
+    scale: float  # the largest logit
+    worst: float  # the largest difference
+    mean: float  # of all differences
+    agreement: float  # share of the tokens for which both predict the same next token
+    tolerance: float  # of worst / scale
+    rounded: bool  # whether weights were rounded as they were written
+
+    @property
+    def sound(self) -> bool:
+        return self.worst <= self.tolerance * self.scale  # not so for a NaN
+
+    def __str__(self) -> str:
+        how = "rounding included" if self.rounded else "nothing was rounded"
+        return (
+            f"logits after reloading, {self.texts}, {how}: largest difference {self.worst:.3g} of {self.scale:.3g} "
+            f"({self.worst / self.scale:.1e}; at most {self.tolerance:.0e}), mean {self.mean:.3g}, "
+            f"same next token for {self.agreement:.2%}"
+        )
+
+
+def digest(t: Tensor) -> str:
+    """Of a tensor's bytes, on the host."""
+    return hashlib.sha256(t.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
+
+
+def demand_bytes(folder: Path, written: Mapping[str, str]) -> None:
+    """Raises RunError unless the folder holds these tensors; `written`: digests by Hugging Face name."""
+    held = Folder(folder)
+    for name, sha in written.items():
+        try:
+            with safe_open(folder / held.files[name], "pt") as file:
+                same = digest(file.get_tensor(name)) == sha
+        except (KeyError, OSError, SafetensorError):
+            same = False
+        if not same:
+            raise RunError(f"{folder} is not the trained model: {name} was written otherwise than it is read")
+
+
+def samples(job: Job, paths: Sequence[str], sample: str | None) -> tuple[list[list[int]], str]:
+    """Token ids to compare on, and what they are: the first documents of the run's data, else random tokens.
+
+    Args:
+        paths: what `data.eval` or `data.path` names.
+        sample: `data.sample`.
+    """
+    documents: list[list[int]] = []
+    if job.tokenizer is not None:
+        documents = list(islice(_documents(Tokens(job.tokenizer), paths, sample, job.run.seed), ROWS))
+    if documents:
+        return documents, f"the first {len(documents)} documents of the data"
+    assert isinstance(job.model.embedding.weight, Tensor)
+    ids = np.random.default_rng(RANDOM_SEED).integers(0, job.model.embedding.weight.shape[0], (ROWS, LENGTH // 2))
+    return ids.tolist(), f"{ROWS} rows of random tokens"
+
+
+def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, seed: int) -> Iterator[list[int]]:
+    """Documents that are there and can be read; a file that is gone, or another machine's, has none."""
+    if sample is not None:
+        talks = recipes.conversations(ROWS, seed)
+        found = [(schema.Where(Path(sample), i), {"messages": talk}) for i, talk in enumerate(talks, 1)]
+        yield from _tokenised(tokens, iter(found))
+    for path in paths:
+        try:
+            if path.startswith(readers.HUB) or not Path(path).exists():
+                continue
+            for file in readers.find(path):
+                yield from _tokenised(tokens, readers.attempts(file))
+        except (DataError, OSError):
+            continue
+
+
+def _tokenised(tokens: Tokens, found: Iterator[tuple[schema.Where, Any]]) -> Iterator[list[int]]:
+    for where, row in islice(found, 10 * ROWS):
+        try:
+            if not isinstance(row, DataError):
+                for document in tokens.batch([(where, schema.parse(where, row))], "all"):
+                    if not isinstance(document, DataError):
+                        yield document[0].ids[:LENGTH].tolist()
+        except DataError:  # a row that training refuses, too
+            continue
+
+
+@torch.no_grad()
+def trained(job: Job, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """float32 logits (T, V) of the trained model for each text, on the host. Its weights become float32."""
+    job.model.eval()
+    stored = [m.stored for _, m in job.model.linears() if m.stored is not None]
+    codes = {id(p) for s in stored if isinstance(s, nn.Module) for p in s.parameters()}  # bytes, whatever their type
+    for p in job.model.parameters():
+        if id(p) not in codes:
+            p.data = p.data.float()
+    found = []
+    for ids in texts:
+        document = Document(np.array(ids, np.int32), np.arange(len(ids)) > 0)
+        row = collate([[(0, document)]], len(ids), single=True, most=1).to(job.world.device)
+        hidden = job.model(row.tokens, row.positions, row.documents)  # (1, T, D)
+        found.append(job.model.head.logits(hidden)[0].cpu())
+    return found
+
+
+@torch.no_grad()
+def reloaded(folder: Path, texts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """The same of the folder, by transformers alone."""
+    model = load_plain(folder, torch.float32, device)
+    return [model(torch.tensor([list(ids)], device=device), use_cache=False).logits[0].float().cpu() for ids in texts]
+
+
+def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor], texts: str, dtype: torch.dtype, exact: bool) -> Compared:
+    """ours, theirs: (T, V) each. `exact`: the weights were written as they were trained."""
+    a, b = torch.cat(list(ours)), torch.cat(list(theirs))
+    off = (a - b).abs()
+    return Compared(
+        tokens=len(a),
+        texts=texts,
+        scale=a.abs().max().item(),
+        worst=off.max().item(),
+        mean=off.mean().item(),
+        agreement=(a.argmax(-1) == b.argmax(-1)).float().mean().item(),
+        tolerance=EXACT if exact else ROUNDED[dtype],
+        rounded=not exact,
+    )
+
+
+def demand(found: Compared, folder: Path) -> None:
+    """Raises RunError where the folder does not compute what was trained."""
+    if not found.sound:
+        raise RunError(f"{folder} is not the trained model: {found}; it is left there to be looked at")
+
+
+# --- `optrush export`: a run's checkpoint as a folder that others load, proven to compute what was trained.
+#
+# Written beside its place, verified there, and renamed when it holds. A folder that fails stays under its other name.
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL, ADAPTER = "model", "adapter"
+
+
+@dataclass(frozen=True)
+class Delivered:
+    out: Path
+    step: int
+    passed: tuple[tuple[str, str], ...]  # damaged checkpoints that were passed over
+    dtype: str | None  # of the weights; None: an adapter's files
+    size_bytes: int
+    compared: Compared | None
+
+    def facts(self) -> dict[str, Any]:
+        """As one JSON document."""
+        found = asdict(self) | {"out": str(self.out)}
+        found["passed"] = [list(pair) for pair in self.passed]
+        if self.compared is not None:
+            found["compared"]["relative"] = self.compared.worst / self.compared.scale
+        return found
+
+
+def place(run: Path, out: Path | None, adapter: bool) -> Path:
+    """Where the folder goes, if it may: `model/` or `adapter/` of the run, unless `out` says otherwise.
+
+    Raises:
+        ConfigError: no run, or something lies there.
+    """
+    folder, _ = read_run(run)
+    where = out or folder / (ADAPTER if adapter else MODEL)
+    if where.exists() and (not where.is_dir() or any(where.iterdir())):
+        found = "it is not empty" if where.is_dir() else "a file, no folder"
+        raise ConfigError(f"to export to {where}", found, "name another folder: --out DIR")
+    if not where.absolute().parent.is_dir():
+        raise ConfigError(f"to export to {where}", f"{where.absolute().parent} is no folder", "make it first")
+    return where
+
+
+def deliver(
+    run: Path,
+    out: Path | None = None,
+    *,
+    checkpoint: str | None = None,
+    dtype: str | None = None,
+    adapter: bool = False,
+    verifies: bool = True,
+    max_shard_bytes: float = 5e9,
+) -> Delivered:
+    """Exports a run.
+
+    Args:
+        out: the folder; None: the run's own `model/`, or `adapter/`.
+        checkpoint: a step or a folder; None: the best one, else the newest intact one.
+        dtype: of the weights; None: as they were trained.
+        adapter: the adapter's files, not the merged model.
+
+    Raises:
+        UserError: as `rebuild`; the folder is not free; no adapter in this run.
+        RunError: the folder does not compute what was trained.
+    """
+    where = place(run, out, adapter)
+    folder = where.absolute().parent
+    at_work = any((folder / name).exists() for name in (runfolder.RUN, runfolder.LOCK))  # a run may write there
+    try:
+        with runfolder.lock(folder) if at_work else nullcontext(), _beside(where, at_work) as fresh:
+            found = rebuild(run, checkpoint)
+            if adapter and not io.adapters(found.job.model):
+                done = "this run has no adapter: it trained the model's own weights"
+                raise ConfigError("--adapter", done, "leave it out")
+            kind = None if adapter else _kept(found.job) if dtype is None else DTYPES[dtype]
+            compared = None
+            with _writing(where):
+                written = (
+                    _write_adapter(found, fresh)
+                    if kind is None
+                    else _write_merged(found, fresh, dtype, max_shard_bytes)
+                )
+            if kind is not None and verifies:
+                compared = _verify(found, fresh, written, kind)
+            with _writing(where):
+                if where.exists():
+                    where.rmdir()  # empty
+                os.rename(fresh, where)
+    except (RuntimeError, MemoryError) as error:
+        if not exhausted(error):
+            raise
+        do = "leave the GPU out: CUDA_VISIBLE_DEVICES= optrush export ..."
+        raise RunError(f"out of memory while exporting ({next(iter(str(error).splitlines()), '')}); {do}") from error
+    size, said = sum(f.stat().st_size for f in where.iterdir()), None if kind is None else str(kind)[len("torch.") :]
+    return Delivered(where, found.checkpoint.step, found.passed, said, size, compared)
+
+
+@contextmanager
+def _beside(where: Path, at_work: bool) -> Iterator[Path]:
+    """A new folder beside the place. It goes with an error, unless that is the proof that failed.
+
+    Args:
+        at_work: its parent is a run's folder, whose lock is held: what a kill left there under a run's own name goes.
+
+    Raises:
+        ConfigError: something lies there, or it cannot be made.
+    """
+    fresh = where.with_name(where.name + ".tmp")
+    if at_work and fresh.name in runfolder.KNOWN:
+        shutil.rmtree(fresh, ignore_errors=True)
+    try:
+        fresh.mkdir()
+    except FileExistsError:
+        do = "look at it and delete it, or take another folder: --out DIR"
+        raise ConfigError(f"to export to {where}", f"{fresh}, where it would be written first, is there", do) from None
+    except OSError as error:
+        do = "take another folder: --out DIR"
+        raise ConfigError(f"to export to {where}", f"{fresh}: {error.strerror}", do) from None
+    try:
+        yield fresh
+    except RunError:
+        raise
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def _writing(where: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"to export to {where}", f"{error}", "make room, or take another folder: --out DIR") from None
+
+
+def _write_adapter(found: Rebuilt, fresh: Path) -> dict[str, str]:
+    job = found.job
+    io.write(fresh, job.model, job.recipe, learnt(job), str(job.run.model.path or job.run.model.shape))
+    return {}
+
+
+def _write_merged(found: Rebuilt, fresh: Path, dtype: str | None, max_shard_bytes: float) -> dict[str, str]:
+    """The merged model with its tokenizer, generation config and card; digests of what was to be written."""
+    job, written = found.job, dict[str, str]()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name, t in whole(job):
+            kept = t if dtype is None else t.to(DTYPES[dtype])
+            written.update((hf, digest(part)) for hf, part in job.recipe.split(name, kept))
+            yield name, kept
+
+    export(fresh, tensors(), job.recipe, job.hf, max_shard_bytes)
+    if job.tokenizer is not None:
+        job.tokenizer.save_pretrained(fresh)
+    write_generation(job, fresh, found.base)
+    text = model_card.card(found.run, found.folder, found.checkpoint.step, found.base)
+    (fresh / model_card.NAME).write_text(text, encoding="utf-8")
+    return written
+
+
+def _kept(job: Job) -> torch.dtype:
+    weight = job.model.embedding.weight
+    assert isinstance(weight, Tensor)
+    return weight.dtype
+
+
+def _verify(found: Rebuilt, fresh: Path, written: Mapping[str, str], kind: torch.dtype) -> Compared:
+    demand_bytes(fresh, written)
+    job, d = found.job, found.run.data
+    exact = kind == _kept(job) and all(m.adapter is None and m.stored is None for _, m in job.model.linears())
+    paths = [d.eval] if isinstance(d.eval, str) else [origin.path for origin in d.origins]
+    texts, said = samples(job, paths, d.sample)
+    ours = trained(job, texts)
+    device = job.world.device
+    job.model.to("meta")  # its memory is the reloaded model's now
+    theirs = reloaded(fresh, texts, device)
+    compared = compare(ours, theirs, said, kind, exact)
+    demand(compared, fresh)
+    return compared

@@ -40,8 +40,8 @@ from optrush.export import write_model
 from optrush.job import Batch, Job
 from optrush.meter import Meter
 from optrush.objectives import unit
-from optrush.prepare import Prepared, resized
 from optrush.reporting import Reporter, reporting
+from optrush.resolve import Prepared, resized
 from optrush.technique import Part
 from optrush.train import Plan, evaluate, train
 

@@ -29,7 +29,7 @@ from optrush.data.sampler import reading
 from optrush.errors import ConfigError
 from optrush.fit import batches, fitting
 from optrush.job import Batch, Job
-from optrush.prepare import Prepared
+from optrush.resolve import Prepared
 
 STEPS = 200  # at most, unless told otherwise
 NEAR = 0.05  # a loss that counts as zero, in nats a target

@@ -30,7 +30,7 @@ from optrush.errors import ConfigError, UserError
 from optrush.job import Batch, Job
 from optrush.models.weights import value_files
 from optrush.objectives import dpo
-from optrush.prepare import Prepared
+from optrush.resolve import Prepared
 from optrush.technique import Numerics
 
 FORMAT = 2  # part of every key

@@ -18,12 +18,13 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from optrush import config, plan, technique
+from optrush import config, technique
 from optrush.bench import ladder, peer, peer_worker
 from optrush.hardware import named
 from optrush.kernels import attention, swiglu
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.prepare import prepare
+from optrush.planner import search
+from optrush.resolve import prepare
 
 from toy import document
 
@@ -62,7 +63,7 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
         if rung.peer is not None:
             peer_worker.check(rung.peer, rung.run, prepared.setup.device)
             continue
-        said = plan.predict(rung.run, "h200")
+        said = search.predict(rung.run, "h200")
         assert said.fits, f"{name}: {rung.name} takes {said.peak_bytes / 2**30:.1f} GiB"
 
 

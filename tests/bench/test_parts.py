@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from optrush import config, rates
+from optrush import config
 from optrush.assemble import assemble
 from optrush.bench import parts, process, worker
 from optrush.bench.parts import Marks, Span
@@ -21,9 +21,10 @@ from optrush.config import Run
 from optrush.errors import RunError
 from optrush.fit import batches
 from optrush.job import Job
-from optrush.ledger import Work
-from optrush.prepare import prepare
-from optrush.rates import PARTS
+from optrush.planner import cost
+from optrush.planner.cost import PARTS
+from optrush.planner.ledger import Work
+from optrush.resolve import prepare
 from optrush.train import Plan
 
 from toy import document
@@ -296,4 +297,4 @@ def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch: pytest.
 
 def test_the_head_of_a_pass_for_reference_is_the_heads_work() -> None:
     works = [Work(name, "", "token", 1.0) for name in ("head.products", "reference.head", "forward.qkv")]
-    assert [rates._part(w) for w in works] == ["head", "head", "products"]
+    assert [cost._part(w) for w in works] == ["head", "head", "products"]

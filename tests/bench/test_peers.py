@@ -104,7 +104,7 @@ def test_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_ours() -> None:
     """Random tokens: the very batches that our own loop takes, labels not shifted."""
     from optrush.assemble import assemble
-    from optrush.prepare import prepare
+    from optrush.resolve import prepare
 
     mine = run()
     job = assemble(prepare(mine))

@@ -34,7 +34,7 @@ def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
     """It is listed, planned, searched, trained and laddered without another change."""
     text = technique("sound").replace("\n    def drive(", PREDICTED, 1)
     text = text.replace(
-        "from optrush.technique", "from optrush.ledger import Line, Rule, add\nfrom optrush.technique", 1
+        "from optrush.technique", "from optrush.planner.ledger import Line, Rule, add\nfrom optrush.technique", 1
     )
     copied.add("sound", text)
     assert "sound               a test" in copied.run("techniques").stdout

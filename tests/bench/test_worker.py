@@ -14,7 +14,7 @@ from optrush.bench.sketch import sketch
 from optrush.config import Run
 from optrush.data.schema import Document
 from optrush.job import Job
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.train import Plan
 
 from toy import document

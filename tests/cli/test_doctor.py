@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from optrush import doctor, hardware, technique, toolchain
+from optrush import doctor, hardware, technique
 from optrush.hardware import NAMED, Device
 from optrush.technique import Need, Part, Setup, Technique
 from optrush.techniques import ALL
@@ -26,7 +26,7 @@ WORDS = ("ok", "lacks")
 def on(monkeypatch: pytest.MonkeyPatch, *devices: Device) -> None:
     """This machine has these devices, and the packages and compilers for them."""
     monkeypatch.setattr(hardware, "probe", lambda: list(devices))
-    for module in (doctor, technique, toolchain):
+    for module in (doctor, technique, technique):
         monkeypatch.setattr(module, "library", lambda name: "1.0")
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
 
@@ -74,7 +74,7 @@ def test_text(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lacking_is_no_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an old device, no compiler and a build of torch for CPUs: everything said, exit code 0."""
     on(monkeypatch, NAMED["t4"])
-    for module in (doctor, technique, toolchain):
+    for module in (doctor, technique, technique):
         monkeypatch.setattr(module, "library", lambda name: {"torch": "2.13.0+cpu", "triton": None}.get(name, "1"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     found = call("doctor")
@@ -148,7 +148,7 @@ def test_a_compiler_for_a_cpu(
 
 def test_a_compiler_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, NAMED["h200"])
-    monkeypatch.setattr(toolchain, "library", lambda name: None)
+    monkeypatch.setattr(technique, "library", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     lacks = stands("compile", NAMED["h200"]).lacks
     assert [n.do for n in lacks] == ["python -m pip install triton", "install gcc"]

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from optrush import config, hardware
 from optrush.errors import NeedsError
 from optrush.models import tiny
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 
 from clirun import Found, base, metrics, write_rows
 

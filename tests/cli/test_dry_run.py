@@ -16,13 +16,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from optrush import dry_run, plan
+from optrush import dry_run
 from optrush.config import parse
 from optrush.data.schema import Document
 from optrush.errors import ConfigError
-from optrush.ledger import Item
 from optrush.models import weights
-from optrush.plan import Prediction
+from optrush.planner import search
+from optrush.planner.ledger import Item
+from optrush.planner.search import Prediction
 
 from clirun import Found, base, edited, metrics, write_rows
 
@@ -60,7 +61,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             "lines": (Item("states.blocks", 1 << 30, "two"), Item("weights.blocks", 3 << 30, "one")),
         }  # fmt: skip
         found = Prediction(**{**values, **changes})
-        monkeypatch.setattr(plan, "predict", lambda *_, **__: found)
+        monkeypatch.setattr(search, "predict", lambda *_, **__: found)
 
     return put
 
@@ -305,7 +306,7 @@ def test_a_model_that_the_plan_does_not_know(call: Call, write: Write, monkeypat
     def unknown(*_: object, **__: object) -> None:
         raise ConfigError("a plan for this", "a strange model", "train it")
 
-    monkeypatch.setattr(plan, "predict", unknown)
+    monkeypatch.setattr(search, "predict", unknown)
     facts = told(call, write())
     assert facts["memory"] == {"unknown": "a plan for this: a strange model"}
     assert facts["disk"]["needed_bytes"] is None and facts["disk"]["fits"] is None

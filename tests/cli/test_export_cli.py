@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from trained import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush import card, deliver, rebuild, runfolder, verify
+from optrush import export, model_card, restore, runfolder
 from optrush.config import Run
 
 from clirun import Found
@@ -114,7 +114,7 @@ def test_shards(call: Call, trained: Path, here: Path) -> None:
 
 def damage(tensor: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
     """After the weights were written, one tensor of the folder is another."""
-    real = deliver.write_generation
+    real = export.write_generation
 
     def write(job: Any, folder: Path, source: Path | None) -> None:
         real(job, folder, source)
@@ -142,7 +142,7 @@ def nudge(t: torch.Tensor) -> torch.Tensor:
 def test_a_tensor_that_is_not_what_was_written_is_red(
     tensor: str, how: Any, dtype: str, call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deliver, "write_generation", damage(tensor, how))
+    monkeypatch.setattr(export, "write_generation", damage(tensor, how))
     found = call("export", "run", "--out", "bad", "--dtype", dtype)
     assert found.code == 1 and found.out == "", found
     assert f"is not the trained model: {tensor} was written otherwise" in found.err
@@ -166,8 +166,8 @@ def test_other_logits_are_red(
     dtype: str, tensor: str, how: Any, call: Call, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the bytes are what was meant and what was meant is wrong, as by a wrong layout."""
-    monkeypatch.setattr(deliver, "write_generation", damage(tensor, how))
-    monkeypatch.setattr(verify, "demand_bytes", lambda *_: None)
+    monkeypatch.setattr(export, "write_generation", damage(tensor, how))
+    monkeypatch.setattr(export, "demand_bytes", lambda *_: None)
     found = call("export", "run", "--out", "bad", "--dtype", dtype)
     assert found.code == 1 and found.out == "", found
     assert "is not the trained model: logits after reloading" in found.err and "largest difference" in found.err
@@ -175,7 +175,7 @@ def test_other_logits_are_red(
 
 def test_a_nan_is_red() -> None:
     one = torch.randn(3, 5)
-    found = verify.compare([one], [one.clone().fill_(float("nan"))], "", torch.float32, True)
+    found = export.compare([one], [one.clone().fill_(float("nan"))], "", torch.float32, True)
     assert not found.sound
 
 
@@ -286,7 +286,7 @@ def test_a_base_that_training_rounded_and_a_folder_that_is_gone(call: Call, cach
     shutil.rmtree(begun)
     facts = exported(call, str(of), "--checkpoint", "6", "--out", "out")
     assert facts["dtype"] == "bfloat16"
-    assert rebuild._bare(rebuild.read_run(of)[1]).with_["amp"] == {}, "compared in float32, without its stream"
+    assert restore._bare(restore.read_run(of)[1]).with_["amp"] == {}, "compared in float32, without its stream"
     ours, theirs = load_file(here / "out" / "model.safetensors"), load_file(of / "model" / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
@@ -304,13 +304,13 @@ EVIL = "<img src=x onerror=alert(1)> [click](https://evil.example) | `x` **b** \
 
 
 def test_the_card_is_escaped(trained: Path, here: Path) -> None:
-    text = card.escaped(EVIL)
+    text = model_card.escaped(EVIL)
     assert "<" not in text and "\x1b" not in text and "\n" not in text
     assert r"\[click\]\(https\://evil\.example\)" in text and r"\|" in text and r"www\.evil" in text
     settings: dict[str, Any] = {"model": {"path": EVIL}, "objective": "sft", "data": {"path": EVIL}, "output": "x"}
     odd = here / "a *folder* <b>"
     trained.rename(odd)
-    written = card.card(Run.model_validate(settings), odd, 6, None)
+    written = model_card.card(Run.model_validate(settings), odd, 6, None)
     body = written.partition("---\n\n")[2]
     assert "<img" not in written and "<b>" not in written and r"\*folder\*" in body
     front = yaml.safe_load(written.split("---\n")[1])
@@ -323,7 +323,7 @@ def test_what_the_card_says(call: Call, trained: Path, model: Path, here: Path) 
     shutil.copytree(model, base)
     (base / "README.md").write_text("---\nlicense: llama3.2\ntags: [x]\n---\n# Base\n")
     changes: dict[str, Any] = {"model": {"path": "org/Some-1B"}, "objective": "sft", "data": {"path": str(here)}}
-    text = card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base, "8 documents")
+    text = model_card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base, "8 documents")
     front = yaml.safe_load(text.split("---\n")[1])
     assert front["license"] == "llama3.2" and front["base_model"] == "org/Some-1B"
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
@@ -333,10 +333,10 @@ def test_what_the_card_says(call: Call, trained: Path, model: Path, here: Path) 
     assert "8 documents" in text and str(here) not in text and "GiB resident" in text
     for licence in ("[evil](x)", "a\nb: c", "", 7):
         (base / "README.md").write_text(f"---\n{yaml.safe_dump({'license': licence})}---\n")
-        text = card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base)
+        text = model_card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base)
         assert "license" not in yaml.safe_load(text.split("---\n")[1])
     (base / "README.md").write_text("---\na: [\n---\n")
-    card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base)
+    model_card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base)
 
 
 def test_the_card_has_no_path_of_what_is_gone(trained: Path, here: Path) -> None:
@@ -348,8 +348,10 @@ def test_the_card_has_no_path_of_what_is_gone(trained: Path, here: Path) -> None
     }  # fmt: skip
     for path, name in named.items():
         settings: dict[str, Any] = {"model": {"path": path}, "objective": "sft", "data": {"path": path}, "output": "x"}
-        text = card.card(Run.model_validate(settings), trained, 6, None)
-        assert f"| base model | {card.escaped(name)} |" in text and f"| data | {card.escaped(name)} |" in text
+        text = model_card.card(Run.model_validate(settings), trained, 6, None)
+        assert (
+            f"| base model | {model_card.escaped(name)} |" in text and f"| data | {model_card.escaped(name)} |" in text
+        )
         assert str(here) not in text and "secret/" not in text
 
 
@@ -377,7 +379,7 @@ def test_data_that_cannot_be_read_is_not_there(call: Call, trained: Path, monkey
     def fail(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(verify.read, "attempts", fail)
+    monkeypatch.setattr(export.read, "attempts", fail)
     assert "random tokens" in exported(call, "run")["compared"]["texts"]
 
 
@@ -395,7 +397,7 @@ def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, m
         def fail(*_: Any, error: BaseException = error) -> None:
             raise error
 
-        monkeypatch.setattr(deliver, "write_generation", fail)
+        monkeypatch.setattr(export, "write_generation", fail)
         found = call("export", "run")
         assert found.code == code and said in found.err and found.out == ""
     assert not (trained / "model").exists() and not list(trained.glob("*.tmp"))

@@ -15,10 +15,11 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optrush import begin, hardware
-from optrush.begin import Wanted, compose
+from optrush import hardware
 from optrush.config import Run, document, parse
-from optrush.prepare import prepare
+from optrush.planner import init_config
+from optrush.planner.init_config import Wanted, compose
+from optrush.resolve import prepare
 from optrush.technique import build
 from optrush.techniques import ALL
 
@@ -165,7 +166,7 @@ def test_the_text_says_what_the_flags_said(
     ["~", "null", "1e-5", "-", "@x", "a: b", "a #b", "'", '"', "x\ny", "\x7f", "😀", "...", "---", "0x1f", "yes"],
 )
 def test_odd_names_come_back(text: str) -> None:
-    from optrush.commented import _text
+    from optrush.planner.init_config import _text
 
     assert yaml.safe_load(f"k: {_text(text)}\n") == {"k": text}
     assert yaml.safe_load(f"k: {{a: {_text(text)}, b: 1}}\n") == {"k": {"a": text, "b": 1}}
@@ -336,9 +337,9 @@ def test_a_file_that_cannot_be(call: Call, here: Path) -> None:
 
 
 def test_rows_are_counted_up_to_a_limit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(begin, "COUNTED", 20)
+    monkeypatch.setattr(init_config, "COUNTED", 20)
     row = (here / "chat.jsonl").read_text().splitlines()[0]
     (here / "many.jsonl").write_text(f"{row}\n" * 100)
-    assert begin.count(here / "many.jsonl") == 20
+    assert init_config.count(here / "many.jsonl") == 20
     begun = compose(Wanted("tiny", "sft", "many.jsonl", "out"), "f.yaml")
     assert begun.run.data.eval == 0.02, "a large file holds less out"

@@ -28,7 +28,7 @@ from optrush.data.batch import collate
 from optrush.data.schema import Document
 from optrush.job import Job
 from optrush.overfit import Floor, Seen, diagnose, overfit
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.technique import Numerics, Part, Technique
 from optrush.techniques import ALL
 

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from optrush.config import parse
 from optrush.fit import fit
 from optrush.models import tiny
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 
 CONFIG = """
 model: model

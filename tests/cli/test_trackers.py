@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from optrush import console, trackers
-from optrush.config import dump, parse
+from optrush.config import dump, parse, scrubbed
+from optrush.console import shown
 from optrush.errors import ConfigError
-from optrush.prepare import prepare
-from optrush.shown import shown
-from optrush.withheld import scrubbed
+from optrush.resolve import prepare
 
 from clirun import Found
 

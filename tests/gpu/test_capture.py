@@ -19,7 +19,7 @@ from optrush.bench import parts
 from optrush.config import parse
 from optrush.job import Batch, Job
 from optrush.kernels import float8
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.technique import library
 from optrush.train import evaluate
 

@@ -14,7 +14,7 @@ from optrush.assemble import assemble
 from optrush.config import parse
 from optrush.job import Batch, Job
 from optrush.meter import Meter
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 
 from isolation import alone, disturbed
 from trials import FASTEST

@@ -15,7 +15,7 @@ from optrush.config import Optim, parse
 from optrush.job import Job
 from optrush.kernels.adam8bit import adam8bit_update
 from optrush.optim.adam8bit import Adam8bit
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours

@@ -105,7 +105,7 @@ def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[
     """Weights, states, scale and both random states, with the kernels of a GPU."""
     from optrush import rehearse
     from optrush.assemble import assemble
-    from optrush.prepare import prepare
+    from optrush.resolve import prepare
     from optrush.train import Plan
 
     text = CONFIG.replace("model: model", f"model: {model}")
@@ -124,7 +124,7 @@ def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[
 def test_what_is_released_goes_back_to_the_device(model: Path) -> None:
     from optrush import rehearse
     from optrush.assemble import assemble
-    from optrush.prepare import prepare
+    from optrush.resolve import prepare
 
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -13,7 +13,7 @@ from optrush.config import parse
 from optrush.job import Job
 from optrush.kernels import stochastic_rounding
 from optrush.kernels.adamw import key_words, step_key
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours

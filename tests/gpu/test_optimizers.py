@@ -17,7 +17,7 @@ from optrush.job import Job
 from optrush.kernels import adamw as kernel
 from optrush.kernels.adam8bit import adam8bit_update
 from optrush.optim.adam8bit import Adam4bit
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.techniques import paged_states
 
 from updates import compare, grads_of, group_of, stepped, tensors

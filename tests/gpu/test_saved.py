@@ -11,12 +11,13 @@ from functools import partial
 import pytest
 import torch
 
-from optrush import plan, step
+from optrush import step
 from optrush.assemble import assemble
 from optrush.config import Run, parse
 from optrush.job import Job
 from optrush.models.activation_offload import Offload
-from optrush.prepare import prepare
+from optrush.planner import search
+from optrush.resolve import prepare
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -167,7 +168,7 @@ def measured(*beside: str) -> tuple[int, float]:
 )
 def test_the_plan_knows_the_peak(beside: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # real pages
-    said = plan.predict(run_of(LLAMA, (*LARGE, *beside)), "h200")
+    said = search.predict(run_of(LLAMA, (*LARGE, *beside)), "h200")
     peak, seconds = measured(*beside)
     print(f"{'+'.join(beside)}: {peak / 2**30:.2f} GiB, planned {said.peak_bytes / 2**30:.2f}; {seconds:.3f} s a step")
     assert peak == pytest.approx(said.peak_bytes, rel=0.08)
@@ -177,7 +178,7 @@ def test_the_plan_knows_the_peak(beside: tuple[str, ...], monkeypatch: pytest.Mo
 @pytest.mark.parametrize("budget", [0.3, 0.5, 0.6, 0.9])
 def test_the_plan_knows_what_a_budget_keeps(budget: float, beside: tuple[str, ...]) -> None:
     withs = (*beside, f"{SELECTIVE}:budget={budget}")
-    said = plan.predict(run_of(LLAMA, (*LARGE, *withs)), "h200").peak_bytes
+    said = search.predict(run_of(LLAMA, (*LARGE, *withs)), "h200").peak_bytes
     peak, seconds = measured(*withs)
     print(f"{'+'.join(withs)}: {peak / 2**30:.2f} GiB, planned {said / 2**30:.2f}; {seconds:.3f} s a step")
     assert peak == pytest.approx(said, rel=0.05)

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 from optrush import config, reference
 from optrush.job import Job
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 
 from golden import make_golden
 from golden.make_golden import SEED, T

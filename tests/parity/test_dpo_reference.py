@@ -16,7 +16,7 @@ from optrush import config, reference
 from optrush.data.batch import Batch
 from optrush.job import Job
 from optrush.models.weights import fingerprint
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 
 from golden.make_golden import SIZES
 from trials import assembled

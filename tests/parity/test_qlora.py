@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from optrush import config
 from optrush.errors import ConfigError, NeedsError
 from optrush.kernels import nf4
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 
 from parity_models import SIZES, reference, save
 from trials import apart, assembled

@@ -152,5 +152,5 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         peak_bytes=GIB, memory_kind="rss", phase="head", lines=lines, device="cpu", capacity_bytes=None, fits=True,
         tokens_per_s=7600.0, basis="calibrated",
     )  # fmt: skip
-    monkeypatch.setattr("optrush.plan.predict", lambda *_, **__: made)
+    monkeypatch.setattr("optrush.planner.search.predict", lambda *_, **__: made)
     return made

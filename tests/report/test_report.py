@@ -198,7 +198,7 @@ def test_a_run_that_cannot_be_predicted(trained: Path, monkeypatch: pytest.Monke
     def refuses(*_: object, **__: object) -> None:
         raise NeedsError("a prediction", "no <shape> is known", "name one")
 
-    monkeypatch.setattr("optrush.plan.predict", refuses)
+    monkeypatch.setattr("optrush.planner.search.predict", refuses)
     report.write_run(trained)
     assert "No prediction: no &lt;shape&gt; is known." in _page(trained)
 

@@ -12,7 +12,7 @@ import pytest
 from test_browser import CHROMIUM, Browser
 
 from optrush.bench import report, roofline
-from optrush.rates import PARTS
+from optrush.planner.cost import PARTS
 
 Ladder = list[dict[str, Any]]
 CEILING = {"products": 0.27, "attention": 0.03, "head": 0.08, "elementwise": 0.02, "optimizer": 0.004}

@@ -17,7 +17,7 @@ import torch
 from torch.optim.adamw import adamw
 
 import interpreter
-from optrush import checkpoint, plan
+from optrush import checkpoint
 from optrush.checkpoint import Meta
 from optrush.config import Optim, parse
 from optrush.errors import NeedsError
@@ -25,6 +25,7 @@ from optrush.kernels.adam8bit import BLOCK_4BIT, Nibbles, values_4bit
 from optrush.models.decoder import build
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit
+from optrush.planner import search
 from optrush.train import evaluate
 
 from golden.make_golden import T
@@ -205,7 +206,7 @@ def test_what_the_plan_says():
     text = "{{model: {{shape: llama-3.2-1b}}, objective: pretrain, data: {{random: 4}}, output: x, with: {{{}}}}}"
     n = ModelShape.read(SHAPES["llama-3.2-1b"]).parameters
     for with_ in ("adam4bit: {}", "bf16: {}, adam4bit: {}", "amp: {}, adam4bit: {}"):
-        found = plan.predict(parse(text.format(with_), "test"), "h200", 1)
+        found = search.predict(parse(text.format(with_), "test"), "h200", 1)
         states = sum(line.bytes for line in found.lines if line.name.startswith("states."))
         assert states == pytest.approx(n * (1 + 8 / 128), rel=1e-3)
 
@@ -244,7 +245,7 @@ def test_a_shard_does_what_the_whole_does(at):
 
 def test_what_it_refuses(box):
     with pytest.raises(NeedsError, match="`adam4bit` has no place for remainders") as error:
-        plan.predict(golden_run(box, bf16={}, kahan={}, adam4bit={}), "h200")
+        search.predict(golden_run(box, bf16={}, kahan={}, adam4bit={}), "h200")
     assert "what rounding took" in error.value.found and "--with stochastic-rounding" in error.value.do
     cut = trained(sizes={"a": (24, 300)})
     cut[0].local = cut[0].local[:, :150]

@@ -14,7 +14,7 @@ import torch
 from torch.optim.adamw import adamw
 
 import interpreter
-from optrush import checkpoint, plan
+from optrush import checkpoint
 from optrush.config import Optim, parse
 from optrush.errors import NeedsError
 from optrush.kernels import adam8bit as kernel
@@ -22,6 +22,7 @@ from optrush.kernels.adam8bit import BLOCK, decode, encode, values
 from optrush.models.decoder import build
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam8bit
+from optrush.planner import search
 
 from heldout import SEEDS, float32, held_out
 from trials import assembled, golden_run, steps, weights, whole
@@ -195,7 +196,7 @@ def test_what_the_plan_says():
     text = "{{model: {{shape: llama-3.2-1b}}, objective: pretrain, data: {{random: 4}}, output: x, with: {{{}}}}}"
 
     def states(with_):
-        found = plan.predict(parse(text.format(with_), "test"), "h200", 1)
+        found = search.predict(parse(text.format(with_), "test"), "h200", 1)
         return sum(line.bytes for line in found.lines if line.name.startswith("states."))
 
     n = ModelShape.read(SHAPES["llama-3.2-1b"]).parameters
@@ -277,7 +278,7 @@ def test_bf16_weights_move_at_a_small_rate():
 
 def test_what_it_refuses(box):
     with pytest.raises(NeedsError, match="`adam8bit` has no place for remainders") as error:
-        plan.predict(golden_run(box, bf16={}, kahan={}, adam8bit={}), "h200")
+        search.predict(golden_run(box, bf16={}, kahan={}, adam8bit={}), "h200")
     assert "what rounding took" in error.value.found and "--with stochastic-rounding" in error.value.do
     cut = trained(sizes={"a": (24, 300)})
     cut[0].local = cut[0].local[:, :150]

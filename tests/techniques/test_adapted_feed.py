@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from optrush import baseline, plan
 from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.hardware import named
@@ -26,7 +25,8 @@ from optrush.peft.adapter import Switch, place
 from optrush.peft.ledger import TILE
 from optrush.peft.lora import Lora, Settings
 from optrush.peft.quantized import Form, Quantised
-from optrush.prepare import prepare
+from optrush.planner import baseline, search
+from optrush.resolve import prepare
 from optrush.techniques import ALL
 from optrush.techniques.fused_block import FusedBlock
 from optrush.techniques.offload_activations import OffloadActivations
@@ -452,7 +452,7 @@ train: {{steps: 4}}
 output: {tmp_path / "output"}
 """
     run = parse(text, "case", (), [*withs, "fused-block:impl=quack"])
-    said = plan.predict(run, "h200")
+    said = search.predict(run, "h200")
     with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(run, CLASSES) as job:
         assert inside(job)
         made = [
@@ -478,7 +478,7 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
 """
 
     def said(*withs):
-        return plan.predict(parse(text, "x", (), withs), "h200")
+        return search.predict(parse(text, "x", (), withs), "h200")
 
     def copied(said):
         found = {}
@@ -542,7 +542,7 @@ def test_what_needs_refuse(box):
 
 def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
     job = learning(box, **QUACK)
-    monkeypatch.setattr("optrush.toolchain.library", lambda name: None)
+    monkeypatch.setattr("optrush.technique.library", lambda name: None)
     there = mock.Mock(setup=mock.Mock(owned=job.setup.owned, device=named("h200")[0]), model=job.model)
     with pytest.raises(NeedsError, match="triton is not installed") as caught:
         FusedBlock(impl="quack").drive(there)
@@ -562,7 +562,7 @@ output: unused
 with: {nf4: {}, lora: %s}
 """
     for options, quack in (("{}", True), ("{dropout: 0.1}", False), ("{dora: true}", False)):
-        found = plan.search(parse(text % options, "x"), "h200")
+        found = search.search(parse(text % options, "x"), "h200")
         blocks = [setting.with_.get("fused-block") for setting in found.settings]
         assert ({"impl": "quack"} in blocks) == quack, options
 

@@ -12,13 +12,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from optrush import checkpoint, plan
+from optrush import checkpoint
 from optrush.config import Optim, parse
 from optrush.errors import ConfigError, NeedsError
-from optrush.ledger import Line
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.apollo import Apollo
-from optrush.prepare import prepare
+from optrush.planner import search
+from optrush.planner.ledger import Line
+from optrush.resolve import prepare
 from optrush.technique import Part
 from optrush.techniques.apollo import ROOM
 from optrush.techniques.apollo import Apollo as TheTechnique
@@ -337,7 +338,7 @@ def test_fused_matrices_are_stepped_as_the_published_ones(box):
 
 def test_what_it_refuses(box):
     with pytest.raises(NeedsError, match="`apollo` has no place for remainders") as error:
-        plan.predict(golden_run(box, bf16={}, kahan={}, apollo={}), "h200")
+        search.predict(golden_run(box, bf16={}, kahan={}, apollo={}), "h200")
     assert "what rounding took" in error.value.found and "stochastic-rounding" in error.value.do
     with pytest.raises(NeedsError, match="a sketch of 96 values a row") as error:
         assembled(golden_run(box, apollo={"rank": 96}))
@@ -369,7 +370,7 @@ def entries(rank=64):
 def test_states_are_as_predicted(shape, with_):
     """Those of an optimizer of that shape, to the byte."""
     text = f"{{model: {{shape: {shape}}}, objective: pretrain, data: {{random: 4}}, output: x, with: {{{with_}}}}}"
-    found = sum(s.bytes for s in plan.predict(parse(text, "test"), "h200", 1).lines if s.name.startswith("states."))
+    found = sum(s.bytes for s in search.predict(parse(text, "test"), "h200", 1).lines if s.name.startswith("states."))
     s = ModelShape.read(SHAPES[shape])
     rank, norm = (256, 2) if "256" in with_ else (64, 4)
     rows = s.layers * (3072 + 2048 + 16384 + 2048) + s.vocab * (1 + (not s.tied))

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from optrush import config, plan
+from optrush import config
 from optrush.data.batch import collate
 from optrush.data.schema import Document
 from optrush.models.shapes import SHAPES
+from optrush.planner import search
 from optrush.techniques import attention
 
 from golden.make_golden import CASES
@@ -171,5 +172,5 @@ def test_where_heads_are_repeated(monkeypatch, hardware, withs, sets, spread, sc
     hardware, _, torch_version = hardware.partition(" and torch ")
     monkeypatch.setattr(attention, "library", {"torch": torch_version or "2.13.0"}.get)
     text = "{model: {shape: llama-3.2-1b}, objective: pretrain, data: {random: 8}, output: none}"
-    lines = {item.name for item in plan.predict(config.parse(text, "case", sets, withs), hardware).lines}
+    lines = {item.name for item in search.predict(config.parse(text, "case", sets, withs), hardware).lines}
     assert ("saved.spread" in lines, "saved.scores.held" in lines) == (spread, scores)

@@ -12,8 +12,8 @@ from torch._dynamo.utils import counters
 
 from optrush.errors import NeedsError
 from optrush.kernels import attention
-from optrush.prepare import prepare
-from optrush.toolchain import digest
+from optrush.resolve import prepare
+from optrush.technique import digest
 
 from golden.make_golden import SIZES, T
 from trials import apart, assembled, first_gradients, furthest, golden_run, micro, steps, wire

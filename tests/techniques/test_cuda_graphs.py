@@ -18,7 +18,7 @@ from optrush.data.batch import Batch
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
 from optrush.meter import Meter
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.technique import Part, build
 from optrush.techniques import ALL
 from optrush.techniques.cuda_graphs import APART, Window, capture, tensors

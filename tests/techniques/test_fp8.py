@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 
-from optrush import plan
 from optrush.config import parse
 from optrush.errors import NeedsError, NoEffectError
 from optrush.hardware import NAMED
 from optrush.kernels import float8
 from optrush.models.decoder import build as decoder
 from optrush.models.shapes import SHAPES
-from optrush.prepare import prepare
+from optrush.planner import search
+from optrush.resolve import prepare
 from optrush.technique import Part
 from optrush.techniques.fp8 import MLP_SHARE, Fp8
 from optrush.train import evaluate
@@ -312,7 +312,7 @@ def test_what_a_compiled_block_keeps(box, targets, norm, block, precision):
     assert more == pytest.approx(want * slots - (2 * casts if precision == "amp" else 0), abs=slots), "factors beside"
 
 
-def planned(name: str, with_: dict, targets: str) -> tuple[plan.Prediction, plan.Prediction]:
+def planned(name: str, with_: dict, targets: str) -> tuple[search.Prediction, search.Prediction]:
     """Without and with float8 products, of a published shape on an H200."""
     text = f"""
 model: {{shape: {name}}}
@@ -323,7 +323,7 @@ output: unused
 """
     run = parse(text, "x").model_copy(update={"with_": with_})
     ours = run.model_copy(update={"with_": {**with_, "fp8": {"targets": targets}}})
-    return plan.predict(run, "h200"), plan.predict(ours, "h200")
+    return search.predict(run, "h200"), search.predict(ours, "h200")
 
 
 USUAL = {"attention": {}, "compile": {}, "fused-loss": {}, "fused-adamw": {}}
@@ -358,7 +358,7 @@ def test_the_memory_it_predicts(targets, norm, block):
         assert saved(ours) - saved(plain) == pytest.approx(want)
 
 
-def saved(said: plan.Prediction) -> float:
+def saved(said: search.Prediction) -> float:
     """Bytes of what waits for the backward pass, and of cast weights: not all of it need be there at the peak."""
     return sum(i.bytes for i in said.lines if i.name.startswith(("saved.", "casts.")))
 

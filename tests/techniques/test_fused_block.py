@@ -12,7 +12,7 @@ from optrush import technique
 from optrush.errors import NeedsError
 from optrush.hardware import named
 from optrush.kernels import swiglu
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.technique import Technique
 from optrush.techniques.fused_block import FusedBlock
 

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import interpreter
-from optrush import technique, toolchain
+from optrush import technique
 from optrush.errors import NeedsError
 from optrush.hardware import named
 from optrush.kernels import cross_entropy, linear_cross_entropy
 from optrush.kernels.linear_cross_entropy import even
 from optrush.kernels.loss import Package
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.technique import library, unmet
 from optrush.techniques.fused_loss import FusedLoss
 
@@ -109,8 +109,8 @@ def test_refused_where_it_cannot_run(box, impl, monkeypatch):
         FusedLoss(impl=impl).loss(job)
     monkeypatch.setattr(technique, "library", lambda name: "1")
     with monkeypatch.context() as patch:
-        patch.setattr(toolchain, "library", lambda name: "1")
-        patch.setattr(toolchain, "installed", lambda *names: None)
+        patch.setattr(technique, "library", lambda name: "1")
+        patch.setattr(technique, "installed", lambda *names: None)
         patch.setattr(job, "setup", dataclasses.replace(job.setup, device=named("h200")[0]))
         with pytest.raises(NeedsError, match=f"impl={impl}` runs a Triton(.|\n)*C compiler"):
             FusedLoss(impl=impl).loss(job)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import interpreter
-from optrush import plan
 from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
 from optrush.kernels import rms_norm
 from optrush.kernels.lora_matmul import copied_with_room
-from optrush.prepare import prepare
-from optrush.toolchain import demand_triton
+from optrush.planner import search
+from optrush.resolve import prepare
+from optrush.technique import demand_triton
 
 from golden.make_golden import CASES, SIZES, T
 from trials import assembled, first_gradients, furthest, golden_run, kept
@@ -83,7 +83,7 @@ with: {attention: {}, compile: {}, fused-loss: {}, fused-block: {}}
 """
 
     def said(*withs: str) -> float:
-        return plan.predict(parse(text, "x", (), withs), "h200").peak_bytes
+        return search.predict(parse(text, "x", (), withs), "h200").peak_bytes
 
     for others, values in ((["bf16"], 0), (["amp:stream=half"], 0), (["amp"], 2), (["amp", "compile:scope=model"], 0)):
         assert said(*others, "fused-norm") - said(*others) == 16 * 32768 * 2048 * values
@@ -102,7 +102,7 @@ def test_a_frozen_weight_has_no_gradient(box):
 def test_refused(box, monkeypatch):
     with pytest.raises(NeedsError, match="native"):
         prepare(golden_run(box, sets=["model.implementation=transformers"], fused_norm={}))
-    monkeypatch.setattr("optrush.toolchain.library", lambda name: None)
+    monkeypatch.setattr("optrush.technique.library", lambda name: None)
     demand_triton("fused-norm", CPU)
     with pytest.raises(NeedsError, match="`fused-norm` runs a Triton kernel"):
         demand_triton("fused-norm", named("h200")[0])

@@ -14,8 +14,8 @@ from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
 from optrush.kernels import rope
 from optrush.kernels.lora_matmul import empty_with_room
-from optrush.prepare import prepare
-from optrush.toolchain import demand_triton
+from optrush.resolve import prepare
+from optrush.technique import demand_triton
 
 from golden.make_golden import CASES, SIZES
 from trials import assembled, first_gradients, furthest, golden_run, kept
@@ -94,7 +94,7 @@ def test_refused(box, tmp_path, monkeypatch):
     (folder / "config.json").write_text(json.dumps({**SIZES, "model_type": "qwen3", "attention_bias": True}))
     with pytest.raises(NeedsError, match="turns queries and keys as the product makes them"):
         prepare(golden_run(box, sets=[f"model.path={folder}"], fused_rotation={}))
-    monkeypatch.setattr("optrush.toolchain.library", lambda name: None)
+    monkeypatch.setattr("optrush.technique.library", lambda name: None)
     demand_triton("fused-rotation", CPU)
     with pytest.raises(NeedsError, match="`fused-rotation` runs a Triton kernel"):
         demand_triton("fused-rotation", named("h200")[0])

@@ -7,7 +7,7 @@ import torch
 
 from optrush.errors import NeedsError
 from optrush.export import write_adapter
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.technique import build
 from optrush.techniques import ALL
 from optrush.techniques.ia3 import Ia3

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optrush import plan
 from optrush.config import parse
 from optrush.errors import ConflictError, NeedsError
-from optrush.prepare import prepare
+from optrush.planner import search
+from optrush.resolve import prepare
 
 from heldout import travelled, worse
 from trials import assembled, golden_run, steps, weights
@@ -58,12 +58,12 @@ def test_these_tests_would_see_remainders_that_are_lost(box):
 @pytest.mark.parametrize("hardware", ["h200", "cpu"])
 def test_its_memory_is_predicted(hardware):
     run = parse(LLAMA, "test", withs=["bf16"])
-    without = plan.predict(run, hardware)
-    found = plan.predict(parse(LLAMA, "test", withs=["bf16", "kahan"]), hardware)
+    without = search.predict(run, hardware)
+    found = search.predict(parse(LLAMA, "test", withs=["bf16", "kahan"]), hardware)
     assert without.a_parameter == {"weights": 2, "gradients": 2, "states": 4}
     assert found.a_parameter == {"weights": 2, "gradients": 2, "states": 6}
     configured = parse(LLAMA, "test", ["model.dtype=bfloat16"], withs=["kahan"])
-    assert plan.predict(configured, hardware).a_parameter == found.a_parameter
+    assert search.predict(configured, hardware).a_parameter == found.a_parameter
 
 
 def test_one_owner_of_the_rounding(box):

@@ -11,7 +11,7 @@ import torch
 
 from optrush.config import dump
 from optrush.errors import NeedsError
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 
 from trials import assembled, golden_run, steps, weights
 

@@ -18,14 +18,15 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optrush import baseline, checkpoint, plan
+from optrush import checkpoint
 from optrush.config import parse
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
 from optrush.export import write_adapter
 from optrush.models import activation_offload
 from optrush.models.weights import Memory, Recipe, native_entries
 from optrush.peft import io
-from optrush.prepare import prepare
+from optrush.planner import baseline, search
+from optrush.resolve import prepare
 from optrush.technique import build
 from optrush.techniques import ALL
 from optrush.techniques.lora import Lora
@@ -374,7 +375,7 @@ train: {{steps: 4}}
 output: {tmp_path / "output"}
 """
     run = parse(text, "case", (), withs)
-    said = plan.predict(run, "h200")
+    said = search.predict(run, "h200")
     with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(run) as job:
         states = sum(s.numel() for by in job.optimizer.state().values() for s in by.values() if s.dim())
         learnt = sum(t.parameter.numel() for t in job.trained)
@@ -397,20 +398,20 @@ output: unused
 with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
 """
     run = parse(text, "x")
-    plain = plan.predict(run, "h200")
-    ours = plan.predict(run.model_copy(update={"with_": {**run.with_, "lora": {}}}), "h200")
+    plain = search.predict(run, "h200")
+    ours = search.predict(run.model_copy(update={"with_": {**run.with_, "lora": {}}}), "h200")
     assert 1.2 < ours.tokens_per_s / plain.tokens_per_s < 1.5
     assert ours.peak_bytes < 0.5 * plain.peak_bytes
     for more in ([], ["nf4"]):
         without, dora = (
-            plan.predict(parse(text, "x", (), [lora, *more]), "h200") for lora in ("lora", "lora:dora=true")
+            search.predict(parse(text, "x", (), [lora, *more]), "h200") for lora in ("lora", "lora:dora=true")
         )
         added = {w.name for w in dora.work} - {w.name for w in without.work}
         stored = {"forward.measured.packed", "forward.measured.unpacked"} if more else set()
         assert added == {"forward.lengths", "forward.measured", "forward.scaled", "backward.scaled"} | stored
         assert 0.7 < dora.tokens_per_s / without.tokens_per_s < 0.99
     again = parse(text, "x", ["model.implementation=transformers"], ["lora"], ["compile"])
-    assert plan.predict(again, "h200").peak_bytes < plain.peak_bytes
+    assert search.predict(again, "h200").peak_bytes < plain.peak_bytes
 
 
 # Messages.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optrush.errors import NeedsError
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 
 from trials import assembled, first_gradients, furthest, golden_run, steps, wire
 

@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from optrush import config, hardware, plan, rates
+from optrush import config, hardware
 from optrush.errors import NeedsError
-from optrush.prepare import prepare, resized
+from optrush.planner import cost, search
+from optrush.resolve import prepare, resized
 from optrush.techniques.memory_cap import MemoryCap
 
 from trials import golden_run
@@ -32,10 +33,10 @@ def run(*withs, **batch):
 @pytest.mark.parametrize(("cap", "size_bytes"), [("mib=20000", 20000 << 20), ("fraction=0.25", H200.memory_bytes // 4)])
 def test_the_plan_sees_the_smaller_card(cap, size_bytes):
     sets = {"micro_tokens": 65536}
-    whole, capped = plan.predict(run(**sets), "h200"), plan.predict(run(f"memory-cap:{cap}", **sets), "h200")
+    whole, capped = search.predict(run(**sets), "h200"), search.predict(run(f"memory-cap:{cap}", **sets), "h200")
     assert whole.fits and not capped.fits and whole.peak_bytes == capped.peak_bytes
     assert capped.capacity_bytes == size_bytes
-    assert capped.room_bytes == int(rates.room(dataclasses.replace(H200, memory_bytes=size_bytes)))
+    assert capped.room_bytes == int(cost.room(dataclasses.replace(H200, memory_bytes=size_bytes)))
     assert capped.tokens_per_s == whole.tokens_per_s, "it is the same device otherwise"
 
 
@@ -46,13 +47,13 @@ def test_the_micro_batch_goes_by_it():
 
 def test_no_search_leaves_it_out():
     """Three techniques for a quick one; each setting that is found has it, and fits under it."""
-    classes = [c for c in plan.ALL if c.name in ("bf16", "recompute", "memory-cap")]
-    found = plan.search(
+    classes = [c for c in search.ALL if c.name in ("bf16", "recompute", "memory-cap")]
+    found = search.search(
         run("memory-cap:mib=30000").model_copy(update={"with_": {"memory-cap": {"mib": 30000}}}), "h200", classes
     )
     assert found.settings and all(s.with_["memory-cap"] == {"mib": 30000} for s in found.settings)
     assert all(s.prediction.capacity_bytes == 30000 << 20 and s.prediction.fits for s in found.settings)
-    free = plan.search(run().model_copy(update={"with_": {}}), "h200", classes)
+    free = search.search(run().model_copy(update={"with_": {}}), "h200", classes)
     assert not any("memory-cap" in s.with_ for s in free.settings)
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from optrush import config, hardware, sizing
+from optrush import config, hardware
 from optrush.errors import ConfigError, NeedsError, RunError
 from optrush.fit import fit
-from optrush.plan import predict
-from optrush.prepare import prepare, resized
+from optrush.planner import micro_batch
+from optrush.planner.search import predict
+from optrush.resolve import prepare, resized
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 from optrush.techniques import ALL
 from optrush.train import evaluate
@@ -303,7 +304,9 @@ def test_auto_on_ranks(box):
 
 
 def test_sizes():
-    assert sizing.sizes(8) == [1, 2, 4, 8] and sizing.sizes(12) == [1, 2, 4, 12] and sizing.sizes(1) == [1]
+    assert (
+        micro_batch.sizes(8) == [1, 2, 4, 8] and micro_batch.sizes(12) == [1, 2, 4, 12] and micro_batch.sizes(1) == [1]
+    )
 
 
 def test_auto_on_a_cpu_goes_by_this_machines_memory(box, monkeypatch):

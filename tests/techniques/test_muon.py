@@ -14,16 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import interpreter
-from optrush import checkpoint, plan
+from optrush import checkpoint
 from optrush.config import Optim, parse
 from optrush.errors import ConfigError, NeedsError
 from optrush.kernels import stochastic_rounding
 from optrush.kernels.adamw import key_words, random_bits, round_stochastic, step_key
 from optrush.kernels.newton_schulz import COEFFICIENTS, orthogonal
-from optrush.ledger import Line
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.muon import Muon, Pieces
-from optrush.prepare import prepare
+from optrush.planner import search
+from optrush.planner.ledger import Line
+from optrush.resolve import prepare
 from optrush.technique import Part, Technique
 from optrush.techniques import ALL
 from optrush.techniques.muon import ROOM, pieces
@@ -414,7 +415,7 @@ def test_which_parameters_it_steps(box):
 
 def test_it_refuses_cut_matrices(box):
     with pytest.raises(NeedsError, match="whole matrices") as error:
-        plan.predict(golden_run(box, fsdp={}, muon={}), "2xh200")
+        search.predict(golden_run(box, fsdp={}, muon={}), "2xh200")
     assert "cuts them over the ranks" in error.value.found and "take ddp instead" in error.value.do
 
 
@@ -439,7 +440,7 @@ def test_it_refuses_a_model_without_linears(box, monkeypatch):
 
 def test_it_refuses_kahan(box):
     with pytest.raises(NeedsError, match="`muon` has no place for remainders") as error:
-        plan.predict(golden_run(box, bf16={}, kahan={}, muon={}), "h200")
+        search.predict(golden_run(box, bf16={}, kahan={}, muon={}), "h200")
     assert "what rounding took" in error.value.found and "stochastic-rounding" in error.value.do
 
 
@@ -454,7 +455,7 @@ def test_it_refuses_options(box, options):
 
 def predicted(with_, hardware="h200"):
     text = "{{model: {{shape: llama-3.2-1b}}, objective: pretrain, data: {{random: 4}}, output: x, with: {{{}}}}}"
-    return plan.predict(parse(text.format(with_), "test"), hardware, 1)
+    return search.predict(parse(text.format(with_), "test"), hardware, 1)
 
 
 def test_states_are_as_predicted():

@@ -13,14 +13,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from optrush import assemble, checkpoint, plan
+from optrush import assemble, checkpoint
 from optrush.config import dump, parse
 from optrush.errors import ConflictError, NeedsError
 from optrush.export import write_model
 from optrush.hardware import NAMED
 from optrush.kernels import nf4
 from optrush.models.shapes import SHAPES
-from optrush.prepare import prepare
+from optrush.planner import search
+from optrush.resolve import prepare
 from optrush.technique import Numerics, Part, Technique
 from optrush.techniques import ALL
 from optrush.train import evaluate
@@ -337,8 +338,8 @@ def test_somebody_must_say_what_is_trained(box, name):
 def test_a_gpu_without_what_builds_kernels(box, monkeypatch):
     from optrush.peft import ledger
 
-    monkeypatch.setattr("optrush.toolchain.installed", lambda *names: None)
-    monkeypatch.setattr("optrush.toolchain.library", lambda name: "3")
+    monkeypatch.setattr("optrush.technique.installed", lambda *names: None)
+    monkeypatch.setattr("optrush.technique.library", lambda name: "3")
     with pytest.raises(NeedsError, match="needs a C compiler"):
         ledger.demand_compilers("nf4", NAMED["h200"])
 
@@ -359,8 +360,8 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}, lo
 @pytest.mark.parametrize(("form", "bits"), [("nf4", 4.127), ("single", 4.5), ("int8", 8.0078)])
 def test_what_it_predicts(form, bits):
     run = parse(RUN, "x")
-    ours = plan.predict(run.model_copy(update={"with_": {**run.with_, **FORMS[form]}}), "h200")
-    plain = plan.predict(run, "h200")
+    ours = search.predict(run.model_copy(update={"with_": {**run.with_, **FORMS[form]}}), "h200")
+    plain = search.predict(run, "h200")
     of = {line.name: line.bytes for line in ours.lines}
     blocks = next(line.bytes for line in plain.lines if line.name == "weights.blocks") / 2
     assert 8 * of["weights.blocks"] / blocks == pytest.approx(bits, abs=1e-3)

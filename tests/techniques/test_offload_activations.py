@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from optrush import baseline, ledger, plan, rates
 from optrush.commands.plan import memory
 from optrush.config import parse
 from optrush.errors import NeedsError
@@ -25,7 +24,8 @@ from optrush.hardware import CPU, NAMED
 from optrush.models import activation_offload as module
 from optrush.models.activation_offload import Offload, Pages
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.prepare import prepare
+from optrush.planner import baseline, cost, ledger, search
+from optrush.resolve import prepare
 from optrush.technique import Part, Setup, settle
 from optrush.techniques import ALL
 from optrush.techniques.offload_activations import OffloadActivations
@@ -430,26 +430,26 @@ def test_the_plan_moves_all_but_two_blocks():
 def test_the_plan_counts_the_link_to_the_host():
     n, device = 16 * 2048, NAMED["h200"]
     moved = book(NAME)
-    effort = next(e for e in rates.efforts(moved, device, n) if e.name == "offload")
+    effort = next(e for e in cost.efforts(moved, device, n) if e.name == "offload")
     assert effort.bytes == pytest.approx(2 * ledger.hosted(moved, n)) and effort.where == "link"
-    alone = rates.seconds(book(), device, n)
-    assert rates.seconds(moved, device, n) > effort.seconds > alone, "all of it is more than the link can carry"
-    assert rates.seconds(book(NAME, "recompute"), device, n) == rates.seconds(book("recompute"), device, n)
-    assert not [e for e in rates.efforts(book(), device, n) if e.name == "offload"]
-    assert rates.of(NAMED["a100-80"]).host_bytes_s < rates.of(device).host_bytes_s and rates.of(CPU) is None
+    alone = cost.seconds(book(), device, n)
+    assert cost.seconds(moved, device, n) > effort.seconds > alone, "all of it is more than the link can carry"
+    assert cost.seconds(book(NAME, "recompute"), device, n) == cost.seconds(book("recompute"), device, n)
+    assert not [e for e in cost.efforts(book(), device, n) if e.name == "offload"]
+    assert cost.of(NAMED["a100-80"]).host_bytes_s < cost.of(device).host_bytes_s and cost.of(CPU) is None
 
 
 def test_the_plan_says_how_much_host_memory():
     text = "model: {shape: llama-3.2-1b}\nobjective: pretrain\ndata: {random: 8}\noutput: o\n"
     sets = ["batch.seq=2048", "batch.tokens=32768", "batch.micro_tokens=32768"]
-    found = plan.predict(parse(text, "x", sets, ("bf16", "attention", "recompute", NAME)), "h200")
+    found = search.predict(parse(text, "x", sets, ("bf16", "attention", "recompute", NAME)), "h200")
     assert found.host_bytes == 15 * 2048 * 2 * 32768
     assert "  and 1.88 GiB of pinned host memory" in memory(found)
-    without = plan.predict(parse(text, "x", sets, ("bf16", "attention", "recompute")), "h200")
+    without = search.predict(parse(text, "x", sets, ("bf16", "attention", "recompute")), "h200")
     assert without.host_bytes == 0 and not [line for line in memory(without) if "host" in line]
 
 
 def test_a_search_takes_it_only_where_it_is_asked_for():
     run = parse("model: {shape: llama-3.2-1b}\nobjective: pretrain\ndata: {random: 8}\noutput: o\n", "x")
     assert list(OffloadActivations.variants(SETUP)) == []
-    assert not any(NAME in s.with_ for s in plan.search(run, "h200").settings)
+    assert not any(NAME in s.with_ for s in search.search(run, "h200").settings)

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from optrush import assemble, plan
+from optrush import assemble
 from optrush.checkpoint import Meta, restore, save
 from optrush.config import Optim, parse
 from optrush.errors import NeedsError, NoEffectError
@@ -25,8 +25,9 @@ from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 from optrush.optim.adamw import AdamW, whole
 from optrush.optim.paged import Paged, Registered, Rows
-from optrush.prepare import prepare
+from optrush.planner import search
 from optrush.rehearse import release
+from optrush.resolve import prepare
 from optrush.techniques import ALL, paged_states
 from optrush.techniques.paged_states import PagedStates
 from optrush.train import evaluate
@@ -411,7 +412,7 @@ def test_its_memory_is_predicted(monkeypatch):
     for with_, each in (("fused-adamw: {}", 8), ("bf16: {}, fused-adamw: {}", 4), ("adam8bit: {}", 2 * (1 + 4 / 256)),
                         ("bf16: {}, adam4bit: {}", 1 + 8 / 128)):  # fmt: skip
         plain, found = (
-            plan.predict(parse(LLAMA.format(w), "test"), "h200") for w in (with_, with_ + ", paged-states: {}")
+            search.predict(parse(LLAMA.format(w), "test"), "h200") for w in (with_, with_ + ", paged-states: {}")
         )
         assert found.host_bytes == pytest.approx(each * n) and plain.host_bytes == 0
         lines = {line.name: line.bytes for line in found.lines}

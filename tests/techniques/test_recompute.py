@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optrush import config, plan
+from optrush import config
+from optrush.planner import search
 from optrush.train import evaluate
 
 from trials import assembled, golden_run, micro, steps, weights
@@ -115,7 +116,7 @@ with: {amp: {}, fused-adamw: {}, attention: {}, fused-loss: {}}
 """
 
     def casts(*withs):
-        said = plan.predict(config.parse(text, "x", withs=withs), "h200")
+        said = search.predict(config.parse(text, "x", withs=withs), "h200")
         return sum(line.bytes for line in said.lines if line.name == "casts.blocks")
 
     matrices = 2 * 973_078_528  # bytes of the blocks' matrices in bfloat16

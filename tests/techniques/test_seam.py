@@ -13,7 +13,7 @@ import torch
 
 from optrush import doctor
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.technique import STAGES, Numerics, Part, Technique, in_order
 from optrush.techniques import ALL
 from optrush.techniques.fused_adamw import FusedAdamW

@@ -10,11 +10,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optrush import baseline, plan
 from optrush.config import parse
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES
-from optrush.prepare import prepare
+from optrush.planner import baseline, search
+from optrush.resolve import prepare
 from optrush.techniques import selective_recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 
@@ -138,7 +138,7 @@ train: {{steps: 4}}
 output: {tmp_path / "output"}
 """
     run = parse(text, "case", (), ("fused-adamw", "attention", f"selective-recompute:{options}", *withs))
-    said = plan.predict(run, "h200").peak_bytes - baseline.CUBLAS_BYTES
+    said = search.predict(run, "h200").peak_bytes - baseline.CUBLAS_BYTES
     with supposed(run) as job:
         found = track(job, 1, supposed=True)
     assert said == pytest.approx(found.peak, rel=0.05), found

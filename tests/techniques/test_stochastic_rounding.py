@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 import torch
 
-from optrush import hardware, toolchain
+from optrush import hardware, technique
 from optrush.checkpoint import Meta, restore, save
 from optrush.errors import NeedsError
 from optrush.manifest import find
-from optrush.prepare import prepare
+from optrush.resolve import prepare
+from optrush.technique import demand_triton
 from optrush.techniques import ALL
-from optrush.toolchain import demand_triton
 
 from golden.sgd import Sgd
 from heldout import travelled, worse
@@ -123,12 +123,12 @@ def test_an_optimizer_that_cannot_is_refused(box):
 def test_a_machine_without_triton_is_refused(monkeypatch):
     card = hardware.NAMED["h200"]
     demand_triton("x", hardware.CPU)
-    monkeypatch.setattr(toolchain, "library", lambda name: None)
+    monkeypatch.setattr(technique, "library", lambda name: None)
     with pytest.raises(NeedsError, match="triton is not installed") as error:
         demand_triton("stochastic-rounding", card)
     assert "`stochastic-rounding`" in error.value.asked and "pip install triton" in error.value.do
-    monkeypatch.setattr(toolchain, "library", lambda name: "3.6.0")
-    monkeypatch.setattr(toolchain, "installed", lambda *names: None)
+    monkeypatch.setattr(technique, "library", lambda name: "3.6.0")
+    monkeypatch.setattr(technique, "installed", lambda *names: None)
     with pytest.raises(NeedsError, match="no C compiler") as error:
         demand_triton("stochastic-rounding", dataclasses.replace(card, name="other"))
     assert "install gcc" in error.value.do

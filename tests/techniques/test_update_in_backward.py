@@ -7,13 +7,14 @@ import math
 import pytest
 import torch
 
-from optrush import baseline, ledger, plan, technique
+from optrush import technique
 from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.hardware import NAMED
-from optrush.ledger import BFLOAT16, FLOAT32
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.prepare import prepare
+from optrush.planner import baseline, ledger, search
+from optrush.planner.ledger import BFLOAT16, FLOAT32
+from optrush.resolve import prepare
 from optrush.technique import Setup, build
 from optrush.techniques import ALL
 
@@ -219,7 +220,7 @@ output: {tmp_path / "output"}
     peaks = []
     for more in ((), ("update-in-backward",)):
         asked = parse(text, "case", (), (*withs, *more))
-        said = plan.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES  # the one line that only a GPU has
+        said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES  # the one line that only a GPU has
         with supposed(asked) as job:
             found = track(job, 1, supposed=True)
         print(f"{shape} {more}: {said / 2**30:.2f} GiB predicted, {found.peak / 2**30:.2f} counted, in {found.phase}")

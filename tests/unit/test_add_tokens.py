@@ -12,13 +12,14 @@ import yaml
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
-from optrush import config, plan
+from optrush import config
 from optrush.data.chat_template import CHATML, add_tokens, open_tokenizer, open_tokens, turn_ends
 from optrush.data.schema import Chat, Message, Text, Where
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.fit import absolute
 from optrush.models.source import Growth, grow
 from optrush.models.weights import Entry, Grown, Memory, Recipe
+from optrush.planner import search
 
 from trials import assembled, steps, weights
 
@@ -211,7 +212,7 @@ def test_growth_needs_a_tokenizer_and_a_size(box):
 
 def test_the_plan_counts_the_new_rows(box):
     def weights_bytes(**model):
-        lines = plan.predict(run(box, "with.packing=null", **model), "h200", 1).lines
+        lines = search.predict(run(box, "with.packing=null", **model), "h200", 1).lines
         return sum(line.bytes for line in lines if line.name.startswith("weights"))
 
     more = weights_bytes(add_tokens=["<a>"]) - weights_bytes()

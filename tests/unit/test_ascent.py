@@ -8,10 +8,9 @@ import random
 import pytest
 from test_plan import LLAMA
 
-from optrush import plan, rates
-from optrush.ascent import _ascend, climb
 from optrush.config import parse
-from optrush.plan import _Looked, _options, _scene
+from optrush.planner import cost, search
+from optrush.planner.search import _ascend, _Looked, _options, _scene, climb
 from optrush.techniques import ALL
 
 GROUPS = [[None, "a1", "a2"], [None, "b"], [None, "c1", "c2"], [None, "d"], ["e", "f"]]
@@ -90,11 +89,11 @@ def test_a_plan_finds_what_trying_all_sets_finds(hardware: str, sets: tuple[str,
     few = {"amp", "bf16", "fused-adamw", "attention", "compile", "packing", "fused-loss", "recompute"}
     classes = [t for t in ALL if t.name in few]
     run = parse(LLAMA, "x", sets).model_copy(update={"with_": {}})
-    found = plan.search(run, hardware, classes)
+    found = search.search(run, hardware, classes)
     looked = _Looked(_scene(run, hardware, classes))
     for chosen in itertools.product(*_options(looked.scene.setup, classes, False, {})[0]):
         looked.worth(chosen)
     assert found.tried < looked.tried / 2
     speeds = [s.prediction.tokens_per_s or 0.0 for s in looked.settings]
     got = [s.prediction.tokens_per_s or 0.0 for s in found.settings]
-    assert bool(speeds) == bool(got) and max(got, default=0.0) >= max(speeds, default=0.0) * (1 - rates.CLOSE)
+    assert bool(speeds) == bool(got) and max(got, default=0.0) >= max(speeds, default=0.0) * (1 - cost.CLOSE)

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from optrush import calibrate, hardware, measured, plan, rates
-from optrush.calibrate import Bench, Load
+from optrush import hardware
 from optrush.config import parse
 from optrush.errors import ConfigError, NeedsError
-from optrush.ledger import BFLOAT16, Work, settle
-from optrush.measured import Attention, Calibration, Product
 from optrush.models.shapes import SHAPES, ModelShape
+from optrush.planner import calibrate, calibration, cost, search
+from optrush.planner.calibrate import Bench, Load
+from optrush.planner.calibration import Attention, Calibration, Product
+from optrush.planner.ledger import BFLOAT16, Work, settle
 
 LLAMA = (Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml").read_text()
 SHAPE = ModelShape.read(SHAPES["llama-3.2-1b"])
@@ -39,7 +40,7 @@ def fake(**changes: Any) -> Calibration:
     products = tuple(
         Product(part, direction, dtype, 4096, inputs, outputs, 4e14 if dtype == "bfloat16" else 4e13, 0.01)
         for dtype in ("bfloat16", "float32")
-        for part, (outputs, inputs) in rates.linears(SHAPE).items()
+        for part, (outputs, inputs) in cost.linears(SHAPE).items()
         for direction in ("forward", "input", "weight")
     )
     attention = tuple(
@@ -57,9 +58,9 @@ def fake(**changes: Any) -> Calibration:
 
 
 def keep(c: Calibration) -> Path:
-    file = measured.path(c)
-    measured.check(file.parent)
-    measured.write(c, file)
+    file = calibration.path(c)
+    calibration.check(file.parent)
+    calibration.write(c, file)
     return file
 
 
@@ -225,7 +226,7 @@ def test_what_is_measured() -> None:
 def test_it_is_read_as_it_was_written(cache: Path, found: Calibration) -> None:
     for c in (found, fake()):
         file = keep(c)
-        assert file.parent == cache and dataclasses.asdict(measured.read(file)) == dataclasses.asdict(c)
+        assert file.parent == cache and dataclasses.asdict(calibration.read(file)) == dataclasses.asdict(c)
         assert json.loads(file.read_text())["format"] == 1
     assert not [f for f in cache.iterdir() if f.suffix != ".json"]
 
@@ -240,31 +241,31 @@ def test_one_file_a_device_torch_and_driver(cache: Path) -> None:
 
 
 def test_which_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measured.find(H200) is None
+    assert calibration.find(H200) is None
     keep(fake(device="NVIDIA L4"))
-    assert measured.find(H200) is None
+    assert calibration.find(H200) is None
     keep(fake(torch="9.9", date="2026-11-01T00:00:00+00:00"))
     keep(fake(torch="8.8", date="2026-11-02T00:00:00+00:00"))
-    chosen = measured.find(H200)
+    chosen = calibration.find(H200)
     assert chosen is not None and chosen.torch == "8.8", "the newest"
-    monkeypatch.setattr(measured, "torch_version", lambda: "9.9")
-    monkeypatch.setattr(measured, "driver", lambda: "580.159")
-    chosen = measured.find(H200)
+    monkeypatch.setattr(calibration, "torch_version", lambda: "9.9")
+    monkeypatch.setattr(calibration, "driver", lambda: "580.159")
+    chosen = calibration.find(H200)
     assert chosen is not None and chosen.torch == "9.9", "of this torch and driver"
 
 
 def test_what_has_changed_here_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measured.stale(fake()) == "", "no such device here: nothing to compare with"
+    assert calibration.stale(fake()) == "", "no such device here: nothing to compare with"
     monkeypatch.setattr(hardware, "probe", lambda: [H200])
-    monkeypatch.setattr(measured, "torch_version", lambda: "3.0")
-    monkeypatch.setattr(measured, "driver", lambda: "580.159")
-    assert measured.stale(fake()) == "torch is 3.0 now"
+    monkeypatch.setattr(calibration, "torch_version", lambda: "3.0")
+    monkeypatch.setattr(calibration, "driver", lambda: "580.159")
+    assert calibration.stale(fake()) == "torch is 3.0 now"
     assert "torch is 3.0 now: optrush calibrate measures again" in known(fake()).said
 
 
 def refused(file: Path) -> ConfigError:
     with pytest.raises(ConfigError) as error:
-        measured.find(H200)
+        calibration.find(H200)
     assert str(file) in error.value.asked and "optrush calibrate" in error.value.do
     return error.value
 
@@ -302,26 +303,26 @@ def test_infinity_is_no_rate() -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="to write the calibration"):
-        measured.check(tmp_path / "file" / "inside")
+        calibration.check(tmp_path / "file" / "inside")
     with pytest.raises(ConfigError, match="to write the calibration"):
-        measured.write(fake(), tmp_path / "none" / "x.json")
+        calibration.write(fake(), tmp_path / "none" / "x.json")
 
 
 def test_a_processor_is_called_by_its_model_and_cores() -> None:
-    assert measured.called(H200) == "NVIDIA H200"
-    assert " core" in measured.called(hardware.cpu()) and measured.called(hardware.cpu()) != "cpu"
+    assert calibration.called(H200) == "NVIDIA H200"
+    assert " core" in calibration.called(hardware.cpu()) and calibration.called(hardware.cpu()) != "cpu"
 
 
 # --- the rates
 
 
-def known(c: Calibration | None, T: int = 2048) -> rates.Rates:
-    found = rates.of(H200, c, SHAPE, T)
+def known(c: Calibration | None, T: int = 2048) -> cost.Rates:
+    found = cost.of(H200, c, SHAPE, T)
     assert found is not None
     return found
 
 
-def rate(of: rates.Rates, name: str, narrow: bool = True, **work: Any) -> float:
+def rate(of: cost.Rates, name: str, narrow: bool = True, **work: Any) -> float:
     return of.flop_s(Work(name, "", "token", 1.0, **work), narrow)
 
 
@@ -348,7 +349,7 @@ def test_each_product_by_its_shape_and_direction() -> None:
 
 def test_a_shape_that_was_not_measured_takes_the_median() -> None:
     c = changed(fake(), 9e14, part="head", dtype="bfloat16")  # 3 of 15: the median stays
-    other = rates.of(H200, c, ModelShape.read(SHAPES["llama-3.1-8b"]), 2048)
+    other = cost.of(H200, c, ModelShape.read(SHAPES["llama-3.1-8b"]), 2048)
     assert other is not None and not {"forward.down", "head.products"} & other.products[True].keys()
     assert rate(other, "forward.down") == rate(other, "head.products") == 4e14
     assert rate(other, "forward.scores", unit="attention") == 2e14
@@ -365,7 +366,7 @@ def test_attention_at_a_length_between_two() -> None:
 @pytest.mark.parametrize(("seq", "want"), [(512, 2.5), (2048, 2.5), (8192, 2.125), (4096, 2.3125)])
 def test_a_mask_on_a_cpu_takes_the_whole_square_at_the_kernels_rate(seq: int, want: float) -> None:
     """Of the rows that were measured, whatever the documents' length; it skipped whole pieces, and halves count."""
-    cpu = rates.of(hardware.cpu(), fake(), SHAPE, T=300, seq=seq)  # measured at 2048 and 8192
+    cpu = cost.of(hardware.cpu(), fake(), SHAPE, T=300, seq=seq)  # measured at 2048 and 8192
     assert cpu is not None and rate(cpu, "forward.scores", unit="attention") == 2e14
     assert rate(cpu, "forward.scores", unit="masked") == pytest.approx(want * 1e14)
     assert rate(known(fake()), "forward.scores", unit="masked") == 2e14, "on a GPU as if causal"
@@ -373,7 +374,7 @@ def test_a_mask_on_a_cpu_takes_the_whole_square_at_the_kernels_rate(seq: int, wa
 
 def test_a_mask_on_a_cpu_by_its_datasheet_is_a_product() -> None:
     cpu = dataclasses.replace(hardware.cpu(), half_flop_s=2e12, float32_flop_s=1e12, bandwidth_bytes_s=5e10)
-    for sheet in (rates.of(cpu), rates.ceiling(cpu)):
+    for sheet in (cost.of(cpu), cost.ceiling(cpu)):
         assert sheet is not None
         for narrow in (True, False):
             masked, product = (rate(sheet, "forward.scores", narrow, unit=u) for u in ("masked", "product"))
@@ -383,117 +384,117 @@ def test_a_mask_on_a_cpu_by_its_datasheet_is_a_product() -> None:
 def test_a_datasheet_is_what_it_was() -> None:
     of = known(None)
     assert of.basis == "datasheet" and "not measured" in of.said and "optrush calibrate" in of.said
-    assert rate(of, "forward.down") == pytest.approx(9.895e14 * rates.HALF_PRODUCTS)
-    whole = rates.ceiling(H200, None)
+    assert rate(of, "forward.down") == pytest.approx(9.895e14 * cost.HALF_PRODUCTS)
+    whole = cost.ceiling(H200, None)
     assert whole is not None and rate(whole, "forward.down") == 9.895e14 and whole.bytes_s == 4.8e12
-    alone, c = rates.ceiling(H200, fake(), SHAPE, 2048), known(fake())
-    assert alone == dataclasses.replace(c, bytes_s=4e12) and c.bytes_s == pytest.approx(4e12 * rates.MOVING["cuda"])
-    cpu = rates.of(hardware.cpu(), fake(), SHAPE, 2048)
-    assert cpu is not None and cpu.bytes_s == pytest.approx(4e12 * rates.MOVING["cpu"])
+    alone, c = cost.ceiling(H200, fake(), SHAPE, 2048), known(fake())
+    assert alone == dataclasses.replace(c, bytes_s=4e12) and c.bytes_s == pytest.approx(4e12 * cost.MOVING["cuda"])
+    cpu = cost.of(hardware.cpu(), fake(), SHAPE, 2048)
+    assert cpu is not None and cpu.bytes_s == pytest.approx(4e12 * cost.MOVING["cpu"])
 
 
 def test_an_unknown_device_is_known_once_it_was_measured() -> None:
     device = hardware.Device("cuda", "NVIDIA L40S", (8, 9), None)
-    assert rates.of(device) is None
-    found = rates.of(device, fake(), SHAPE, 2048)
+    assert cost.of(device) is None
+    found = cost.of(device, fake(), SHAPE, 2048)
     assert found is not None and found.link_bytes_s is None
     alone = settle([Work("forward.down", "", "token", 1e9)], BFLOAT16, [])
-    assert rates.seconds(alone, device, 100.0, found) == pytest.approx(1e11 / 4e14 + rates.MICRO_S + rates.STEP_S)
+    assert cost.seconds(alone, device, 100.0, found) == pytest.approx(1e11 / 4e14 + cost.MICRO_S + cost.STEP_S)
     linked = settle([*alone.work, Work("reduce", "", "step", unit="link", values=1e9, role="wide")], BFLOAT16, [])
-    assert rates.seconds(linked, device, 100.0, found) is None, "nobody knows its link"
-    assert [e.name for e in rates.efforts(linked, device, 100.0, found)] == ["forward.down"]
+    assert cost.seconds(linked, device, 100.0, found) is None, "nobody knows its link"
+    assert [e.name for e in cost.efforts(linked, device, 100.0, found)] == ["forward.down"]
 
 
 # --- the plan
 
 
-def llama(*sets: str) -> plan.Run:
+def llama(*sets: str) -> search.Run:
     return parse(LLAMA, "llama1b.yaml", sets)
 
 
 def test_a_plan_goes_by_what_was_measured() -> None:
-    sheet = plan.predict(llama(), "h200")
+    sheet = search.predict(llama(), "h200")
     assert sheet.basis == "datasheet" and "not measured" in sheet.rates_from
     keep(fake())
-    half = plan.predict(llama(), "h200")
+    half = search.predict(llama(), "h200")
     assert half.basis == "calibrated"
     assert half.rates_from == "measured on 2026-11-21 with torch 2.11.0, driver 580.159"
     assert half.peak_bytes == sheet.peak_bytes
     work = {e.name: e for e in half.work if e.where == "device"}
     for name, speed in (("forward.gate_up", 4e14), ("backward.qkv", 4e14), ("backward.scores", 2e14)):
         assert work[name].seconds == pytest.approx(work[name].flop / speed)
-    assert work["update"].seconds == pytest.approx(work["update"].bytes / (4e12 * rates.MOVING["cuda"]))
+    assert work["update"].seconds == pytest.approx(work["update"].bytes / (4e12 * cost.MOVING["cuda"]))
     alone = sum(e.seconds for e in work.values())
-    assert half.tokens_per_s == pytest.approx(32768 / (alone + rates.MICRO_S + rates.STEP_S))
+    assert half.tokens_per_s == pytest.approx(32768 / (alone + cost.MICRO_S + cost.STEP_S))
     assert half.tokens_per_s is not None and sheet.tokens_per_s is not None
     assert 0.5 < half.tokens_per_s / sheet.tokens_per_s < 0.75, "400 TFLOP/s of products instead of 653"
 
 
 def test_twice_the_rates_are_twice_the_speed_but_for_what_waits() -> None:
     keep(fake())
-    slow = plan.predict(llama(), "h200").tokens_per_s
+    slow = search.predict(llama(), "h200").tokens_per_s
     c = fake()
     for dtype, flop in (("bfloat16", 8e14), ("float32", 8e13)):
         c = changed(c, flop, dtype=dtype)
     keep(dataclasses.replace(c, copy_bytes_s=8e12, attention=tuple(
         dataclasses.replace(a, flop_s=2 * a.flop_s) for a in fake().attention)))  # fmt: skip
-    fast = plan.predict(llama(), "h200").tokens_per_s
+    fast = search.predict(llama(), "h200").tokens_per_s
     assert slow is not None and fast is not None
-    idle = rates.MICRO_S + rates.STEP_S
+    idle = cost.MICRO_S + cost.STEP_S
     assert 32768 / fast - idle == pytest.approx((32768 / slow - idle) / 2)
 
 
 def test_the_search_goes_by_it_too() -> None:
     keep(fake())
-    found = plan.search(llama(), "h200")
+    found = search.search(llama(), "h200")
     best = found.settings[0]
     assert {s.prediction.basis for s in found.settings} == {"calibrated"}
-    again = plan.predict(parse(LLAMA, "x").model_copy(update={
+    again = search.predict(parse(LLAMA, "x").model_copy(update={
         "with_": dict(best.with_), "batch": best.over(llama()).batch}), "h200")  # fmt: skip
     assert again.tokens_per_s == pytest.approx(best.prediction.tokens_per_s)
-    rows = {name: setting for name, _, setting in plan.family(llama(), "h200", best)}
+    rows = {name: setting for name, _, setting in search.family(llama(), "h200", best)}
     assert rows["llama-3.1-8b"] is not None and rows["llama-3.1-8b"].prediction.basis == "calibrated"
 
 
 def test_another_device_has_none() -> None:
     keep(fake())
-    assert plan.predict(llama("batch.micro_tokens=8192"), "h100").basis == "datasheet"
+    assert search.predict(llama("batch.micro_tokens=8192"), "h100").basis == "datasheet"
 
 
 def test_a_processor_by_its_own() -> None:
-    keep(fake(device=measured.called(hardware.cpu()), driver=None))
-    assert plan.predict(llama("batch.micro_tokens=2048"), "cpu").basis == "calibrated"
+    keep(fake(device=calibration.called(hardware.cpu()), driver=None))
+    assert search.predict(llama("batch.micro_tokens=2048"), "cpu").basis == "calibrated"
     two = llama("batch.micro_tokens=2048").model_copy(update={"with_": {"ddp": {}}})
-    assert plan.predict(two, "2xcpu").basis == "calibrated"
+    assert search.predict(two, "2xcpu").basis == "calibrated"
 
 
 def test_a_plan_does_not_pass_over_a_damaged_one(cache: Path) -> None:
     cache.mkdir(parents=True)
     (cache / "x.json").write_text("{")
-    for ask in (plan.predict, plan.search):
+    for ask in (search.predict, search.search):
         with pytest.raises(ConfigError, match="damaged"):
             ask(llama(), "h200")
 
 
 def test_the_link_is_no_part_of_the_device() -> None:
     work = [Work("forward.down", "", "token", 1e9), Work("reduce", "", "step", unit="link", values=1e9, role="wide")]
-    assert sum(rates.parts(settle(work, BFLOAT16, []), 100.0, known(fake())).values()) == pytest.approx(1e11 / 4e14)
+    assert sum(cost.parts(settle(work, BFLOAT16, []), 100.0, known(fake())).values()) == pytest.approx(1e11 / 4e14)
 
 
 def test_the_ceiling_by_part() -> None:
     """The parts are the device's work, each once; without a calibration at the datasheet's whole rates."""
-    sheet = plan.predict(llama(), "h200")
-    assert set(sheet.ceiling_s) == set(rates.PARTS)
+    sheet = search.predict(llama(), "h200")
+    assert set(sheet.ceiling_s) == set(cost.PARTS)
     products = sum(e.flop for e in sheet.work if e.name.endswith(("qkv", ".o", "gate_up", "down")))
     assert sheet.ceiling_s["products"] == pytest.approx(products / 9.895e14)
     assert sheet.ceiling_s["attention"] == pytest.approx(
         sum(e.flop for e in sheet.work if e.name.endswith("scores")) / 9.895e14
     )
     keep(fake())
-    found = plan.predict(llama(), "h200")
+    found = search.predict(llama(), "h200")
     moved = sum(e.bytes for e in found.work if e.where == "device")
-    whole = sum(e.seconds for e in found.work if e.where == "device") - moved * (1 / rates.MOVING["cuda"] - 1) / 4e12
+    whole = sum(e.seconds for e in found.work if e.where == "device") - moved * (1 / cost.MOVING["cuda"] - 1) / 4e12
     assert sum(found.ceiling_s.values()) == pytest.approx(whole), "bytes move as a copy does"
-    assert all(found.ceiling_s[part] > 0 for part in rates.PARTS)
+    assert all(found.ceiling_s[part] > 0 for part in cost.PARTS)
     steps = sum(e.seconds for e in found.work if e.name in ("update", "norm"))
-    assert found.ceiling_s["optimizer"] == pytest.approx(steps * rates.MOVING["cuda"])
+    assert found.ceiling_s["optimizer"] == pytest.approx(steps * cost.MOVING["cuda"])

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optrush import baseline, ledger, rates, technique
+from optrush import technique
 from optrush.hardware import NAMED
-from optrush.ledger import FLOAT32, Ledger, Line, Rule, add, cut, freeze, like, live, peak, retype, settle
 from optrush.models.shapes import SHAPES, ModelShape
+from optrush.planner import baseline, cost, ledger
+from optrush.planner.ledger import FLOAT32, Ledger, Line, Rule, add, cut, freeze, like, live, peak, retype, settle
 from optrush.technique import Part, Setup, Technique, build
 from optrush.techniques import ALL
 
@@ -51,7 +52,7 @@ def test_the_order_of_techniques_never_matters():
     found = set()
     for order in itertools.permutations(members(with_)):
         book = settle(entries, FLOAT32, [r for t in order for r in t.predict(setup)], 4)
-        found.add((peak(book, 8192).bytes, rates.seconds(book, NAMED["h200"], 8192)))
+        found.add((peak(book, 8192).bytes, cost.seconds(book, NAMED["h200"], 8192)))
     assert len(found) == 1
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from optrush import baseline, plan
 from optrush.config import Run, parse
 from optrush.kernels import attention
+from optrush.planner import baseline, search
 
 from memory import supposed, track
 
@@ -72,7 +72,7 @@ def test_peak(
 ) -> None:
     monkeypatch.setattr(attention, "_groups", lambda q: q.dtype != torch.float32)  # as on an H200
     asked = run(tmp_path, *case)
-    said = plan.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES  # the one line that only a GPU has
+    said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES  # the one line that only a GPU has
     with supposed(asked) as job, sdpa_kernel(SDPBackend.MATH) if case in SCORES else nullcontext():
         found = track(job, 1, supposed=True, cuda=True)
     assert said == pytest.approx(found.peak, rel=near)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from optrush import hardware, plan, rates
+from optrush import hardware
 from optrush.config import dump, parse
 from optrush.data.length_estimate import estimate, held
 from optrush.errors import ConfigError, DataError, NeedsError
-from optrush.prepare import prepare
+from optrush.planner import cost, search
+from optrush.resolve import prepare
 from optrush.technique import Numerics, Part
 from optrush.techniques import ALL
 
@@ -22,13 +23,13 @@ ROOT = Path(__file__).parents[2]
 LLAMA = (ROOT / "benchmarks" / "llama1b.yaml").read_text()
 
 
-def llama(*sets: str, **with_: dict) -> plan.Run:
+def llama(*sets: str, **with_: dict) -> search.Run:
     run = parse(LLAMA, "llama1b.yaml", sets)
     return run.model_copy(update={"with_": {k.replace("_", "-"): v for k, v in with_.items()}}) if with_ else run
 
 
 def test_the_lines_are_the_peak():
-    found = plan.predict(llama(), "h200")
+    found = search.predict(llama(), "h200")
     assert sum(i.bytes for i in found.lines) == found.peak_bytes
     assert all(i.reason for i in found.lines)
     assert found.memory_kind == "cuda_allocated" and found.basis == "datasheet" and found.fits
@@ -42,27 +43,27 @@ def test_committed_measurements():
         if "peer" in record:
             continue
         run = llama(f"batch.micro_tokens={record['micro_tokens']}")
-        found = plan.predict(run.model_copy(update={"with_": record["with"]}), "h200")
+        found = search.predict(run.model_copy(update={"with_": record["with"]}), "h200")
         apart.append(abs(found.peak_bytes / 2**30 / record["peak_gib"] - 1))
         speeds.append(abs((found.tokens_per_s or 0) / record["tokens_per_s"] - 1))
     assert max(apart) <= 0.10 and statistics.median(apart) <= 0.05 and max(speeds) <= 0.10
 
 
 def test_bf16_weights_as_configured():
-    bare = plan.predict(llama("model.dtype=bfloat16", fused_adamw={}), "h200")
+    bare = search.predict(llama("model.dtype=bfloat16", fused_adamw={}), "h200")
     assert bare.a_parameter == {"weights": 2, "gradients": 2, "states": 4}
 
 
 def test_several_ranks_by_name():
     small = "batch.micro_tokens=8192"
-    one = plan.predict(llama(small, bf16={}, attention={}), "h200")
-    two = plan.predict(llama(small, bf16={}, attention={}, fsdp={}), "2xh200")
+    one = search.predict(llama(small, bf16={}, attention={}), "h200")
+    two = search.predict(llama(small, bf16={}, attention={}, fsdp={}), "2xh200")
     assert two.peak_bytes < one.peak_bytes
     assert one.tokens_per_s < two.tokens_per_s <= 2 * one.tokens_per_s
     with pytest.raises(NeedsError, match="shares the work"):
-        plan.predict(llama(small, bf16={}), "2xh200")
+        search.predict(llama(small, bf16={}), "2xh200")
     with pytest.raises(ConfigError, match="3 ranks cannot share"):
-        plan.search(llama(), "3xh200")
+        search.search(llama(), "3xh200")
 
 
 @pytest.mark.parametrize(
@@ -85,20 +86,20 @@ def test_every_named_device_is_known():
 
 def test_work_by_item():
     """Products take 6 FLOPs a weight and token, attention 6 T H E a block; the items are the step."""
-    found = plan.predict(llama(), "h200")
+    found = search.predict(llama(), "h200")
     assert all(e.reason and e.seconds > 0 for e in found.work)
-    tokens, shape = 32768, plan.ModelShape.read(plan.SHAPES["llama-3.2-1b"])
+    tokens, shape = 32768, search.ModelShape.read(search.SHAPES["llama-3.2-1b"])
     flop = sum(e.flop for e in found.work)
     assert flop == pytest.approx(shape.flops(tokens, 16 * 2048**2))
     assert {"forward.qkv", "forward.down", "head.products", "update", "forward.scores"} <= {e.name for e in found.work}
     alone = sum(e.seconds for e in found.work if e.where == "device")
     assert tokens / alone == pytest.approx(found.tokens_per_s, rel=0.03)
-    two = plan.predict(llama("batch.micro_tokens=8192", bf16={}, fsdp={}), "2xh200")
+    two = search.predict(llama("batch.micro_tokens=8192", bf16={}, fsdp={}), "2xh200")
     assert {e.name for e in two.work if e.where == "link"} == {"gather", "reduce"}
 
 
 def test_options_that_the_run_asks_for_are_tried():
-    found = plan.search(llama(bf16={}, attention={}, compile={"scope": "model"}), "h200")
+    found = search.search(llama(bf16={}, attention={}, compile={"scope": "model"}), "h200")
     assert "with compile:scope=model" in dict(found.lost) or found.settings[0].with_["compile"] == {"scope": "model"}
 
 
@@ -106,7 +107,7 @@ def test_a_technique_that_wants_the_whole_step_stays_in_the_search():
     """Judged at one row a micro-batch it would be refused in every set, and dropped without a word."""
     given = {"bf16": {}, "update-in-backward": {}, "recompute": {}, "compile": {}}
     run = llama("optim.clip=null").model_copy(update={"with_": given})
-    found = plan.search(run, "h200")
+    found = search.search(run, "h200")
     assert found.settings
     for setting in found.settings:
         assert "update-in-backward" in setting.with_ and setting.micro_rows * run.batch.seq == run.batch.tokens
@@ -116,7 +117,7 @@ def test_a_technique_that_wants_the_whole_step_stays_in_the_search():
 def test_a_file_that_is_not_there(tmp_path):
     run = parse(f"model: tiny\nobjective: sft\ndata: {{path: {tmp_path}/none.jsonl}}\noutput: o\n", "x")
     with pytest.raises(DataError, match="no such file"):
-        plan.predict(run, "h200")
+        search.predict(run, "h200")
 
 
 # --- the search
@@ -125,12 +126,12 @@ def test_a_file_that_is_not_there(tmp_path):
 def test_the_best_is_a_run_that_can_be_prepared_and_fits():
     run = llama()
     for name in ("h200", "4090", "t4", "v100", "2xa100-80", "cpu"):
-        found = plan.search(run, name)
+        found = search.search(run, name)
         device, ranks = hardware.named(name)
         for setting in found.settings:
             chosen = parse(dump(setting.over(run)), "plan.yaml")
             prepare(chosen, ranks=ranks, device=device)
-            again = plan.predict(chosen, name)
+            again = search.predict(chosen, name)
             assert again.fits and again.peak_bytes == setting.prediction.peak_bytes
             assert again.tokens_per_s == pytest.approx(setting.prediction.tokens_per_s)
         speeds = [s.prediction.tokens_per_s for s in found.settings]
@@ -138,7 +139,7 @@ def test_the_best_is_a_run_that_can_be_prepared_and_fits():
 
 
 def test_it_searches_what_the_techniques_allow():
-    found = plan.search(llama(), "h200")
+    found = search.search(llama(), "h200")
     assert 20 < found.tried < 1000, "each technique at least once, and not every set"
     best = found.settings[0]
     assert {"bf16", "attention", "compile", "fused-loss"} <= best.with_.keys()
@@ -148,13 +149,13 @@ def test_it_searches_what_the_techniques_allow():
 
 
 def test_a_smaller_card_recomputes_or_takes_smaller_micro_batches():
-    big, small = plan.search(llama(), "h200").settings[0], plan.search(llama(), "4090").settings[0]
+    big, small = search.search(llama(), "h200").settings[0], search.search(llama(), "4090").settings[0]
     assert small.micro_rows < big.micro_rows
     assert small.prediction.peak_bytes < hardware.NAMED["4090"].memory_bytes
 
 
 def test_a_card_without_bf16_products():
-    best = plan.search(llama("model.shape=qwen2.5-0.5b"), "t4").settings
+    best = search.search(llama("model.shape=qwen2.5-0.5b"), "t4").settings
     assert best
     assert all(s.with_.get("amp", {}).get("dtype") == "fp16" for s in best if "amp" in s.with_)
     assert all("bf16" not in s.with_ for s in best)
@@ -162,20 +163,20 @@ def test_a_card_without_bf16_products():
 
 def test_keeping_the_maths():
     changing = {t.name for t in ALL if t.numerics is Numerics.DIFFERENT_MATHS}
-    found = plan.search(llama(), "h200", keep_maths=True)
+    found = search.search(llama(), "h200", keep_maths=True)
     assert not any(changing & s.with_.keys() for s in found.settings)
     assert changing <= dict(found.lost).keys()
 
 
 def test_nothing_fits():
     run = parse(LLAMA.replace("llama-3.2-1b", "llama-3.1-8b"), "x.yaml")
-    assert plan.search(run, "t4").settings == ()
+    assert search.search(run, "t4").settings == ()
 
 
 def test_the_family():
     run = llama()
-    best = plan.search(run, "h200").settings[0]
-    rows = list(plan.family(run, "h200", best))
+    best = search.search(run, "h200").settings[0]
+    rows = list(search.family(run, "h200", best))
     sizes = [parameters for _, parameters, _ in rows]
     assert sizes == sorted(sizes) and {"llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b"} <= {name for name, _, _ in rows}
     by = {name: setting for name, _, setting in rows}
@@ -187,7 +188,7 @@ def test_a_family_the_plan_does_not_know(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_positions": 4096}))
     run = llama("model.shape=null", f"model.path={tmp_path}")
     with pytest.raises(NeedsError, match="a plan for a model of type 'gpt2'"):
-        plan.predict(run, "h200")
+        search.predict(run, "h200")
 
 
 # --- how full rows are
@@ -217,11 +218,11 @@ def test_attention_knows_the_documents_of_a_row(tmp_path):
 
     def scores(*more):
         run = parse(data + "batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}\n", "x", (), (*asked, *more))
-        return next(e for e in plan.predict(run, "h200").work if e.name == "forward.scores")
+        return next(e for e in search.predict(run, "h200").work if e.name == "forward.scores")
 
     dense, documents = scores("attention:impl=sdpa"), scores("attention:impl=fa4")
     assert documents.flop == pytest.approx(dense.flop / 2 / 8)
-    rate = rates.of(hardware.named("h200")[0], T=256).attention[True][""]
+    rate = cost.of(hardware.named("h200")[0], T=256).attention[True][""]
     assert documents.seconds == pytest.approx(documents.flop / rate)
 
 
@@ -231,7 +232,7 @@ def test_a_mask_is_never_faster(T):
     sets = (f"batch.seq={T}", "batch.tokens=32768", "batch.micro_tokens=32768")
 
     def speed(**with_):
-        return plan.predict(llama(*sets, bf16={}, fused_adamw={}, **with_), "h200").tokens_per_s
+        return search.predict(llama(*sets, bf16={}, fused_adamw={}, **with_), "h200").tokens_per_s
 
     alone = speed(attention={"impl": "sdpa"})
     assert alone == speed(attention={"impl": "fa4"}, packing={}) > speed(attention={"impl": "sdpa"}, packing={})
@@ -242,11 +243,11 @@ def test_a_kernel_for_older_devices_is_slower_on_newer_ones():
 
     def scores(impl, on):
         run = llama(bf16={}, fused_adamw={}, attention={"impl": impl})
-        return next(e.seconds for e in plan.predict(run, on).work if e.name == "forward.scores")
+        return next(e.seconds for e in search.predict(run, on).work if e.name == "forward.scores")
 
-    assert scores("varlen", "h200") == pytest.approx(scores("fa4", "h200") / rates.FLASH2)
+    assert scores("varlen", "h200") == pytest.approx(scores("fa4", "h200") / cost.FLASH2)
     assert scores("varlen", "a100-80") == scores("sdpa", "a100-80")
-    found = plan.search(llama(), "h200")
+    found = search.search(llama(), "h200")
     assert not any(s.with_.get("attention") == {"impl": "varlen"} for s in found.settings)
 
 
@@ -268,5 +269,5 @@ def test_packing_is_worth_what_padding_wastes():
     run = parse(text, "x")
     by = defaultdict(float)
     for name, with_ in (("single", {}), ("packed", {"packing": {}})):
-        by[name] = plan.predict(run.model_copy(update={"with_": with_}), "h200").tokens_per_s
+        by[name] = search.predict(run.model_copy(update={"with_": with_}), "h200").tokens_per_s
     assert by["packed"] == pytest.approx(by["single"])  # random documents fill their rows

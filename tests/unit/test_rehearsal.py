@@ -15,7 +15,7 @@ from optrush import distributed, rehearse
 from optrush.data.batch import IGNORE
 from optrush.errors import NeedsError, RunError
 from optrush.fit import fit, late
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.technique import Part
 from optrush.techniques import ALL
 from optrush.train import Plan

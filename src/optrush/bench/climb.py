@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from optrush import config, hardware, measured
+from optrush import config, hardware
 from optrush.bench import environment, ladder, longest, peer_worker, record
 from optrush.bench.ladder import Rung
 from optrush.bench.made import Climb, baseline, make
@@ -28,7 +28,8 @@ from optrush.bench.record import RUNGS, Record, put
 from optrush.bench.written import Ladder
 from optrush.config import Run
 from optrush.errors import ConfigError, UserError
-from optrush.prepare import prepare
+from optrush.planner import calibration
+from optrush.resolve import prepare
 
 TRIES = "tries"  # what a search for the longest row has asked, a file a length
 
@@ -72,7 +73,7 @@ def climb(
     )
     _look(out, resume)
     _prepare(whole, show)
-    measured.find(hardware.named("auto")[0])  # damaged, it is refused now, not a lack of predictions later
+    calibration.find(hardware.named("auto")[0])  # damaged, it is refused now, not a lack of predictions later
     whole.predict = _predict
     if resume:
         _read_back(whole)
@@ -163,7 +164,7 @@ def _prepare(whole: Climb, show: Show) -> None:
 
 def _predict(rung: Rung, run: Run) -> dict[str, Any]:
     """What the plan says of a run; nulls where it cannot say anything, and of another system."""
-    from optrush.plan import predict
+    from optrush.planner.search import predict
 
     nothing = {"predicted_peak_bytes": None, "predicted_tokens_per_s": None, "basis": None}
     if rung.peer is not None:
@@ -182,7 +183,7 @@ def _predict(rung: Rung, run: Run) -> dict[str, Any]:
 
 def _fits(run: Run) -> bool | None:
     """Whether the plan says that a run fits; None where it knows no capacity."""
-    from optrush.plan import predict
+    from optrush.planner.search import predict
 
     said = predict(run, ranks=1)
     return None if said.capacity_bytes is None else said.fits

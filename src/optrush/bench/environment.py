@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import optrush
-from optrush.technique import library
-from optrush.toolchain import digest
+from optrush.technique import digest, library
 
 PATIENCE_S = 10.0  # for git and nvidia-smi: a slow disk or driver must not hold up a climb
 

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from optrush.bench import charts
 from optrush.bench.figures import clean, number, numbers, percent, positive
-from optrush.rates import PARTS
+from optrush.planner.cost import PARTS
 
 LEFT, GAPS = "remainder", "gaps"  # gaps: the device had nothing to do
 NEAR = 1.1  # times: profiled steps that took so much more or less than the timed ones do not speak for them

@@ -18,7 +18,7 @@ from optrush.errors import ConfigError, DataError, UserError
 from optrush.objectives import FIGURES, unit
 
 if TYPE_CHECKING:
-    from optrush.plan import Prediction
+    from optrush.planner.search import Prediction
 
 RUN, METRICS = "run.yaml", "metrics.jsonl"
 WAITS = 0.05  # share of a step spent waiting for data, from which data is what holds the run up
@@ -239,10 +239,10 @@ def _size(count: int) -> str:
 
 def _against(run: Told, ranks: int | None) -> dict[str, Any]:
     """Predicted against measured: rows of the table, the prediction's lines of memory, or why there is none."""
-    from optrush import plan
+    from optrush.planner import search
 
     try:
-        predicted: Prediction = plan.predict(run.run, ranks=ranks)
+        predicted: Prediction = search.predict(run.run, ranks=ranks)
     except UserError as error:
         return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {clean(error.found)}."}
     kinds = {clean(m.get("memory_kind")) for m in run.steps}

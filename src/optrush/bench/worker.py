@@ -44,7 +44,7 @@ from optrush.job import Job
 from optrush.launch import die_with_parent
 from optrush.meter import Meter, resident
 from optrush.models.hf import Adapter
-from optrush.prepare import Prepared, prepare
+from optrush.resolve import Prepared, prepare
 from optrush.technique import Part
 from optrush.train import Plan, train
 

@@ -17,7 +17,7 @@ from optrush.errors import ConfigError
 from optrush.launch import launched
 
 if TYPE_CHECKING:
-    from optrush.measured import Calibration
+    from optrush.planner.calibration import Calibration
 
 EVERY_S = 10.0  # between two lines, where there is no terminal
 UNSTEADY = 0.10  # spread of a rate over the rounds, in the median, from which people are told
@@ -52,20 +52,20 @@ def calibrate(
         raise ConfigError("--set, --with or --without", "no CONFIG to change", "name a CONFIG")
     if launched()[1] > 1:
         raise ConfigError("optrush calibrate", f"a launcher has started {launched()[1]} ranks", "start it alone")
-    from optrush import measured
-    from optrush.calibrate import calibrate as measure
-    from optrush.calibrate import here, loads
+    from optrush.planner import calibration
+    from optrush.planner.calibrate import calibrate as measure
+    from optrush.planner.calibrate import here, loads
 
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}", "this file exists", "take another name")
-    for folder in (measured.folder(), *(() if out is None else (out.absolute().parent,))):
-        measured.check(folder)  # before a minute is spent
+    for folder in (calibration.folder(), *(() if out is None else (out.absolute().parent,))):
+        calibration.check(folder)  # before a minute is spent
     device = here()
     with _Bar() as bar:
         found = measure(loads(run, device), device, seconds, bar.tell)
-    file = measured.path(found)
+    file = calibration.path(found)
     for place in (file, *(() if out is None else (out,))):
-        measured.write(found, place)
+        calibration.write(found, place)
     print(json.dumps(dataclasses.asdict(found)) if as_json else "\n".join(_text(found)))
     print(f"kept in {file}", file=sys.stderr)
 

@@ -27,13 +27,13 @@ from optrush.commands.sampling import (
     demand_used,
     drawn,
 )
+from optrush.console import shown
 from optrush.errors import ConfigError, UserError
-from optrush.shown import shown
 
 if TYPE_CHECKING:
+    from optrush.config import Sampling
     from optrush.data.schema import Message
-    from optrush.sampling import Sampling
-    from optrush.talk import Answer, Speaker
+    from optrush.generate import Answer, Speaker
 
 WIDE = 100  # columns of a terminal from which two answers stand side by side
 HELP = """\
@@ -69,15 +69,15 @@ def chat(
     if as_json and not message:
         raise ConfigError("--json", "no --message: a conversation in a terminal is no document", "give both")
     demand_used(context)
-    from optrush.sampling import Sampling
+    from optrush.config import Sampling
 
     sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
-    from optrush import talk
+    from optrush import generate
 
-    place = talk.find(model)
-    places = [talk.base_of(place, "--base"), place] if base else [place]
-    own = talk.Speaker(place)
-    speakers = [*(talk.Speaker(p, own.tokenizer.chat_template) for p in places[:-1]), own]
+    place = generate.find(model)
+    places = [generate.base_of(place, "--base"), place] if base else [place]
+    own = generate.Speaker(place)
+    speakers = [*(generate.Speaker(p, own.tokenizer.chat_template) for p in places[:-1]), own]
     if not plain and own.template is None:
         found, do = "its tokenizer has no chat template", "--plain continues what you write as it stands"
         raise ConfigError(f"to chat with {model}", found, do)
@@ -146,7 +146,7 @@ class Session:
         Raises:
             ConfigError: no such command, or it cannot be done.
         """
-        from optrush.talk import home
+        from optrush.generate import home
 
         name, _, rest = line[1:].partition(" ")
         rest = rest.strip()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optrush.data.dataset import Corpus
     from optrush.data.packing import Layout
     from optrush.data.sources import Sources
-    from optrush.prepare import Prepared
+    from optrush.resolve import Prepared
 
 STREAMED = 1000  # rows that are read of data that is never tokenised as a whole
 REFUSED = 10  # bad rows that are named
@@ -118,7 +118,7 @@ def pack(
 
 def _prepare(run: Run) -> Prepared:
     """The run with those of its techniques that lay out rows: looking at data needs no GPU, whatever training needs."""
-    from optrush.prepare import prepare
+    from optrush.resolve import prepare
     from optrush.technique import Part, build
     from optrush.techniques import ALL
 

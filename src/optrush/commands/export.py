@@ -44,7 +44,7 @@ def export(
         raise ConfigError(f"--adapter with --dtype {dtype}", "an adapter is written as it was trained", "leave one out")
     if adapter and max_shard_gb is not None:
         raise ConfigError(f"--adapter with --max-shard-gb {max_shard_gb:g}", "an adapter is one file", "leave one out")
-    from optrush.deliver import deliver
+    from optrush.export import deliver
 
     found = deliver(
         run, out, checkpoint=checkpoint, dtype=dtype, adapter=adapter, verifies=not no_verify,

@@ -28,14 +28,13 @@ from optrush.commands.sampling import (
     drawn,
     given,
 )
+from optrush.console import shown
 from optrush.errors import ConfigError
-from optrush.shown import shown
 
 if TYPE_CHECKING:
-    from optrush.data.prompts import Prompt
+    from optrush.config import Sampling
+    from optrush.generate import Place, Prompt
     from optrush.judge import Case, Verdict
-    from optrush.sampling import Sampling
-    from optrush.talk import Place
 
 SAYS_EVERY_s = 10.0  # off a terminal
 
@@ -92,14 +91,14 @@ def generate(
     if judge_by is not None and not base and against is None:
         raise ConfigError(f"--judge-by {judge_by}", "one model: nothing to compare", "add --base or --against OTHER")
     _check_out(out)
-    from optrush.sampling import Sampling
+    from optrush.config import Sampling
 
     sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
-    from optrush import talk
-    from optrush.data.prompts import prompts as read
+    from optrush import generate
+    from optrush.generate import prompts as read
 
-    place = talk.find(model)
-    other = talk.base_of(place, "--base") if base else None if against is None else talk.find(against)
+    place = generate.find(model)
+    other = generate.base_of(place, "--base") if base else None if against is None else generate.find(against)
     asked = list(read(prompts, plain, system))
     if judge_by is not None and not any(p.row for p in asked):
         found = "no row has an answer of its own"
@@ -129,15 +128,15 @@ def _answer(
     *, measures: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Asks one model after the other, writes the rows as they come, then the page."""
-    from optrush import answers_page, talk
-    from optrush.asking import ask, likelier
+    from optrush import answers_page, generate
+    from optrush.generate import ask, likelier
 
     how: dict[str, Any] = {"seed": seed, "batch": batch, "measures": measures}
     total, rows = len(asked) * (1 if other is None else 2), []
     with _progress(total) as advance:
         theirs = None
         if other is not None:
-            template = talk.template_of(place)
+            template = generate.template_of(place)
             theirs = list(ask(other, asked, sampling, template=template, advance=advance, **how))
         part, ours = out.with_name(out.name + ".part"), []  # a part stays when this is stopped
         answers = ask(place, asked, sampling, advance=advance, **how)

@@ -33,8 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document, for
 
 def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str]) -> Run:
     """The YAML with its flags, checked."""
-    from optrush.config import parse
-    from optrush.withheld import refuse
+    from optrush.config import parse, refuse
 
     if not path.is_file():
         raise ConfigError(f"the configuration {path}", "no such file", "name a YAML file; examples/ has some")

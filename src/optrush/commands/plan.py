@@ -15,7 +15,7 @@ from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
 
 if TYPE_CHECKING:
     from optrush.config import Run
-    from optrush.plan import Found, Prediction, Setting
+    from optrush.planner.search import Found, Prediction, Setting
 
 GIB = 2**30
 BAR = 24  # characters of the longest bar
@@ -46,7 +46,7 @@ def plan(
     of it that such work reached on one H200, and says so.
     """
     run = read_run(config, set_, with_, without)
-    from optrush import plan as planner
+    from optrush.planner import search as planner
 
     if out is not None and out.exists() and not force:
         raise ConfigError(f"--out {out}", "this file exists", "take another name, or add --force")
@@ -81,7 +81,7 @@ def _write(run: Run, name: str, found: Found, out: Path) -> None:
 
 def _document(prediction: Prediction | None, refused: UserError | None, found: Found) -> dict[str, Any]:
     """The document of --json: the prediction's fields, null where it was refused, and the alternatives."""
-    from optrush.plan import Prediction
+    from optrush.planner.search import Prediction
 
     names = [f.name for f in dataclasses.fields(Prediction)]
     own = dict.fromkeys(names) if prediction is None else dataclasses.asdict(prediction)
@@ -112,7 +112,7 @@ def _text(
     found: Found,
 ) -> list[str]:
     """For people: the configuration's memory as a bar, its speed, better settings, other models."""
-    from optrush import plan as planner
+    from optrush.planner import search as planner
 
     lines = ["as configured"]
     if prediction is not None:

@@ -48,7 +48,7 @@ def init(
     Its techniques and sizes are those that suit this machine (or --hardware). On a terminal, what no flag says is
     asked; elsewhere --model and --data are needed, or --yes. FILE is train.yaml unless you name one.
     """
-    from optrush.begin import Wanted, check_data, check_objective, check_output, compose
+    from optrush.planner.init_config import Wanted, check_data, check_objective, check_output, compose
 
     _check_file(file, force)
     asking = sys.stdin.isatty() and not yes

@@ -69,7 +69,7 @@ def train(
         raise ConfigError("--json", found, "give both, or neither")
     _alone(overfit, overfit_steps, dry_run, resume)
     go_on: Literal["auto"] | Path | None = "auto" if resume == "auto" else Path(resume) if resume else None
-    from optrush.prepare import prepare
+    from optrush.resolve import prepare
 
     if dry_run:
         return _rehearse(run, ranks if launches(ranks) else None, go_on, as_json)
@@ -108,7 +108,7 @@ def _alone(overfit: int | None, steps: int | None, dry_run: bool, resume: str | 
 def _overfit(run: Run, ranks: int, count: int, steps: int | None, as_json: bool) -> None:
     """Exit code 1 where the batches were not learnt."""
     from optrush import distributed
-    from optrush.prepare import prepare
+    from optrush.resolve import prepare
 
     if launches(ranks):
         from optrush import launch
@@ -129,7 +129,7 @@ def _rehearse(run: Run, ranks: int | None, go_on: Literal["auto"] | Path | None,
     if launched()[0] != 0:
         return
     from optrush import dry_run
-    from optrush.prepare import prepare
+    from optrush.resolve import prepare
 
     facts = dry_run.rehearse(prepare(run, ranks=ranks), go_on, dry_run.launch_line(sys.argv[1:]))
     shown = json.dumps(facts) if as_json else dry_run.text(facts, run, dry_run.colours())
@@ -165,7 +165,7 @@ def evaluate(
         raise ConfigError("`optrush eval` of `objective: dpo`", alone, "give the trained one: --model OUTPUT/model")
     from optrush import distributed, reference
     from optrush.assemble import assemble
-    from optrush.prepare import dense, prepare
+    from optrush.resolve import dense, prepare
     from optrush.train import evaluate as measure
 
     run, gone = dense(run) if model else (run, [])

@@ -424,8 +424,6 @@ def _empty(path: Path) -> DataError:
 
 def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Found:
     if suffix == PARQUET:
-        pass
-
         yield from rows(chunk.file, chunk.first, chunk.start, chunk.end)
         return
     with opened(chunk.file, packing) as file:
@@ -446,8 +444,6 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Found:
 
 def _parts(file: Path, suffix: str, packing: str, size_bytes: int, text_rows: str) -> Iterator[Chunk]:
     if suffix == PARQUET:
-        pass
-
         for first, start, end in parts(file, size_bytes):
             yield Chunk(file, first, start, end)
         return

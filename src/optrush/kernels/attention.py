@@ -19,18 +19,15 @@ hidden from that document's loss. With one document a row, rows never meet and n
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
@@ -190,8 +187,10 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
             f"{q.dtype} on {q.device.type}",
             "use bfloat16 or float16 on a CUDA device, or sdpa attention",
         )
-    pass  # torch's own loads its compiler: a second that others need not wait
+    from optrush.kernels.attention_varlen import GROUPS, attend  # it loads torch's compiler, which takes a second
 
+    if not GROUPS:
+        k, v = spread(k, q.shape[2]), spread(v, q.shape[2])
     return attend(q, k, v, documents)
 
 
@@ -251,29 +250,3 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
 def spread(x: Tensor, H: int) -> Tensor:
     """(B, T, K, E) -> (B, T, H, E): each key/value head for its H / K query heads."""
     return x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], dim=2)
-
-
-# --- torch's variable-length flash attention, as kernels/attention.py wants it; CUDA, bfloat16 or float16.
-
-
-# torch 2.11 wants as many key/value heads as query heads, later versions group them.
-# Asked once, here: inspecting a signature inside a compiled block would break its graph.
-_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """q (B, T, H, E), k and v (B, T, K, E) -> (B, T, H, E)."""
-    B, T, H, E = q.shape
-    options: dict[str, Any] = {"window_size": (-1, 0)}  # everything before, nothing after
-    if k.shape[2] != H:
-        if _GROUPS:
-            options["enable_gqa"] = True
-        else:
-            k, v = spread(k, H), spread(v, H)
-    starts, longest = documents.starts, documents.longest
-    out = varlen_attn(
-        q.reshape(B * T, H, E), k.reshape(B * T, -1, E), v.reshape(B * T, -1, E),
-        starts, starts, longest, longest, **options,
-    )  # fmt: skip
-    assert isinstance(out, Tensor)
-    return out.view(B, T, H, E)

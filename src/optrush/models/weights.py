@@ -31,7 +31,6 @@ from optrush.models.decoder import Decoder, Linear
 from optrush.models.shapes import ARCHITECTURES, HF
 
 if TYPE_CHECKING:
-    pass
     from optrush.models.source import Growth
 
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from optrush.config import nearest
 from optrush.errors import NeedsError
 from optrush.hardware import Device
-from optrush.ledger import OURS, Line, Rule, Work, add, freeze, like, live, retype
-from optrush.technique import Need, Part, Setup
-from optrush.toolchain import compilers
+from optrush.planner.ledger import OURS, Line, Rule, Work, add, freeze, like, live, retype
+from optrush.technique import Need, Part, Setup, compilers
 
 if TYPE_CHECKING:
     from optrush.models.shapes import ModelShape

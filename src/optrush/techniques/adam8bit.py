@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from optrush.ledger import Rule, Work, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, forgetful
-from optrush.toolchain import demand_triton
+from optrush.planner.ledger import Rule, Work, like, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton, forgetful
 
 if TYPE_CHECKING:
     from optrush.job import Job

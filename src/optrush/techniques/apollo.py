@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.ledger import Line, Rule, Work, add, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, forgetful
-from optrush.toolchain import demand_triton
+from optrush.planner.ledger import Line, Rule, Work, add, like, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton, forgetful
 
 if TYPE_CHECKING:
     from optrush.job import Job

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from optrush.ledger import Line, Rule, add, live
+from optrush.planner.ledger import Line, Rule, add, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu, library
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from optrush.errors import NeedsError
-from optrush.ledger import COMPILED, Rule, Work, add, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique
-from optrush.toolchain import compilers, digest
+from optrush.planner.ledger import COMPILED, Rule, Work, add, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers, digest
 
 if TYPE_CHECKING:
     from optrush.job import Job

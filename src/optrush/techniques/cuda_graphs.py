@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
-from optrush.ledger import Line, Rule, Work, add, live
+from optrush.planner.ledger import Line, Rule, Work, add, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
 
 if TYPE_CHECKING:

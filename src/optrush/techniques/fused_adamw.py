@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from optrush.ledger import Rule, live
-from optrush.technique import Numerics, Part, Setup, Technique
-from optrush.toolchain import compilers, demand_triton
+from optrush.planner.ledger import Rule, live
+from optrush.technique import Numerics, Part, Setup, Technique, compilers, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optrush.errors import NeedsError
-from optrush.ledger import Line, Rule, Work, add, like, live
 from optrush.peft.ledger import sizes, tiles
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
-from optrush.toolchain import compilers, demand_triton
+from optrush.planner.ledger import Line, Rule, Work, add, like, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers, demand, demand_triton, gpu
 
 if TYPE_CHECKING:
     from optrush.job import Job

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from optrush.errors import NeedsError
-from optrush.ledger import Line, Rule, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu
-from optrush.toolchain import demand_triton
+from optrush.planner.ledger import Line, Rule, like, live
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, demand_triton, gpu
 
 if TYPE_CHECKING:
     from optrush.job import Job

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optrush.ledger import Rule, live
-from optrush.technique import Need, Numerics, Setup, Technique
-from optrush.toolchain import demand_triton
+from optrush.planner.ledger import Rule, live
+from optrush.technique import Need, Numerics, Setup, Technique, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optrush.technique import Need, Numerics, Setup, Technique
-from optrush.toolchain import demand_triton
+from optrush.technique import Need, Numerics, Setup, Technique, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.ledger import OURS, Line, Rule, Work, add
 from optrush.peft import io, ledger
+from optrush.planner.ledger import OURS, Line, Rule, Work, add
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import ConfigError
-from optrush.ledger import Rule
 from optrush.peft import ledger
+from optrush.planner.ledger import Rule
 from optrush.technique import Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:

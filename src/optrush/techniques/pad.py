@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optrush.ledger import Rule, live
+from optrush.planner.ledger import Rule, live
 from optrush.technique import Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:

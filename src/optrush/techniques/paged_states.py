@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
 from optrush.hardware import cpu
-from optrush.ledger import Line, Rule, add, live
+from optrush.planner.ledger import Line, Rule, add, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
 
 if TYPE_CHECKING:

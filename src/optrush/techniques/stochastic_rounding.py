@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optrush.baseline import rounded_update
-from optrush.ledger import Rule
-from optrush.technique import Need, Numerics, Part, Setup, Technique
-from optrush.toolchain import demand_triton
+from optrush.planner.baseline import rounded_update
+from optrush.planner.ledger import Rule
+from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
 
 if TYPE_CHECKING:
     from optrush.job import Job

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
-from optrush.ledger import Rule, live
+from optrush.planner.ledger import Rule, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from optrush import withheld
+from optrush import config
 from optrush.config import LOGIN, Run
 from optrush.config import Tracker as Options
 from optrush.errors import ConfigError, NeedsError
@@ -59,7 +59,7 @@ def check(run: Run) -> None:
     Raises:
         UserError: a password in an address, a missing package, no server named, or none that can be one.
     """
-    withheld.refuse(run)
+    config.refuse(run)
     if run.tracker is None:
         return
     name, uri = run.tracker.name, run.tracker.uri

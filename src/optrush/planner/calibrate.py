@@ -23,10 +23,10 @@ from optrush import hardware
 from optrush.config import Run, parse
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import GIB, Device
-from optrush.measured import Attention, Calibration, Product, called, driver, torch_version
 from optrush.models.shapes import ModelShape
 from optrush.models.source import locate
-from optrush.rates import linears
+from optrush.planner.calibration import Attention, Calibration, Product, called, driver, torch_version
+from optrush.planner.cost import linears
 from optrush.step import exhausted
 
 ROUNDS = 3

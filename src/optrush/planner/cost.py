@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from optrush import measured
 from optrush.hardware import CONTEXT_BYTES, Device
-from optrush.ledger import Ledger, Work, awaiting, paged
-from optrush.measured import Attention, Calibration
 from optrush.models.shapes import ModelShape
+from optrush.planner import calibration
+from optrush.planner.calibration import Attention, Calibration
+from optrush.planner.ledger import Ledger, Work, awaiting, paged
 
 # Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; LOG.md).
 HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70
@@ -174,7 +174,7 @@ def _datasheet(device: Device, shares: tuple[float, float, float, float, float, 
 def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float, seq: float) -> Rates:
     """Of each kind of work alone."""
     said = found.said
-    if old := measured.stale(found):
+    if old := calibration.stale(found):
         said += f"; {old}: optrush calibrate measures again"
     link = None if device.link_bytes_s is None else device.link_bytes_s * LINK
     products, attention = {}, {}

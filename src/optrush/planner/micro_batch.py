@@ -11,11 +11,12 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from optrush import baseline, hardware, ledger, measured, rates
+from optrush import hardware
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.models.shapes import ModelShape, native_obstacle
-from optrush.rates import CLOSE, room
+from optrush.planner import baseline, calibration, cost, ledger
+from optrush.planner.cost import CLOSE, room
 from optrush.technique import Setup, Technique, settle
 
 
@@ -45,7 +46,7 @@ def choose(techniques: Sequence[Technique], setup: Setup, hf: Mapping[str, Any])
             raise ConfigError("`batch.micro_tokens: auto` on a CPU", f"no prediction of memory: {obstacle}", do)
         return possible[-1].micro_rows  # the rehearsal halves it until it fits
     shape, device, T = ModelShape.read(hf), _device(possible[0]), setup.seq
-    known = rates.of(device, measured.find(device), shape, T)
+    known = cost.of(device, calibration.find(device), shape, T)
     speeds: list[tuple[float, int]] = []
     for made in possible:
         entries = baseline.entries(shape, T, native=made.native, cuda=device.kind == "cuda", padding=0.0)
@@ -54,7 +55,7 @@ def choose(techniques: Sequence[Technique], setup: Setup, hf: Mapping[str, Any])
         tokens, most = made.micro_rows * T, room(device)
         if most is None or ledger.peak(book, tokens).bytes <= most:
             # Where rates are unknown the largest: fewer and larger products are not slower.
-            seconds = rates.seconds(book, device, tokens, known)
+            seconds = cost.seconds(book, device, tokens, known)
             speeds.append((made.micro_rows if seconds is None else 1 / seconds, made.micro_rows))
     if not speeds:
         return possible[0].micro_rows  # it may fit all the same: the rehearsal will tell

@@ -24,7 +24,7 @@ from optrush.config import BatchSize, Data, Run, parse
 from optrush.errors import CheckpointError, ConfigError
 from optrush.job import Job
 from optrush.manifest import FOLDER, Manifest, damaged, find, verify
-from optrush.prepare import prepare
+from optrush.resolve import prepare
 from optrush.runfolder import RUN
 from optrush.technique import Part, Technique, build
 from optrush.techniques import ALL

@@ -11,25 +11,104 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from optrush import baseline, ledger, measured, rates, technique
-from optrush.ascent import Worth, climb
+from optrush import technique
 from optrush.config import Run
 from optrush.data.length_estimate import held
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import named
-from optrush.ledger import Item, Ledger
-from optrush.measured import Calibration
 from optrush.models.shapes import SHAPES, ModelShape, native_obstacle
-from optrush.prepare import prepare
-from optrush.rates import CLOSE, Rates, room
+from optrush.planner import baseline, calibration, cost, ledger
+from optrush.planner.calibration import Calibration
+from optrush.planner.cost import CLOSE, Rates, room
+from optrush.planner.ledger import Item, Ledger
+from optrush.resolve import prepare
 from optrush.technique import Need, Numerics, Part, Setup, Technique, build, in_order
 from optrush.techniques import ALL
+
+# --- The best of very many combinations without trying them all: one choice changed at a time, until none betters it.
+#
+# Options that go together double the combinations each, so that soon no plan can try them all. Most of them are good,
+# or not, whatever the others are; there one change at a time finds the same (tests/unit/test_ascent.py compares). Where
+# two changes gain together what each alone would lose, it may stop short. Pure.
+
+
+T = TypeVar("T")
+Chosen = tuple[T | None, ...]  # one option of each group
+Groups = Sequence[Sequence[T | None]]
+Clash = Callable[[Any, Any], bool]  # two options that cannot stand together: who comes puts the other out
+Worth = tuple[float, ...]  # whether it is good for anything, then what is larger is better; compared in order
+Value = Callable[[Chosen[T]], Worth | None]  # of a combination; None: it is not possible
+
+
+def climb(
+    begins: Sequence[tuple[T | None, ...]], groups: Sequence[Sequence[T | None]], clash: Clash, value: Value[T]
+) -> Chosen[T]:
+    """The best combination that is found, climbing from each beginning.
+
+    `value` has then been asked of every single change of it; and, of every option that none of these is good for
+    anything with, of the best that a climb with it finds: so that what is said of it is not said of one change alone.
+
+    Args:
+        value: remembers what it was asked.
+    """
+    best = max((_ascend(b, groups, clash, value) for b in begins), key=lambda c: value(c) or (-1.0,))
+    for place, group in enumerate(groups):
+        for option in group:
+            held = [[option] if i == place else g for i, g in enumerate(groups)]
+            around = [best, *_changes(best, place, [option], clash, value)]
+            if not any((w := value(c)) and w[0] for c in around if c[place] == option):
+                other = _ascend(_put(best, place, option, clash), held, clash, value)
+                if (value(other) or (-1.0,)) > (value(best) or (-1.0,)):
+                    return climb([other], groups, clash, value)
+    return best
+
+
+def _ascend(begin: Chosen[T], groups: Groups[T], clash: Clash, value: Value[T]) -> Chosen[T]:
+    """A combination that no single change betters; `begin` need not be possible."""
+    here, best = begin, value(begin)
+    place, calm = 0, 0
+    while calm < len(groups):  # groups in a row that bettered nothing
+        found = [
+            (w, there)
+            for there in _changes(here, place, groups[place], clash, value)
+            if (w := value(there)) and all(o in group for o, group in zip(there, groups))
+        ]
+        top = max(found, key=lambda f: f[0], default=None)
+        calm += 1
+        if top is not None and (best is None or top[0] > best):
+            (best, here), calm = top, 0
+        place = (place + 1) % len(groups)
+    return here
+
+
+def _put(here: Chosen[T], place: int, option: T | None, clash: Clash) -> Chosen[T]:
+    return tuple(
+        option if i == place else None if option is not None and o is not None and clash(option, o) else o
+        for i, o in enumerate(here)
+    )
+
+
+def _changes(
+    here: Chosen[T], place: int, group: Sequence[T | None], clash: Clash, value: Value[T]
+) -> Iterator[Chosen[T]]:
+    """With another option of the group; where that is not possible, with one of the others left out as well."""
+    for option in group:
+        if option == here[place]:
+            continue
+        there = _put(here, place, option, clash)
+        if value(there) is not None:
+            yield there
+            continue
+        for i, o in enumerate(there):
+            if i != place and o is not None:
+                yield (*there[:i], None, *there[i + 1 :])
+
 
 Options = Sequence[Technique | None]
 
@@ -48,7 +127,7 @@ class Prediction:
     tokens_per_s: float | None  # useful ones, of all ranks; None where the device's rates are unknown
     basis: str  # "datasheet" or "calibrated"
     rates_from: str = ""  # where the rates come from, for people
-    work: tuple[rates.Effort, ...] = ()  # of one step on one rank
+    work: tuple[cost.Effort, ...] = ()  # of one step on one rank
     room_bytes: int | None = None  # of the capacity, what a peak may have: less the CUDA context and the gaps
     parameters: int = 0
     a_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)  # bytes of each kind
@@ -113,8 +192,8 @@ def predict(
     setup = dataclasses.replace(prepared.setup, reach=holding.reach)
     tokens = setup.micro_rows * setup.seq
     book = _book(prepared.techniques, setup, prepared.hf, holding.padding)
-    expected, most = rates.known(device, measured.find(device), prepared.hf, setup.span, setup.seq)
-    parts = {} if most is None else rates.parts(book, tokens, most)
+    expected, most = cost.known(device, calibration.find(device), prepared.hf, setup.span, setup.seq)
+    parts = {} if most is None else cost.parts(book, tokens, most)
     found = _prediction(book, setup, ledger.peak(book, tokens), expected)
     return dataclasses.replace(found, ceiling_s=parts, host_bytes=round(ledger.hosted(book, tokens)))
 
@@ -182,7 +261,7 @@ def _scene(run: Run, hardware: str, classes: Sequence[type[Technique]]) -> _Scen
         raise ConfigError(f"`batch.tokens: {run.batch.tokens}`", f"{rows} rows, which {ranks} ranks cannot share", do)
     holding = held(run)
     setup = dataclasses.replace(prepared.setup, ranks=ranks, reach=holding.reach)
-    return _Scene(prepared.hf, setup, holding.padding, measured.find(device))
+    return _Scene(prepared.hf, setup, holding.padding, calibration.find(device))
 
 
 def _book(members: Sequence[Technique], setup: Setup, hf: Mapping[str, Any], empty: float) -> Ledger:
@@ -202,15 +281,15 @@ def _baseline(shape: ModelShape, T: int, native: bool, cuda: bool, empty: float)
 
 def _prediction(book: Ledger, setup: Setup, peak: ledger.Peak, speeds: Rates | None) -> Prediction:
     tokens = setup.micro_rows * setup.seq
-    seconds = None if speeds is None else rates.seconds(book, setup.device, tokens, speeds)
-    useful = setup.rows * setup.seq * rates.filled(book)
+    seconds = None if speeds is None else cost.seconds(book, setup.device, tokens, speeds)
+    useful = setup.rows * setup.seq * cost.filled(book)
     most = room(setup.device)
     kind = "cuda_allocated" if setup.device.kind == "cuda" else "rss"
     return Prediction(
         peak.bytes, kind, peak.phase, peak.items, setup.device.name, setup.device.memory_bytes,
         most is None or peak.bytes <= most, None if seconds is None else useful / seconds,
         "datasheet" if speeds is None else speeds.basis, "" if speeds is None else speeds.said,
-        () if speeds is None else tuple(rates.efforts(book, setup.device, tokens, speeds)),
+        () if speeds is None else tuple(cost.efforts(book, setup.device, tokens, speeds)),
         None if most is None else int(most), *_a_parameter(book),
     )  # fmt: skip
 
@@ -305,14 +384,14 @@ def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setti
         asked = [r for t in members for r in t.predict(dataclasses.replace(setup, micro_rows=sizes[0]))]
         if book is None or asked != rules:
             book, rules = _book(members, dataclasses.replace(setup, micro_rows=sizes[0]), hf, scene.padding), asked
-            speeds, _ = rates.known(setup.device, scene.found, hf, setup.span, setup.seq)
+            speeds, _ = cost.known(setup.device, scene.found, hf, setup.span, setup.seq)
         largest = rows if most is None else ledger.largest(book, most, setup.seq) // setup.seq
         for n in (n for n in sizes if n <= largest):
             made = dataclasses.replace(setup, micro_rows=n)
             if any(technique.unmet(members, made)):
                 continue
             book = dataclasses.replace(book, accumulation=made.accumulation)
-            taken = None if speeds is None else rates.seconds(book, setup.device, n * setup.seq, speeds)
+            taken = None if speeds is None else cost.seconds(book, setup.device, n * setup.seq, speeds)
             speed = 1 / (taken or 1.0)
             if best is None or speed > best[0] * (1 + CLOSE):
                 best = (speed, made, book)

@@ -8,10 +8,11 @@ it, shows it through `shown` (shown.py).
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -20,15 +21,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from optrush.config import Data, Model, Run
+from optrush.config import Data, Model, Run, Sampling
+from optrush.data import schema
 from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer, turn_ends
-from optrush.data.schema import Document, Message, Where
-from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.data.readers import read
+from optrush.data.schema import Chat, Completion, Document, Message, Pair, Text, Where
+from optrush.errors import ConfigError, DataError, NeedsError, RunError
+from optrush.judge import Rate, Verdict, rate
 from optrush.models.hf import load_plain
 from optrush.models.source import locate
-from optrush.rebuild import read_run
+from optrush.restore import read_run
 from optrush.runfolder import RUN
-from optrush.sampling import Sampling
+from optrush.step import exhausted
 from optrush.technique import library
 
 ADAPTER = "adapter_config.json"
@@ -341,3 +345,181 @@ def _words(place: Place) -> Path:
     """The folder with the tokenizer: an adapter's own, where it brings one."""
     own = place.adapter is not None and (place.adapter / "tokenizer.json").is_file()
     return place.adapter if own and place.adapter is not None else place.folder
+
+
+# --- What a model is asked: rows of any kind that training reads, with or without the answer; and that answer apart.
+#
+# A row is read as training reads it (rows.py). Where it has no answer yet, a stand-in takes its place while it is read,
+# so that there is one reader and one set of errors.
+
+
+STAND_IN = "-"  # for an answer that is not there
+ANSWERS = ("assistant", "gpt", "function_call")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    where: Where
+    asked: str | tuple[Message, ...]  # a text to be continued as it stands, or a conversation
+    tools: tuple[Any, ...] = ()
+    reference: str | None = None  # the row's own answer
+    row: Chat | Completion | None = None  # with that answer, as training would learn it
+
+    def shown(self) -> str | list[dict[str, Any]]:
+        return self.asked if isinstance(self.asked, str) else [m.shown() for m in self.asked]
+
+
+def prompts(path: Path, plain: bool = False, system: str | None = None) -> Iterator[Prompt]:
+    """The prompts of a file of rows.
+
+    A conversation is asked up to its last assistant turn, which is the reference. A `prompt` alone is a user's turn, or
+    with `plain` a text; beside a `completion` it is a text, as in training. A `text` is continued as it stands.
+
+    Args:
+        system: a system turn for conversations that have none.
+
+    Raises:
+        DataError: no such file, or a row that is no prompt, with its place.
+    """
+    for where, found in read(path):
+        prompt = _prompt(where, found, plain)
+        if system is not None and not isinstance(prompt.asked, str) and prompt.asked[0].role != "system":
+            first = Message("system", system)
+            row = prompt.row
+            if isinstance(row, Chat):
+                row = Chat((first, *row.messages), row.tools, row.prompt + 1)
+            prompt = Prompt(where, (first, *prompt.asked), prompt.tools, prompt.reference, row)
+        yield prompt
+
+
+def _prompt(where: Where, found: dict[str, Any], plain: bool) -> Prompt:
+    found, answered = _completed(found, plain)
+    row = schema.parse(where, found)
+    row = row.chosen if isinstance(row, Pair) else row
+    if isinstance(row, Text):
+        return Prompt(where, row.text)
+    if isinstance(row, Completion):
+        return Prompt(where, row.prompt, (), row.completion, row) if answered else Prompt(where, row.prompt)
+    last = len(row.messages) - 1
+    if row.prompt and row.prompt < last:
+        last = row.prompt  # of a pair: its answer begins there
+    asked, answer = row.messages[:last], row.messages[last]
+    if not asked or answer.role != "assistant":
+        raise schema.bad_row(where, "no turn that an answer could follow")
+    if plain:
+        raise DataError(f"the messages at {where} with --plain", "a conversation, which no text is", "leave it out")
+    if not answered:
+        return Prompt(where, asked, row.tools)
+    return Prompt(where, asked, row.tools, answer.content, Chat(row.messages[: last + 1], row.tools, last))
+
+
+def _completed(found: dict[str, Any], plain: bool) -> tuple[dict[str, Any], bool]:
+    """The row with an answer, and whether it is its own."""
+    for key in ("messages", "conversations"):
+        turns = found.get(key)
+        if isinstance(turns, list) and turns and isinstance(turns[-1], dict):
+            said = "from" if "from" in turns[-1] else "role"
+            if turns[-1].get(said) in ANSWERS:
+                return found, True
+            end = {"from": "gpt", "value": STAND_IN} if said == "from" else {"role": "assistant", "content": STAND_IN}
+            return {**found, key: [*turns, end]}, False
+    if found.get("instruction") is not None and found.get("output") is None:
+        return {**found, "output": STAND_IN}, False
+    prompt = found.get("prompt")
+    if prompt is None or any(found.get(key) is not None for key in ("completion", "chosen", "rejected")):
+        return found, True
+    others = {key: value for key, value in found.items() if key != "prompt"}
+    if isinstance(prompt, list):
+        return _completed({**others, "messages": prompt}, plain)
+    if plain:
+        return {**found, "completion": STAND_IN}, False
+    return {
+        **others,
+        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": STAND_IN}],
+    }, False
+
+
+# --- Many prompts, one model or two: answers in batches, and how likely each model finds the rows' own answers.
+#
+# One model is in memory at a time. The likelihood is the one simple measure here: the negative log-likelihood, in nats,
+# of all tokens of the reference that training would learn, its end of turn included. It says which model expects the
+# reference more, not whose answers are better.
+
+
+EQUAL = 1e-6  # relative: two likelihoods nearer than this are a tie
+
+
+@dataclass(frozen=True)
+class Said:
+    """One model's part of a row."""
+
+    answer: Answer
+    nll: float | None = None  # of the reference, summed over its tokens
+    nll_tokens: int | None = None
+
+    def facts(self, prefix: str = "") -> dict[str, Any]:
+        found = {prefix or "answer": self.answer.text}
+        more = asdict(self.answer) | {"reference_nll": self.nll, "reference_tokens": self.nll_tokens}
+        del more["text"]
+        start = f"{prefix}_" if prefix else ""
+        return found | {f"{start}{key}": value for key, value in more.items() if value is not None}
+
+
+def ask(
+    place: Place,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    seed: int,
+    batch: int,
+    template: str | None = None,
+    measures: bool = False,
+    advance: Callable[[int], None],
+) -> Iterator[Said]:
+    """The model's answers in the order of the prompts; it is loaded here and gone afterwards.
+
+    Args:
+        template: for a model that has none.
+        measures: the likelihood of the references, too.
+        advance: told how many more are done.
+
+    Raises:
+        UserError: before anything is answered, if one of the prompts cannot be asked.
+        RunError: out of memory.
+    """
+    speaker = Speaker(place, template)
+    ids = [speaker.ids(p.asked, p.where, p.tools) for p in prompts]
+    references = [_reference(speaker, p) if measures else None for p in prompts]
+    try:
+        for first in range(0, len(ids), batch):
+            answers = speaker.answers(ids[first : first + batch], sampling, seed + first)
+            for answer, document in zip(answers, references[first:]):
+                yield Said(answer, *((None, None) if document is None else speaker.nll(document)))
+            advance(len(answers))
+    except (RuntimeError, MemoryError) as error:
+        if not exhausted(error):
+            raise
+        smaller = f"take --batch {batch // 2}" if batch > 1 else "take a smaller --max-tokens"
+        raise RunError(f"out of memory with {batch} prompts at once; {smaller}") from error
+    finally:
+        del speaker
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _reference(speaker: Speaker, prompt: Prompt) -> Document | None:
+    if prompt.row is None:
+        return None
+    return speaker.tokens.document(prompt.row, "last", prompt.where)
+
+
+def likelier(pairs: Sequence[tuple[Said, Said]]) -> Rate:
+    """How often the first model gives a reference the higher likelihood."""
+    return rate([_likelier(a.nll, b.nll) for a, b in pairs if a.nll is not None and b.nll is not None])
+
+
+def _likelier(ours: float, theirs: float) -> Verdict:
+    if abs(ours - theirs) <= EQUAL * max(abs(ours), abs(theirs)):
+        return "tie"
+    return "answer" if ours < theirs else "other"

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optrush import hardware, withheld
+from optrush import config, hardware
 from optrush.config import Dpo, Run
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.launch import launched
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
 from optrush.models.source import Growth, check_positions, grow, locate
-from optrush.sizing import choose
+from optrush.planner.micro_batch import choose
 from optrush.technique import Edit, Part, Setup, Technique, build, demand, in_order, settle, sizes, unmet
 from optrush.techniques import ALL
 
@@ -154,7 +154,7 @@ def check(run: Run) -> None:
     Raises:
         ConfigError: none or several of path, sample, random; random tokens where conversations are needed; a password.
     """
-    withheld.refuse(run)
+    config.refuse(run)
     d = run.data
     if run.objective == "pretrain" and d.train_on == "last":
         raise ConfigError("`data.train_on: last`", "`objective: pretrain` learns every token", "objective: sft")

@@ -14,9 +14,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator
 
-from optrush import ledger
-from optrush.ledger import Entry, Line, Live, Made, Role, Rule, Side, Work
 from optrush.models.shapes import ModelShape
+from optrush.planner import ledger
+from optrush.planner.ledger import Entry, Line, Live, Made, Role, Rule, Side, Work
 from optrush.technique import Part, Setup, Technique
 
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
