@@ -26,15 +26,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from optrush import config, step
-from optrush.assemble import assemble
+from optrush import config
 from optrush.bench import environment
 from optrush.bench.worker import Lines
 from optrush.data import sample
 from optrush.data.sampler import reading
-from optrush.fit import batches
 from optrush.resolve import prepare
-from optrush.train import Plan, evaluate, train
+from optrush.trainer import trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.run import batches
+from optrush.trainer.trainer import Plan, evaluate, train
 
 POINTS = 10
 CONVERSATIONS, HELD = 20_000, 400
@@ -45,7 +46,7 @@ def curve(run: config.Run) -> dict[str, Any]:
     job = assemble(prepare(run))
     plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
     job.batches = batches(job, plan)
-    job.begin = partial(step.begin, job, steps=plan.total)
+    job.begin = partial(trainer.begin, job, steps=plan.total)
     meter = Lines(job, None, plan.total, lambda _: None)
     meter.lines = []
     held, job.evaluation = job.evaluation, None  # asked once, at the end

@@ -36,18 +36,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush import config, export, reference, step
-from optrush.assemble import assemble
+from optrush import config, export
 from optrush.bench import environment, ladder, stats, worker
 from optrush.bench.sketch import sketch, tensors
 from optrush.data.sampler import reading
 from optrush.errors import UserError
-from optrush.fit import batches
-from optrush.job import Job
 from optrush.models import weights
 from optrush.resolve import prepare
 from optrush.technique import Part
-from optrush.train import Plan
+from optrush.trainer import dpo_reference, trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.run import batches
+from optrush.trainer.trainer import Job, Plan
 
 LETTERS = 240  # of an error
 PIECE = 1 << 26  # values in float64 at a time
@@ -57,7 +57,7 @@ def trained(run: config.Run, folder: Path) -> dict[str, Any]:
     """Trains as the run says and leaves its model in `folder`/model; the first and the last loss."""
     prepared = prepare(run)
     job = assemble(prepared)
-    reference.fill(job, prepared)
+    dpo_reference.fill(job, prepared)
     plan = Plan(job, job.stream.plan(None, run.train.steps))
     job.batches = batches(job, plan)
     with reading(job.batches):
@@ -86,12 +86,12 @@ def gradient(run: config.Run, baseline: config.Run, documents: int) -> tuple[Job
     job = assemble(prepared)
     if Part.UPDATE in job.setup.owned:
         raise ValueError("no gradient is left: weights are updated in the backward pass")
-    reference.fill(job, prepared)
+    dpo_reference.fill(job, prepared)
     held = worker.first_documents(job, prepared, baseline, documents)
     if (found := worker.obstacle(job, held)) is not None:
         raise ValueError(found)
     laid = worker.lay(job, held, most=job.stream.plan(None, run.train.steps).widest)
-    step.begin(job, 1, 1)
+    trainer.begin(job, 1, 1)
     loss = job.gradients(laid, job.total(sum(b.n_terms for b in laid)))
     return job, loss.item()
 

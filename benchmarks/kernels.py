@@ -34,15 +34,15 @@ from typing import Any
 
 import torch
 
-from optrush import config, step
-from optrush.assemble import assemble
+from optrush import config
 from optrush.bench import environment, parts
 from optrush.bench.roofline import GAPS
 from optrush.data.sampler import reading
-from optrush.fit import batches
-from optrush.job import Job
 from optrush.resolve import prepare
-from optrush.train import Plan
+from optrush.trainer import trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.run import batches
+from optrush.trainer.trainer import Job, Plan
 
 WARM_UP = 6  # steps: compilation, allocation, clocks
 SHOWN, LETTERS = 60, 240  # kernels of the record, and of a name
@@ -70,7 +70,7 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
     marks = parts.Marks(job)
     plan = Plan(job, job.stream.plan(None, total))
     job.batches = batches(job, plan)
-    job.begin = partial(step.begin, job, steps=total)
+    job.begin = partial(trainer.begin, job, steps=total)
     with reading(job.batches):
         one(job, 1)
         torch.cuda.synchronize()

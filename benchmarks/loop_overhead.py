@@ -17,14 +17,13 @@ from pathlib import Path
 
 import torch
 
-from optrush import step
-from optrush.assemble import assemble
 from optrush.config import parse
-from optrush.fit import batches
-from optrush.job import Job
-from optrush.meter import Meter
 from optrush.resolve import prepare
-from optrush.train import Plan, train
+from optrush.trainer import trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.metrics import Meter
+from optrush.trainer.run import batches
+from optrush.trainer.trainer import Job, Plan, train
 
 STEPS = 20
 CONFIG = """
@@ -41,7 +40,7 @@ with: {fused-adamw: {}, attention: {impl: sdpa}}
 
 def ours(job: Job, folder: Path) -> float:
     plan = Plan(job, job.stream.plan(None, STEPS))
-    job.begin = partial(step.begin, job, steps=STEPS)
+    job.begin = partial(trainer.begin, job, steps=STEPS)
     job.batches = batches(job, plan)
     meter = Meter(job, folder / "metrics.jsonl", STEPS, lambda _: None)
     start = time.perf_counter()

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 import optrush
-from optrush import distributed, step
-from optrush.assemble import assemble
 from optrush.config import parse
-from optrush.fit import batches
-from optrush.meter import Meter
 from optrush.resolve import prepare
-from optrush.train import Plan, train
+from optrush.trainer import distributed, trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.metrics import Meter
+from optrush.trainer.run import batches
+from optrush.trainer.trainer import Plan, train
 
 
 def source() -> str:
@@ -47,7 +47,7 @@ def main() -> None:
     with distributed.leaving():
         job = assemble(prepare(run))
         plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
-        job.begin = partial(step.begin, job, steps=plan.total)
+        job.begin = partial(trainer.begin, job, steps=plan.total)
         job.batches = batches(job, plan)
         lines: list[dict[str, float]] = []
         with tempfile.TemporaryDirectory() as folder:

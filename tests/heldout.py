@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optrush.train import evaluate
+from optrush.trainer.trainer import evaluate
 
 from golden import make_golden
 from golden.make_golden import T

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from optrush.data.batch import Batch, collate
-from optrush.job import Job
+from optrush.trainer.trainer import Job
 
 
 def hidden(job: Job, batch: Batch) -> torch.Tensor:

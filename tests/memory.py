@@ -29,14 +29,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optrush import assemble
-from optrush.job import Job
 from optrush.kernels import adamw
 from optrush.models.decoder import build
 from optrush.models.hf import Adapter, _from_config
 from optrush.models.shapes import native_obstacle
 from optrush.technique import Technique
 from optrush.techniques import ALL
+from optrush.trainer import build as assemble
+from optrush.trainer.trainer import Job
 
 from trials import assembled
 

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import torch
 
-from optrush.job import Batch, Job
+from optrush.data.batch import Batch
 from optrush.technique import Numerics, Technique
 from optrush.techniques import ALL
+from optrush.trainer.trainer import Job
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.00 GiB"
 

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 import yaml
 
-from optrush import config, fit, step
-from optrush.assemble import assemble
-from optrush.job import Batch, Job
+from optrush import config
+from optrush.data.batch import Batch
 from optrush.resolve import Prepared, prepare
 from optrush.technique import Technique
 from optrush.techniques import ALL
-from optrush.train import Plan
+from optrush.trainer import run as fit
+from optrush.trainer import trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.trainer import Job, Plan
 
 from golden.make_golden import BETAS, DECAY, EPS, LR, PER_STEP, SEED, STEPS, WARMUP, Case, T
 
@@ -92,7 +94,7 @@ def wire(job: Job) -> None:
     steps = job.run.train.steps
     plan = Plan(job, job.stream.plan(None if steps else job.run.train.epochs, steps))
     job.batches = fit.batches(job, plan)
-    job.begin = lambda n: step.begin(job, n, plan.total)
+    job.begin = lambda n: trainer.begin(job, n, plan.total)
 
 
 def steps(job: Job, n: int = STEPS, first: int = 1) -> Iterator[tuple[float, float, bool]]:

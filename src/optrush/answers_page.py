@@ -12,7 +12,7 @@ from typing import Any
 
 from optrush.bench import charts
 from optrush.console import shown
-from optrush.runfolder import put
+from optrush.trainer.run_dir import put
 
 MOST = 500  # rows on a page
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from optrush.bench import charts
 from optrush.bench.figures import clean, cut, short
-from optrush.runfolder import put
+from optrush.trainer.run_dir import put
 
 PAGE, RECORD = "cleaning.html", "cleaning.json"
 ROW, BAR = 42, 14  # pixels of the waterfall: a row with its name, its bar

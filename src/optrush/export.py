@@ -19,21 +19,20 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from optrush import model_card, runfolder
+from optrush import model_card
 from optrush.data import readers, schema
 from optrush.data import sample as recipes
 from optrush.data.batch import collate
 from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
-from optrush.distributed import agree
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError
-from optrush.job import Job
 from optrush.models.hf import load_plain
 from optrush.models.weights import Folder, export
 from optrush.peft import io
 from optrush.restore import Rebuilt, read_run, rebuild
-from optrush.sharded import gathered, is_gathered
-from optrush.step import exhausted
+from optrush.trainer import run_dir
+from optrush.trainer.distributed import agree, gathered, is_gathered
+from optrush.trainer.trainer import Job, exhausted
 
 GENERATION = "generation_config.json"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -390,9 +389,9 @@ def deliver(
     """
     where = place(run, out, adapter)
     folder = where.absolute().parent
-    at_work = any((folder / name).exists() for name in (runfolder.RUN, runfolder.LOCK))  # a run may write there
+    at_work = any((folder / name).exists() for name in (run_dir.RUN, run_dir.LOCK))  # a run may write there
     try:
-        with runfolder.lock(folder) if at_work else nullcontext(), _beside(where, at_work) as fresh:
+        with run_dir.lock(folder) if at_work else nullcontext(), _beside(where, at_work) as fresh:
             found = rebuild(run, checkpoint)
             if adapter and not io.adapters(found.job.model):
                 done = "this run has no adapter: it trained the model's own weights"
@@ -431,7 +430,7 @@ def _beside(where: Path, at_work: bool) -> Iterator[Path]:
         ConfigError: something lies there, or it cannot be made.
     """
     fresh = where.with_name(where.name + ".tmp")
-    if at_work and fresh.name in runfolder.KNOWN:
+    if at_work and fresh.name in run_dir.KNOWN:
         shutil.rmtree(fresh, ignore_errors=True)
     try:
         fresh.mkdir()

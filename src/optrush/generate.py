@@ -31,9 +31,9 @@ from optrush.judge import Rate, Verdict, rate
 from optrush.models.hf import load_plain
 from optrush.models.source import locate
 from optrush.restore import read_run
-from optrush.runfolder import RUN
-from optrush.step import exhausted
 from optrush.technique import library
+from optrush.trainer.run_dir import RUN
+from optrush.trainer.trainer import exhausted
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

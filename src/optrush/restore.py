@@ -17,17 +17,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from optrush import shards
-from optrush.assemble import assemble
-from optrush.best import POINTER
 from optrush.config import BatchSize, Data, Run, parse
 from optrush.errors import CheckpointError, ConfigError
-from optrush.job import Job
-from optrush.manifest import FOLDER, Manifest, damaged, find, verify
 from optrush.resolve import prepare
-from optrush.runfolder import RUN
 from optrush.technique import Part, Technique, build
 from optrush.techniques import ALL
+from optrush.trainer import storage
+from optrush.trainer.build import assemble
+from optrush.trainer.checkpoint import FOLDER, Manifest, damaged, find, verify
+from optrush.trainer.run_dir import POINTER, RUN
+from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def restore(job: Job, checkpoint: Manifest) -> None:
         files: dict[str, Any] = {}
         for t in job.trained:
             entry = checkpoint.tensors[f"param/{t.name}"]
-            local, dtype = t.local, shards.DTYPES[t.local.dtype]
+            local, dtype = t.local, storage.DTYPES[t.local.dtype]
             if (tuple(entry.shape), entry.dtype) != (t.whole, dtype):
                 raise _foreign(checkpoint, f"{t.name} is {entry.shape} {entry.dtype}, here {list(t.whole)} {dtype}")
             for piece in entry.pieces:

@@ -15,7 +15,7 @@ from optrush.bench import charts
 from optrush.bench.figures import short
 from optrush.data.preview import visible
 from optrush.errors import ConfigError
-from optrush.runfolder import put
+from optrush.trainer.run_dir import put
 
 PAGE = "data.html"
 PLOT, TOP = 150, 18  # pixels of the histogram: its bars, the room above them

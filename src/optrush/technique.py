@@ -25,8 +25,8 @@ from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule
 
 if TYPE_CHECKING:
-    from optrush.job import Job
     from optrush.models.shapes import ModelShape
+    from optrush.trainer.trainer import Job
 
 
 class Part(enum.Enum):

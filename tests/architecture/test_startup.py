@@ -77,4 +77,4 @@ def test_plan() -> None:
 
 def test_what_trains_waits_for_no_compiler_and_no_sharding() -> None:
     """Nor for what a tokenizer or a report loads: each takes a process a second or more, and not all want them."""
-    assert loaded("import optrush.fit, optrush.bench.worker", OFTEN_UNUSED) == []
+    assert loaded("import optrush.trainer.run, optrush.bench.worker", OFTEN_UNUSED) == []

@@ -13,19 +13,18 @@ import torch
 import yaml
 
 from optrush import config
-from optrush.assemble import assemble
 from optrush.bench import parts, process, worker
 from optrush.bench.parts import Marks, Span
 from optrush.bench.roofline import GAPS
 from optrush.config import Run
 from optrush.errors import RunError
-from optrush.fit import batches
-from optrush.job import Job
 from optrush.planner import cost
 from optrush.planner.cost import PARTS
 from optrush.planner.ledger import Work
 from optrush.resolve import prepare
-from optrush.train import Plan
+from optrush.trainer.build import assemble
+from optrush.trainer.run import batches
+from optrush.trainer.trainer import Job, Plan
 
 from toy import document
 

@@ -103,8 +103,8 @@ def test_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_are_ours() -> None:
     """Random tokens: the very batches that our own loop takes, labels not shifted."""
-    from optrush.assemble import assemble
     from optrush.resolve import prepare
+    from optrush.trainer.build import assemble
 
     mine = run()
     job = assemble(prepare(mine))

@@ -10,7 +10,7 @@ import torch
 
 from optrush.bench import stats
 from optrush.bench.sketch import PIECE, WIDTH, sketch
-from optrush.job import Job
+from optrush.trainer.trainer import Job
 
 SHAPES = {"embedding": (1000, 96), "norm": (96,), "matrix": (900, 5000), "one": ()}
 

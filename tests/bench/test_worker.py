@@ -13,9 +13,8 @@ from optrush.bench import stats, worker
 from optrush.bench.sketch import sketch
 from optrush.config import Run
 from optrush.data.schema import Document
-from optrush.job import Job
 from optrush.resolve import prepare
-from optrush.train import Plan
+from optrush.trainer.trainer import Job, Plan
 
 from toy import document
 
@@ -26,7 +25,7 @@ def run(**changes: Any) -> Run:
 
 
 def job_of(of: Run) -> Job:
-    from optrush.assemble import assemble
+    from optrush.trainer.build import assemble
 
     return assemble(prepare(of))
 

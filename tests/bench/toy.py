@@ -191,7 +191,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from optrush.technique import Numerics, Setup, Technique
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 @dataclass(frozen=True)
 class {cls}(Technique):

@@ -16,7 +16,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from optrush import dry_run
 from optrush.config import parse
 from optrush.data.schema import Document
 from optrush.errors import ConfigError
@@ -24,6 +23,7 @@ from optrush.models import weights
 from optrush.planner import search
 from optrush.planner.ledger import Item
 from optrush.planner.search import Prediction
+from optrush.trainer import dry_run
 
 from clirun import Found, base, edited, metrics, write_rows
 

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from trained import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush import export, model_card, restore, runfolder
+from optrush import export, model_card, restore
 from optrush.config import Run
+from optrush.trainer import run_dir
 
 from clirun import Found
 
@@ -365,7 +366,7 @@ def test_what_others_made_is_left(call: Call, cache: Path, trained: Path, here: 
         return all((f / "config.json").read_text() == "mine" for f in (here / "other.tmp", trained / "model.tmp"))
 
     assert "where it would be written first, is there" in refused(call, "run", "--out", "other") and untouched()
-    with runfolder.lock(trained):
+    with run_dir.lock(trained):
         for more in ((), ("--out", "run/model"), ("--out", str(here / "run" / "adapter"))):
             assert "another run is at work there" in refused(call, "run", *more) and untouched()
     exported(call, "run", "--out", "run/model", "--no-verify")
@@ -385,7 +386,7 @@ def test_data_that_cannot_be_read_is_not_there(call: Call, trained: Path, monkey
 
 def test_nothing_is_left_of_what_failed(call: Call, trained: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk, no memory, a run that is at work there."""
-    with runfolder.lock(trained):
+    with run_dir.lock(trained):
         assert "another run is at work there" in refused(call, "run")
         exported(call, "run", "--out", "elsewhere")
     errors = {

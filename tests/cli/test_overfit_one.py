@@ -22,15 +22,15 @@ from safetensors.torch import load_file, save_file
 from test_wrong_input import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from optrush import overfit as module
 from optrush.config import Dpo, parse
 from optrush.data.batch import collate
 from optrush.data.schema import Document
-from optrush.job import Job
-from optrush.overfit import Floor, Seen, diagnose, overfit
 from optrush.resolve import prepare
 from optrush.technique import Numerics, Part, Technique
 from optrush.techniques import ALL
+from optrush.trainer import overfit as module
+from optrush.trainer.overfit import Floor, Seen, diagnose, overfit
+from optrush.trainer.trainer import Job
 
 from clirun import Found, edited, write_rows
 from pair import Pair

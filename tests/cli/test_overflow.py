@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from optrush.config import parse
-from optrush.fit import fit
 from optrush.models import tiny
 from optrush.resolve import prepare
+from optrush.trainer.run import fit
 
 CONFIG = """
 model: model

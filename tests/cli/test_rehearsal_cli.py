@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from optrush import rehearse
 from optrush.config import parse
+from optrush.trainer import run
 
 from clirun import Found, metrics
 
@@ -58,7 +58,7 @@ def test_what_does_not_fit(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1.00 GiB free.")
 
-    monkeypatch.setattr(rehearse, "_play", full)
+    monkeypatch.setattr(run, "_play", full)
     found = call("train", write(batch={"micro_tokens": micro}))
     assert found.code == 2
     assert f"steps of {micro // 128} row" in found.err and "out of memory, before step 0: CUDA out" in found.err

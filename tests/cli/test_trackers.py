@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from optrush import console, trackers
+from optrush import console
 from optrush.config import dump, parse, scrubbed
 from optrush.console import shown
 from optrush.errors import ConfigError
 from optrush.resolve import prepare
+from optrush.trainer import trackers
 
 from clirun import Found
 

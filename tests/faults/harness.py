@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from optrush import distributed, shards
-from optrush.checkpoint import Meta, save
 from optrush.config import parse
-from optrush.job import Trained
 from optrush.optim.adamw import AdamW
+from optrush.trainer import distributed, storage
+from optrush.trainer.checkpoint import Meta, save
+from optrush.trainer.trainer import Trained
 
 torch.set_num_threads(1)
 RAISED = 99  # what a child exits with that did not get to an end of its own
@@ -108,7 +108,7 @@ def killing(at: int, how: str, names: tuple[str, ...] = DISK) -> None:
     calls = {"n": 0}
 
     def wrap(name: str) -> None:
-        real = getattr(shards, name)
+        real = getattr(storage, name)
 
         def call(*args: Any) -> Any:
             calls["n"] += 1
@@ -124,7 +124,7 @@ def killing(at: int, how: str, names: tuple[str, ...] = DISK) -> None:
                     args[0].flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(shards, name, call)
+        setattr(storage, name, call)
 
     for name in names:
         wrap(name)
@@ -171,7 +171,7 @@ def content(name: str, whole: tuple[int, ...], dtype: torch.dtype, step: int) ->
 
 
 def advance(job: Any, step: int) -> None:
-    for s in shards.slices(job):
+    for s in storage.slices(job):
         here = tuple(slice(o, o + n) for o, n in zip(s.offset, s.shape))
         s.local.copy_(content(s.name, s.whole, s.local.dtype, step)[here])
     job.state["kept"].value = step / 3
@@ -179,7 +179,7 @@ def advance(job: Any, step: int) -> None:
 
 def holds(job: Any, step: int) -> bool:
     """Whether every number of the job is, bit for bit, what it was after that step."""
-    for s in shards.slices(job):
+    for s in storage.slices(job):
         here = tuple(slice(o, o + n) for o, n in zip(s.offset, s.shape))
         if not torch.equal(s.local, content(s.name, s.whole, s.local.dtype, step)[here]):
             return False

@@ -15,13 +15,14 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from optrush import assemble, cli, curves, export, fit
-from optrush.checkpoint import find, verify
+from optrush import cli, export
+from optrush.trainer import build, metrics, run
+from optrush.trainer.checkpoint import find, verify
 
 from harness import RAISED, ended, fork, launch_env
 
 WORDS = 250
-LOADED = (assemble, curves, export, fit)  # what the command line imports late, a child finds in place
+LOADED = (build, metrics, export, run)  # what the command line imports late, a child finds in place
 
 
 def write_model(folder: Path) -> None:

@@ -14,10 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_refusals import flip
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401 - forked runs find it loaded
 
-from optrush import shards, step
-from optrush.best import Best, Keeper, comparable, recall
-from optrush.checkpoint import find, verify
 from optrush.config import Dpo, parse
+from optrush.trainer import storage, trainer
+from optrush.trainer.checkpoint import find, verify
+from optrush.trainer.run_dir import Best, Keeper, comparable, recall
 
 from harness import ended, fork, told
 from runs import (
@@ -140,14 +140,14 @@ def test_on_two_ranks(home: Path) -> None:
     stopped, config = configured(home, "two-stopped", **changes)
 
     def before() -> None:
-        begin = step.begin
+        begin = trainer.begin
 
         def noted(job: Any, n: int, steps: int) -> None:
             if n == 7:
                 os.kill(os.getpid(), signal.SIGTERM)
             begin(job, n, steps)
 
-        step.begin = noted
+        trainer.begin = noted
 
     pids = begun_on(2, config, before=before)
     assert [ended(pid) for pid in pids] == [143, 143], said(config)
@@ -172,14 +172,14 @@ def test_damaged_while_it_trained(home: Path) -> None:
     output, config = configured(home, "damaged-late")
 
     def before() -> None:
-        begin = step.begin
+        begin = trainer.begin
 
         def noted(job: Any, n: int, steps: int) -> None:
             if n == 12:
                 flip(output / "checkpoints" / f"step-{best_of(home / 'reference')[0]:06d}" / "rank-0.safetensors")
             begin(job, n, steps)
 
-        step.begin = noted
+        trainer.begin = noted
 
     assert trained(config, before=before) == 1, said(config)
     assert "the best checkpoint" in said(config) and "--resume auto exports the next best" in said(config)
@@ -193,16 +193,16 @@ def test_a_save_that_fails_is_not_the_best(home: Path) -> None:
     best = best_of(home / "reference")[0]
 
     def before() -> None:
-        begin, write = step.begin, shards.write
+        begin, write = trainer.begin, storage.write
 
         def full(*args: Any) -> None:
             raise OSError(28, "No space left on device")
 
         def noted(job: Any, n: int, steps: int) -> None:
-            shards.write = full if n == best else write
+            storage.write = full if n == best else write
             begin(job, n, steps)
 
-        step.begin = noted
+        trainer.begin = noted
 
     assert trained(config, before=before) == 0, said(config)
     assert [m["step"] for m in lines(output) if "save_failed" in m] == [best]
@@ -288,7 +288,7 @@ def test_tensorboard_on_a_full_disk(home: Path) -> None:
     def before() -> None:
         import tensorboard.summary.writer.record_writer as record_writer
 
-        begin, write = step.begin, record_writer.RecordWriter.write
+        begin, write = trainer.begin, record_writer.RecordWriter.write
 
         def full(*args: Any) -> None:
             raise OSError(28, "No space left on device")
@@ -297,7 +297,7 @@ def test_tensorboard_on_a_full_disk(home: Path) -> None:
             record_writer.RecordWriter.write = full if n == 3 else write
             begin(job, n, steps)
 
-        step.begin = noted
+        trainer.begin = noted
 
     assert trained(config, before=before) == 0, said(config)
     assert scalars(output) == shown(output)

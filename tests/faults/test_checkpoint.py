@@ -15,10 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from optrush import shards
-from optrush.checkpoint import SaveFailed, choose, find, restore, save, verify
 from optrush.errors import CheckpointError
-from optrush.manifest import digest, encode
+from optrush.trainer import storage
+from optrush.trainer.checkpoint import SaveFailed, choose, digest, encode, find, restore, save, verify
 
 from harness import DISK, advance, holds, killing, leftovers, meta, ranks, run, saved, small_job, told
 
@@ -97,7 +96,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     """A power cut loses what was not synced; the order of the calls is all that protects from it."""
     events: list[str] = []
     for name in DISK:
-        real = getattr(shards, name)
+        real = getattr(storage, name)
 
         def call(*args: Any, name: str = name, real: Callable[..., Any] = real) -> None:
             what = args[0]
@@ -105,7 +104,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
             events.append(f"{name} {Path(target).name.split('.tmp')[0]}")
             real(*args)
 
-        monkeypatch.setattr(shards, name, call)
+        monkeypatch.setattr(storage, name, call)
     saved(tmp_path, (2,))
     writes = [i for i, e in enumerate(events) if e.startswith("write rank-0")]
     order = [
@@ -264,7 +263,7 @@ def test_a_forged_manifest_leads_nowhere_else(tmp_path: Path) -> None:
 def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R6: the half save goes, the last good one stays, and the next save works."""
     job = saved(tmp_path, (2,))
-    real = {name: getattr(shards, name) for name in DISK}
+    real = {name: getattr(storage, name) for name in DISK}
     failed: list[str] = []
     for name in DISK:
         for at in range(1, 100):
@@ -278,7 +277,7 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 real[name](*args)
 
-            monkeypatch.setattr(shards, name, full)
+            monkeypatch.setattr(storage, name, full)
             advance(job, 4)
             try:
                 save(job, 4, meta(4))
@@ -287,7 +286,7 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             else:
                 break
             finally:
-                monkeypatch.setattr(shards, name, real[name])
+                monkeypatch.setattr(storage, name, real[name])
             manifest, passed = choose(tmp_path, "auto")
             assert manifest is not None and passed == []
             if manifest.step == 2:

@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from optrush import shards, step
-from optrush.checkpoint import find, verify
+from optrush.trainer import storage, trainer
+from optrush.trainer.checkpoint import find, verify
 
 from harness import ended, told
 from runs import (
@@ -57,7 +57,7 @@ def recording(path: Path, pause_s: float = 0.0) -> Before:
     """Notes which samples each step took, and makes each step last a while."""
 
     def before() -> None:
-        begin, gradients = step.begin, step.gradients
+        begin, gradients = trainer.begin, trainer.gradients
         at = {"step": 0}
 
         def noted(job: Any, n: int, steps: int) -> None:
@@ -72,7 +72,7 @@ def recording(path: Path, pause_s: float = 0.0) -> Before:
                     file.write(json.dumps(line) + "\n")
             return gradients(job, batches, terms)
 
-        step.begin, step.gradients = noted, taking
+        trainer.begin, trainer.gradients = noted, taking
 
     return before
 
@@ -190,16 +190,16 @@ def test_a_full_disk_does_not_end_a_run(home: Path) -> None:
     config = configuration(home, output)
 
     def before() -> None:
-        begin, write = step.begin, shards.write
+        begin, write = trainer.begin, storage.write
 
         def full(*args: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         def noted(job: Any, n: int, steps: int) -> None:
-            shards.write = full if n == 6 else write
+            storage.write = full if n == 6 else write
             begin(job, n, steps)
 
-        step.begin = noted
+        trainer.begin = noted
 
     assert trained(config, before=before) == 0, said(config)
     failed = [m for m in lines(output) if "save_failed" in m]
@@ -229,7 +229,7 @@ def test_a_really_full_disk(home: Path, little_disk: Path) -> None:
     config = Path(shutil.move(config, home / "full-really.yaml"))  # what it prints goes to another disk, as it would
 
     def before() -> None:
-        begin = step.begin
+        begin = trainer.begin
 
         def noted(job: Any, n: int, steps: int) -> None:
             filler = little_disk / "filler"
@@ -240,7 +240,7 @@ def test_a_really_full_disk(home: Path, little_disk: Path) -> None:
                 filler.unlink()
             begin(job, n, steps)
 
-        step.begin = noted
+        trainer.begin = noted
 
     assert trained(config, before=before) == 0, said(config)
     failed = [m for m in lines(output) if "save_failed" in m]
@@ -256,7 +256,7 @@ def test_a_quota(home: Path) -> None:
     config = configuration(home, output)
 
     def before() -> None:
-        begin = step.begin
+        begin = trainer.begin
 
         def noted(job: Any, n: int, steps: int) -> None:
             most = resource.RLIM_INFINITY
@@ -265,7 +265,7 @@ def test_a_quota(home: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
             begin(job, n, steps)
 
-        step.begin = noted
+        trainer.begin = noted
 
     assert trained(config, before=before) == 0, said(config)
     assert [m["step"] for m in lines(output) if "save_failed" in m] == [6]

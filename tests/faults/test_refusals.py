@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from optrush.checkpoint import find
+from optrush.trainer.checkpoint import find
 
 from harness import ended, told
 from runs import (

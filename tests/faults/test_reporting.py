@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from optrush import reporting, step
-from optrush.checkpoint import find
 from optrush.config import Tracker
-from optrush.trackers import follow
+from optrush.trainer import reporting, trainer
+from optrush.trainer.checkpoint import find
+from optrush.trainer.trackers import follow
 
 from harness import ended, told
 from runs import (
@@ -108,13 +108,13 @@ def pausing(pause_s: float) -> Callable[[], None]:
     """Makes each step last a while."""
 
     def before() -> None:
-        begin = step.begin
+        begin = trainer.begin
 
         def noted(job: Any, n: int, steps: int) -> None:
             time.sleep(pause_s)
             begin(job, n, steps)
 
-        step.begin = noted
+        trainer.begin = noted
 
     return before
 
@@ -319,7 +319,7 @@ def test_a_second_interrupt_leaves_at_once(home: Path, server: Server) -> None:
     _, config = tracked(home, "interrupted", {"name": "mlflow", "uri": server.uri})
 
     def before() -> None:
-        begin = step.begin
+        begin = trainer.begin
 
         def noted(job: Any, n: int, steps: int) -> None:
             if n == 4:
@@ -330,7 +330,7 @@ def test_a_second_interrupt_leaves_at_once(home: Path, server: Server) -> None:
         def waits(self: Any) -> str:
             raise AssertionError("it waited")
 
-        step.begin, reporting.Reporter.end = noted, waits
+        trainer.begin, reporting.Reporter.end = noted, waits
 
     assert trained(config, before=before) == 130, said(config)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from optrush import checkpoint, shards
-from optrush.checkpoint import Meta, SaveFailed, check_plan, choose, find, restore, save, verify
 from optrush.errors import CheckpointError
+from optrush.trainer import checkpoint, storage
+from optrush.trainer.checkpoint import Meta, SaveFailed, check_plan, choose, find, restore, save, verify
 
 from harness import advance, holds, leftovers, meta, ranks, run, saved, small_job, told
 
@@ -23,13 +23,13 @@ def test_one_ranks_full_disk_is_everybodys(tmp_path: Path) -> None:
         job = small_job(tmp_path, "rows")
         advance(job, 2)
         save(job, 2, meta(2))
-        real = shards.write
+        real = storage.write
 
         def full(*args: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         if job.world.rank == 1:
-            shards.write = full
+            storage.write = full
         advance(job, 4)
         try:
             save(job, 4, meta(4))
@@ -37,7 +37,7 @@ def test_one_ranks_full_disk_is_everybodys(tmp_path: Path) -> None:
         except SaveFailed as error:
             seen = str(error)
         left = leftovers(tmp_path) if job.world.rank == 0 else []  # it is rank 0 that cleans up
-        shards.write = real
+        storage.write = real
         save(job, 6, meta(6))
         return [seen, left]
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from optrush.checkpoint import restore, save
-from optrush.manifest import find
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
+from optrush.trainer.checkpoint import find, restore, save
 
 import harness
 from harness import advance, holds, meta, ranks, run, small_job

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from optrush import shards
 from optrush.errors import ConfigError, UserError
-from optrush.runfolder import KNOWN, claim, cut_back, lock, prepare
+from optrush.trainer import storage
+from optrush.trainer.run_dir import KNOWN, claim, cut_back, lock, prepare
 
 from harness import ended, fork, ranks, run, small_job, told
 
@@ -178,7 +178,7 @@ def test_metrics_are_whole_whenever_the_cut_is_killed(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         def work(name: str = name) -> None:
-            setattr(shards, name, die)
+            setattr(storage, name, die)
             cut_back(path, 4)
 
         assert run(work) == -9

@@ -10,7 +10,7 @@ from optrush.technique import Numerics, Part, Technique
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from optrush.job import Job
 from optrush.technique import library
+from optrush.trainer.trainer import Job
 
 from trials import assembled
 

@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optrush import fit, step
-from optrush.assemble import assemble
 from optrush.bench import parts
 from optrush.config import parse
-from optrush.job import Batch, Job
+from optrush.data.batch import Batch
 from optrush.kernels import float8
 from optrush.resolve import prepare
 from optrush.technique import library
-from optrush.train import evaluate
+from optrush.trainer import run as fit
+from optrush.trainer import trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.trainer import Job, evaluate
 
 from trials import FASTEST
 
@@ -45,7 +46,7 @@ STEPS = 6
 
 def job_of(*withs: str) -> Job:
     job = assemble(prepare(parse(BASE, "test", withs=withs)))
-    job.begin = lambda n: step.begin(job, n, STEPS)
+    job.begin = lambda n: trainer.begin(job, n, STEPS)
     return job
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 import yaml
 
-from optrush import cli, step
+from optrush import cli
 from optrush.data.sample import conversations
-from optrush.job import Job
+from optrush.trainer import trainer as step
+from optrush.trainer.trainer import Job
 
 from trials import apart, assembled, first_gradients, golden_run, steps
 

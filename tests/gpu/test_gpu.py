@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from optrush import step
-from optrush.assemble import assemble
 from optrush.config import parse
-from optrush.job import Batch, Job
-from optrush.meter import Meter
+from optrush.data.batch import Batch
 from optrush.resolve import prepare
+from optrush.trainer import trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.metrics import Meter
+from optrush.trainer.trainer import Job
 
 from isolation import alone, disturbed
 from trials import FASTEST
@@ -38,7 +39,7 @@ output: unused
 
 def job_of(*withs: str) -> Job:
     job = assemble(prepare(parse(BASE, "test", withs=withs)))
-    job.begin = partial(step.begin, job, steps=4)
+    job.begin = partial(trainer.begin, job, steps=4)
     return job
 
 

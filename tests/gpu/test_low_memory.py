@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from optrush import step
-from optrush.assemble import assemble
 from optrush.config import Optim, parse
-from optrush.job import Job
 from optrush.kernels.adam8bit import adam8bit_update
 from optrush.optim.adam8bit import Adam8bit
 from optrush.resolve import prepare
+from optrush.trainer import trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.trainer import Job
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
@@ -77,7 +77,7 @@ def test_the_kernel_has_the_references_bits(dtype, rounding):
 
 def job_of(*withs: str) -> Job:
     job = assemble(prepare(parse(BASE, "test", withs=withs)))
-    job.begin = partial(step.begin, job, steps=6)
+    job.begin = partial(trainer.begin, job, steps=6)
     return job
 
 

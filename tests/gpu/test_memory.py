@@ -103,10 +103,10 @@ def test_equal_bits_below_the_cap(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("withs", [(), ("bf16", "compile", "fused-loss"), ("amp:dtype=fp16",)], ids="+".join)
 def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[str, ...]) -> None:
     """Weights, states, scale and both random states, with the kernels of a GPU."""
-    from optrush import rehearse
-    from optrush.assemble import assemble
     from optrush.resolve import prepare
-    from optrush.train import Plan
+    from optrush.trainer import run as rehearse
+    from optrush.trainer.build import assemble
+    from optrush.trainer.trainer import Plan
 
     text = CONFIG.replace("model: model", f"model: {model}")
     run = parse(text, "x", ["batch.micro_tokens=4096", "batch.tokens=8192"], withs)
@@ -122,15 +122,15 @@ def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[
 
 
 def test_what_is_released_goes_back_to_the_device(model: Path) -> None:
-    from optrush import rehearse
-    from optrush.assemble import assemble
     from optrush.resolve import prepare
+    from optrush.trainer import run
+    from optrush.trainer.build import assemble
 
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     job = assemble(prepare(parse(CONFIG.replace("model: model", f"model: {model}"), "x")))
     held = torch.cuda.memory_allocated() - before
-    rehearse.release(job)
+    run.release(job)
     assert torch.cuda.memory_allocated() - before < 0.02 * held
 
 

@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 import torch
 
-from optrush import step
-from optrush.assemble import assemble
 from optrush.config import parse
-from optrush.job import Job
 from optrush.kernels import stochastic_rounding
 from optrush.kernels.adamw import key_words, step_key
 from optrush.resolve import prepare
+from optrush.trainer import trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.trainer import Job
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
@@ -52,7 +52,7 @@ def test_the_kernel_has_the_references_bits(size):
 
 def job_of(*withs: str) -> Job:
     job = assemble(prepare(parse(BASE, "test", withs=withs)))
-    job.begin = partial(step.begin, job, steps=6)
+    job.begin = partial(trainer.begin, job, steps=6)
     return job
 
 

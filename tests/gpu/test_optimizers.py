@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from optrush import step
-from optrush.assemble import assemble
 from optrush.config import Optim, parse
-from optrush.job import Job
 from optrush.kernels import adamw as kernel
 from optrush.kernels.adam8bit import adam8bit_update
 from optrush.optim.adam8bit import Adam4bit
 from optrush.resolve import prepare
 from optrush.techniques import paged_states
+from optrush.trainer import trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.trainer import Job
 
 from updates import compare, grads_of, group_of, stepped, tensors
 
@@ -47,7 +47,7 @@ WITHS = {
 
 def job_of(*withs: str, sets: tuple[str, ...] = ()) -> Job:
     job = assemble(prepare(parse(BASE, "test", sets, withs=withs)))
-    job.begin = partial(step.begin, job, steps=6)
+    job.begin = partial(trainer.begin, job, steps=6)
     return job
 
 

@@ -11,13 +11,13 @@ from functools import partial
 import pytest
 import torch
 
-from optrush import step
-from optrush.assemble import assemble
 from optrush.config import Run, parse
-from optrush.job import Job
 from optrush.models.activation_offload import Offload
 from optrush.planner import search
 from optrush.resolve import prepare
+from optrush.trainer import trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.trainer import Job
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -53,7 +53,7 @@ def run_of(text: str, withs: tuple[str, ...]) -> Run:
 
 def job_of(text: str, withs: tuple[str, ...]) -> Job:
     job = assemble(prepare(run_of(text, withs)))
-    job.begin = partial(step.begin, job, steps=4)
+    job.begin = partial(trainer.begin, job, steps=4)
     return job
 
 

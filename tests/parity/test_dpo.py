@@ -22,9 +22,10 @@ import yaml
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from optrush import config, reference
-from optrush.job import Job
+from optrush import config
 from optrush.resolve import prepare
+from optrush.trainer import dpo_reference
+from optrush.trainer.trainer import Job
 
 from golden import make_golden
 from golden.make_golden import SEED, T
@@ -93,7 +94,7 @@ def dpo_run(
 def filled(run: config.Run) -> Job:
     prepared = prepare(run)
     job = assembled(prepared)
-    reference.fill(job, prepared)
+    dpo_reference.fill(job, prepared)
     return job
 
 
@@ -314,8 +315,8 @@ def test_what_was_found_is_kept_and_found_again(folder, tmp_path, monkeypatch):
     first = filled(dpo_run(folder, sets=sets)).stream.reference
     (path,) = (tmp_path / "reference").iterdir()
     passes = []
-    real = reference.passed
-    monkeypatch.setattr(reference, "passed", lambda *args: passes.append(args) or real(*args))
+    real = dpo_reference.passed
+    monkeypatch.setattr(dpo_reference, "passed", lambda *args: passes.append(args) or real(*args))
     assert np.array_equal(filled(dpo_run(folder, sets=[*sets, "dpo.beta=2", "optim.lr=1"])).stream.reference, first)
     assert not passes, "neither beta nor the rate has to do with it"
     filled(dpo_run(folder, sets=sets, model="moved"))
@@ -335,13 +336,13 @@ def test_an_adapter_that_has_learnt_before_is_another_reference(folder, tmp_path
     job = assembled(prepared)
     for t in job.trained:
         t.local.add_(0.1)
-    reference.fill(job, prepared)
+    dpo_reference.fill(job, prepared)
     assert np.abs(job.stream.reference - first).max() > 0.1
 
 
 def test_a_resumed_run_has_the_reference_it_began_with(folder, tmp_path):
     """Also where what was kept is gone: it is made of the model as it was, not of the checkpoint."""
-    from optrush import fit
+    from optrush.trainer import run as fit
 
     sets = [f"data.cache={tmp_path}/cache", f"output={tmp_path}/out", "train.save_every=2"]
     run = dpo_run(folder, rows=8, sets=sets)
@@ -371,5 +372,5 @@ def test_the_weights_are_the_models(folder):
     """The pass over the pairs changes nothing of what is trained."""
     job = assembled(prepare(dpo_run(folder)))
     before = {t.name: whole(t.parameter.detach()).clone() for t in job.trained}
-    reference.fill(job, prepare(dpo_run(folder, sets=[f"data.cache={folder}/third"])))
+    dpo_reference.fill(job, prepare(dpo_run(folder, sets=[f"data.cache={folder}/third"])))
     assert all(torch.equal(before[t.name], t.parameter) for t in job.trained)

@@ -12,11 +12,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from optrush import config, reference
+from optrush import config
 from optrush.data.batch import Batch
-from optrush.job import Job
 from optrush.models.weights import fingerprint
 from optrush.resolve import prepare
+from optrush.trainer import dpo_reference
+from optrush.trainer.trainer import Job
 
 from golden.make_golden import SIZES
 from trials import assembled
@@ -39,7 +40,7 @@ def pairs_run(box: Path, tmp_path: Path, model: Path, *sets: str) -> config.Run:
 def filled(run: config.Run) -> Job:
     prepared = prepare(run)
     job = assembled(prepared)
-    reference.fill(job, prepared)
+    dpo_reference.fill(job, prepared)
     return job
 
 

@@ -17,8 +17,6 @@ import torch
 from torch.optim.adamw import adamw
 
 import interpreter
-from optrush import checkpoint
-from optrush.checkpoint import Meta
 from optrush.config import Optim, parse
 from optrush.errors import NeedsError
 from optrush.kernels.adam8bit import BLOCK_4BIT, Nibbles, values_4bit
@@ -26,7 +24,9 @@ from optrush.models.decoder import build
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit
 from optrush.planner import search
-from optrush.train import evaluate
+from optrush.trainer import checkpoint
+from optrush.trainer.checkpoint import Meta
+from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import T
 from heldout import documents

@@ -14,7 +14,6 @@ import torch
 from torch.optim.adamw import adamw
 
 import interpreter
-from optrush import checkpoint
 from optrush.config import Optim, parse
 from optrush.errors import NeedsError
 from optrush.kernels import adam8bit as kernel
@@ -23,6 +22,7 @@ from optrush.models.decoder import build
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam8bit
 from optrush.planner import search
+from optrush.trainer import checkpoint
 
 from heldout import SEEDS, float32, held_out
 from trials import assembled, golden_run, steps, weights, whole

@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from optrush import checkpoint
 from optrush.config import Optim, parse
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES, ModelShape
@@ -23,6 +22,7 @@ from optrush.resolve import prepare
 from optrush.technique import Part
 from optrush.techniques.apollo import ROOM
 from optrush.techniques.apollo import Apollo as TheTechnique
+from optrush.trainer import checkpoint
 
 from heldout import SEEDS, float32, held_out
 from memory import Tracker

@@ -17,12 +17,12 @@ from torch.utils._pytree import tree_leaves
 from optrush.data.batch import Batch
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
-from optrush.meter import Meter
 from optrush.resolve import prepare
 from optrush.technique import Part, build
 from optrush.techniques import ALL
 from optrush.techniques.cuda_graphs import APART, Window, capture, tensors
-from optrush.train import evaluate
+from optrush.trainer.metrics import Meter
+from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import T
 from trials import assembled, golden_run, steps, weights, wire

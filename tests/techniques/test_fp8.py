@@ -22,7 +22,7 @@ from optrush.planner import search
 from optrush.resolve import prepare
 from optrush.technique import Part
 from optrush.techniques.fp8 import MLP_SHARE, Fp8
-from optrush.train import evaluate
+from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import SIZES, T
 from trials import apart, assembled, first_gradients, golden_run, micro, steps

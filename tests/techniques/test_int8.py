@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optrush.train import evaluate
+from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import T
 from trials import assembled, golden_run, steps

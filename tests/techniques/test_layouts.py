@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from optrush.errors import ConfigError
-from optrush.train import evaluate
+from optrush.trainer.trainer import evaluate
 
 from golden import make_golden
 from golden.make_golden import CASES, T

@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optrush import checkpoint
 from optrush.config import parse
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
 from optrush.export import write_adapter
@@ -31,7 +30,8 @@ from optrush.technique import build
 from optrush.techniques import ALL
 from optrush.techniques.lora import Lora
 from optrush.techniques.offload_activations import OffloadActivations
-from optrush.train import evaluate
+from optrush.trainer import checkpoint
+from optrush.trainer.trainer import evaluate
 
 import memory
 from golden.make_golden import CASES

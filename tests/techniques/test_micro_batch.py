@@ -14,13 +14,13 @@ import torch
 
 from optrush import config, hardware
 from optrush.errors import ConfigError, NeedsError, RunError
-from optrush.fit import fit
 from optrush.planner import micro_batch
 from optrush.planner.search import predict
 from optrush.resolve import prepare, resized
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 from optrush.techniques import ALL
-from optrush.train import evaluate
+from optrush.trainer.run import fit
+from optrush.trainer.trainer import evaluate
 from scarce import CLASSES, SAID, Scarce
 
 from golden.make_golden import T

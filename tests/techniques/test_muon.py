@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import interpreter
-from optrush import checkpoint
 from optrush.config import Optim, parse
 from optrush.errors import ConfigError, NeedsError
 from optrush.kernels import stochastic_rounding
@@ -29,6 +28,7 @@ from optrush.technique import Part, Technique
 from optrush.techniques import ALL
 from optrush.techniques.muon import ROOM, pieces
 from optrush.techniques.muon import Muon as TheTechnique
+from optrush.trainer import checkpoint
 
 from heldout import SEEDS, float32, held_out
 from memory import Tracker

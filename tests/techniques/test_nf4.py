@@ -13,7 +13,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from optrush import assemble, checkpoint
 from optrush.config import dump, parse
 from optrush.errors import ConflictError, NeedsError
 from optrush.export import write_model
@@ -24,7 +23,8 @@ from optrush.planner import search
 from optrush.resolve import prepare
 from optrush.technique import Numerics, Part, Technique
 from optrush.techniques import ALL
-from optrush.train import evaluate
+from optrush.trainer import build, checkpoint
+from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import SIZES
 from memory import Tracker, known
@@ -208,7 +208,7 @@ batch: {{seq: 32, tokens: 64, micro_tokens: 64}}
 output: {tmp_path / "run"}
 with: {{nf4: {{}}, lora: {{}}}}
 """
-    seen, materialise = {}, assemble.materialise
+    seen, materialise = {}, build.materialise
 
     def watched(job):
         tracker = Tracker()
@@ -217,7 +217,7 @@ with: {{nf4: {{}}, lora: {{}}}}
         held = sum(p.numel() * p.element_size() for p in job.model.parameters())
         seen.update(peak=tracker.peak, held=held)
 
-    monkeypatch.setattr(assemble, "materialise", watched)
+    monkeypatch.setattr(build, "materialise", watched)
     job = assembled(parse(text, "deep.yaml"))
     tensor = 4 * SIZES["intermediate_size"] * SIZES["hidden_size"]
     dense = 4 * sum(linear.in_features * linear.out_features for _, linear in job.model.linears())

@@ -29,7 +29,7 @@ from optrush.resolve import prepare
 from optrush.technique import Part, Setup, settle
 from optrush.techniques import ALL
 from optrush.techniques.offload_activations import OffloadActivations
-from optrush.train import evaluate
+from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import SIZES, T
 from trials import assembled, golden_run, steps, weights

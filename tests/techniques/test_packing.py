@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from optrush.train import evaluate
+from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import PER_STEP
 from trials import assembled, furthest, golden_run, published

@@ -16,21 +16,20 @@ from unittest import mock
 import pytest
 import torch
 
-from optrush import assemble
-from optrush.checkpoint import Meta, restore, save
 from optrush.config import Optim, parse
 from optrush.errors import NeedsError, NoEffectError
-from optrush.manifest import find
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 from optrush.optim.adamw import AdamW, whole
 from optrush.optim.paged import Paged, Registered, Rows
 from optrush.planner import search
-from optrush.rehearse import release
 from optrush.resolve import prepare
 from optrush.techniques import ALL, paged_states
 from optrush.techniques.paged_states import PagedStates
-from optrush.train import evaluate
+from optrush.trainer import build
+from optrush.trainer.checkpoint import Meta, find, restore, save
+from optrush.trainer.run import release
+from optrush.trainer.trainer import evaluate
 
 from golden.sgd import Sgd
 from trials import assembled, golden_run, steps, weights
@@ -393,7 +392,7 @@ def test_nothing_to_page_is_an_error(box, monkeypatch):
 def test_the_baselines_own_is_what_assembly_makes(box, monkeypatch):
     """The AdamW that it makes where nobody owns the optimizer has the arguments of assembly's."""
     made = []
-    monkeypatch.setattr(assemble, "AdamW", lambda t, o, **k: made.append({"optim": o, **k}) or AdamW(t, o, **k))
+    monkeypatch.setattr(build, "AdamW", lambda t, o, **k: made.append({"optim": o, **k}) or AdamW(t, o, **k))
     assembled(golden_run(box, packed=True))
     job = assembled(golden_run(box, packed=True, paged_states={}), classes())
     ours = job.optimizer.inner

@@ -7,7 +7,7 @@ import torch
 
 from optrush import config
 from optrush.planner import search
-from optrush.train import evaluate
+from optrush.trainer.trainer import evaluate
 
 from trials import assembled, golden_run, micro, steps, weights
 

@@ -18,7 +18,7 @@ from optrush.technique import STAGES, Numerics, Part, Technique, in_order
 from optrush.techniques import ALL
 from optrush.techniques.fused_adamw import FusedAdamW
 from optrush.techniques.packing import Packing
-from optrush.train import evaluate
+from optrush.trainer.trainer import evaluate
 
 from golden.sgd import Sgd
 from trials import assembled, golden_run, metrics, steps, weights

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from optrush import hardware, technique
-from optrush.checkpoint import Meta, restore, save
 from optrush.errors import NeedsError
-from optrush.manifest import find
 from optrush.resolve import prepare
 from optrush.technique import demand_triton
 from optrush.techniques import ALL
+from optrush.trainer.checkpoint import Meta, find, restore, save
 
 from golden.sgd import Sgd
 from heldout import travelled, worse

@@ -16,10 +16,10 @@ from optrush import config
 from optrush.data.chat_template import CHATML, add_tokens, open_tokenizer, open_tokens, turn_ends
 from optrush.data.schema import Chat, Message, Text, Where
 from optrush.errors import ConfigError, DataError, NeedsError
-from optrush.fit import absolute
 from optrush.models.source import Growth, grow
 from optrush.models.weights import Entry, Grown, Memory, Recipe
 from optrush.planner import search
+from optrush.trainer.run import absolute
 
 from trials import assembled, steps, weights
 

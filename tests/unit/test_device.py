@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optrush import distributed
+from optrush.trainer import distributed
 
 
 @pytest.mark.parametrize("name", [None, *distributed.CHOSEN])

@@ -19,7 +19,7 @@ from optrush.data.packing import Fitted, Packed, Padded, Sorted
 from optrush.data.schema import Chat, Document, Pair, Where
 from optrush.data.schema import parse as row
 from optrush.objectives import FIGURES, dpo
-from optrush.rehearse import worst
+from optrush.trainer.run import worst
 
 T = 40
 LAYOUTS = [Padded(), Fitted(), Sorted(7), Packed(), Packed(5)]

@@ -11,14 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from optrush import distributed, rehearse
 from optrush.data.batch import IGNORE
 from optrush.errors import NeedsError, RunError
-from optrush.fit import fit, late
 from optrush.resolve import prepare
 from optrush.technique import Part
 from optrush.techniques import ALL
-from optrush.train import Plan
+from optrush.trainer import distributed
+from optrush.trainer import run as rehearse
+from optrush.trainer.run import fit, late
+from optrush.trainer.trainer import Plan
 from scarce import CLASSES, Scarce
 
 from golden.make_golden import T

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from optrush.bench.roofline import GAPS
-from optrush.job import Job
 from optrush.planner.cost import PARTS
+from optrush.trainer.trainer import Job
 
 # An operator on one number puts a mark into the queue, and into a graph that is being recorded: one that no training
 # uses, so that its name is enough. (region, whether it begins); and the end of a step.

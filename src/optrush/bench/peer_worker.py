@@ -98,8 +98,8 @@ def told(peer: Peer, work: Work, device: hardware.Device, warmup: int) -> dict[s
     """The result, in the words of worker.py."""
     import torch
 
-    from optrush.meter import peak as peak_memory
-    from optrush.meter import resident
+    from optrush.trainer.metrics import peak as peak_memory
+    from optrush.trainer.metrics import resident
 
     if len(work.seconds) != len(work.batches):
         raise RunError(f"{peer.title} took {len(work.seconds)} steps of {len(work.batches)}")

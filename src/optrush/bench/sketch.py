@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optrush.job import Job, Trained
+from optrush.trainer.trainer import Job, Trained
 
 WIDTH = 4093  # a prime: the values of one column of a matrix fall into many sums
 PIECE = 1024 * WIDTH  # values at a time

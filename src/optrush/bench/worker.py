@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optrush import config, reference, step
-from optrush.assemble import assemble
+from optrush import config
 from optrush.bench import parts
 from optrush.bench.peer import facts
 from optrush.bench.record import put
@@ -39,14 +38,15 @@ from optrush.data.sampler import reading
 from optrush.data.schema import Document
 from optrush.data.sources import read_sources
 from optrush.errors import RunError, UserError
-from optrush.fit import batches
-from optrush.job import Job
 from optrush.launch import die_with_parent
-from optrush.meter import Meter, resident
 from optrush.models.hf import Adapter
 from optrush.resolve import Prepared, prepare
 from optrush.technique import Part
-from optrush.train import Plan, train
+from optrush.trainer import dpo_reference, trainer
+from optrush.trainer.build import assemble
+from optrush.trainer.metrics import Meter, resident
+from optrush.trainer.run import batches
+from optrush.trainer.trainer import Job, Plan, train
 
 UNASKED = "no proof: none was asked for at this length"
 ENDED = "the process ended under the profiler"
@@ -99,7 +99,7 @@ def measure(
     prepared = prepare(run)
     job = assemble(prepared)
     marks = parts.Marks(job)
-    reference.fill(job, prepared)
+    dpo_reference.fill(job, prepared)
     plan = Plan(job, job.stream.plan(None, run.train.steps))
     documents: list[tuple[int, Document]] = []
     proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": UNASKED}
@@ -162,7 +162,7 @@ def loop(job: Job, plan: Plan) -> Lines:
     """Trains as a run does, on `job.batches`; the lines that it would have written."""
     meter = Lines(job, None, plan.total, lambda _: None)
     meter.lines = []
-    job.begin = partial(step.begin, job, steps=plan.total)
+    job.begin = partial(trainer.begin, job, steps=plan.total)
     train(job, meter, plan, lambda _: None)
     if meter.failure is not None:
         raise meter.failure
@@ -236,7 +236,7 @@ def lay(job: Job, documents: Sequence[tuple[int, Document]], most: int) -> list[
     source = Few(documents, job.stream.source.parts)
     laid = sampler.Stream(source, job.layout, T=job.setup.seq, rows=rows, seed=0, shuffle=False)
     if job.stream.reference is not None:
-        laid.reference = reference.passed(job, source, "pairs of the proof")
+        laid.reference = dpo_reference.passed(job, source, "pairs of the proof")
     plan = laid.plan(epochs=1)
     plan = plan._replace(widest=max(most, plan.widest))
     return [b for k in range(plan.steps) for b in laid.batches(k, plan, rank=0, ranks=1, micro_rows=rows)]
@@ -278,7 +278,7 @@ def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, Any]:
     terms = job.total(sum(b.n_terms for b in batches))
     for n in range(1, steps + 1):
         for _ in range(job.patience):
-            step.begin(job, n, steps)
+            trainer.begin(job, n, steps)
             job.lr.fill_(job.run.optim.lr)
             loss = job.gradients(batches, terms)
             if n == 1:
@@ -321,7 +321,7 @@ def main() -> None:
 def explain(error: Exception) -> str:
     """An unexpected error in a line, and where it came from."""
     text = next(iter(str(error).splitlines()), "")
-    if step.exhausted(error):
+    if trainer.exhausted(error):
         return f"out of memory: {text or type(error).__name__}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"

@@ -59,7 +59,7 @@ def show(
         raise ConfigError("--packed with `data.stream`", found, "optrush train CONFIG --dry-run shows the first ones")
     prepared = _prepare(run)
     from optrush.data import preview as seen
-    from optrush.dry_run import colours
+    from optrush.trainer.dry_run import colours
 
     tokens = _tokens(prepared)
     whole = _whole(prepared, tokens)

@@ -77,12 +77,12 @@ def train(
         return _overfit(run, ranks, overfit, overfit_steps, as_json)
     if launches(ranks):
         from optrush import launch
-        from optrush.fit import look
+        from optrush.trainer.run import look
 
         look(prepare(run, ranks=ranks), go_on)  # what can be refused is refused once, here
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
-    from optrush import distributed
-    from optrush.fit import fit
+    from optrush.trainer import distributed
+    from optrush.trainer.run import fit
 
     with distributed.leaving():
         outcome = fit(prepare(run), go_on, frozenset(allow_change))
@@ -107,15 +107,15 @@ def _alone(overfit: int | None, steps: int | None, dry_run: bool, resume: str | 
 
 def _overfit(run: Run, ranks: int, count: int, steps: int | None, as_json: bool) -> None:
     """Exit code 1 where the batches were not learnt."""
-    from optrush import distributed
     from optrush.resolve import prepare
+    from optrush.trainer import distributed
 
     if launches(ranks):
         from optrush import launch
 
         prepare(run, ranks=ranks)
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
-    from optrush.overfit import STEPS, overfit
+    from optrush.trainer.overfit import STEPS, overfit
 
     with distributed.leaving():
         verdict = overfit(prepare(run), count, steps or STEPS)
@@ -128,8 +128,8 @@ def _rehearse(run: Run, ranks: int | None, go_on: Literal["auto"] | Path | None,
     """Every rank of it in this one process; under a launcher the first speaks for all."""
     if launched()[0] != 0:
         return
-    from optrush import dry_run
     from optrush.resolve import prepare
+    from optrush.trainer import dry_run
 
     facts = dry_run.rehearse(prepare(run, ranks=ranks), go_on, dry_run.launch_line(sys.argv[1:]))
     shown = json.dumps(facts) if as_json else dry_run.text(facts, run, dry_run.colours())
@@ -163,10 +163,10 @@ def evaluate(
     if run.objective == "dpo" and model is None:
         alone = "no --model: CONFIG's would be compared with itself"
         raise ConfigError("`optrush eval` of `objective: dpo`", alone, "give the trained one: --model OUTPUT/model")
-    from optrush import distributed, reference
-    from optrush.assemble import assemble
     from optrush.resolve import dense, prepare
-    from optrush.train import evaluate as measure
+    from optrush.trainer import distributed, dpo_reference
+    from optrush.trainer.build import assemble
+    from optrush.trainer.trainer import evaluate as measure
 
     run, gone = dense(run) if model else (run, [])
     if launches(ranks):
@@ -182,7 +182,7 @@ def evaluate(
         data = run.data.eval
     with distributed.leaving():
         if run.objective == "dpo":
-            job = reference.against(prepare(run), prepare(before), data, say)
+            job = dpo_reference.against(prepare(run), prepare(before), data, say)
         else:
             job = assemble(prepare(run), training=False, data=data, progress=say)
         loss, targets, figures = measure(job)

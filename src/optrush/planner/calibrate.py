@@ -27,7 +27,7 @@ from optrush.models.shapes import ModelShape
 from optrush.models.source import locate
 from optrush.planner.calibration import Attention, Calibration, Product, called, driver, torch_version
 from optrush.planner.cost import linears
-from optrush.step import exhausted
+from optrush.trainer.trainer import exhausted
 
 ROUNDS = 3
 WARM_S = 0.1  # of the time, before the rounds: clocks and temperature settle

@@ -12,7 +12,7 @@ from optrush.technique import Need, Numerics, Part, Setup, Technique
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good updates before the scale doubles

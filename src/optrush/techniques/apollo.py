@@ -13,8 +13,8 @@ from optrush.planner.ledger import Line, Rule, Work, add, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton, forgetful
 
 if TYPE_CHECKING:
-    from optrush.job import Job
     from optrush.models.shapes import ModelShape
+    from optrush.trainer.trainer import Job
 
 LAUNCHES = 340  # for all matrices together: powers by squaring
 ROOM = 1 << 24  # elements of a matrix that are updated at a time: their temporaries are small beside a model

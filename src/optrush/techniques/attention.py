@@ -11,7 +11,7 @@ from optrush.planner.ledger import Line, Rule, add, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu, library
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

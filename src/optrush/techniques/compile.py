@@ -11,7 +11,7 @@ from optrush.planner.ledger import COMPILED, Rule, Work, add, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers, digest
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 COMPILATIONS = 64  # of one block, at most
 

@@ -14,7 +14,8 @@ from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.job import Batch, Job
+    from optrush.data.batch import Batch
+    from optrush.trainer.trainer import Job
 
 Recorder = Callable[[Callable[[], None], Callable[[], None]], tuple[Callable[[], None], int]]
 WARM_UP = 3  # windows before the recording: compilers, kernel choices and workspaces settle in them

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from optrush.job import Job, Trained
+    from optrush.trainer.trainer import Job, Trained
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from optrush.planner.ledger import Line, Role, Rule, Work, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 ALL, MLP = ("qkv", "o", "gate_up", "down"), ("gate_up", "down")
 MLP_SHARE = 0.83  # of the blocks' weights, for F = 4 D and K = H / 4

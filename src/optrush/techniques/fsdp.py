@@ -13,7 +13,7 @@ from optrush.technique import Need, Numerics, Part, Setup, Technique
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

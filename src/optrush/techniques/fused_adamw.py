@@ -11,7 +11,7 @@ from optrush.planner.ledger import Rule, live
 from optrush.technique import Numerics, Part, Setup, Technique, compilers, demand_triton
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

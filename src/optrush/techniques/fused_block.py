@@ -12,9 +12,9 @@ from optrush.planner.ledger import Line, Rule, Work, add, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers, demand, demand_triton, gpu
 
 if TYPE_CHECKING:
-    from optrush.job import Job
     from optrush.kernels.swiglu import Feed
     from optrush.models.shapes import ModelShape
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

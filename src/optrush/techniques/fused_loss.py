@@ -13,7 +13,7 @@ from optrush.planner.ledger import Line, Rule, like, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, demand_triton, gpu
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 
 CHUNK = 4096

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from optrush.technique import Need, Numerics, Setup, Technique, demand_triton
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

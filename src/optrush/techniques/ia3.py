@@ -11,7 +11,7 @@ from optrush.planner.ledger import Line, Rule, add
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 OURS = ("k_proj", "v_proj", "down_proj")
 # Of families with other names, what PEFT 0.21 takes (peft/utils/constants.py).

@@ -11,7 +11,7 @@ from pydantic import Field
 from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

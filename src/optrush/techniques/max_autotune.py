@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from optrush.technique import Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from optrush.technique import Numerics, Part, Setup, Technique
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.job import Batch, Job
+    from optrush.data.batch import Batch
+    from optrush.trainer.trainer import Job
 
 # Whose owner has changed what a second try of the same window would begin with.
 ONCE = frozenset({Part.UPDATE, Part.CAPTURE})
@@ -95,7 +96,7 @@ class Halving:
 
     def _judged(self, error: BaseException) -> str:
         """What ran out of memory; any other error, or one that no smaller micro-batch mends, goes on its way."""
-        from optrush.step import exhausted
+        from optrush.trainer.trainer import exhausted
 
         if not exhausted(error) or self.smaller() is None:
             raise error

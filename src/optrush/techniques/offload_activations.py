@@ -13,8 +13,8 @@ from optrush.planner.ledger import Rule, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
 
 if TYPE_CHECKING:
-    from optrush.job import Job
     from optrush.models.activation_offload import Lane
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

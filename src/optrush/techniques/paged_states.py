@@ -14,8 +14,8 @@ from optrush.planner.ledger import Line, Rule, add, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
 
 if TYPE_CHECKING:
-    from optrush.job import Job
     from optrush.optim.paged import Bus
+    from optrush.trainer.trainer import Job
 
 PIECE = 1 << 23  # weights whose states pass at once: of 8 bytes each 64 MiB, enough for the link's full rate (assumed)
 LEAST = 1 << 16  # weights of a parameter, below which its states stay on the device

@@ -12,7 +12,7 @@ from optrush.planner.ledger import Rule, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

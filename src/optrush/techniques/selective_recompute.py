@@ -14,7 +14,7 @@ from optrush.planner.ledger import Rule, live
 from optrush.technique import Need, Numerics, Part, Setup, Technique
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 # Operators by name, as "namespace::name" begins: a kernel's own operator is known before it is imported.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")

@@ -11,7 +11,7 @@ from optrush.planner.ledger import Rule
 from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

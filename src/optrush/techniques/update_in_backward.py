@@ -13,7 +13,8 @@ from optrush.technique import Need, Numerics, Part, Setup, Technique
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.job import Batch, Job
+    from optrush.data.batch import Batch
+    from optrush.trainer.trainer import Job
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import Any
 
 from optrush.config import Tracker as Options
 from optrush.config import scrubbed
-from optrush.trackers import FOLDER, KNOWN, Tracker, make
+from optrush.trainer.trackers import FOLDER, KNOWN, Tracker, make
 
 EVERY_S, LONGEST_S = 1.0, 30.0  # between looks at the folder; between attempts, where the tracker fails
 PATIENCE_S = 5.0  # of the end: without anything told

@@ -17,24 +17,25 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from optrush import checkpoint, config, console
+from optrush import config, console
 from optrush.config import Run
 from optrush.data import sampler
 from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.preview import CLOSE, OPEN, decoded, visible
 from optrush.data.sampler import Live, flow
 from optrush.data.sources import Sources, read_sources
-from optrush.distributed import World
 from optrush.errors import UserError
-from optrush.fit import absolute, look
 from optrush.hardware import GIB
-from optrush.job import Job
 from optrush.launch import launched
 from optrush.objectives import check_layout
 from optrush.planner import search
 from optrush.resolve import Prepared
 from optrush.technique import Part, build
 from optrush.techniques import ALL
+from optrush.trainer import checkpoint
+from optrush.trainer.distributed import World
+from optrush.trainer.run import absolute, look
+from optrush.trainer.trainer import Job
 
 if TYPE_CHECKING:
     from optrush.planner.search import Prediction

@@ -11,7 +11,9 @@ cuts the weights may differ from run to run. No pickle anywhere: safetensors and
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -21,36 +23,182 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 import optrush
-from optrush import shards
 from optrush.config import nearest
-from optrush.distributed import agree, from_first, gather
 from optrush.errors import CheckpointError
 from optrush.launch import launched
-from optrush.manifest import (
-    FOLDER,
-    FORMAT,
-    LEFT,
-    MANIFEST,
-    Entry,
-    Manifest,
-    Piece,
-    damaged,
-    digest,
-    encode,
-    find,
-    parse,
-    step_of,
-    text_of,
-    uncovered,
-    verify,
-)
 from optrush.technique import library
+from optrush.trainer import storage
+from optrush.trainer.distributed import agree, from_first, gather
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
+
+
+# --- A checkpoint's manifest: what was saved, under which bytes, and whether those bytes are still there.
+#
+# The manifest carries the hash of every file, and its own: it must be, byte for byte, the one text that its content is
+# written as. So a flipped bit anywhere is found, in blanks too, and a manifest of another step by its folder's name.
+
+
+FORMAT: Literal[1] = 1
+FOLDER, MANIFEST = "checkpoints", "manifest.json"
+COMMITTED = re.compile(r"step-(\d{6,})\Z")
+LEFT = re.compile(r"step-\d{6,}\.tmp-[0-9a-f]+\Z")
+_SHARD = re.compile(r"rank-\d+\.safetensors\Z")  # a manifest's names lead nowhere else
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Piece(_Strict):
+    """A box of a tensor, and the file that holds it under the tensor's name."""
+
+    file: str
+    offset: list[int]
+    shape: list[int]
+
+
+class Entry(_Strict):
+    dtype: str
+    shape: list[int]
+    pieces: list[Piece]
+
+
+class File(_Strict):
+    sha256: str
+    bytes: int
+
+
+class Manifest(_Strict):
+    """manifest.json as it was written; `path` is the folder it was read from."""
+
+    path: Path = Field(exclude=True)
+    format: Literal[1]
+    step: int
+    run_id: str
+    position: int
+    skipped: int
+    skipped_in_a_row: int
+    ranks: int
+    state: dict[str, dict[str, Any]]
+    versions: dict[str, str | None]
+    config: dict[str, Any]
+    fingerprints: dict[str, str]
+    files: dict[str, File]
+    tensors: dict[str, Entry]
+    digest: str
+
+
+def find(output: Path | str) -> list[Path]:
+    """The committed checkpoints of a run's folder, newest first; whether they are intact is another question."""
+    folder = Path(output) / FOLDER
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if COMMITTED.match(p.name) and p.is_dir()), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    match = COMMITTED.match(path.name)
+    assert match is not None, f"{path} is no committed checkpoint"
+    return int(match[1])
+
+
+def verify(path: Path) -> Manifest:
+    """The manifest of an intact checkpoint: every byte of every file was read and hashed.
+
+    Raises:
+        CheckpointError: naming the file, and what is wrong with it.
+    """
+    try:
+        text = (path / MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise damaged(path, MANIFEST if path.is_dir() else path.name, "does not exist") from None
+    except OSError as error:
+        raise damaged(path, MANIFEST, f"cannot be read: {error.strerror}") from None
+    manifest = parse(path, text)
+    for name, file in manifest.files.items():
+        shard = path / name
+        try:
+            size = shard.stat().st_size
+            if size != file.bytes:
+                raise damaged(path, name, f"has {size} bytes, {file.bytes} were written")
+            if storage.sha256(shard) != file.sha256:
+                raise damaged(path, name, "holds other bytes than were written (its sha256 differs)")
+        except FileNotFoundError:
+            raise damaged(path, name, "does not exist") from None
+        except OSError as error:
+            raise damaged(path, name, f"cannot be read: {error.strerror}") from None
+    return manifest
+
+
+def parse(path: Path, text: bytes) -> Manifest:
+    """The manifest in `text`, read from folder `path`.
+
+    Raises:
+        CheckpointError: it is damaged, of another format, or of another checkpoint.
+    """
+    try:
+        body = json.loads(text)
+    except ValueError:
+        raise damaged(path, MANIFEST, "is no JSON" if text.strip() else "is empty") from None
+    if not isinstance(body, dict) or "digest" not in body:
+        raise damaged(path, MANIFEST, "has no digest")
+    if body.get("format") != FORMAT:
+        raise damaged(path, MANIFEST, f"has format {body.get('format')!r}; this version reads {FORMAT}")
+    if body["digest"] != digest(body) or encode(body) != text:
+        raise damaged(path, MANIFEST, "holds other bytes than were written (its digest differs)")
+    try:
+        manifest = Manifest(path=path, **body)
+    except ValidationError as error:
+        raise damaged(path, MANIFEST, f"is no manifest: {error.errors()[0]['loc']}") from None
+    if path.name != f"step-{manifest.step:06d}":
+        raise damaged(path, MANIFEST, f"is the one of step {manifest.step}")
+    for name in manifest.files:
+        if not _SHARD.match(name):
+            raise damaged(path, MANIFEST, f"names the file {name!r}, which is no rank's")
+    for name, entry in manifest.tensors.items():
+        if wrong := uncovered(entry):
+            raise damaged(path, MANIFEST, f"{name}: {wrong}")
+    return manifest
+
+
+def uncovered(entry: Entry) -> str | None:
+    """What is wrong with a tensor's pieces: together they must be the whole, and no two may overlap."""
+    boxes = [(tuple(p.offset), tuple(p.shape)) for p in entry.pieces]
+    for i, (offset, shape) in enumerate(boxes):
+        if len(shape) != len(entry.shape) or any(o < 0 or o + n > w for o, n, w in zip(offset, shape, entry.shape)):
+            return f"a piece of {shape} at {offset} does not lie within {tuple(entry.shape)}"
+        if any(storage.overlap(offset, shape, *other) is not None for other in boxes[:i]):
+            return "two pieces overlap"
+    held = sum(_volume(shape) for _, shape in boxes)
+    return None if held == _volume(entry.shape) else f"{held} of {_volume(entry.shape)} numbers were saved"
+
+
+def _volume(shape: Iterable[int]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def damaged(path: Path, file: str, what: str) -> CheckpointError:
+    others = "resume from an intact one: --resume auto finds the newest"
+    return CheckpointError(f"the checkpoint {path}", f"{file} {what}", others)
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def text_of(manifest: Manifest) -> bytes:
+    return encode(manifest.model_dump(mode="json"))
+
+
+def digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(encode({k: v for k, v in body.items() if k != "digest"})).hexdigest()
+
 
 __all__ = [
     "Manifest",
@@ -113,22 +261,22 @@ def save(job: Job, step: int, meta: Meta, spared: int | None = None) -> Path:
 def _begin(folder: Path, half: Path) -> None:
     for made in (folder.parent, folder):
         if not made.is_dir():
-            shards.mkdir(made)
-            shards.sync_folder(made.parent)
+            storage.mkdir(made)
+            storage.sync_folder(made.parent)
     for left in folder.iterdir():
         if LEFT.match(left.name):
-            shards.remove(left)
-    shards.mkdir(half)
+            storage.remove(left)
+    storage.mkdir(half)
 
 
 def _write_own(job: Job, half: Path) -> dict[str, Any]:
     """This rank's file; the report tells rank 0 what lies in it. A rank that has nothing to save writes no file."""
-    mine = [s for s in shards.slices(job) if s.saves]
+    mine = [s for s in storage.slices(job) if s.saves]
     if not mine:
         return {}
     name = f"rank-{job.world.rank}.safetensors"
-    sha, size = shards.write_tensors(half / name, [(s.name, s.local) for s in mine])
-    pieces = [[s.name, shards.DTYPES[s.local.dtype], s.whole, s.offset, s.shape] for s in mine]
+    sha, size = storage.write_tensors(half / name, [(s.name, s.local) for s in mine])
+    pieces = [[s.name, storage.DTYPES[s.local.dtype], s.whole, s.offset, s.shape] for s in mine]
     return {"file": name, "sha256": sha, "bytes": size, "pieces": pieces}
 
 
@@ -157,17 +305,17 @@ def _commit(job: Job, step: int, meta: Meta, reports: list[Any], half: Path, fin
     for name, file in body["files"].items():
         if (half / name).stat().st_size != file["bytes"]:  # raises, too, where the ranks share no disk
             raise OSError(f"{half / name} is not as long as what was written")
-    shards.write_file(half / MANIFEST, iter([text]))
-    shards.sync_folder(half)
+    storage.write_file(half / MANIFEST, iter([text]))
+    storage.sync_folder(half)
     if final.is_dir():
         if _is(final, text):
-            shards.remove(half)
+            storage.remove(half)
             return
         # The run went back behind this step, past a damaged checkpoint or told to; the one it went back to is still
         # there if the next two lines are cut in half.
-        shards.rename(final, half.with_name(half.name + "0"))
-    shards.rename(half, final)
-    shards.sync_folder(final.parent)
+        storage.rename(final, half.with_name(half.name + "0"))
+    storage.rename(half, final)
+    storage.sync_folder(final.parent)
 
 
 def _is(path: Path, text: bytes) -> bool:
@@ -196,11 +344,11 @@ def _prune(folder: Path, step: int, keep: int, spared: int | None = None) -> Non
     committed = find(folder.parent)
     kept = [c for c in committed if step_of(c) <= step][:keep]
     for old in reversed([c for c in committed if c not in kept and step_of(c) != spared]):
-        shards.rename(old, old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}"))
-    shards.sync_folder(folder)
+        storage.rename(old, old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}"))
+    storage.sync_folder(folder)
     for left in list(folder.iterdir()):
         if LEFT.match(left.name):
-            shards.remove(left)
+            storage.remove(left)
 
 
 # Resuming
@@ -337,7 +485,7 @@ def _foreign(manifest: Manifest, found: str) -> CheckpointError:
 @torch.no_grad()
 def _load(job: Job, manifest: Manifest, kind: str = "") -> None:
     """Fills the tensors whose names begin with `kind`."""
-    mine = [s for s in shards.slices(job) if s.name.startswith(kind)]
+    mine = [s for s in storage.slices(job) if s.name.startswith(kind)]
     saved = {name for name in manifest.tensors if name.startswith(kind)}
     _check_names(manifest, "tensor", saved, {s.name for s in mine})
     with ExitStack() as stack:
@@ -345,12 +493,12 @@ def _load(job: Job, manifest: Manifest, kind: str = "") -> None:
         for s in mine:
             entry = manifest.tensors[s.name]
             file = entry.pieces[0].file
-            if (tuple(entry.shape), entry.dtype) != (s.whole, shards.DTYPES[s.local.dtype]):
+            if (tuple(entry.shape), entry.dtype) != (s.whole, storage.DTYPES[s.local.dtype]):
                 was = f"{tuple(entry.shape)} {entry.dtype}"
-                is_ = f"{s.whole} {shards.DTYPES[s.local.dtype]}"
+                is_ = f"{s.whole} {storage.DTYPES[s.local.dtype]}"
                 raise _foreign(manifest, f"{file}: the tensor `{s.name}` is {was}, this run needs {is_}")
             for piece in entry.pieces:
-                shared = shards.overlap(s.offset, s.shape, tuple(piece.offset), tuple(piece.shape))
+                shared = storage.overlap(s.offset, s.shape, tuple(piece.offset), tuple(piece.shape))
                 if shared is None:
                     continue
                 try:
@@ -361,7 +509,7 @@ def _load(job: Job, manifest: Manifest, kind: str = "") -> None:
                     raise damaged(manifest.path, piece.file, f"cannot be read: {error}") from None
 
 
-def _copy(file: Any, s: shards.Slice, piece: Piece, shared: list[tuple[int, int]]) -> None:
+def _copy(file: Any, s: storage.Slice, piece: Piece, shared: list[tuple[int, int]]) -> None:
     """The shared box, from the file into this rank's storage."""
     if not shared:  # one value
         s.local.copy_(file.get_tensor(s.name))
@@ -386,6 +534,6 @@ def _attempt(work: Callable[[], Any], half: Path) -> list[Any]:
     if failed:
         if launched()[0] == 0 and half.is_dir():
             with suppress(OSError):  # what cannot be removed now is removed at the next start or save
-                shards.remove(half)
+                storage.remove(half)
         raise SaveFailed("; ".join(failed))
     return [a["came to"] for a in answers]

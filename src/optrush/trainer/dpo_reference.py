@@ -21,17 +21,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optrush import console, distributed
-from optrush.assemble import assemble
+from optrush import console
 from optrush.data import readers, sampler, tokenize
+from optrush.data.batch import Batch
 from optrush.data.dataset import Source, Streamed
 from optrush.data.tokenize import no_room, root
 from optrush.errors import ConfigError, UserError
-from optrush.job import Batch, Job
 from optrush.models.weights import value_files
 from optrush.objectives import dpo
 from optrush.resolve import Prepared
 from optrush.technique import Numerics
+from optrush.trainer import distributed
+from optrush.trainer.build import assemble
+from optrush.trainer.trainer import Job
 
 FORMAT = 2  # part of every key
 

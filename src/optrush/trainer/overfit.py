@@ -21,15 +21,16 @@ from typing import Any
 
 import torch
 
-from optrush import console, distributed, reference, step
-from optrush.assemble import start
+from optrush import console
 from optrush.config import Dpo
-from optrush.data.batch import IGNORE
+from optrush.data.batch import IGNORE, Batch
 from optrush.data.sampler import reading
 from optrush.errors import ConfigError
-from optrush.fit import batches, fitting
-from optrush.job import Batch, Job
 from optrush.resolve import Prepared
+from optrush.trainer import distributed, dpo_reference, trainer
+from optrush.trainer.build import start
+from optrush.trainer.run import batches, fitting
+from optrush.trainer.trainer import Job
 
 STEPS = 200  # at most, unless told otherwise
 NEAR = 0.05  # a loss that counts as zero, in nats a target
@@ -113,13 +114,13 @@ def overfit(prepared: Prepared, count: int, most: int = STEPS) -> Verdict:
     warmup = optim.warmup if optim.warmup < 1 else 0.03  # so many steps of a whole run are too many of this one
     flat = optim.model_copy(update={"schedule": "constant", "warmup": warmup})
     prepared = dataclasses.replace(prepared, run=prepared.run.model_copy(update={"optim": flat}))
-    job, plan = fitting(prepared, start(prepared), None, frozenset(), None, reference.blank)
+    job, plan = fitting(prepared, start(prepared), None, frozenset(), None, dpo_reference.blank)
     if plan.total < count:
         raise ConfigError(f"--overfit {count}", f"a run of {plan.total} steps", f"take --overfit {plan.total} at most")
     source = batches(job, plan)
     with reading(source):
         windows = list(islice(source, count))
-    windows = reference.beside(job, windows)
+    windows = dpo_reference.beside(job, windows)
     terms = [job.total(sum(b.n_terms for b in window)) for window in windows]
     if job.world.rank == 0:
         console.say(job.describe())
@@ -137,7 +138,7 @@ def _train(job: Job, windows: Windows, terms: list[int], most: int) -> Seen:
     """The steps; every rank takes the same, for all that decides is the same on each."""
     floor, watched = _floor(job, windows), _watched(job)
     target = max(NEAR, CLOSE * floor.loss)
-    job.begin = partial(step.begin, job, steps=most)
+    job.begin = partial(trainer.begin, job, steps=most)
     before = _calm(job, windows, terms)
     losses, norms, bad, n = list[float](), list[float](), 0, 0
     while n + len(windows) <= most and bad < job.patience:

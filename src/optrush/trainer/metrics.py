@@ -32,7 +32,8 @@ from optrush.data.batch import Batch
 from optrush.errors import RunError
 
 if TYPE_CHECKING:
-    from optrush.job import Job
+    from optrush.trainer.trainer import Job
+
 
 Moment = float | torch.cuda.Event
 """The end of what was asked of a device so far: on a CPU, which has done it by then, the clock."""
@@ -275,3 +276,78 @@ def _few(samples: tuple[int, ...]) -> str:
 def _finite(value: float) -> float | None:
     """JSON has no NaN; null says that the figure was not finite."""
     return value if math.isfinite(value) else None
+
+
+# --- TensorBoard's files of a run: every figure of metrics.jsonl, under its own name, at its own step.
+#
+# A line is on the disk before the next one comes, so a kill loses none; on resuming, `purge_step` hides what came after
+# the checkpoint. A full disk ends the writing, not the run: at the end the files are made anew from metrics.jsonl.
+
+
+FOLDER = "tensorboard"
+
+
+class Board:
+    """Of the first rank; `done` are the steps that were completed before."""
+
+    def __init__(self, output: Path, done: int) -> None:
+        self.folder, self.metrics = output / FOLDER, output / "metrics.jsonl"
+        self.broken = False
+        try:
+            self._open(done + 1 if done else 0)
+        except OSError:
+            self.broken = True
+
+    def _open(self, purge_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # which takes a second
+
+        self.writer = SummaryWriter(str(self.folder), purge_step=purge_step)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """The numbers of a metrics line."""
+        if self.broken:
+            return
+        try:
+            for name, value in line.items():
+                if name != "step" and isinstance(value, int | float):
+                    self.writer.add_scalar(name, value, line["step"])
+            self.writer.flush()
+        except OSError:  # the meter says so: its own line waits, too
+            self.broken = True
+
+    def close(self) -> None:
+        try:
+            if self.broken:
+                self.broken = False
+                self._open(0)
+                for text in self.metrics.read_text().splitlines():
+                    self.write(json.loads(text))
+            self.writer.close()
+        except OSError:  # still no space; metrics.jsonl has every figure
+            self.broken = True
+
+
+# --- The loss of a run as a picture: `loss.png` in the run's folder.
+
+
+def plot(metrics: Path, picture: Path, unit: str) -> None:
+    """Training and held-out loss over the steps, from metrics.jsonl; `unit` is what it is counted in."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = [json.loads(text) for text in metrics.read_text().splitlines()]
+    train = [(m["step"], m["loss"]) for m in lines if m.get("loss") is not None]
+    held = [(m["step"], m["eval_loss"]) for m in lines if m.get("eval_loss") is not None]
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if train:
+        axes.plot(*zip(*train), label="training loss", color="#2563eb", linewidth=1.6)
+    if held:
+        axes.plot(*zip(*held), "o-", label="held-out loss", color="#ea580c", linewidth=1.6, markersize=5)
+    axes.set(xlabel="step", ylabel=f"loss, {unit}", title=metrics.resolve().parent.name)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if train or held:
+        axes.legend(frameon=False)
+    figure.savefig(picture)

@@ -18,15 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optrush import distributed, sharded, step
 from optrush.data import sampler
 from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import Streamed
 from optrush.data.sampler import flow
 from optrush.data.sources import Sources, read_sources
-from optrush.distributed import World
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
-from optrush.job import Job, Trained
 from optrush.models.decoder import spared
 from optrush.models.load import load
 from optrush.models.weights import fingerprint, refuse_frozen
@@ -35,6 +32,9 @@ from optrush.objectives.loss import next_token
 from optrush.optim.adamw import AdamW
 from optrush.resolve import Prepared
 from optrush.technique import Edit
+from optrush.trainer import distributed, trainer
+from optrush.trainer.distributed import World
+from optrush.trainer.trainer import Job, Trained
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,12 @@ def _defaults(job: Job) -> None:
     if job.run.dpo is not None:
         job.figures = {name: torch.zeros((), device=device) for name in FIGURES}
         job.score = partial(dpo.score, job.model.head, job.run.dpo, job.figures)
-    job.loss = partial(step.loss, job)
-    job.gradients = partial(step.gradients, job)
-    job.losses = partial(step.losses, job)
-    job.update = partial(step.update, job)
-    job.discard = partial(step.discard, job)
-    job.norm = partial(step.norm, job)
+    job.loss = partial(trainer.loss, job)
+    job.gradients = partial(trainer.gradients, job)
+    job.losses = partial(trainer.losses, job)
+    job.update = partial(trainer.update, job)
+    job.discard = partial(trainer.discard, job)
+    job.norm = partial(trainer.norm, job)
     job.total, job.share = total, share
     job.scale = torch.ones((), device=device)
     job.lr = torch.zeros((), device=device)
@@ -210,7 +210,7 @@ def materialise(job: Job) -> None:
 
 def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's piece of a parameter, and where it begins in the whole."""
-    return sharded.local(p.detach()), sharded.offset(p)
+    return distributed.local(p.detach()), distributed.offset(p)
 
 
 def check_rounding(job: Job) -> None:

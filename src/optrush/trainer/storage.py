@@ -17,10 +17,10 @@ from typing import IO, TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from optrush.sharded import is_sharded
+from optrush.trainer.distributed import is_sharded
 
 if TYPE_CHECKING:
-    from optrush.job import Job, Trained
+    from optrush.trainer.trainer import Job, Trained
 
 Ints = tuple[int, ...]
 DTYPES = {

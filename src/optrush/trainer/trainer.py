@@ -9,26 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from optrush import sharded
 from optrush.config import Run
+from optrush.data import sampler
 from optrush.data.batch import Batch
 from optrush.data.packing import Layout, Padded
 from optrush.data.sampler import Evaluation, Live, Loading, Stream
 from optrush.data.sources import Sources
-from optrush.distributed import World
 from optrush.kernels.adamw import Rounding
 from optrush.models.weights import Recipe
 from optrush.optim.adamw import Make, Optimizer, whole
+from optrush.optim.schedule import learning_rate
 from optrush.technique import Edit, Setup
+from optrush.trainer import distributed
+from optrush.trainer.distributed import World
+from optrush.trainer.metrics import Meter
 
 if TYPE_CHECKING:
     from optrush.models.decoder import Decoder
     from optrush.models.hf import Adapter
+
 
 __all__ = ["Batch", "Job", "State", "Trained"]
 
@@ -47,13 +51,13 @@ class Trained:
     @property
     def local(self) -> Tensor:
         """This rank's piece, the very storage."""
-        return sharded.local(self.parameter.detach())
+        return distributed.local(self.parameter.detach())
 
     @property
     def grad(self) -> Tensor | None:
         """This rank's piece of the gradient."""
         g = self.parameter.grad
-        return None if g is None else sharded.local(g)
+        return None if g is None else distributed.local(g)
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -63,13 +67,13 @@ class Trained:
     @property
     def offset(self) -> tuple[int, ...]:
         """Where in the whole this rank's piece begins."""
-        return sharded.offset(self.parameter)
+        return distributed.offset(self.parameter)
 
     @property
     def cut(self) -> bool:
         """Whether this rank holds a slice only (else the whole, the same on every rank)."""
         p = self.parameter
-        return sharded.is_sharded(p) and any(how.is_shard() for how in p.placements)
+        return distributed.is_sharded(p) and any(how.is_shard() for how in p.placements)
 
 
 class State(Protocol):
@@ -166,3 +170,177 @@ class Job:
         lines = [str(edit) for edit in self.edits]
         lines += [f"{'note':<10} {n}" for n in self.notes]
         return "\n".join(lines) or "nothing changed: the baseline"
+
+
+# --- The default gradients, losses and update: what a step is when no technique has replaced it.
+#
+# Each takes the job first; assembly binds it. Contracts in job.py.
+
+
+NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def exhausted(error: BaseException) -> bool:
+    """Whether an error is a lack of memory, as the allocators of a GPU and a CPU, and CUDA's libraries, say it."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
+    )
+
+
+def begin(job: Job, step: int, steps: int) -> None:
+    """Learning rate and random state of step `step` of `steps`: functions of it, so that a resumed run repeats them."""
+    job.lr.fill_(learning_rate(job.run.optim, step, steps))
+    torch.manual_seed(job.run.seed * 1_000_003 + step * 1009 + job.world.data_rank)
+
+
+def loss(job: Job, batch: Batch) -> Tensor:
+    return job.score(job.model(batch.tokens, batch.positions, batch.documents), batch)
+
+
+def gradients(job: Job, batches: list[Batch], terms: int | Tensor) -> Tensor:
+    """One micro-batch after the other; their losses are added up and divided by `terms`."""
+    job.discard()
+    for figure in job.figures.values():
+        figure.zero_()
+    if not isinstance(terms, Tensor):  # filled in on the device: copying a number there would wait for it
+        terms = torch.full((), max(terms, 1), dtype=torch.float32, device=job.world.device)
+    if not job.model.training:  # asked first, for it walks thousands of modules
+        job.model.train()
+    total = torch.zeros((), device=job.world.device)
+    for i, host in enumerate(batches):
+        batch = host.to(job.world.device)
+        with job.syncing(i == len(batches) - 1):
+            micro = job.loss(batch)
+            # Not in a thread of autograd's: much of a backward pass is Python, which would take turns with itself.
+            with torch.autograd.set_multithreading_enabled(False):
+                (micro * (job.scale / terms)).backward()  # type: ignore[no-untyped-call]
+        total += micro.detach()
+    mean = job.share(total) / terms
+    job.finite = torch.isfinite(mean)
+    return mean
+
+
+@torch.no_grad()
+def losses(job: Job, batches: list[Batch]) -> Tensor:
+    job.model.eval()
+    total = torch.zeros((), device=job.world.device)
+    for batch in batches:
+        total += job.loss(batch.to(job.world.device))
+    return job.share(total)
+
+
+def update(job: Job) -> tuple[Tensor, Tensor]:
+    norm = job.norm() / job.scale
+    skipped = ~(torch.isfinite(norm) & job.finite)
+    clip = job.run.optim.clip
+    shrink = torch.ones_like(norm) if clip is None else torch.clamp(clip / (norm + 1e-6), max=1.0)
+    # Where the norm is not finite the divisor is not either, but then nothing is stepped.
+    job.optimizer.step(job.lr, job.scale / shrink, skipped)
+    job.discard()
+    return norm, skipped
+
+
+def discard(job: Job) -> None:
+    for t in job.trained:
+        t.parameter.grad = None
+
+
+@torch.no_grad()
+def norm(job: Job) -> Tensor:
+    """Root of the summed squares: whole gradients count once, slices are summed over the mesh."""
+    device = job.world.device
+    squares = {True: torch.zeros((), device=device), False: torch.zeros((), device=device)}
+    for cut in squares:
+        grads = [t.grad for t in job.trained if t.cut == cut and t.grad is not None and t.grad.numel()]
+        if grads and device.type == "cuda":
+            squares[cut] += torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
+        elif grads:
+            # On CPU that sum runs over a whole matrix in one float32, 1e-5 off; row by row it is exact to 1e-7.
+            rows = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in grads]
+            squares[cut] += torch.stack([r.double().square().sum() for r in rows]).sum().float()
+    if any(t.cut for t in job.trained):
+        squares[True] = job.share(squares[True])
+    return (squares[True] + squares[False]).sqrt()
+
+
+# --- The loop, one page, and what stands around it: when to evaluate, when to save, when to stop.
+#
+# The loop never learns a technique's name: whatever a technique does, it did to the job's callables before step 0.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which steps a run takes, and what follows each."""
+
+    job: Job
+    length: sampler.Plan
+    done: int = 0  # steps that were completed before
+
+    @property
+    def total(self) -> int:
+        return self.length.steps
+
+    @property
+    def steps(self) -> Iterator[int]:
+        """Step numbers from 1; ends early, on the same step everywhere, when the ranks agreed to stop."""
+        for n in range(self.done + 1, self.total + 1):
+            yield n
+            if self.job.stopped:
+                return
+
+    def evaluates(self, step: int) -> bool:
+        if self.job.evaluation is None:
+            return False
+        return step == self.total or _due(step, self.job.run.train.eval_every, self.total)
+
+    def saves(self, step: int) -> bool:
+        if self.job.stopped:
+            return self.job.stopped == 1  # a failed run leaves its last good checkpoint the newest
+        return step == self.total or _due(step, self.job.run.train.save_every, self.total)
+
+
+def train(job: Job, meter: Meter, plan: Plan, save: Callable[[int], None]) -> None:
+    for step in plan.steps:  # ends early, on the same step everywhere
+        with meter.waiting():
+            batches = next(job.batches)  # this rank's micro-batches of one step
+        terms = job.total(sum(b.n_terms for b in batches))  # over the data axes; a host integer
+        job.begin(step)  # learning rate and random state are functions of the step
+        loss = job.gradients(batches, terms)  # forward, backward, reduction
+        norm, skipped = job.update()  # unscale, guard, clip, step, free
+        meter.tick(step, batches, loss, norm, skipped)  # reads the device only when this step logs
+        if plan.evaluates(step):
+            with meter.aside():
+                meter.evaluated(step, *evaluate(job))
+        if plan.saves(step):
+            with meter.aside():
+                save(step)
+
+
+class Evaluated(NamedTuple):
+    """What an evaluation found, of all ranks."""
+
+    loss: float  # mean over the held-out terms: target tokens, or pairs
+    targets: int
+    figures: dict[str, float]  # means over the terms, of what the objective says beside its loss
+
+
+def evaluate(job: Job) -> Evaluated:
+    """One pass over the held-out documents."""
+    assert job.evaluation is not None
+    for figure in job.figures.values():
+        figure.zero_()
+    loss, terms, targets = 0.0, 0, 0
+    for batch in job.evaluation:
+        loss += job.losses([batch]).item()
+        terms += batch.n_terms
+        targets += batch.n_targets
+    terms, targets = job.total(terms), job.total(targets)
+    figures = {name: job.share(figure.clone()).item() / terms for name, figure in job.figures.items()}
+    return Evaluated(loss / terms, targets, figures)
+
+
+def _due(step: int, every: float | None, total: int) -> bool:
+    """Whether a cadence (below 1: a fraction of the run; else steps) falls on this step."""
+    if every is None:
+        return False
+    return step % (max(1, round(every * total)) if every < 1 else int(every)) == 0

@@ -19,11 +19,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
-from optrush import distributed
 from optrush.config import Run
 from optrush.errors import ConfigError, UserError
 from optrush.launch import launched
-from optrush.trackers import NAMES
+from optrush.trainer import distributed
+from optrush.trainer.trackers import NAMES
 
 IMPORT_S, ANSWER_S = 120.0, 10.0  # to load the tracker's package; then, to answer
 END_S, SLOWEST_BYTES_S = 25.0, 10e6  # after the last step without a sign of life, and what sending adds to it
@@ -40,7 +40,7 @@ class Reporter:
         output = Path(run.output).absolute()
         options = run.tracker.model_copy(update={"run": run.tracker.run or output.name})
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "optrush.trackers.follow"],
+            [sys.executable, "-m", "optrush.trainer.trackers.follow"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         config = run.model_dump(mode="json", by_alias=True)
