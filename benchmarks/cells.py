@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from optrush.bench import environment
-from optrush.bench.process import run_worker
+from optrush.bench import record
+from optrush.bench.runner import run_worker
 from optrush.config import Run, dump, parse
 from optrush.planner.search import predict
 
@@ -85,8 +85,8 @@ def measure(name: str, hardware: str) -> dict[str, Any]:
         "error": found.get("error"),
         "device": found.get("device"),
         "config": cell.model_dump(mode="json", by_alias=True, exclude_none=True),
-        "environment": {**environment.machine(), **found.get("environment", {})},
-        "source": environment.source(),
+        "environment": {**record.machine(), **found.get("environment", {})},
+        "source": record.source(),
     }
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush import config
-from optrush.bench import environment
+from optrush.bench import record
 from optrush.bench.worker import Lines
 from optrush.data import sample
 from optrush.data.sampler import reading
@@ -120,7 +120,7 @@ def main() -> None:
         "technique": a.technique, "config": str(a.config), "set": a.sets, "steps": plain.train.steps,
         "difference": differences, "mean": statistics.mean(differences),
         "scatter": statistics.stdev(ends[seed, False] for seed in range(a.seeds)),
-        "environment": environment.machine(), "source": environment.source(),
+        "environment": record.machine(), "source": record.source(),
     }  # fmt: skip
     print(json.dumps(summary))
 

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 
 from optrush import config, export
-from optrush.bench import environment, ladder, stats, worker
-from optrush.bench.sketch import sketch, tensors
+from optrush.bench import ladder, record, results, worker
+from optrush.bench.worker import sketch, tensors
 from optrush.data.sampler import reading
 from optrush.errors import UserError
 from optrush.models import weights
@@ -136,7 +136,7 @@ def answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         held = {name: (values.float() / job.scale).cpu() for t in job.trained for name, values in tensors(job, t)}
         torch.save({"tensors": held, "sketch": seen}, first)
     wanted = torch.load(first, mmap=True)
-    return {"loss": loss, **compared(job, wanted["tensors"]), "sketch": stats.cosine(seen, wanted["sketch"])}
+    return {"loss": loss, **compared(job, wanted["tensors"]), "sketch": results.cosine(seen, wanted["sketch"])}
 
 
 def asked(
@@ -186,7 +186,7 @@ def main() -> None:
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     known = {
         "config": str(a.config), "ladder": climbed.name, "set": a.sets, "case": ladder.case(run),
-        "documents": documents, "environment": environment.machine(), "source": environment.source(),
+        "documents": documents, "environment": record.machine(), "source": record.source(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=shared) as held, ThreadPoolExecutor(a.jobs) as pool:
         folder = Path(held)

@@ -35,9 +35,9 @@ from typing import Any
 import torch
 
 from optrush import config
-from optrush.bench import environment, parts
-from optrush.bench.roofline import GAPS
+from optrush.bench import profile, record
 from optrush.data.sampler import reading
+from optrush.report.bench import GAPS
 from optrush.resolve import prepare
 from optrush.trainer import trainer
 from optrush.trainer.build import assemble
@@ -67,7 +67,7 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
     total = WARM_UP + 3 * steps + 1
     run = run.model_copy(update={"train": config.Training(steps=total, log_every=1)})
     job = assemble(prepare(run))
-    marks = parts.Marks(job)
+    marks = profile.Marks(job)
     plan = Plan(job, job.stream.plan(None, total))
     job.batches = batches(job, plan)
     job.begin = partial(trainer.begin, job, steps=total)
@@ -92,12 +92,12 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
         with marks.watching() as spans:
             for n in range(steps + 1):
                 one(job, WARM_UP + 2 * steps + 1 + n)
-    held, seen = parts.steady(spans)
+    held, seen = profile.steady(spans)
     assert seen == steps, f"the profiler saw {seen} whole steps of {steps}"
-    told = {part: whole / steps for part, whole in parts.seconds(held).items()}
+    told = {part: whole / steps for part, whole in profile.seconds(held).items()}
     span = sum(told.values())
     busy = span - told[GAPS]
-    events = [e for e in held if not parts.MARK.search(e.name)]
+    events = [e for e in held if not profile.MARK.search(e.name)]
     times: dict[str, list[float]] = defaultdict(list)
     for e in events:
         times[re.sub(r"\s+", " ", e.name)].append((e.end - e.start) / 1e3)
@@ -130,7 +130,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("kernels.py counts a GPU's kernels, and there is no GPU")
     run = config.parse(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
-    print(json.dumps(measure(run, a.steps) | {"environment": environment.machine(), "source": environment.source()}))
+    print(json.dumps(measure(run, a.steps) | {"environment": record.machine(), "source": record.source()}))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush.bench import environment
+from optrush.bench import record
 from optrush.data.batch import IGNORE, Documents
 from optrush.kernels import linear_cross_entropy, loss, swiglu, swiglu_quack
 from optrush.kernels.attention import ATTENTIONS
@@ -371,7 +371,7 @@ def main() -> None:
         return
     packages = {name: library(name) for name in ("quack-kernels", "flash-attn-4", "liger-kernel")}
     first = {"device": torch.cuda.get_device_name(gauge.device), "command": sys.argv[1:], "packages": packages}
-    print(json.dumps({**first, "environment": environment.machine(), "source": environment.source()}), flush=True)
+    print(json.dumps({**first, "environment": record.machine(), "source": record.source()}), flush=True)
     broken = compiled(itertools.chain(*asked), sys.argv, a.jobs)
     if not a.rest:
         heat(gauge)

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from optrush.bench import ladder, report, roofline
+from optrush.bench import ladder
 from optrush.bench.record import Record, read
 from optrush.config import Run
 from optrush.planner.cost import PARTS
 from optrush.planner.search import Prediction, predict
+from optrush.report import bench
 from optrush.techniques import ALL, attention
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -360,10 +361,10 @@ def parted() -> str:
             f"{_repeats([r['repeats'] for r in climbed])}; ceilings {rates}.",
             "In milliseconds of a step, in brackets percent of the part's ceiling:",
             "",
-            f"| rung | step | profiled | {' | '.join((*PARTS, roofline.GAPS))} |",
+            f"| rung | step | profiled | {' | '.join((*PARTS, bench.GAPS))} |",
             "|---" * (4 + len(PARTS)) + "|",
         ]
-        for r in roofline.roofs(climbed):
+        for r in bench.roofs(climbed):
             assert r.took, f"{r.name} was not profiled"
             shares = ((took, r.part_reached(part)) for part, took in r.took.items())
             told = (f"{1e3 * took:,.1f}" + (f" ({share:.0f})" if share else "") for took, share in shares)
@@ -471,4 +472,4 @@ def written(name: str) -> str:
 if __name__ == "__main__":
     for name in PAGES:
         (ROOT / name).write_text(written(name))
-    report.write_bench(ROOT / LADDER)
+    bench.write_bench(ROOT / LADDER)

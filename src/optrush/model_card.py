@@ -17,12 +17,12 @@ import torch
 import yaml
 
 from optrush import __version__
-from optrush.bench import runs
-from optrush.bench.figures import clean
 from optrush.config import Run
 from optrush.console import count
 from optrush.data import readers
 from optrush.data.readers import form
+from optrush.report import run as runs
+from optrush.report.charts import clean
 from optrush.technique import library
 
 NAME = "README.md"

@@ -72,7 +72,7 @@ def test_its_pictures_are_what_the_records_say(picture: str, tmp_path: Path) -> 
     """Drawn again and compared dot by dot; another version of the fonts may move an edge."""
     from matplotlib.image import imread
 
-    from optrush.bench.report import write_bench
+    from optrush.report.bench import write_bench
 
     results = ROOT / "benchmarks" / "results" / "h200-single-gpu"
     shutil.copy(results / "records.jsonl", tmp_path)

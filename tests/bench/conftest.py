@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from optrush import cli
-from optrush.bench import process, report
+from optrush.bench import runner
+from optrush.report import bench
 
 from toy import FAKE, Copy, Fakes, Found, document, put, write_model
 
@@ -58,8 +59,8 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
     found = Fakes(tmp_path)
     worker = tmp_path / "worker.py"
     worker.write_text(FAKE.format(log=str(found.log), script=str(found.script)))
-    monkeypatch.setattr(process, "COMMAND", [sys.executable, str(worker)])
-    monkeypatch.setattr(report, "write_bench", lambda folder: None)
+    monkeypatch.setattr(runner, "COMMAND", [sys.executable, str(worker)])
+    monkeypatch.setattr(bench, "write_bench", lambda folder: None)
     return found
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from optrush.bench import process
-from optrush.bench.climb import order
+from optrush.bench import runner
 from optrush.bench.record import Record, read
+from optrush.bench.runner import order
 from optrush.errors import DataError
 
 from toy import Fakes, Found, ladder, put, records
@@ -300,9 +300,9 @@ def test_resume_refuses_another_climb(call: Call, fakes: Fakes, monkeypatch: pyt
     ):
         found = climb(call, "--cumulative-only", "--resume", *flags, **changes)
         assert found.code == 2 and said in found.err, found.err
-    from optrush.bench import environment
+    from optrush.bench import record
 
-    monkeypatch.setattr(environment, "source", lambda: {"commit": None, "clean": None, "digest": "another"})
+    monkeypatch.setattr(record, "source", lambda: {"commit": None, "clean": None, "digest": "another"})
     found = climb(call, "--cumulative-only", "--resume")
     assert found.code == 2 and "the package has changed since" in found.err
 
@@ -369,6 +369,6 @@ def test_reading_what_is_no_record(tmp_path: Path) -> None:
 
 
 def test_the_last_words_of_a_process() -> None:
-    assert process.death(-11, "") == "killed by signal 11 (SIGSEGV)"
-    assert "most likely out of memory" in process.death(-9, "")
-    assert process.death(3, "one\n\ntwo\n") == "it left without a result, exit code 3: one | two"
+    assert runner.death(-11, "") == "killed by signal 11 (SIGSEGV)"
+    assert "most likely out of memory" in runner.death(-9, "")
+    assert runner.death(3, "one\n\ntwo\n") == "it left without a result, exit code 3: one | two"

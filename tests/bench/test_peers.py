@@ -19,11 +19,12 @@ import torch
 import yaml
 
 from optrush import config, hardware
-from optrush.bench import figures, longest, made, peer_weights, peer_worker, peers, report, stats, versus
+from optrush.bench import peer_weights, peer_worker, peers, results, runner
+from optrush.bench.ladder import Longest
 from optrush.bench.peer import Work, facts
-from optrush.bench.written import Longest
 from optrush.config import Run
 from optrush.errors import ConfigError, NeedsError, RunError
+from optrush.report import bench, charts
 
 from toy import Copy, Fakes, Found, V, document, ladder, put, records
 
@@ -279,7 +280,7 @@ def test_ratios() -> None:
             "targets_per_s": speed / 2, **more,
         }  # fmt: skip
 
-    shown, _ = figures.rungs(
+    shown, _ = charts.rungs(
         [
             record("ours", 120.0, 10),
             record("slow", 60.0, 40, peer="p", since="ours"),
@@ -289,14 +290,14 @@ def test_ratios() -> None:
             record("else", 30.0, 20, case="e", since="ours"),
         ]
     )
-    pairs = versus.versus(shown)
+    pairs = bench.versus(shown)
     assert [(p.theirs.name, p.faster, p.learns_faster, p.smaller) for p in pairs[:2]] == [
         ("slow", 2.0, 2.0, 4.0), ("quick", 1.2, 1.2, 2.0),
     ]  # fmt: skip
     assert [p.theirs.name for p in pairs] == ["slow", "quick", "wrong"]
-    assert versus.said(pairs) == "Ours against the fastest other system: c: ×1.20 the tokens/s of “quick”."
+    assert bench.said(pairs) == "Ours against the fastest other system: c: ×1.20 the tokens/s of “quick”."
     assert shown[-1].factor == 0.25  # compared with a rung of another case
-    assert versus.said([]) == ""
+    assert bench.said([]) == ""
 
 
 def test_facts() -> None:
@@ -313,14 +314,14 @@ def test_facts() -> None:
 
 def test_unlike() -> None:
     ours = {"seen": TRAINED, "fill": 1, "losses": [11.0]}
-    assert list(made.unlike({**ours, "losses": [11.01]}, ours, True)) == []
-    assert "its first loss is 11.1, ours 11" in next(made.unlike({**ours, "losses": [11.1]}, ours, True))
-    assert list(made.unlike({**ours, "losses": [11.1]}, ours, False)) == []  # it draws its own weights
-    assert list(made.unlike({**ours, "losses": [11.1], "fill": 0.9}, ours, True)) == []  # other documents in a step
+    assert list(results.unlike({**ours, "losses": [11.01]}, ours, True)) == []
+    assert "its first loss is 11.1, ours 11" in next(results.unlike({**ours, "losses": [11.1]}, ours, True))
+    assert list(results.unlike({**ours, "losses": [11.1]}, ours, False)) == []  # it draws its own weights
+    assert list(results.unlike({**ours, "losses": [11.1], "fill": 0.9}, ours, True)) == []  # other documents in a step
     few = {**TRAINED, "not compared": "10 float32 weights"}
-    assert not [*made.unlike({**ours, "seen": few}, ours, True), *made.unlike(ours, {**ours, "seen": few}, True)]
+    assert not [*results.unlike({**ours, "seen": few}, ours, True), *results.unlike(ours, {**ours, "seen": few}, True)]
     states = {**TRAINED, "optimizer states": "uint8"}
-    found = list(made.unlike({**ours, "seen": states}, ours, True))
+    found = list(results.unlike({**ours, "seen": states}, ours, True))
     assert found == ["not the same work: optimizer states uint8, ours float32"]
 
 
@@ -341,7 +342,7 @@ def test_what_a_system_tells(tmp_path: Path) -> None:
     assert found["losses"] == [5.0, None, 4.0] and found["tokens_per_s"] == [256.0, 512.0]
     assert found["step_s"] == [0.5, 0.25] and found["fill"] == 1
     assert found["targets_per_s"] == (126 / 0.5 + 126 / 0.25) / 2
-    assert stats.dead(found["losses"], found["grad_norms"])  # so that the rung is red
+    assert results.dead(found["losses"], found["grad_norms"])  # so that the rung is red
 
 
 # --- the real Trainer, where what it needs is here
@@ -416,7 +417,7 @@ def tried(span: Longest, limit: int, begin: int | None) -> tuple[list[int], dict
         return {"losses": [1.0], "seq": seq} if seq <= limit else {"error": "out of memory: no"}
 
     first = {"losses": [1.0], "proof": "of the shortest", "seq": span.from_}
-    return asked, longest.search(span, begin, first, attempt)
+    return asked, runner.search(span, begin, first, attempt)
 
 
 def span(first: int = 8192, last: int = 1 << 20, factor: float = 1.1) -> Longest:
@@ -450,17 +451,17 @@ def test_what_ends_a_search() -> None:
         return {"error": "killed by signal 9 (SIGKILL)"} if seq > 40_000 else {"losses": [1.0, None]}
 
     first = {"losses": [1.0], "proof": {}}
-    found = longest.search(span(), None, first, attempt)
+    found = runner.search(span(), None, first, attempt)
     assert found["longest_seq"] == 8192 and found["ended"].endswith("rows of 16,384 tokens: a loss was not finite")
-    broken = longest.search(span(), None, {"error": "ValueError: no"}, attempt)
+    broken = runner.search(span(), None, {"error": "ValueError: no"}, attempt)
     assert broken["error"] == "ValueError: no" and "longest_seq" not in broken and len(broken["tries"]) == 1
-    small = longest.search(span(48, 50), None, first, attempt)
+    small = runner.search(span(48, 50), None, first, attempt)
     assert small["longest_seq"] == 48 and small["ended"] is None
 
 
 def test_the_guess_is_the_longest_that_the_plan_says_fits() -> None:
-    assert longest.guess(span(), lambda seq: seq <= 123_456) == 123_456 // 1024 * 1024
-    assert longest.guess(span(), lambda seq: True) == 1 << 20 and longest.guess(span(), lambda seq: None) is None
+    assert runner.guess(span(), lambda seq: seq <= 123_456) == 123_456 // 1024 * 1024
+    assert runner.guess(span(), lambda seq: True) == 1 << 20 and runner.guess(span(), lambda seq: None) is None
 
 
 def test_a_ladder_of_longest_rows(call: Call, fakes: Fakes) -> None:
@@ -525,8 +526,8 @@ def fakes_with_memory(fakes: Fakes) -> str:
 def report_of(folder: Path) -> None:
     import importlib
 
-    importlib.reload(report)  # the scripts' fixture does not draw it
-    report.write_bench(folder)
+    importlib.reload(bench)  # the scripts' fixture does not draw it
+    bench.write_bench(folder)
     assert "The longest row that trains" in (folder / "report.html").read_text()
 
 

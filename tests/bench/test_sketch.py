@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from optrush.bench import stats
-from optrush.bench.sketch import PIECE, WIDTH, sketch
+from optrush.bench import results
+from optrush.bench.worker import PIECE, WIDTH, sketch
 from optrush.trainer.trainer import Job
 
 SHAPES = {"embedding": (1000, 96), "norm": (96,), "matrix": (900, 5000), "one": ()}
@@ -31,7 +31,7 @@ def job_of(gradients: dict[str, torch.Tensor | None]) -> Job:
 
 
 def angle(a: dict[str, Any], b: dict[str, Any]) -> float | None:
-    return stats.cosine(sketch(job_of(a)), sketch(job_of(b)))
+    return results.cosine(sketch(job_of(a)), sketch(job_of(b)))
 
 
 def exact(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

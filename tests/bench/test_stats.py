@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from optrush import config
-from optrush.bench import stats
-from optrush.bench.stats import Figures
+from optrush.bench import results
+from optrush.bench.results import Figures
 from optrush.config import Run
 from optrush.technique import Numerics
 from optrush.techniques import ALL
@@ -40,7 +40,7 @@ def test_medians_and_quartiles() -> None:
     found = Figures([[1.0, 2.0, 9.0], [4.0, 5.0]], 0, "rss")
     assert (found.tokens_per_s, found.repeats) == (4.0, [2.0, 4.5])
     assert found.quartiles == (2.0, 5.0)
-    assert stats.quartiles([3.0]) == (3.0, 3.0)
+    assert results.quartiles([3.0]) == (3.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_medians_and_quartiles() -> None:
     ],
 )
 def test_a_difference_is_more_than_noise(a: Figures, b: Figures, answer: bool) -> None:
-    assert stats.faster(a, b) is answer
+    assert results.faster(a, b) is answer
 
 
 # --- the proof
@@ -65,14 +65,14 @@ def test_a_difference_is_more_than_noise(a: Figures, b: Figures, answer: bool) -
 def test_tolerances() -> None:
     base, adamw = run(), run(**{"with": {"fused-adamw": {}}})
     amp, bf16 = run(**{"with": {"amp": {}}}), run(**{"with": {"bf16": {}}})
-    assert stats.tolerances(base, adamw, ALL) is stats.FLOAT32
-    assert stats.tolerances(base, amp, ALL) is stats.LOWER
-    assert stats.tolerances(amp, amp, ALL) is stats.LOWER
-    assert stats.tolerances(base, bf16, ALL) is stats.DIFFERENT
+    assert results.tolerances(base, adamw, ALL) is results.FLOAT32
+    assert results.tolerances(base, amp, ALL) is results.LOWER
+    assert results.tolerances(amp, amp, ALL) is results.LOWER
+    assert results.tolerances(base, bf16, ALL) is results.DIFFERENT
     native = run(model={"path": "toy", "implementation": "transformers"})
-    assert stats.weakest(base, native, ALL) is Numerics.SAME_MATHS
-    assert stats.weakest(base, run(**{"with": {"recompute": {}}}), ALL) is Numerics.EXACT
-    assert stats.weakest(adamw, run(**{"with": {"bf16": {}}}), ALL) is Numerics.DIFFERENT_MATHS
+    assert results.weakest(base, native, ALL) is Numerics.SAME_MATHS
+    assert results.weakest(base, run(**{"with": {"recompute": {}}}), ALL) is Numerics.EXACT
+    assert results.weakest(adamw, run(**{"with": {"bf16": {}}}), ALL) is Numerics.DIFFERENT_MATHS
 
 
 def series(losses: list[float | None], norms: list[float | None]) -> dict[str, list[float | None]]:
@@ -80,51 +80,53 @@ def series(losses: list[float | None], norms: list[float | None]) -> dict[str, l
 
 
 @pytest.mark.parametrize(("cosine", "allowed", "ok"), [
-    (1 - 9e-7, stats.FLOAT32, True), (1 - 2e-6, stats.FLOAT32, False), (0.98, stats.LOWER, True),
-    (0.96, stats.LOWER, False), (0.5, stats.DIFFERENT, True), (None, stats.FLOAT32, True),
+    (1 - 9e-7, results.FLOAT32, True), (1 - 2e-6, results.FLOAT32, False), (0.98, results.LOWER, True),
+    (0.96, results.LOWER, False), (0.5, results.DIFFERENT, True), (None, results.FLOAT32, True),
 ])  # fmt: skip
 def test_gradients_must_point_where_the_baselines_do(cosine: float | None, allowed: dict[str, float], ok: bool) -> None:
     base = series([4.0, 2.0], [1.0, 1.0])
-    found = stats.prove(base, base, allowed, cosine)
+    found = results.prove(base, base, allowed, cosine)
     assert found["ok"] is ok
     if not ok:
         assert found["of"] == "gradients" and found["worst"] == pytest.approx(1 - (cosine or 0))
-        red = stats.wrong({**found, "against": "first"}, [4.0, 2.0])
+        red = results.wrong({**found, "against": "first"}, [4.0, 2.0])
         assert red is not None and red.startswith("wrong: gradients lie ") and "those of `first`" in red
 
 
 def test_the_proof_takes_what_is_worst() -> None:
     base = series([4.0, 2.0], [1.0, 1.0])
-    assert stats.prove(series([4.0, 2.0001], [1.0, 1.0]), base, stats.FLOAT32) == {
+    assert results.prove(series([4.0, 2.0001], [1.0, 1.0]), base, results.FLOAT32) == {
         "of": "losses", "tolerance": 1e-4, "worst": pytest.approx(5e-5), "ok": True,
     }  # fmt: skip
-    found = stats.prove(series([4.0, 2.0], [1.0, 0.5]), base, stats.LOWER)  # a divisor: AdamW hides it in the losses
+    found = results.prove(
+        series([4.0, 2.0], [1.0, 0.5]), base, results.LOWER
+    )  # a divisor: AdamW hides it in the losses
     assert (found["of"], found["worst"], found["ok"]) == ("gradient norms", 0.5, False)
-    found = stats.prove(series([4.0, None], [1.0, 1.0]), base, stats.DIFFERENT)
+    found = results.prove(series([4.0, None], [1.0, 1.0]), base, results.DIFFERENT)
     assert (found["worst"], found["ok"]) == (None, False)
 
 
 def test_different_maths_may_lag_but_not_stand_still_or_go_elsewhere() -> None:
     base = series([4.0, 2.0], [1.0, 1.5])
-    found = stats.prove(series([4.0, 3.8], [1.0, 1.0]), base, stats.DIFFERENT)
+    found = results.prove(series([4.0, 3.8], [1.0, 1.0]), base, results.DIFFERENT)
     assert not found["ok"] and found["of"] == "progress"
-    assert "its loss falls by 10% of what" in (stats.wrong({**found, "against": "first"}, [4.0, 3.8]) or "")
-    assert not stats.prove(series([4.0, 4.0], [1.0, 1.0]), base, stats.DIFFERENT)["ok"]
+    assert "its loss falls by 10% of what" in (results.wrong({**found, "against": "first"}, [4.0, 3.8]) or "")
+    assert not results.prove(series([4.0, 4.0], [1.0, 1.0]), base, results.DIFFERENT)["ok"]
     flat = series([4.0, 4.0], [1.0, 1.0])
-    assert stats.prove(flat, flat, stats.DIFFERENT)["ok"], "nothing to learn, nothing to lag behind"
-    assert stats.prove(series([4.0, 3.0], [1.0, 1.2]), base, stats.DIFFERENT)["ok"]
-    assert not stats.prove(series([4.0, 4.1], [1.0, 1.0]), base, stats.DIFFERENT)["ok"]  # it unlearns
-    assert not stats.prove(series([4.0, 1.9], [1.0, 1.5]), base, stats.DIFFERENT)["ok"]
-    assert not stats.prove(series([4.0, 3.0], [1.2, 1.2]), base, stats.DIFFERENT)["ok"]  # before any update
-    assert not stats.prove(series([4.0, 4.0], [1.0, 1.0]), base, stats.LOWER)["ok"]
+    assert results.prove(flat, flat, results.DIFFERENT)["ok"], "nothing to learn, nothing to lag behind"
+    assert results.prove(series([4.0, 3.0], [1.0, 1.2]), base, results.DIFFERENT)["ok"]
+    assert not results.prove(series([4.0, 4.1], [1.0, 1.0]), base, results.DIFFERENT)["ok"]  # it unlearns
+    assert not results.prove(series([4.0, 1.9], [1.0, 1.5]), base, results.DIFFERENT)["ok"]
+    assert not results.prove(series([4.0, 3.0], [1.2, 1.2]), base, results.DIFFERENT)["ok"]  # before any update
+    assert not results.prove(series([4.0, 4.0], [1.0, 1.0]), base, results.LOWER)["ok"]
 
 
 def test_wrong() -> None:
     bad = {"of": "losses", "tolerance": 1e-4, "worst": 0.5, "ok": False, "against": "base"}
-    assert stats.wrong(bad, [1.0]) == "wrong: losses lie 0.5 (relative) from those of `base`, allowed 1e-04"
-    assert stats.wrong({**bad, "ok": True}, [1.0]) is None and stats.wrong(None, [1.0]) is None
-    assert stats.wrong(None, [1.0, None]) == "wrong: a loss is not finite"
-    assert "not finite" in str(stats.wrong({**bad, "worst": None}, [1.0]))
+    assert results.wrong(bad, [1.0]) == "wrong: losses lie 0.5 (relative) from those of `base`, allowed 1e-04"
+    assert results.wrong({**bad, "ok": True}, [1.0]) is None and results.wrong(None, [1.0]) is None
+    assert results.wrong(None, [1.0, None]) == "wrong: a loss is not finite"
+    assert "not finite" in str(results.wrong({**bad, "worst": None}, [1.0]))
 
 
 # --- red
@@ -132,59 +134,59 @@ def test_wrong() -> None:
 
 def test_slower_than_predicted() -> None:
     before = figures(100, 100, speed_=100)
-    assert stats.slow(figures(50, 50, speed_=120), before, False) == (
+    assert results.slow(figures(50, 50, speed_=120), before, False) == (
         "slower than it may be: 0.50x of `since`, predicted 1.20x"
     )
-    assert stats.slow(figures(85, 85, speed_=120), before, False) is None  # within what a prediction may miss
-    assert stats.slow(figures(50, 50, speed_=55), before, False) is None  # as predicted
-    assert stats.slow(figures(79, 79, speed_=300), before, False)  # held to no more than the speed before
-    assert stats.slow(figures(60, 100, speed_=120), before, False) is None  # noise
-    assert stats.slow(figures(40, 40, speed_=55), before, True)
-    assert stats.slow(figures(51, speed_=120), before, False) is None  # once, it may have been the host
-    assert stats.slow(figures(49, speed_=120), before, False)
+    assert results.slow(figures(85, 85, speed_=120), before, False) is None  # within what a prediction may miss
+    assert results.slow(figures(50, 50, speed_=55), before, False) is None  # as predicted
+    assert results.slow(figures(79, 79, speed_=300), before, False)  # held to no more than the speed before
+    assert results.slow(figures(60, 100, speed_=120), before, False) is None  # noise
+    assert results.slow(figures(40, 40, speed_=55), before, True)
+    assert results.slow(figures(51, speed_=120), before, False) is None  # once, it may have been the host
+    assert results.slow(figures(49, speed_=120), before, False)
 
 
 def test_slower_without_a_prediction() -> None:
     before = figures(100, 100)
-    assert stats.slow(figures(49, 49), before, False)
-    assert stats.slow(figures(51, 51), before, False) is None
-    assert stats.slow(figures(49, 49, peak=880), before, False) is None  # it is smaller instead
-    assert stats.slow(figures(49, 49), before, True) is None  # one technique less: nobody knows
+    assert results.slow(figures(49, 49), before, False)
+    assert results.slow(figures(51, 51), before, False) is None
+    assert results.slow(figures(49, 49, peak=880), before, False) is None  # it is smaller instead
+    assert results.slow(figures(49, 49), before, True) is None  # one technique less: nobody knows
 
 
 def test_no_effect_on_memory() -> None:
     before = figures(100, peak=1000, peak_=1000)
-    assert stats.idle(figures(100, peak=990, peak_=800), before) == (
+    assert results.idle(figures(100, peak=990, peak_=800), before) == (
         "no effect: the peak changed by -10 MiB, predicted -200 MiB"
     )
-    assert stats.idle(figures(100, peak=1100, peak_=800), before)  # the other way
-    assert stats.idle(figures(100, peak=940, peak_=800), before) is None
-    assert stats.idle(figures(100, peak=1000, peak_=950), before) is None  # little was promised
-    assert stats.idle(figures(100, peak=1010, peak_=1300), before)  # larger was promised
-    assert stats.idle(figures(100, peak=1000), before) is None  # nothing was predicted
+    assert results.idle(figures(100, peak=1100, peak_=800), before)  # the other way
+    assert results.idle(figures(100, peak=940, peak_=800), before) is None
+    assert results.idle(figures(100, peak=1000, peak_=950), before) is None  # little was promised
+    assert results.idle(figures(100, peak=1010, peak_=1300), before)  # larger was promised
+    assert results.idle(figures(100, peak=1000), before) is None  # nothing was predicted
 
 
 def test_a_resident_set_moves_by_itself() -> None:
     before = figures(100, peak=400, peak_=400, kind="rss")
-    assert stats.idle(figures(100, peak=400, peak_=340, kind="rss"), before) is None  # 60 MiB
-    assert stats.idle(figures(100, peak=400, peak_=330, kind="rss"), before)
+    assert results.idle(figures(100, peak=400, peak_=340, kind="rss"), before) is None  # 60 MiB
+    assert results.idle(figures(100, peak=400, peak_=330, kind="rss"), before)
 
 
 def test_no_effect_on_speed() -> None:
     before = figures(100, peak=1000, speed_=100)
-    assert stats.idle(figures(100, peak=1000, speed_=150), before)
-    assert stats.idle(figures(90, peak=1000, speed_=150), before)
-    assert stats.idle(figures(110, peak=1000, speed_=150), before) is None  # faster, if less so
-    assert stats.idle(figures(100, peak=900, speed_=150), before) is None  # it did something
-    assert stats.idle(figures(100, peak=1000, speed_=120), before) is None  # little was promised
+    assert results.idle(figures(100, peak=1000, speed_=150), before)
+    assert results.idle(figures(90, peak=1000, speed_=150), before)
+    assert results.idle(figures(110, peak=1000, speed_=150), before) is None  # faster, if less so
+    assert results.idle(figures(100, peak=900, speed_=150), before) is None  # it did something
+    assert results.idle(figures(100, peak=1000, speed_=120), before) is None  # little was promised
     busy = figures(100, peak=1000, speed_=100, kind="rss")  # a CPU, once: it may have been the host
-    assert stats.idle(figures(100, peak=1000, speed_=150, kind="rss"), busy) is None
+    assert results.idle(figures(100, peak=1000, speed_=150, kind="rss"), busy) is None
     twice = figures(100, 100, peak=1000, speed_=100, kind="rss")
-    assert stats.idle(figures(100, 100, peak=1000, speed_=150, kind="rss"), twice)
+    assert results.idle(figures(100, 100, peak=1000, speed_=150, kind="rss"), twice)
 
 
 def judged(after: Figures, before: Figures | None, wrong: str | None = None, **more: bool) -> str:
-    verdict, red = stats.judge(after, before, wrong, **{"only_load": False, "alone": False, **more})
+    verdict, red = results.judge(after, before, wrong, **{"only_load": False, "alone": False, **more})
     assert (verdict == "red") == bool(red)
     return verdict
 
@@ -207,7 +209,7 @@ def test_verdicts() -> None:
 
 def test_verdicts_of_longest_rows() -> None:
     def judged(reached: int, before: tuple[int, Figures] | None, peak: float = 1000, red: str | None = None) -> str:
-        return stats.judge_longest(reached, figures(100, peak=peak), before, 1.1, red)[0]
+        return results.judge_longest(reached, figures(100, peak=peak), before, 1.1, red)[0]
 
     before = 1000, figures(100)
     assert judged(1000, None) == "baseline" and judged(1101, before) == "longer" and judged(909, before) == "shorter"
@@ -216,22 +218,24 @@ def test_verdicts_of_longest_rows() -> None:
 
 
 def test_timed_steps_must_learn() -> None:
-    assert stats.dead([2.0, 1.9], [1.0, 1.0]) is None
-    assert stats.dead([2.0, None], [1.0, 1.0]) == "wrong: a timed step's loss or gradient norm is not finite"
-    assert stats.dead([2.0, 1.9], [1.0, 0.0]) == "wrong: a timed step has no gradient"
+    assert results.dead([2.0, 1.9], [1.0, 1.0]) is None
+    assert results.dead([2.0, None], [1.0, 1.0]) == "wrong: a timed step's loss or gradient norm is not finite"
+    assert results.dead([2.0, 1.9], [1.0, 0.0]) == "wrong: a timed step has no gradient"
 
 
 def test_whoever_behaves_while_watched_is_watched_again() -> None:
     proof = {"losses": [2.0, 1.5], "grad_norms": [1.0, 0.9]}
-    assert stats.drifted(proof, stats.FLOAT32) is None, "records of before know no second look"
+    assert results.drifted(proof, results.FLOAT32) is None, "records of before know no second look"
     same, other = {"losses": [2.0], "grad_norms": [1.0]}, {"losses": [2.0], "grad_norms": [0.5]}
-    assert stats.drifted({**proof, "again": same}, stats.FLOAT32) is None
-    assert "gradient norms are others" in (stats.drifted({**proof, "again": other}, stats.FLOAT32) or "")
-    assert stats.drifted({**proof, "again": {"losses": [None], "grad_norms": [1.0]}}, stats.FLOAT32)
+    assert results.drifted({**proof, "again": same}, results.FLOAT32) is None
+    assert "gradient norms are others" in (results.drifted({**proof, "again": other}, results.FLOAT32) or "")
+    assert results.drifted({**proof, "again": {"losses": [None], "grad_norms": [1.0]}}, results.FLOAT32)
     east, north = ({"of": "x", "sums": base64.b64encode(np.float32(v).tobytes()).decode()} for v in ([1, 0], [0, 1]))
     first, turned = {**proof, "gradient": east}, {**same, "gradient": north}
-    assert stats.drifted({**first, "again": {**same, "gradient": east}}, stats.FLOAT32) is None
-    assert "its gradients are others" in (stats.drifted({**first, "again": turned}, stats.LOWER) or "")
-    assert stats.drifted({**first, "again": turned}, stats.LOWER, 0.9)
-    assert stats.drifted({**first, "again": turned}, stats.LOWER, 1.0) is None, "as far as it lies from the baseline"
-    assert stats.drifted({**first, "again": turned}, stats.DIFFERENT) is None
+    assert results.drifted({**first, "again": {**same, "gradient": east}}, results.FLOAT32) is None
+    assert "its gradients are others" in (results.drifted({**first, "again": turned}, results.LOWER) or "")
+    assert results.drifted({**first, "again": turned}, results.LOWER, 0.9)
+    assert results.drifted({**first, "again": turned}, results.LOWER, 1.0) is None, (
+        "as far as it lies from the baseline"
+    )
+    assert results.drifted({**first, "again": turned}, results.DIFFERENT) is None

@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from optrush import config
-from optrush.bench import stats, worker
-from optrush.bench.sketch import sketch
+from optrush.bench import results, worker
+from optrush.bench.worker import sketch
 from optrush.config import Run
 from optrush.data.schema import Document
 from optrush.resolve import prepare
@@ -53,7 +53,7 @@ def test_the_proof_is_the_same_in_every_layout() -> None:
         _, found = proof_of(other, base)
         for series, tolerance in (("losses", 1e-5), ("grad_norms", 1e-4)):
             assert found[series] == pytest.approx(wanted[series], rel=tolerance), other.batch
-        assert stats.cosine(found["gradient"], wanted["gradient"]) == pytest.approx(1, abs=1e-9), other.batch
+        assert results.cosine(found["gradient"], wanted["gradient"]) == pytest.approx(1, abs=1e-9), other.batch
     assert wanted["losses"][0] > wanted["losses"][-1]  # it learns
 
 

@@ -217,12 +217,12 @@ def test_the_page(call: Call, recipes: Path) -> None:
 
 
 def test_the_page_of_a_run_which_writes_no_rows(call: Call, recipes: Path, here: Path) -> None:
-    from optrush import clean_page
+    from optrush.report import data
 
     assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
     record = json.loads(Path("out/cleaning.json").read_text())
     del record["output"], record["model"]
-    assert clean_page.write(record, here).read_text().count("(written)") == 0
+    assert data.write_cleaning_page(record, here).read_text().count("(written)") == 0
     assert json.loads(Path("cleaning.json").read_text()) == record
 
 

@@ -17,12 +17,13 @@ import torch
 from trained import ROWS, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush import answers_page, generate, judge
+from optrush import generate, judge
 from optrush.config import Sampling
 from optrush.data.schema import Chat, Completion, Message
 from optrush.errors import DataError
 from optrush.generate import prompts
 from optrush.models import tiny
+from optrush.report import answers
 
 from clirun import Found, write_rows
 
@@ -214,13 +215,13 @@ def test_the_page(here: Path) -> None:
              "likelier_said": EVIL}  # fmt: skip
     row = {"prompt": [{"role": "user", "content": EVIL}], "answer": EVIL, "finish": "length", "tokens": 9,
            "other": EVIL, "other_finish": "stop", "other_tokens": 2, "reference": EVIL}  # fmt: skip
-    page = answers_page.page(facts, [row] * (answers_page.MOST + 7))
+    page = answers.answers_page(facts, [row] * (answers.MOST + 7))
     assert "default-src 'none'" in page and not re.search(r"https?://|<script|<img", page)
     assert not set("\x1b\u202e") & set(page) and "&lt;script&gt;" in page and "7 more in a.jsonl" in page
-    assert page.count("9 tokens, cut off") == page.count('<p class="soft">2 tokens</p>') == answers_page.MOST
+    assert page.count("9 tokens, cut off") == page.count('<p class="soft">2 tokens</p>') == answers.MOST
     for tag in ("section", "div", "p", "h2", "h3"):
         assert len(re.findall(rf"<{tag}[ >]", page)) == page.count(f"</{tag}>"), tag
-    one = answers_page.page(facts | {"other": None, "likelier_said": None}, [{**row, "prompt": "x"}])
+    one = answers.answers_page(facts | {"other": None, "likelier_said": None}, [{**row, "prompt": "x"}])
     assert one.count('class="card"') == 1 and "greedy" not in one
 
 

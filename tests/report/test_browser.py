@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from optrush.bench import report
+from optrush.report import bench as report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")

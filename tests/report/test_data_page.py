@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from test_browser import CHROMIUM, Browser, browser
 
-from optrush import show_page
 from optrush.data import preview
 from optrush.errors import ConfigError
+from optrush.report import data
 
 __all__ = ["browser"]
 EVIL = "<script>document.title = 'taken'</script>\"'><img src=x onerror=alert(1)>&amp;"
@@ -56,7 +56,7 @@ def facts(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_page() -> None:
-    page = show_page.page(facts())
+    page = data.data_page(facts())
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in page
     assert not re.search(r"https?://|<script|<img|None|nan\b", page) and re.findall(r'href="([^"]*)"', page) == [
@@ -78,7 +78,7 @@ def test_the_page() -> None:
 def test_rows() -> None:
     held = facts()
     rows = [{"row": 17, "tokens": 1999, "samples": held.pop("samples")}]
-    page = show_page.page(held | {"rows": rows})
+    page = data.data_page(held | {"rows": rows})
     assert "Row 17: 1,999 of 2,048 slots" in page and "Rows as they are trained" in page and "chat.jsonl:4" in page
 
 
@@ -88,7 +88,7 @@ def test_rows() -> None:
 def test_any_lengths(lengths: list[int], line: bool) -> None:
     """One length, two, far apart; the line at T stands where T lies within."""
     found = preview.spread(np.array(lengths), np.array(lengths) // 2, 2048)
-    drawn = show_page.histogram(found, 2048)
+    drawn = data.lengths_histogram(found, 2048)
     assert ("T = 2,048" in drawn) == line and "nan" not in drawn
     said = [int(n.replace(",", "")) for n in re.findall(r"tokens: ([\d,]+) samples", drawn)]
     assert sum(said) == len(lengths)
@@ -98,10 +98,10 @@ def test_any_lengths(lengths: list[int], line: bool) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError) as raised:
-        show_page.write(facts(), tmp_path / "file" / "inside")
+        data.write_data_page(facts(), tmp_path / "file" / "inside")
     assert raised.value.asked.startswith("--out ") and "name a folder" in raised.value.do
     held = facts()
-    assert show_page.write(held, tmp_path / "new").read_text() == show_page.page(held)
+    assert data.write_data_page(held, tmp_path / "new").read_text() == data.data_page(held)
 
 
 @in_browser
@@ -110,7 +110,7 @@ def test_in_a_browser(browser: Browser, tmp_path: Path, width: int) -> None:
     """A silent console, nothing fetched, no script run, charts to be read on a phone and in the dark."""
     few = np.array([10**6, 10**6 + 1])
     kinds = facts(), facts(seq=15_000), facts(seq=20), facts(lengths=preview.spread(few, few, 10**6), seq=10**6)
-    pages = [show_page.write(kind, tmp_path / str(i)) for i, kind in enumerate(kinds)]
+    pages = [data.write_data_page(kind, tmp_path / str(i)) for i, kind in enumerate(kinds)]
     light, dark, *more = [browser.open(page, width, dark=i == 1) for i, page in enumerate([pages[0], *pages])]
     for seen in (light, dark, *more):
         assert not seen.console and not seen.fetched and seen.wide <= 0

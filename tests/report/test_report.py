@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from optrush import cli
-from optrush.bench import charts, figures, report, runs
 from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.report import bench as report
+from optrush.report import charts, run
 
 Ladder = list[dict[str, Any]]
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
@@ -132,17 +133,17 @@ def test_another_system_and_a_rung_measured_again(ladder: Ladder, bench: Callabl
 
 
 def test_equal_losses_are_said_to_be(ladder: Ladder) -> None:
-    shown, _ = figures.rungs([{**r, "losses": [3.0, 2.0]} for r in ladder[:3]])
-    assert figures.losses_said(shown) == "All curves are equal to the last digit over 2 steps."
-    shown, _ = figures.rungs([{**r, "losses": [3.0, None]} for r in ladder[:1]])
-    assert figures.losses_said(shown) == "There are no two curves to compare. 1 loss was not finite."
+    shown, _ = charts.rungs([{**r, "losses": [3.0, 2.0]} for r in ladder[:3]])
+    assert charts.losses_said(shown) == "All curves are equal to the last digit over 2 steps."
+    shown, _ = charts.rungs([{**r, "losses": [3.0, None]} for r in ladder[:1]])
+    assert charts.losses_said(shown) == "There are no two curves to compare. 1 loss was not finite."
 
 
 @pytest.mark.parametrize(
     ("value", "shown"), [(69851.4, "69,851"), (99.96, "100.0"), (3.14159, "3.14"), (None, "–"), (1e6, "1,000,000")]
 )
 def test_speeds(value: float | None, shown: str) -> None:
-    assert figures.speed(value) == shown
+    assert charts.speed(value) == shown
 
 
 def test_ticks_of_axes() -> None:
@@ -213,7 +214,7 @@ def test_a_damaged_line_before_the_last(trained: Path) -> None:
     with (trained / "metrics.jsonl").open("a") as file:
         file.write('\n{"step": 420, "loss": 2.0}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl:49"):
-        runs.read(trained)
+        run.read(trained)
     with pytest.raises(DataError):
         report.write_run(trained)
     assert not (trained / report.PAGE).exists()

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from test_browser import CHROMIUM, Browser
 
-from optrush.bench import report, roofline
 from optrush.planner.cost import PARTS
+from optrush.report import bench as report
+from optrush.report import bench as roofline
 
 Ladder = list[dict[str, Any]]
 CEILING = {"products": 0.27, "attention": 0.03, "head": 0.08, "elementwise": 0.02, "optimizer": 0.004}

@@ -8,6 +8,8 @@ Nothing is written to the run's output. A failure is a result too; a process tha
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import statistics
@@ -22,13 +24,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from optrush import config
-from optrush.bench import parts
+from optrush.bench import profile
 from optrush.bench.peer import facts
 from optrush.bench.record import put
-from optrush.bench.sketch import sketch
 from optrush.config import Run
 from optrush.data import sampler
 from optrush.data.batch import Batch
@@ -46,7 +48,53 @@ from optrush.trainer import dpo_reference, trainer
 from optrush.trainer.build import assemble
 from optrush.trainer.metrics import Meter, resident
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Job, Plan, train
+from optrush.trainer.trainer import Job, Plan, Trained, train
+
+# --- Some thousand numbers in place of a gradient of billions, which tell the angle between two gradients.
+#
+# Each value, with a sign drawn at random, is added to those whose place, shifted by a number of its tensor's own, has
+# the same remainder by WIDTH. Such sums keep inner products on average; the square of the distance between two
+# gradients is told within some 2 %, the root of 2 / WIDTH, or some 6 where a few values make most of it. Source: Alon,
+# Matias and Szegedy, https://doi.org/10.1006/jcss.1997.1545.
+#
+# Names and layout are those of an export, so that a fused parameter compares with the tensors that it is made of. Signs
+# depend on the device and on torch: sketches compare within one climb.
+
+
+WIDTH = 4093  # a prime: the values of one column of a matrix fall into many sums
+PIECE = 1024 * WIDTH  # values at a time
+
+
+@torch.no_grad()
+def sketch(job: Job) -> dict[str, str]:
+    """Of the gradients that lie there; an update in the backward pass has left none.
+
+    Returns:
+        {"of": a digest of the tensors' names, the device and torch, "sums": (WIDTH,) float32, in base64}; stats.cosine
+        reads it.
+    """
+    sums = torch.zeros(WIDTH, dtype=torch.float64, device=job.world.device)
+    names = [job.setup.device.name, torch.__version__]
+    for t in job.trained:
+        for name, values in tensors(job, t):
+            names.append(name)
+            seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+            generator = torch.Generator(values.device).manual_seed(seed)
+            for piece in torch.split(values.flatten(), PIECE):
+                heads = torch.randint(0, 2, piece.shape, generator=generator, device=piece.device, dtype=torch.int8)
+                signed = torch.where(heads.bool(), piece, -piece).float()
+                sums += F.pad(signed, (0, -len(piece) % WIDTH)).view(-1, WIDTH).sum(0).roll(seed % WIDTH)
+    digest = hashlib.blake2b("\n".join(sorted(names)).encode(), digest_size=8).hexdigest()
+    return {"of": digest, "sums": base64.b64encode(sums.float().cpu().numpy().tobytes()).decode()}
+
+
+def tensors(job: Job, t: Trained) -> Iterator[tuple[str, Tensor]]:
+    """The gradient of a parameter as an export would write it; of one that no export has, as it is."""
+    if t.grad is not None and t.name in job.recipe.entries:
+        yield from job.recipe.split(t.name, t.grad)
+    elif t.grad is not None:
+        yield t.name, t.grad
+
 
 UNASKED = "no proof: none was asked for at this length"
 ENDED = "the process ended under the profiler"
@@ -98,7 +146,7 @@ def measure(
     """
     prepared = prepare(run)
     job = assemble(prepared)
-    marks = parts.Marks(job)
+    marks = profile.Marks(job)
     dpo_reference.fill(job, prepared)
     plan = Plan(job, job.stream.plan(None, run.train.steps))
     documents: list[tuple[int, Document]] = []
@@ -169,7 +217,7 @@ def loop(job: Job, plan: Plan) -> Lines:
     return meter
 
 
-def profiled(job: Job, marks: parts.Marks, plan: Plan, step_s: float) -> dict[str, Any]:
+def profiled(job: Job, marks: profile.Marks, plan: Plan, step_s: float) -> dict[str, Any]:
     """Seconds of a step by part, under the profiler; or why there are none. All other figures have been taken."""
     steps = max(1, min(PROFILED, plan.total - 1, int(PROFILED_S / step_s)))
     short = Plan(job, plan.length._replace(steps=1 + steps))
@@ -177,10 +225,10 @@ def profiled(job: Job, marks: parts.Marks, plan: Plan, step_s: float) -> dict[st
         job.batches = batches(job, short)
         with reading(job.batches), marks.watching() as spans:
             loop(job, short)
-        held, seen = parts.steady(spans)
+        held, seen = profile.steady(spans)
         if seen != steps:
             return {"parts_note": f"the profiler saw {seen} whole steps of {steps}"}
-        return {"parts_s": {part: whole / steps for part, whole in parts.seconds(held).items()}}
+        return {"parts_s": {part: whole / steps for part, whole in profile.seconds(held).items()}}
     except Exception as error:  # whatever it is, the rung's figures do not depend on it
         return {"parts_note": explain(error)}
 

@@ -83,12 +83,12 @@ def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str]) ->
 
 def _clean(run: Run, folder: Path) -> dict[str, Any]:
     """Cleans what the run names and writes the folder; returns the record."""
-    from optrush import clean_page
     from optrush.data import readers
     from optrush.data.chat_template import open_tokens
     from optrush.data.cleaning import clean, folder_for, write_rows
     from optrush.data.tokenize import root
     from optrush.models.source import locate
+    from optrush.report import data
 
     d = run.data
     if d.path is None or d.clean is None:
@@ -109,7 +109,7 @@ def _clean(run: Run, folder: Path) -> dict[str, Any]:
         )  # fmt: skip
         model = run.model.model_dump(include={"path", "tokenizer"}, exclude_none=True) if tokens else {}
         record = {**write_rows(cleaned, new), "model": model}
-        clean_page.write(record, new)
+        data.write_cleaning_page(record, new)
     return record
 
 

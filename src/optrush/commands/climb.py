@@ -53,17 +53,17 @@ def bench(
     run = read_run(config, set_, with_, without)
     if launched()[1] > 1:
         raise ConfigError("optrush bench", f"a launcher has started {launched()[1]} ranks", "start it alone")
-    from optrush.bench import board
-    from optrush.bench.climb import climb
+    from optrush.bench import runner
     from optrush.bench.ladder import find
+    from optrush.bench.runner import climb
 
     found = find(ladder, run)
-    with board.Board() as shown:
+    with runner.Board() as shown:
         records = climb(
             found, run, out, shown,
             repeats=repeats, cumulative_only=cumulative_only, limit_s=limit, resume=resume,
             command=shlex.join(["optrush", *sys.argv[1:]]),
         )  # fmt: skip
-    board.show(records)
+    runner.show(records)
     print(json.dumps([json.loads(r.to_json()) for r in records]) if as_json else out / "report.html")
     raise typer.Exit(int(any(r.error for r in records)))

@@ -77,10 +77,10 @@ def show(
     else:
         facts["samples"] = _samples(prepared, tokens, source, first, rows, random)
     if out is not None:
-        from optrush import show_page
+        from optrush.report import data
 
         facts["fills"] = _fills(prepared, source)
-        facts["page"] = str(show_page.write(facts, out))
+        facts["page"] = str(data.write_data_page(facts, out))
     _print(json.dumps(facts) if as_json else "\n".join(_told(facts, colours(), borders)))
 
 

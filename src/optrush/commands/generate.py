@@ -128,8 +128,9 @@ def _answer(
     *, measures: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Asks one model after the other, writes the rows as they come, then the page."""
-    from optrush import answers_page, generate
+    from optrush import generate
     from optrush.generate import ask, likelier
+    from optrush.report import answers as answers_page
 
     how: dict[str, Any] = {"seed": seed, "batch": batch, "measures": measures}
     total, rows = len(asked) * (1 if other is None else 2), []
@@ -160,7 +161,7 @@ def _answer(
         found = likelier(list(zip(ours, theirs, strict=True)))
         facts["likelier"] = found.facts()
         facts["likelier_said"] = f"the reference is likelier under {place.name} than under {facts['other']}: {found}"
-    answers_page.write(facts, rows, out.with_suffix(".html"))
+    answers_page.write_answers_page(facts, rows, out.with_suffix(".html"))
     return facts
 
 
@@ -220,7 +221,7 @@ def _judge(path: Path, seed: int, as_json: bool) -> None:
 
 def _asked(case: Case, done: int, total: int) -> Verdict | None:
     """What a person says of one pair; None: no more."""
-    from optrush.answers_page import text_of
+    from optrush.report.answers import text_of
 
     first, second = case.sides
     print(f"\n=== {done + 1} of {total}\n{shown(text_of(case.prompt))}", file=sys.stderr)

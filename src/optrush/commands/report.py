@@ -21,7 +21,7 @@ def report(
     One folder: its own page and charts are written again in place. Several folders: one page that compares them,
     ladders rung by rung and each training run in a row. A page needs no network and holds no script.
     """
-    from optrush.bench import report as pages
+    from optrush.report import bench as pages
 
     kinds = [pages.kind(folder) for folder in folders]
     if len(folders) == 1:

@@ -187,10 +187,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
             f"{q.dtype} on {q.device.type}",
             "use bfloat16 or float16 on a CUDA device, or sdpa attention",
         )
-    from optrush.kernels.attention_varlen import (
-        GROUPS,
-        attend,  # it loads torch's compiler, which takes a second
-    )
+    from optrush.kernels.attention_varlen import GROUPS, attend
 
     if not GROUPS:
         k, v = spread(k, q.shape[2]), spread(v, q.shape[2])

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optrush import clean_page, config, console
-from optrush.bench.report import write_run
+from optrush import config, console
 from optrush.data import sampler, tokenize
 from optrush.data.batch import Batch
 from optrush.data.sampler import ROOM, Live, reading
@@ -33,6 +32,8 @@ from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, U
 from optrush.export import write_model
 from optrush.hardware import GIB
 from optrush.objectives import unit
+from optrush.report import data
+from optrush.report.bench import write_run
 from optrush.resolve import Prepared, resized
 from optrush.technique import Part
 from optrush.trainer import checkpoint, distributed, dpo_reference, metrics, run_dir, storage, trackers, trainer
@@ -270,7 +271,7 @@ def fit(
             if isinstance(job.stream, Live):
                 job.stream.aside = output / QUARANTINE
             if job.sources.cleaned is not None:
-                clean_page.write(job.sources.cleaned, output)
+                data.write_cleaning_page(job.sources.cleaned, output)
 
         first(main, output, claim)
         if main:

@@ -11,25 +11,207 @@ from __future__ import annotations
 import datetime
 import fcntl
 import json
+import math
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
 from optrush import config, hardware
-from optrush.bench import environment, ladder, longest, peer_worker, record
-from optrush.bench.ladder import Rung
-from optrush.bench.made import Climb, baseline, make
-from optrush.bench.process import run_worker, stopping
+from optrush.bench import ladder, peer_worker, record
+from optrush.bench.ladder import Ladder, Longest, Rung
 from optrush.bench.record import RUNGS, Record, put
-from optrush.bench.written import Ladder
+from optrush.bench.results import Climb, baseline, make
 from optrush.config import Run
+from optrush.console import err
 from optrush.errors import ConfigError, UserError
 from optrush.planner import calibration
 from optrush.resolve import prepare
+
+# --- A fresh process for one rung, with a time limit, and why it ended where it left no answer. Pure.
+
+
+STOPPED = 143  # the exit code of a climb that a signal stopped
+COMMAND = [sys.executable, "-m", "optrush.bench.worker"]
+PEER = [sys.executable, "-m", "optrush.bench.peer_worker"]  # for a request with a `peer`
+QUIET = {"KINETO_LOG_LEVEL": "6"}  # what the profiler says of itself would be taken for a process' last words
+TAIL = 5  # lines of standard error that an unexplained death is given
+
+
+def run_worker(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """What a fresh process says to a request. However it ends, there is a result: figures, or `error`."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="optrush-bench-") as name:
+        asked, answered, said = (Path(name) / part for part in ("request.json", "result.json", "stderr"))
+        asked.write_text(json.dumps({**request, "parent": os.getpid()}))
+        command = [*(PEER if "peer" in request else COMMAND), str(asked), str(answered)]
+        with said.open("wb") as stderr:
+            process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True, env={**QUIET, **os.environ}
+            )
+            try:
+                code: int | None = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                _end(process)  # with all that it started, a compiler's processes for example
+        seconds = time.monotonic() - begun
+        late = f"still running after {limit_s:g} s, and stopped (limit_s)"
+        end = late if code is None else death(code, said.read_text("utf-8", "replace"))
+        if not answered.exists():
+            return {"error": end, "seconds": seconds}
+        result: dict[str, Any] = {**json.loads(answered.read_text("utf-8")), "seconds": seconds}
+        if "parts_note" in result and (code is None or code < 0):  # its other figures are whole
+            result["parts_note"] = end
+        return result
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and its group, whatever is left of it."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def death(code: int, said: str) -> str:
+    """Why a process left without an answer, as far as its exit code and its last words tell."""
+    last = " | ".join([line for line in said.splitlines() if line.strip()][-TAIL:])
+    if code >= 0:
+        return f"it left without a result, exit code {code}: {last or 'and said nothing'}"
+    name = signal.Signals(-code).name
+    text = f"killed by signal {-code} ({name})"
+    if -code == signal.SIGKILL:
+        text += ", most likely out of memory: that is how the system ends the largest process; nothing else was seen"
+    return text + (f": {last}" if last else "")
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """SIGTERM and Ctrl-C stop a climb, its process with it: what is measured stays, and --resume goes on."""
+
+    def stop(*_: object) -> None:
+        raise SystemExit(STOPPED)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- The longest row that trains: lengths are tried one by one, each in a fresh process with one row a step. Pure.
+#
+# The rung is first measured and proved at the shortest length, as any rung is. Then lengths are tried without a proof,
+# which at such lengths would take longer than the training: from the plan's prediction, next to it and ever farther, or
+# doubling where there is none; up while they train, down where memory ends, until the shortest that failed is near the
+# longest that trained. So where the plan is right two are enough.
+
+
+GRAIN = 1024  # lengths are multiples of it, or of what the shortest is a multiple of
+FARTHEST = 4.0  # from a length to the next
+MEMORY = ("out of memory", "killed by signal 9")  # how a result says that memory ended, on the device or the host
+
+
+def search(
+    span: Longest, guess: int | None, first: dict[str, Any], attempt: Callable[[int], dict[str, Any]]
+) -> dict[str, Any]:
+    """The result of the longest row that trained, with the proof of the shortest, and what was tried.
+
+    Args:
+        guess: where to begin; None: nothing is predicted.
+        first: the result at `span.from_`, with its proof.
+        attempt: one process at a length.
+    """
+    best, reached, tries = first, span.from_, [_try(span.from_, first)]
+    if "error" in first:
+        return {**first, "tries": tries}
+    asking, ended = lengths(span, guess), None
+    seq = next(asking, None)
+    while seq is not None and ended is None:
+        result = attempt(seq)
+        tries.append(_try(seq, result))
+        trained = tries[-1]["error"] is None
+        if trained:
+            best, reached = result, seq
+        elif not str(tries[-1]["error"]).startswith(MEMORY):
+            ended = f"the search ended at rows of {seq:,} tokens: {tries[-1]['error']}"
+        try:
+            seq = asking.send(trained)
+        except StopIteration:
+            seq = None
+    return {**best, "proof": first["proof"], "longest_seq": reached, "tries": tries, "ended": ended}
+
+
+def lengths(span: Longest, guess: int | None) -> Generator[int, bool]:
+    """Lengths to try, sent whether each trained; `span.from_` has."""
+    grain = math.gcd(span.from_, GRAIN)
+    low, high, stride = span.from_, 0, 2.0 if guess is None else span.factor  # high 0: none has failed
+
+    def whole(length: float) -> int:
+        return int(length) // grain * grain
+
+    top = max(low, whole(span.to))
+    wanted = min(top, whole(guess or 0))
+    while True:
+        if high == 0:
+            if low >= top:
+                return
+            seq = wanted if wanted > low else min(top, max(low + grain, whole(low * stride)))
+            if wanted <= low:
+                stride = min(stride * stride, FARTHEST)
+        else:
+            if high <= max(low * span.factor, low + grain):
+                return
+            seq = min(high - grain, max(low + grain, whole(max(math.sqrt(low * high), high / stride) + grain - 1)))
+            stride = min(stride * stride, FARTHEST)
+        if (yield seq):
+            low = seq
+        else:
+            high = seq
+
+
+def guess(span: Longest, fits: Callable[[int], bool | None]) -> int | None:
+    """The longest row that the plan says fits; None: it says nothing.
+
+    Args:
+        fits: what it says of a length.
+    """
+    grain = math.gcd(span.from_, GRAIN)
+    low, high = span.from_ // grain, span.to // grain
+    try:
+        if fits(low * grain) is None:
+            return None
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle * grain) else (low, middle - 1)
+    except UserError:
+        return None
+    return low * grain
+
+
+def _try(seq: int, result: dict[str, Any]) -> dict[str, Any]:
+    error = result.get("error")
+    if error is None and None in result["losses"]:
+        error = "a loss was not finite"
+    return {
+        "seq": seq, "error": error, "peak_bytes": result.get("peak_bytes"),
+        "host_peak_bytes": result.get("host_peak_bytes"), "seconds": result.get("seconds"),
+    }  # fmt: skip
+
 
 TRIES = "tries"  # what a search for the longest row has asked, a file a length
 
@@ -68,9 +250,7 @@ def climb(
     """
     rungs = ladder.rungs(climbed, run, cumulative_only)
     limit_s = limit_s or climbed.limit_s
-    whole = Climb(
-        climbed, rungs, out, repeats or climbed.repeats, limit_s, command, environment.source(), environment.machine()
-    )
+    whole = Climb(climbed, rungs, out, repeats or climbed.repeats, limit_s, command, record.source(), record.machine())
     _look(out, resume)
     _prepare(whole, show)
     calibration.find(hardware.named("auto")[0])  # damaged, it is refused now, not a lack of predictions later
@@ -97,7 +277,7 @@ def climb(
 
 
 def _write(out: Path, records: Sequence[Record]) -> None:
-    from optrush.bench.report import write_bench
+    from optrush.report.bench import write_bench
 
     if out.is_dir():
         record.write(out, records)
@@ -266,8 +446,8 @@ def _result(whole: Climb, rung: Rung, request: dict[str, Any], show: Show) -> di
         show.says(f"  rows of {seq:,} tokens: {'failed: ' + result['error'] if 'error' in result else 'trained'}")
         return result
 
-    begin = longest.guess(span, lambda seq: _fits(ladder.at_length(rung.run, seq)))
-    return longest.search(span, begin, first, attempt)
+    begin = guess(span, lambda seq: _fits(ladder.at_length(rung.run, seq)))
+    return search(span, begin, first, attempt)
 
 
 def _tried(whole: Climb, rung: Rung, request: dict[str, Any], seq: int) -> dict[str, Any]:
@@ -298,3 +478,74 @@ def _request(whole: Climb, rung: Rung) -> dict[str, Any]:
 def _file(whole: Climb, rung: Rung, repeat: int) -> str:
     plain = re.sub(r"[^a-z0-9]+", "-", rung.name.lower()).strip("-")
     return f"{whole.rungs.index(rung) + 1:02}-{plain}-{repeat + 1}.json"
+
+
+# --- What people see of a climb, on standard error: a bar on a terminal, a line a process, and the table at the end.
+
+
+GIB = 2**30
+FULL = 0.995  # share of real tokens in the slots from which on nobody asks for it
+
+
+class Board:
+    """Told by `climb` how far it is; use it as a context, so that the bar is taken down."""
+
+    def __init__(self) -> None:
+        columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}", markup=False))
+        self.progress = Progress(*columns, console=err, transient=True) if sys.stderr.isatty() else None
+        self.task = None if self.progress is None else self.progress.add_task("", total=None)
+        self.here, self.left = "", ""
+
+    def __enter__(self) -> Board:
+        if self.progress is not None:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def says(self, text: str) -> None:
+        err.print(text, markup=False)
+
+    def begins(self, rung: int, of: int, name: str, repeat: int, repeats: int) -> None:
+        self.here = f"rung {rung}/{of} {name}, repeat {repeat}/{repeats}"
+        if self.progress is not None and self.task is not None:
+            done = (repeat - 1) * of + rung - 1
+            self.progress.update(self.task, total=of * repeats, completed=done, description=self.here + self.left)
+
+    def ends(self, result: Mapping[str, Any], left_s: float) -> None:
+        self.left = f"  ETA {left_s:.0f} s" if left_s > 0 else ""
+        if "error" in result:
+            said = "failed: " + result["error"].replace("\n", "; ")
+        else:
+            said = f"{median(result['tokens_per_s']):,.0f} tok/s, {result['peak_bytes'] / GIB:.1f} GiB"
+        err.print(f"{self.here}: {said}{self.left}", markup=False)
+
+
+def show(records: Sequence[Record]) -> None:
+    """The table: each rung's figures, and against the rung it came from; below it why a rung is red."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("rung")
+    loose = any(r.fill is not None and r.fill < FULL for r in records)
+    for heading in ("tokens/s", "x since", "peak GiB", "predicted", *(("real slots",) if loose else ())):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict")
+    speeds = {r.rung: r.tokens_per_s for r in records}
+    for r in records:
+        before = speeds.get(r.since or "")
+        table.add_row(
+            Text(r.rung),
+            f"{r.tokens_per_s:,.0f}" if r.tokens_per_s else "-",
+            f"{r.tokens_per_s / before:.2f}" if r.tokens_per_s and before else "",
+            f"{r.peak_bytes / GIB:.2f}" if r.peak_bytes else "-",
+            f"{r.predicted_peak_bytes / GIB:.2f}" if r.predicted_peak_bytes else "-",
+            *((f"{r.fill:.1%}" if r.fill is not None else "-",) if loose else ()),
+            r.verdict,
+        )
+    err.print(table)
+    for r in records:
+        if "no proof: " in r.changes:
+            err.print(f"{r.rung}: {r.changes[r.changes.index('no proof: ') :]}", markup=False)
+        for reason in r.red:
+            err.print(f"{r.rung}: {' '.join(reason.split())}", markup=False)

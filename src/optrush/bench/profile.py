@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from optrush.bench.roofline import GAPS
 from optrush.planner.cost import PARTS
+from optrush.report.bench import GAPS
 from optrush.trainer.trainer import Job
 
 # An operator on one number puts a mark into the queue, and into a graph that is being recorded: one that no training

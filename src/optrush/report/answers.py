@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from optrush.bench import charts
 from optrush.console import shown
+from optrush.report import charts
 from optrush.trainer.run_dir import put
 
 MOST = 500  # rows on a page
 
 
-def write(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def write_answers_page(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """The page of these answers, whole or not at all."""
-    put(path, page(facts, rows))
+    put(path, answers_page(facts, rows))
 
 
-def page(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def answers_page(facts: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """The page as text."""
     import jinja2
 

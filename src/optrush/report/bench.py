@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from optrush.bench import charts, pictures, record, roofline, runs, versus
-from optrush.bench.figures import (
+from optrush.bench import record
+from optrush.errors import ConfigError, DataError
+from optrush.planner.cost import PARTS
+from optrush.report import charts, run
+from optrush.report.charts import (
     Rung,
     amount,
     clean,
@@ -25,15 +30,234 @@ from optrush.bench.figures import (
     gib,
     losses_said,
     number,
+    numbers,
     percent,
     plain,
+    positive,
+    ratio,
     rungs,
     speed,
     times,
     troubled,
     verdict,
 )
-from optrush.errors import ConfigError, DataError
+
+# --- How near a rung comes to its device's ceiling: the step as measured, and what its parts would take at the ceiling.
+#
+# The ceiling is computed: the work that the plan counts for the rung, at the rates that the device reaches with that
+# kind of work alone (`optrush calibrate`) or, without them, at its datasheet's whole rates. Where the rung was profiled
+# (parts.py) each part is held against it; else the whole step alone, and what is left of that is work below its
+# ceiling, work that the plan does not count, and gaps.
+
+
+LEFT, GAPS = "remainder", "gaps"  # gaps: the device had nothing to do
+NEAR = 1.1  # times: profiled steps that took so much more or less than the timed ones do not speak for them
+
+
+@dataclass(frozen=True)
+class Roof:
+    """One rung: seconds of its step, and of each part at the ceiling and, where it was profiled, as it took."""
+
+    name: str
+    basis: str
+    step_s: float
+    parts: dict[str, float]
+    took: dict[str, float] | None = None  # gaps among them
+    note: str = ""  # why it was not profiled
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def left_s(self) -> float:
+        """Negative where the step is faster than what is called its ceiling."""
+        return self.step_s - self.total_s
+
+    @property
+    def reached(self) -> float:
+        """Percent of the ceiling."""
+        return 100 * self.total_s / self.step_s
+
+    def share(self, part: str) -> float:
+        """Percent of the measured step that a part would take at the ceiling."""
+        return 100 * (self.left_s if part == LEFT else self.parts[part]) / self.step_s
+
+    @property
+    def profiled_s(self) -> float:
+        """Of a step under the profiler."""
+        return sum((self.took or {}).values())
+
+    def taken(self, part: str) -> float:
+        """Percent of the profiled step."""
+        return 100 * (self.took or {})[part] / self.profiled_s
+
+    @property
+    def apart(self) -> float | None:
+        """How many times a timed step a profiled one took, where that is too much or too little; None: it is not."""
+        times = self.profiled_s / self.step_s
+        return times if self.took and not 1 / NEAR <= times <= NEAR else None
+
+    @property
+    def scored(self) -> bool:
+        """Attention had no kernel: its whole scores were products and elementwise operators like any other."""
+        return self.took is not None and self.took["attention"] == 0 < self.parts["attention"]
+
+    def part_reached(self, part: str) -> float | None:
+        """Percent of its ceiling that a part comes to; None: that cannot be said."""
+        took, least = (self.took or {}).get(part), self.parts.get(part)
+        mixed = self.scored and part in ("products", "attention", "elementwise")
+        return 100 * least / took if took and least and not mixed and self.apart is None else None
+
+
+def roofs(records: Sequence[Mapping[str, Any]]) -> list[Roof]:
+    """Of every rung that has both, the later record of a rung that was measured twice; other systems have no plan."""
+    latest = {tuple(clean(r.get(k)) for k in ("case", "device", "mode", "rung", "peer")): r for r in records}
+    return [roof for record in latest.values() if (roof := _roof(record)) is not None]
+
+
+def _roof(record: Mapping[str, Any]) -> Roof | None:
+    given, repeats = record.get("ceiling_s"), record.get("step_s")
+    steps = [s for own in repeats if isinstance(own, list) for s in numbers(own)] if isinstance(repeats, list) else []
+    held = [s for s in map(positive, steps) if s is not None]
+    if record.get("error") or not held or not isinstance(given, Mapping):
+        return None
+    parts = {part: positive(given.get(part)) or 0.0 for part in PARTS}
+    if not any(parts.values()):
+        return None
+    seen = record.get("parts_s")
+    read = {part: number(seen.get(part)) for part in (*PARTS, GAPS)} if isinstance(seen, Mapping) else {}
+    took = {part: s for part, s in read.items() if s is not None and s >= 0}
+    name = clean(record.get("rung")) or "unnamed"
+    step_s, note = statistics.median(held), clean(record.get("parts_note"))
+    whole = len(took) == len(PARTS) + 1 and any(took.values())
+    return Roof(name, clean(record.get("basis")), step_s, parts, took if whole else None, note)
+
+
+def section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What the page lays out; None: no rung has a ceiling."""
+    shown = roofs(records)
+    if not shown:
+        return None
+    said = {"calibrated": "the rates that optrush calibrate measured", "datasheet": "the whole rates of a datasheet"}
+    bases = dict.fromkeys(said.get(r.basis, "rates of an unknown kind") for r in shown)
+    profiled = any(r.took for r in shown)
+    parts = (*PARTS, GAPS if profiled else LEFT)
+    return {
+        "basis": " and ".join(bases),
+        "profiled": profiled,
+        "chart": _profiled([r for r in shown if r.took]) if profiled else _chart(shown),
+        "legend": [(_swatch(part), part) for part in parts],
+        "parts": parts,
+        "rows": shown,
+        "notes": [f"{r.name}: {r.note}" for r in shown if r.note],
+        "apart": [f"{r.name} ({r.apart:.2f} times)" for r in shown if r.apart is not None],
+        "scored": [r.name for r in shown if r.scored],
+        "above": [r.name for r in shown if r.left_s < 0],
+    }
+
+
+def _chart(shown: Sequence[Roof]) -> Markup:
+    """A bar a rung, as long as its step: the parts from the left, then what is left."""
+    most = max(1.0, *(r.total_s / r.step_s for r in shown))
+    inside: list[Markup] = []
+    for i, roof in enumerate(shown):
+        pieces = [(max(0.0, roof.share(part)) / 100, _kind(part)) for part in (*PARTS, LEFT)]
+        inside += _row(i, roof, pieces, most)
+    said = "; ".join(
+        f"{r.name}: " + ", ".join(f"{part} {percent(r.share(part))}" for part in (*PARTS, LEFT)) for r in shown
+    )
+    title = "Parts of each rung's step at the ceiling, in percent of the measured step"
+    return charts.picture(title, said, len(shown) * charts.ROW, *inside)
+
+
+def _profiled(shown: Sequence[Roof]) -> Markup:
+    """A bar a rung: each part as it took, pale what of it goes beyond a known ceiling; then the gaps."""
+    inside: list[Markup] = []
+    for i, roof in enumerate(shown):
+        pieces = []
+        for part in PARTS:
+            reached = roof.part_reached(part)
+            width, reached = roof.taken(part) / 100, 1.0 if reached is None else min(100.0, reached) / 100
+            pieces += [(width * reached, _kind(part)), (width * (1 - reached), f"{_kind(part)} pale")]
+        inside += _row(i, roof, [*pieces, (roof.taken(GAPS) / 100, _kind(GAPS))], 1.0)
+    said = "; ".join(
+        f"{r.name}: " + ", ".join(f"{part} {percent(r.taken(part))}" for part in (*PARTS, GAPS)) for r in shown
+    )
+    title = "Parts of each rung's step as they took, in percent of the profiled step"
+    return charts.picture(title, said, len(shown) * charts.ROW, *inside)
+
+
+def _row(i: int, roof: Roof, pieces: Sequence[tuple[float, str]], most: float) -> Iterator[Markup]:
+    """A rung's name, its pieces side by side, each a share of the longest bar, and how it fares."""
+    top, begin = i * charts.ROW, 0.0
+    yield charts.named(roof.name, top)
+    for width, kind in pieces:
+        yield charts.segment(begin, begin + width / most, top, kind)
+        begin += width / most
+    yield charts.figure(f"{percent(roof.reached)}, {milliseconds(roof.step_s)}", top, begin)
+
+
+def milliseconds(seconds: float) -> str:
+    """1.2345 -> 1,234.5 ms; what is shorter than one has three digits."""
+    value = 1e3 * seconds
+    return (f"{value:,.1f}" if abs(value) >= 10 else f"{value:.3g}").replace("-", "−") + " ms"
+
+
+def _kind(part: str) -> str:
+    return "band" if part in (LEFT, GAPS) else f"fill s{PARTS.index(part)}"
+
+
+def _swatch(part: str) -> Markup:
+    square = charts.node("rect", class_=_kind(part), width=12, height=12)
+    return charts.node("svg", square, width=12, height=12, class_="swatch", aria_hidden="true")
+
+
+# --- Ours against other systems: ratios from the records of one climb. Pure; a ratio above 1 is in our favour.
+
+
+@dataclass(frozen=True)
+class Versus:
+    """Another system's rung beside ours, measured in turn with it on the same load."""
+
+    case: str
+    ours: Rung
+    theirs: Rung
+
+    @property
+    def faster(self) -> float | None:
+        """Our tokens/s over theirs."""
+        return ratio(self.ours.speed, self.theirs.speed)
+
+    @property
+    def learns_faster(self) -> float | None:
+        """Our target tokens/s over theirs: where rows hold padding or what is not learnt, the figure that counts."""
+        return ratio(self.ours.targets, self.theirs.targets)
+
+    @property
+    def smaller(self) -> float | None:
+        """Their peak over ours."""
+        return ratio(self.theirs.peak, self.ours.peak)
+
+
+def versus(shown: Sequence[Rung]) -> list[Versus]:
+    """Each rung of another system that has figures, beside the rung of ours that it names."""
+    ours = {r.name: r for r in shown if not r.peer and r.mode == "cumulative"}
+    pairs = [(r, ours.get(r.since)) for r in shown if r.peer and not r.failed]
+    return [Versus(r.case, own, r) for r, own in pairs if own is not None and not own.failed]
+
+
+def said(pairs: Sequence[Versus]) -> str:
+    """The ratios in a sentence: the least of each case."""
+    least: dict[str, Versus] = {}
+    for pair in pairs:
+        if pair.faster is None or pair.theirs.red or pair.ours.red:
+            continue  # not the same work, or work that is wrong
+        if pair.case not in least or pair.faster < (least[pair.case].faster or 0):
+            least[pair.case] = pair
+    told = [f"{case}: ×{pair.faster:.2f} the tokens/s of “{pair.theirs.name}”" for case, pair in least.items()]
+    return f"Ours against the fastest other system: {'; '.join(told)}." if told else ""
+
 
 PAGE, SPEED, MEMORY = "report.html", "speed.png", "memory.png"
 KINDS = {
@@ -54,7 +278,7 @@ def write_bench(folder: Path) -> None:
     title = _joined(records, "ladder") or folder.resolve().name
     climbed = [r for r in shown if r.mode == "cumulative"]
     page = _page("bench.html.j2", **_bench(records, shown, title, replaced))
-    speeds, peaks = pictures.tokens(title, climbed), pictures.memory(title, climbed)
+    speeds, peaks = charts.tokens(title, climbed), charts.memory(title, climbed)
     for name, content in ((SPEED, speeds), (MEMORY, peaks), (PAGE, page.encode())):
         _put(folder / name, content)
 
@@ -68,7 +292,7 @@ def write_run(folder: Path, ranks: int | None = None) -> None:
     Raises:
         UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is none; nothing was written.
     """
-    _put(folder / PAGE, _page("run.html.j2", **runs.told(runs.read(folder), ranks)).encode())
+    _put(folder / PAGE, _page("run.html.j2", **run.told(run.read(folder), ranks)).encode())
 
 
 def write_many(folders: Sequence[Path], out: Path) -> None:
@@ -82,7 +306,7 @@ def write_many(folders: Sequence[Path], out: Path) -> None:
         if kind(folder) == "bench":
             benches.append((folder, _records(folder)))
         else:
-            trained.append(runs.summary(runs.read(folder)))
+            trained.append(run.summary(run.read(folder)))
     _put(out, _page("many.html.j2", **_many(benches), trained=trained).encode())
 
 
@@ -94,9 +318,9 @@ def kind(folder: Path) -> str:
     """
     if (folder / record.RECORDS).is_file():
         return "bench"
-    if (folder / runs.RUN).is_file():
+    if (folder / run.RUN).is_file():
         return "run"
-    found = f"neither {record.RECORDS} nor {runs.RUN} lies there" if folder.is_dir() else "no such folder"
+    found = f"neither {record.RECORDS} nor {run.RUN} lies there" if folder.is_dir() else "no such folder"
     raise ConfigError(
         f"a report of {folder}", found, "name a folder that `optrush bench` or `optrush train` has written"
     )
@@ -123,7 +347,7 @@ def _page(template: str, **content: Any) -> str:
     )
     house.filters |= {
         "speed": speed, "gib": gib, "times": times, "percent": percent, "plain": plain, "cut": cut,
-        "milliseconds": roofline.milliseconds,
+        "milliseconds": milliseconds,
         "signed": lambda value: percent(value, signed=True),
     }  # fmt: skip
     return house.get_template(template).render(hatching=charts.hatching(), **content)
@@ -159,8 +383,8 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[Rung], title: str, 
         "verdict": verdict(shown),
         "replaced": f"{amount(replaced, 'older record')} of the same rungs not shown." if replaced else "",
         "troubled": troubled(shown),
-        "versus": versus.versus(shown),
-        "versus_said": versus.said(versus.versus(shown)),
+        "versus": versus(shown),
+        "versus_said": said(versus(shown)),
         "longest": [r for r in shown if r.longest is not None],
         "memory_said": "; ".join(KINDS.get(k, k) for k in kinds),
         "speed_chart": _speed_chart(climbed),
@@ -168,7 +392,7 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[Rung], title: str, 
         "gains_chart": _gains_chart([r for r in climbed if not r.peer]),
         "predicted_said": errors_said([r for r in shown if not r.peer]),
         "predicted_charts": _predicted_charts([r for r in shown if not r.peer]),
-        "roof": roofline.section(records),
+        "roof": section(records),
         "without": without,
         "without_chart": _without_chart(without),
         "losses_said": losses_said(drawn),

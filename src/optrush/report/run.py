@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from optrush import config
-from optrush.bench import charts
-from optrush.bench.figures import DASH, amount, clean, gib, number, off, percent, positive, short, speed
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.objectives import FIGURES, unit
+from optrush.report import charts
+from optrush.report.charts import DASH, amount, clean, gib, number, off, percent, positive, short, speed
 
 if TYPE_CHECKING:
     from optrush.planner.search import Prediction
