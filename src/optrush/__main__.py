@@ -1,5 +1,5 @@
 """python -m optrush"""
 
-from optrush.cli import main
+from optrush.cli.app import main
 
 main()

@@ -18,7 +18,7 @@ print(*[name for name in {heavy!r} if name in sys.modules], file=sys.stderr)
 """
 HELP = """
 sys.argv = ["optrush", *{arguments!r}]
-from optrush.cli import main
+from optrush.cli.app import main
 try:
     main()
 except SystemExit as leaving:

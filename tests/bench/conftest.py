@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from optrush import cli
 from optrush.bench import runner
+from optrush.cli.app import app
 from optrush.report import bench
 
 from toy import FAKE, Copy, Fakes, Found, document, put, write_model
@@ -44,7 +44,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         monkeypatch.setattr(sys, "argv", ["optrush", *arguments])
         code = 0
         try:
-            cli.main()
+            app.main()
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         out, err = capsys.readouterr()

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from optrush import cli
+from optrush.cli.app import app
 from optrush.models import tiny
 
 from clirun import Found, base, write_rows
@@ -85,7 +85,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         monkeypatch.setattr(sys, "argv", ["optrush", *arguments])
         code = 0
         try:
-            cli.main()
+            app.main()
         except SystemExit as leaving:
             code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         out, err = capsys.readouterr()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from optrush.commands import calibrate as command
-from optrush.commands.options import read_run
+from optrush.cli import plan as command
+from optrush.cli.options import read_run
 from optrush.planner import calibration
 from optrush.planner.search import predict
 

@@ -20,7 +20,7 @@ from trained import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optrush import generate
-from optrush.commands import chat
+from optrush.cli import chat
 from optrush.config import Sampling
 from optrush.console import shown
 from optrush.data.schema import Message, Where

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import pytest
 
-from optrush import doctor, hardware, technique
+from optrush import hardware, technique
+from optrush.cli import setup
 from optrush.hardware import NAMED, Device
 from optrush.technique import Need, Part, Setup, Technique
 from optrush.techniques import ALL
@@ -26,13 +27,13 @@ WORDS = ("ok", "lacks")
 def on(monkeypatch: pytest.MonkeyPatch, *devices: Device) -> None:
     """This machine has these devices, and the packages and compilers for them."""
     monkeypatch.setattr(hardware, "probe", lambda: list(devices))
-    for module in (doctor, technique, technique):
+    for module in (setup, technique, technique):
         monkeypatch.setattr(module, "library", lambda name: "1.0")
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
 
 
-def stands(name: str, *devices: Device) -> doctor.Standing:
-    return doctor.standing(CLASSES[name], devices)
+def stands(name: str, *devices: Device) -> setup.Standing:
+    return setup.standing(CLASSES[name], devices)
 
 
 # --- the command
@@ -74,7 +75,7 @@ def test_text(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lacking_is_no_error(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an old device, no compiler and a build of torch for CPUs: everything said, exit code 0."""
     on(monkeypatch, NAMED["t4"])
-    for module in (doctor, technique, technique):
+    for module in (setup, technique, technique):
         monkeypatch.setattr(module, "library", lambda name: {"torch": "2.13.0+cpu", "triton": None}.get(name, "1"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     found = call("doctor")
@@ -95,7 +96,7 @@ def test_a_gpu_has_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention.runs and "optrush[kernels]" in dict(attention.options)["impl=fa4"][0].do
     monkeypatch.setattr(technique, "library", lambda name: "1")
     for c in ALL:
-        found = doctor.standing(c, [NAMED["h200"]] * 2)
+        found = setup.standing(c, [NAMED["h200"]] * 2)
         assert found.runs and not any(lacks for _, lacks in found.options), found
         assert found.several == (c.name in ("ddp", "fsdp"))
 
@@ -155,14 +156,14 @@ def test_a_compiler_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_problems_of_every_run() -> None:
-    packages: dict[str, str | None] = dict.fromkeys((*doctor.REQUIRED, *doctor.BESIDE), "1.0")
-    assert not list(doctor.problems([], packages | {"torch": "2.13.0+cpu"}))
-    assert not list(doctor.problems([NAMED["h200"]], packages | {"triton": None}))
-    (missing,) = doctor.problems([], packages | {"tokenizers": None})
+    packages: dict[str, str | None] = dict.fromkeys((*setup.REQUIRED, *setup.BESIDE), "1.0")
+    assert not list(setup.problems([], packages | {"torch": "2.13.0+cpu"}))
+    assert not list(setup.problems([NAMED["h200"]], packages | {"triton": None}))
+    (missing,) = setup.problems([], packages | {"tokenizers": None})
     assert missing.found == "not installed" and missing.do == "python -m pip install tokenizers"
-    (build,) = doctor.problems([NAMED["h200"]], packages | {"torch": "2.13.0+cpu"})
+    (build,) = setup.problems([NAMED["h200"]], packages | {"torch": "2.13.0+cpu"})
     assert build.found == "torch 2.13.0+cpu, built without CUDA"
-    (mixed,) = doctor.problems([NAMED["h200"], NAMED["l4"]], packages)
+    (mixed,) = setup.problems([NAMED["h200"], NAMED["l4"]], packages)
     assert mixed.found == "NVIDIA H200, NVIDIA L4" and "CUDA_VISIBLE_DEVICES" in mixed.do
 
 
@@ -182,7 +183,7 @@ class Toy(Technique):
 
 def test_what_another_technique_gives_is_not_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch)
-    found = doctor.standing(Toy, [])
+    found = setup.standing(Toy, [])
     assert found.runs and not found.lacks
     ((option, lacks),) = found.options
     assert option == "half=slow" and [n.found for n in lacks] == ["nothing is that slow"]
@@ -190,8 +191,8 @@ def test_what_another_technique_gives_is_not_lacking(monkeypatch: pytest.MonkeyP
 
 def test_a_containers_limit(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     given: dict[str, Any] = {"/sys/fs/cgroup/memory.max": f"{2**30}\n", "/proc/cpuinfo": "model name : A Chip\n"}
-    monkeypatch.setattr(doctor, "_text", lambda path: given.get(path, ""))
-    assert doctor._processor().limit_bytes == 2**30 and doctor._processor().model == "A Chip"
+    monkeypatch.setattr(setup, "_text", lambda path: given.get(path, ""))
+    assert setup._processor().limit_bytes == 2**30 and setup._processor().model == "A Chip"
     assert "(1.0 GiB for this container)" in call("doctor").out
     given["/sys/fs/cgroup/memory.max"] = "max\n"
-    assert doctor._processor().limit_bytes is None
+    assert setup._processor().limit_bytes is None

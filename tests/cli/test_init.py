@@ -203,10 +203,10 @@ def test_what_is_asked_for_displaces_what_is_chosen(call: Call) -> None:
 
 def test_what_cannot_run_here_is_left_out_and_said(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     """`compile` on this machine, a GPU without triton; for another machine nobody looks."""
-    from optrush import doctor
+    from optrush.cli import setup
 
     monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h200"]])
-    monkeypatch.setattr(doctor, "library", lambda name: None)
+    monkeypatch.setattr(setup, "library", lambda name: None)
     assert call("init", *SAMPLE).code == 0
     assert "compile" not in written().with_ and "amp" in written().with_
     said = "without compile: triton is not installed; to have it: python -m pip install triton"

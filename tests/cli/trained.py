@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from optrush import cli
+from optrush.cli.app import app
 
 from clirun import base, write_rows
 
@@ -41,6 +41,6 @@ def run(cache: Path, name: str = "plain", **changes: str) -> Path:
         patch.setenv("XDG_CACHE_HOME", str(cache))
         patch.setattr(sys, "argv", ["optrush", "train", str(folder / "run.yaml")])
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            app.main()
     assert not left.value.code and os.path.isdir(folder / "out" / "model")
     return folder / "out"

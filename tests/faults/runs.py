@@ -15,7 +15,8 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from optrush import cli, export
+from optrush import export
+from optrush.cli.app import app
 from optrush.trainer import build, metrics, run
 from optrush.trainer.checkpoint import find, verify
 
@@ -73,7 +74,7 @@ def command(*arguments: str) -> int:
     """The command line, in this process."""
     sys.argv = ["optrush", *arguments]
     try:
-        cli.main()
+        app.main()
     except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     return 0

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from optrush import cli
+from optrush.cli.app import app
 from optrush.data.sample import conversations
 from optrush.trainer import trainer as step
 from optrush.trainer.trainer import Job
@@ -132,7 +132,7 @@ def call(monkeypatch, capsys) -> Call:
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["optrush", *arguments])
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            app.main()
         return int(left.value.code or 0), *capsys.readouterr()
 
     return called

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from optrush import cli
+from optrush.cli.app import app
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.report import bench as report
 from optrush.report import charts, run
@@ -231,7 +231,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
         monkeypatch.setattr(sys, "argv", ["optrush", "report", *map(str, arguments)])
         monkeypatch.chdir(tmp_path)
         with pytest.raises(SystemExit) as leaving:
-            cli.main()
+            app.main()
         out, err = capsys.readouterr()
         return int(str(leaving.value.code or 0)), out, err
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from optrush.commands.plan import memory
+from optrush.cli.plan import memory
 from optrush.config import parse
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED

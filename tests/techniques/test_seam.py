@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optrush import doctor
+from optrush.cli import setup
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
 from optrush.resolve import prepare
 from optrush.technique import STAGES, Numerics, Part, Technique, in_order
@@ -25,7 +25,7 @@ from trials import assembled, golden_run, metrics, steps, weights
 
 ROOT = Path(__file__).parents[2]
 NAMES = [t.name for t in ALL]
-HERE = [t.name for t in ALL if (stands := doctor.standing(t, [])).runs or stands.several]  # that a CPU can run
+HERE = [t.name for t in ALL if (stands := setup.standing(t, [])).runs or stands.several]  # that a CPU can run
 SHARED = [t.name for t in ALL if Part.DATA in t.claims]
 BESIDE: dict[str, dict] = {
     "max-autotune": {"compile": {}},

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from optrush.commands.options import Config, Json, Ranks, Set, With, Without, launches, read_run
+from optrush.cli.options import Config, Json, Ranks, Set, With, Without, launches, read_run
 from optrush.errors import ConfigError
 from optrush.launch import launched
 

@@ -15,15 +15,7 @@ from typing import Annotated
 import typer
 
 from optrush import __version__
-from optrush.commands import calibrate as calibrating
-from optrush.commands import chat as talking
-from optrush.commands import clean, climb, look, setup
-from optrush.commands import data as seeing
-from optrush.commands import export as exporting
-from optrush.commands import generate as asking
-from optrush.commands import plan as planning
-from optrush.commands import report as reporting
-from optrush.commands import train as training
+from optrush.cli import bench, chat, data, plan, setup, train
 from optrush.console import shown
 from optrush.errors import ConfigError, RunError, UserError
 
@@ -48,25 +40,25 @@ def top(version: Annotated[bool, typer.Option("--version", help="print the versi
 
 
 app.command()(setup.init)
-app.command()(planning.plan)
-app.command()(training.train)
-app.command("eval")(training.evaluate)
-app.command()(climb.bench)
-app.command()(calibrating.calibrate)
-app.command()(reporting.report)
-app.command()(look.techniques)
-data = typer.Typer(
+app.command()(plan.plan)
+app.command()(train.train)
+app.command("eval")(train.evaluate)
+app.command()(bench.bench)
+app.command()(plan.calibrate)
+app.command()(bench.report)
+app.command()(setup.techniques)
+data_app = typer.Typer(
     help="Clean the data of a run, see it as it is trained on, tokenise it ahead.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-app.add_typer(data, name="data")
-data.command()(clean.clean)
-data.command()(seeing.show)
-data.command()(seeing.pack)
-app.command()(exporting.export)
-app.command()(talking.chat)
-app.command()(asking.generate)
+app.add_typer(data_app, name="data")
+data_app.command()(data.clean)
+data_app.command()(data.show)
+data_app.command()(data.pack)
+app.command()(chat.export)
+app.command()(chat.chat)
+app.command()(chat.generate)
 app.command()(setup.doctor)
 
 

@@ -1,0 +1,549 @@
+"""chat: talk to a model in the terminal, or to a base and what was trained from it side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from importlib import import_module, util
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from optrush.cli.options import (
+    Greedy,
+    Json,
+    MaxTokens,
+    Plain,
+    Seed,
+    System,
+    Temperature,
+    TheModel,
+    TopK,
+    TopP,
+    demand_used,
+    drawn,
+    given,
+)
+from optrush.console import shown
+from optrush.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from optrush.config import Sampling
+    from optrush.data.schema import Message
+    from optrush.generate import Answer, Place, Prompt, Speaker
+    from optrush.judge import Case, Verdict
+
+
+WIDE = 100  # columns of a terminal from which two answers stand side by side
+HELP = """\
+/system TEXT          another system prompt, and a new conversation
+/reset                a new conversation
+/set NAME=VALUE       temperature, top_p, top_k, max_tokens, greedy
+/save FILE            append the conversation to FILE, as a row that can be trained on
+/quit                 leave; so does Ctrl-D. Ctrl-C stops an answer"""
+
+
+def chat(
+    context: typer.Context,
+    model: TheModel,
+    base: Annotated[bool, typer.Option("--base", help="the model that a run began with beside it")] = False,
+    system: System = None,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.9,
+    top_k: TopK = 0,
+    max_tokens: MaxTokens = 512,
+    greedy: Greedy = False,
+    seed: Seed = None,
+    message: Annotated[
+        list[str], typer.Option("--message", metavar="TEXT", help="say this and leave; may be repeated")
+    ] = [],  # noqa: B006 - typer copies it
+    plain: Plain = False,
+    as_json: Json = False,
+) -> None:
+    """Talk to a model in the terminal.
+
+    Answers appear as they are made, and the conversation goes on; /help lists the commands. --base answers twice, with
+    the base on the left. An answer ends where the model's generation config or its chat template says.
+    """
+    if as_json and not message:
+        raise ConfigError("--json", "no --message: a conversation in a terminal is no document", "give both")
+    demand_used(context)
+    from optrush.config import Sampling
+
+    sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
+    from optrush import generate
+
+    place = generate.find(model)
+    places = [generate.base_of(place, "--base"), place] if base else [place]
+    own = generate.Speaker(place)
+    speakers = [*(generate.Speaker(p, own.tokenizer.chat_template) for p in places[:-1]), own]
+    if not plain and own.template is None:
+        found, do = "its tokenizer has no chat template", "--plain continues what you write as it stands"
+        raise ConfigError(f"to chat with {model}", found, do)
+    session = Session(speakers, sampling, drawn(seed), system, plain)
+    if message:
+        turns = [session.turn(text, _silent if as_json else None) for text in message]
+        if as_json:
+            print(json.dumps(session.document(turns)))
+        return
+    _converse(session)
+
+
+class Session:
+    """One conversation with each speaker: the same questions, each with its own answers."""
+
+    def __init__(self, speakers: list[Speaker], sampling: Sampling, seed: int, system: str | None, plain: bool) -> None:
+        self.speakers, self.sampling, self.seed, self.system, self.plain = speakers, sampling, seed, system, plain
+        self.asked = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what was said."""
+        from optrush.data.schema import Message
+
+        first = [] if self.system is None else [Message("system", self.system)]
+        self.talks: list[list[Message]] = [list(first) for _ in self.speakers]
+        self.texts = [""] * len(self.speakers)
+
+    def turn(self, text: str, told: Callable[[int, str], None] | None = None) -> dict[str, Any]:
+        """Asks every speaker; what is said so far is kept once all have answered.
+
+        Args:
+            told: gets (speaker, piece); None: the terminal.
+        """
+        from optrush.data.schema import Message, Where
+
+        where = Where(Path("this conversation"), self.asked + 1)
+        user = Message("user", text)
+        prompts: list[Any] = [t + text for t in self.texts] if self.plain else [[*t, user] for t in self.talks]
+        ids = [s.ids(p, where) for s, p in zip(self.speakers, prompts, strict=True)]
+        screen = _screen(self.speakers) if told is None else None
+        answers: list[Answer] = []
+        with screen or nullcontext():
+            for n, speaker in enumerate(self.speakers):
+                say = _at(n, screen.told if screen is not None else told or _silent)
+                answers.append(speaker.stream(ids[n], self.sampling, self.seed + self.asked, say))
+        self.asked += 1
+        for n, answer in enumerate(answers):
+            if self.plain:
+                self.texts[n] += text + answer.text
+            elif answer.text.strip():  # templates have no turn without words
+                self.talks[n] += [user, Message("assistant", answer.text)]
+        told_ = [{"model": s.name, **dataclasses.asdict(a)} for s, a in zip(self.speakers, answers, strict=True)]
+        return {"message": text, "answers": told_}
+
+    def document(self, turns: list[dict[str, Any]]) -> dict[str, Any]:
+        """What was said, and how it was drawn."""
+        return {
+            "models": [s.name for s in self.speakers], "system": self.system, "seed": self.seed,
+            "sampling": dataclasses.asdict(self.sampling), "turns": turns,
+        }  # fmt: skip
+
+    def command(self, line: str) -> str | None:
+        """What /NAME does; the text to show, or None to leave.
+
+        Raises:
+            ConfigError: no such command, or it cannot be done.
+        """
+        from optrush.generate import home
+
+        name, _, rest = line[1:].partition(" ")
+        rest = rest.strip()
+        if name == "quit":
+            return None
+        if name == "system":
+            if self.plain:
+                raise ConfigError("/system", "a text that is continued has no system prompt", "leave it out")
+            self.system = rest or None
+        if name in ("system", "reset"):
+            self.reset()
+            return "a new conversation"
+        if name == "set":
+            self.sampling = self.sampling.changed(rest)
+            return ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(self.sampling).items())
+        if name == "save" and rest:
+            return self._save(home(rest, line))
+        if name in ("help", "?"):
+            return HELP
+        raise ConfigError(line, "no such command", "/help lists them; a space before / sends it to the model")
+
+    def _save(self, file: Path) -> str:
+        said = {"text": self.texts[-1]} if self.plain else {"messages": [m.shown() for m in self.talks[-1]]}
+        if not self.texts[-1] and not any(m.role == "assistant" for m in self.talks[-1]):
+            raise ConfigError(f"/save {file}", "nothing has been said", "ask something first")
+        try:
+            with file.open("a", encoding="utf-8") as opened:
+                opened.write(json.dumps(said, ensure_ascii=False) + "\n")
+        except (OSError, ValueError) as error:  # a name with a zero in it
+            found = getattr(error, "strerror", None) or f"{error}"
+            raise ConfigError(f"/save {file}", found, "name another file") from None
+        return f"appended to {file}"
+
+
+def _converse(session: Session) -> None:
+    """The loop at the terminal."""
+    if util.find_spec("readline") is not None:
+        import_module("readline")  # arrow keys and a history in input()
+    asks = sys.stdin.isatty()
+    if asks:
+        print(f"{shown(session.speakers[-1].name)}; /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+    for line in _lines("> " if asks else ""):
+        try:
+            if line.startswith("/"):
+                said = session.command(line.rstrip())
+                if said is None:
+                    return
+                print(shown(said), file=sys.stderr)
+            elif line.strip():
+                session.turn(line.lstrip(" ") if line.lstrip(" ").startswith("/") else line)
+        except UserError as error:
+            print(shown(str(error)), file=sys.stderr)
+
+
+def _lines(prompt: str) -> Iterator[str]:
+    """What is typed, until its end."""
+    while True:
+        try:
+            yield input(prompt)
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print("\nCtrl-D leaves", file=sys.stderr)
+
+
+# --- the screen
+
+
+class _Lines:
+    """Answers one under the other, as they come."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names, self.at = names, -1
+
+    def __enter__(self) -> None: ...
+
+    def told(self, n: int, piece: str) -> None:
+        if n != self.at and len(self.names) > 1:
+            sys.stdout.write(("\n\n" if self.at >= 0 else "") + f"--- {shown(self.names[n])}\n")
+        self.at = n
+        sys.stdout.write(shown(piece))
+        sys.stdout.flush()
+
+    def __exit__(self, *_: object) -> None:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+class _Columns:
+    """Two answers side by side; while they grow, their last lines, and all of them at the end."""
+
+    def __init__(self, names: list[str]) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.console = Console(highlight=False, markup=False)
+        self.names, self.texts = names, [""] * len(names)
+        self.live = Live(console=self.console, transient=True, auto_refresh=False)
+
+    def __enter__(self) -> None:
+        self.live.start()
+
+    def told(self, n: int, piece: str) -> None:
+        self.texts[n] += shown(piece)
+        self.live.update(self._table(max(4, self.console.height - 6)), refresh=True)
+
+    def _table(self, most: int | None) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(expand=True, show_lines=False)
+        width = (self.console.width - 3 * len(self.names) - 1) // len(self.names)
+        cells = []
+        for name, text in zip(self.names, self.texts, strict=True):
+            table.add_column(Text(name), ratio=1, overflow="fold")
+            lines = Text(text).wrap(self.console, width)
+            cells.append(Text("\n").join(lines if most is None else lines[-most:]))
+        table.add_row(*cells)
+        return table
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+        self.console.print(self._table(None))
+
+
+def _screen(speakers: list[Speaker]) -> _Lines | _Columns:
+    from rich.console import Console
+
+    names = [s.name for s in speakers]
+    wide = sys.stdout.isatty() and Console().width >= WIDE
+    return _Columns(names) if len(names) > 1 and wide else _Lines(names)
+
+
+def _silent(n: int, piece: str) -> None:
+    """Who wants a document wants it whole."""
+
+
+def _at(n: int, told: Callable[[int, str], None]) -> Callable[[str], None]:
+    return lambda piece: told(n, piece)
+
+
+# --- generate: answers to a file of prompts, by one model or two; and judging two without knowing whose is whose.
+
+
+SAYS_EVERY_s = 10.0  # off a terminal
+
+
+def generate(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="a run's folder, a Hugging Face folder or hub id, tiny")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", metavar="FILE", help="rows to be answered")] = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.jsonl", help="the answers")] = None,
+    base: Annotated[bool, typer.Option("--base", help="also by the model that the run began with")] = False,
+    against: Annotated[str | None, typer.Option("--against", metavar="OTHER", help="also by this model")] = None,
+    judge_by: Annotated[
+        Literal["reference"] | None,
+        typer.Option("--judge-by", help="which of two models finds the rows' own answers likelier"),
+    ] = None,
+    judge: Annotated[
+        Path | None, typer.Option("--judge", metavar="FILE.jsonl", help="judge two answers blindly, in the terminal")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="prompts answered at once")] = 8,
+    system: System = None,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.9,
+    top_k: TopK = 0,
+    max_tokens: MaxTokens = 512,
+    greedy: Greedy = False,
+    seed: Seed = None,
+    plain: Plain = False,
+    as_json: Json = False,
+) -> None:
+    """Answer a file of prompts.
+
+    Rows are messages (answered after the last user turn), prompt or text, in any format that training reads. FILE.jsonl
+    gets a row for each, FILE.html shows them; --base or --against answers twice.
+
+    --judge FILE.jsonl, alone, shows two answers at a time in random order: 1 or 2 is better, 0 neither, q stops. The
+    verdicts lie in FILE.verdicts.jsonl, and judging goes on where it stopped. What is printed is how often the model
+    was preferred to the other, with a 95 % interval.
+    """
+    if judge is not None:
+        others = given(context, context.params.keys() - {"model", "judge", "seed", "as_json"})
+        if model is not None or others:
+            found = f"{min(others)} beside it" if others else "a model beside it"
+            raise ConfigError(f"--judge {judge}", found, "generate first; then: optrush generate --judge FILE.jsonl")
+        _judge(judge, 0 if seed is None else seed, as_json)
+        return
+    if model is None or prompts is None or out is None:
+        do = "optrush generate MODEL --prompts FILE --out FILE.jsonl"
+        raise ConfigError("optrush generate", "no MODEL, --prompts or --out", do)
+    demand_used(context)
+    if base and against is not None:
+        raise ConfigError(f"--base with --against {against}", "one other model is asked", "leave one of the two out")
+    if judge_by is not None and not base and against is None:
+        raise ConfigError(f"--judge-by {judge_by}", "one model: nothing to compare", "add --base or --against OTHER")
+    _check_out(out)
+    from optrush.config import Sampling
+
+    sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
+    from optrush import generate
+    from optrush.generate import prompts as read
+
+    place = generate.find(model)
+    other = generate.base_of(place, "--base") if base else None if against is None else generate.find(against)
+    asked = list(read(prompts, plain, system))
+    if judge_by is not None and not any(p.row for p in asked):
+        found = "no row has an answer of its own"
+        raise ConfigError(f"--judge-by {judge_by} on {prompts}", found, "give rows that end with an assistant turn")
+    facts = _answer(asked, place, other, sampling, drawn(seed), batch, out, measures=judge_by is not None)
+    if as_json:
+        print(json.dumps(facts))
+        return
+    if facts["likelier"] is not None:
+        print(facts["likelier_said"], file=sys.stderr)
+    print(f"{out}\n{facts['page']}")
+
+
+def _check_out(out: Path) -> None:
+    asked = f"--out {out}"
+    if out.suffix != ".jsonl":
+        raise ConfigError(asked, "no name of JSON Lines", "end it in .jsonl")
+    for path in (out, out.with_suffix(".html")):
+        if path.exists():
+            raise ConfigError(asked, f"{path} exists", "name another file, or remove it")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(asked, f"no folder {out.parent}", "make it first")
+
+
+def _answer(
+    asked: list[Prompt], place: Place, other: Place | None, sampling: Sampling, seed: int, batch: int, out: Path,
+    *, measures: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Asks one model after the other, writes the rows as they come, then the page."""
+    from optrush import generate
+    from optrush.generate import ask, likelier
+    from optrush.report import answers as answers_page
+
+    how: dict[str, Any] = {"seed": seed, "batch": batch, "measures": measures}
+    total, rows = len(asked) * (1 if other is None else 2), []
+    with _progress(total) as advance:
+        theirs = None
+        if other is not None:
+            template = generate.template_of(place)
+            theirs = list(ask(other, asked, sampling, template=template, advance=advance, **how))
+        part, ours = out.with_name(out.name + ".part"), []  # a part stays when this is stopped
+        answers = ask(place, asked, sampling, advance=advance, **how)
+        first = next(answers)  # nothing is written before everything that can be refused was
+        with part.open("w", encoding="utf-8") as file:
+            for n, said in enumerate(chain([first], answers)):
+                ours.append(said)
+                row = {"prompt": asked[n].shown(), **said.facts()}
+                row |= {} if theirs is None else theirs[n].facts("other")
+                row |= {} if asked[n].reference is None else {"reference": asked[n].reference}
+                rows.append(row)
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.flush()
+        part.rename(out)
+    facts = {
+        "model": place.name, "other": None if other is None else other.name, "rows": len(rows), "out": str(out),
+        "page": str(out.with_suffix(".html")), "seed": seed, "sampling": dataclasses.asdict(sampling),
+        "tokens": sum(s.answer.tokens for s in ours), "likelier": None, "likelier_said": None,
+    }  # fmt: skip
+    if measures and theirs is not None:
+        found = likelier(list(zip(ours, theirs, strict=True)))
+        facts["likelier"] = found.facts()
+        facts["likelier_said"] = f"the reference is likelier under {place.name} than under {facts['other']}: {found}"
+    answers_page.write_answers_page(facts, rows, out.with_suffix(".html"))
+    return facts
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with an ETA on a terminal, now and then a line elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from optrush.console import err
+
+    begun = last = time.monotonic()
+    done = 0
+    with Progress(
+        MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), console=err, transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as progress:  # fmt: skip
+        task = progress.add_task("", total=total)
+
+        def advance(n: int) -> None:
+            nonlocal done, last
+            done += n
+            progress.advance(task, n)
+            now = time.monotonic()
+            if not sys.stderr.isatty() and now - last > SAYS_EVERY_s:
+                last, eta = now, (now - begun) / done * (total - done)
+                print(f"{done}/{total} answers  ETA {eta:.0f} s", file=sys.stderr)
+
+        yield advance
+
+
+# --- judging
+
+
+def _judge(path: Path, seed: int, as_json: bool) -> None:
+    from optrush import judge as judging
+
+    known = judging.cases(path, seed)
+    kept = path.with_name(path.stem + ".verdicts.jsonl")
+    given = judging.verdicts(kept, known)
+    with kept.open("a", encoding="utf-8") as file:
+        for case in known:
+            if case.row in given:
+                continue
+            verdict: Verdict | None = "tie" if case.answer == case.other else _asked(case, len(given), len(known))
+            if verdict is None:
+                break
+            given[case.row] = verdict
+            file.write(judging.line(case, verdict, seed))
+            file.flush()
+    found = judging.rate(list(given.values()))
+    if as_json:
+        facts = {"judged": len(given), "rows": len(known), "preferred": found.facts(), "verdicts": str(kept)}
+        print(json.dumps(facts))
+        return
+    print(f"judged {len(given)} of {len(known)}; `answer` preferred to `other`: {found}")
+
+
+def _asked(case: Case, done: int, total: int) -> Verdict | None:
+    """What a person says of one pair; None: no more."""
+    from optrush.report.answers import text_of
+
+    first, second = case.sides
+    print(f"\n=== {done + 1} of {total}\n{shown(text_of(case.prompt))}", file=sys.stderr)
+    print(f"\n--- 1\n{shown(first)}\n\n--- 2\n{shown(second)}\n", file=sys.stderr)
+    while True:
+        print("better: 1, 2, 0 neither, q stops > ", end="", file=sys.stderr, flush=True)
+        try:
+            key = input().strip().lower()
+        except (EOFError, KeyboardInterrupt):
+            return None
+        if key == "q":
+            return None
+        if (verdict := case.verdict(key)) is not None:
+            return verdict
+
+
+# --- export: a run's checkpoint as a folder for transformers, checked against the trained model.
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or its run.yaml", show_default=False)],
+    checkpoint: Annotated[
+        str | None,
+        typer.Option("--checkpoint", metavar="STEP|FOLDER", help="which one; else the best, else the newest intact"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="the folder to write; RUN/model if not given")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option("--dtype", help="convert the weights; as they were trained if not given"),
+    ] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="the adapter's files, as PEFT keeps them")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="do not load the folder and compare logits")] = False,
+    max_shard_gb: Annotated[
+        float | None,
+        typer.Option("--max-shard-gb", min=0.001, metavar="GB", help="most of one file of weights; 5 if not given"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint of a run as a folder that transformers loads.
+
+    Adapters are merged in float32, then rounded. With the weights go the tokenizer with its chat template, the
+    generation config and a model card. Then the folder is loaded by transformers and its logits are compared with the
+    trained model's; a difference beyond what rounding explains is an error (exit code 1). The run's data is not needed.
+    """
+    if adapter and dtype is not None:
+        raise ConfigError(f"--adapter with --dtype {dtype}", "an adapter is written as it was trained", "leave one out")
+    if adapter and max_shard_gb is not None:
+        raise ConfigError(f"--adapter with --max-shard-gb {max_shard_gb:g}", "an adapter is one file", "leave one out")
+    from optrush.export import deliver
+
+    found = deliver(
+        run, out, checkpoint=checkpoint, dtype=dtype, adapter=adapter, verifies=not no_verify,
+        max_shard_bytes=1e9 * (5.0 if max_shard_gb is None else max_shard_gb),
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps(found.facts()))
+        return
+    for name, why in found.passed:
+        print(f"{name} was passed over: {why}", file=sys.stderr)
+    print(f"step {found.step}, {found.dtype or 'an adapter'}, {found.size_bytes / 1e9:.2f} GB", file=sys.stderr)
+    if not no_verify:
+        print(found.compared or "an adapter's files are not compared: merge them to be sure", file=sys.stderr)
+    print(found.out)
