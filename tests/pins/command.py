@@ -44,7 +44,7 @@ class Command:
         Args:
             torch: the version that is said to be installed.
         """
-        from optrush.cli import main
+        from optrush.cli.app import main
 
         out, err, code = io.StringIO(), io.StringIO(), 0
         with (
