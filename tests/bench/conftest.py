@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from optrush.bench import runner
-from optrush.cli.app import app
+from optrush.cli import app
 from optrush.report import bench
 
 from toy import FAKE, Copy, Fakes, Found, document, put, write_model

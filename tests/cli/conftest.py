@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from optrush.cli.app import app
+from optrush.cli import app
 from optrush.models import tiny
 
 from clirun import Found, base, write_rows

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from optrush.cli.app import app
+from optrush.cli import app
 
 from clirun import base, write_rows
 

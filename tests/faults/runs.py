@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from optrush import export
-from optrush.cli.app import app
+from optrush.cli import app
 from optrush.trainer import build, metrics, run
 from optrush.trainer.checkpoint import find, verify
 

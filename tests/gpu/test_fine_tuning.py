@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from optrush.cli.app import app
+from optrush.cli import app
 from optrush.data.sample import conversations
 from optrush.trainer import trainer as step
 from optrush.trainer.trainer import Job

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from optrush.cli.app import app
+from optrush.cli import app
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.report import bench as report
 from optrush.report import charts, run
