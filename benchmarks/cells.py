@@ -17,7 +17,7 @@ from typing import Any
 
 from optrush.bench import record
 from optrush.bench.runner import run_worker
-from optrush.config import Run, dump, parse
+from optrush.config import Config, dump_config, parse_config
 from optrush.planner.search import predict
 
 NATIVE: dict[str, Any] = {"attention": {}, "compile": {}, "fused-loss": {}, "fused-adamw": {}}
@@ -46,7 +46,7 @@ CELLS: dict[str, tuple[str, str, int, int, int, dict[str, Any]]] = {
 STEPS, WARMUP = 8, 3
 
 
-def run(name: str) -> Run:
+def run(name: str) -> Config:
     """A cell's configuration."""
     shape, implementation, T, rows, times, with_ = CELLS[name]
     data = {
@@ -59,14 +59,14 @@ def run(name: str) -> Run:
         "output": "unused",
         "with": with_,
     }
-    return parse(json.dumps(data), name)
+    return parse_config(json.dumps(data), name)
 
 
 def measure(name: str, hardware: str) -> dict[str, Any]:
     """What the plan says, then what a fresh process finds."""
     cell = run(name)
     said = predict(cell, hardware)
-    text = dump(cell)
+    text = dump_config(cell)
     request = {"run": text, "baseline": text, "warmup": WARMUP, "proof": {"steps": 1, "documents": 1}}
     found = run_worker(request, 240)
     speeds = found.get("tokens_per_s") or []

@@ -26,38 +26,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from optrush import config
 from optrush.bench import record
 from optrush.bench.worker import Lines
+from optrush.config import Config, dump_config, parse_config
 from optrush.data import sample
 from optrush.data.sampler import reading
-from optrush.resolve import prepare
-from optrush.trainer import trainer
-from optrush.trainer.build import assemble
+from optrush.resolve import resolve
+from optrush.trainer.build import build
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Plan, evaluate, train
+from optrush.trainer.trainer import Plan, evaluate, set_step, train
 
 POINTS = 10
 CONVERSATIONS, HELD = 20_000, 400
 
 
-def curve(run: config.Run) -> dict[str, Any]:
+def curve(config: Config) -> dict[str, Any]:
     """What one run learns."""
-    job = assemble(prepare(run))
-    plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
-    job.batches = batches(job, plan)
-    job.begin = partial(trainer.begin, job, steps=plan.total)
-    meter = Lines(job, None, plan.total, lambda _: None)
+    trainer = build(resolve(config))
+    plan = Plan(trainer, trainer.stream.plan(None if config.train.steps else config.train.epochs, config.train.steps))
+    trainer.batches = batches(trainer, plan)
+    trainer.set_step = partial(set_step, trainer, steps=plan.total)
+    meter = Lines(trainer, None, plan.total, lambda _: None)
     meter.lines = []
-    held, job.evaluation = job.evaluation, None  # asked once, at the end
-    with reading(job.batches):
-        train(job, meter, plan, lambda _: None)
+    held, trainer.evaluation = trainer.evaluation, None  # asked once, at the end
+    with reading(trainer.batches):
+        train(trainer, meter, plan, lambda _: None)
     losses = [line["loss"] for line in meter.lines]
     sound = meter.failure is None and len(losses) == plan.total and None not in losses
     size = plan.total // POINTS
     points = [losses[k * size : (k + 1) * size] for k in range(POINTS)] if sound else []
-    job.evaluation = held
-    end = evaluate(job).loss if sound else math.nan
+    trainer.evaluation = held
+    end = evaluate(trainer).loss if sound else math.nan
     return {
         "losses": [statistics.mean(each) for each in points] or None,
         "held_out": end if math.isfinite(end) else None,
@@ -65,22 +64,24 @@ def curve(run: config.Run) -> dict[str, Any]:
     }
 
 
-def asked(run: config.Run) -> dict[str, Any]:
+def asked(config: Config) -> dict[str, Any]:
     """`curve` in a process of its own; what it says of an error goes to standard error.
 
     Raises:
         RuntimeError: it ended with an error.
     """
-    done = subprocess.run([sys.executable, __file__, "--answer", config.dump(run)], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "--answer", dump_config(config)], stdout=subprocess.PIPE, text=True
+    )
     if done.returncode:
-        raise RuntimeError(f"the run of seed {run.seed} ended with exit code {done.returncode}")
+        raise RuntimeError(f"the run of seed {config.seed} ended with exit code {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--answer"]:
-        print(json.dumps(curve(config.parse(sys.argv[2], "run"))))
+        print(json.dumps(curve(parse_config(sys.argv[2], "run"))))
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
@@ -90,8 +91,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="sets")
     parser.add_argument("--write", action="store_true")
     a = parser.parse_args()
-    plain = config.parse(a.config.read_text(), str(a.config), sets=a.sets)
-    given = config.parse(a.config.read_text(), str(a.config), sets=a.sets, withs=[a.technique])
+    plain = parse_config(a.config.read_text(), str(a.config), sets=a.sets)
+    given = parse_config(a.config.read_text(), str(a.config), sets=a.sets, withs=[a.technique])
     if given.with_ == plain.with_ or a.seeds < 2 or a.jobs < 1:
         sys.exit("wanted: a technique that CONFIG has not, 2 seeds or more, and 1 job or more")
     if plain.train.log_every != 1 or (plain.train.steps or 1) % POINTS:

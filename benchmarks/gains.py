@@ -9,7 +9,7 @@ from pathlib import Path
 
 from optrush.bench import ladder
 from optrush.bench.record import Record, read
-from optrush.config import Run
+from optrush.config import Config
 
 GIB = 2**30
 ENDS = "before products tiles narrow copied inplace room turns weights apart shared once 1920"
@@ -49,7 +49,7 @@ def alone(before: Record, after: Record) -> str:
     Beside one more, one may be gone, or have other options: some exclude each other.
     """
     old, new = before.config.get("with", {}), after.config.get("with", {})
-    others = [ladder.flat(Run.model_validate(r.config)) for r in (before, after)]
+    others = [ladder.flat(Config.model_validate(r.config)) for r in (before, after)]
     if after.longest_seq:  # each at its own longest row
         others = [{k: v for k, v in o.items() if k not in ladder.LOAD_KEYS} for o in others]
     more, gone = [n for n in new if n not in old], [n for n in old if n not in new]
@@ -69,7 +69,7 @@ def _table(rows: list[tuple[Path, Record, Record, bool]], link: str) -> Iterator
     yield "|---|---|---|---|---|---|---|---|---|"
     for folder, before, after, taken in rows:
         assert before.tokens_per_s and after.tokens_per_s and before.peak_bytes and after.peak_bytes
-        changes = ladder.differences(*(Run.model_validate(_plain(r)) for r in (before, after)))
+        changes = ladder.differences(*(Config.model_validate(_plain(r)) for r in (before, after)))
         load = f"{after.case}, T={after.seq:,}" + (", a CPU" if after.device == "cpu" else "")
         speeds = (
             f"{before.tokens_per_s:,.0f} | {after.tokens_per_s:,.0f} | {after.tokens_per_s / before.tokens_per_s:.2f}"

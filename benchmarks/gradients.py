@@ -36,40 +36,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush import config, export
+from optrush import export
 from optrush.bench import ladder, record, results, worker
 from optrush.bench.worker import sketch, tensors
+from optrush.config import Config, dump_config, parse_config
 from optrush.data.sampler import reading
 from optrush.errors import UserError
 from optrush.models import weights
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import Part
-from optrush.trainer import dpo_reference, trainer
-from optrush.trainer.build import assemble
+from optrush.trainer import dpo_reference
+from optrush.trainer.build import build
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Job, Plan
+from optrush.trainer.trainer import Plan, Trainer, set_step
 
 LETTERS = 240  # of an error
 PIECE = 1 << 26  # values in float64 at a time
 
 
-def trained(run: config.Run, folder: Path) -> dict[str, Any]:
+def trained(config: Config, folder: Path) -> dict[str, Any]:
     """Trains as the run says and leaves its model in `folder`/model; the first and the last loss."""
-    prepared = prepare(run)
-    job = assemble(prepared)
-    dpo_reference.fill(job, prepared)
-    plan = Plan(job, job.stream.plan(None, run.train.steps))
-    job.batches = batches(job, plan)
-    with reading(job.batches):
-        lines = worker.loop(job, plan).lines
+    prepared = resolve(config)
+    trainer = build(prepared)
+    dpo_reference.fill(trainer, prepared)
+    plan = Plan(trainer, trainer.stream.plan(None, config.train.steps))
+    trainer.batches = batches(trainer, plan)
+    with reading(trainer.batches):
+        lines = worker.loop(trainer, plan).lines
     (folder / "model").mkdir()
-    weights.export(folder / "model", export.whole(job), job.recipe, job.hf)
-    if job.tokenizer is not None:
-        job.tokenizer.save_pretrained(folder / "model")
+    weights.export(folder / "model", export.whole(trainer), trainer.weight_map, trainer.hf)
+    if trainer.tokenizer is not None:
+        trainer.tokenizer.save_pretrained(folder / "model")
     return {"steps": plan.total, "losses": [lines[0]["loss"], lines[-1]["loss"]]}
 
 
-def gradient(run: config.Run, baseline: config.Run, documents: int) -> tuple[Job, float]:
+def gradient(config: Config, baseline: Config, documents: int) -> tuple[Trainer, float]:
     """A job that holds the gradient of the baseline's first documents, taken as the proof of a climb takes it.
 
     Returns:
@@ -78,39 +79,39 @@ def gradient(run: config.Run, baseline: config.Run, documents: int) -> tuple[Job
     Raises:
         ValueError: the rung can have none of these documents, or keeps none.
     """
-    slots = documents * run.batch.seq
-    if isinstance(run.batch.micro_tokens, int) and run.batch.micro_tokens > slots:
-        sizes = run.batch.model_copy(update={"tokens": slots, "micro_tokens": slots})
-        run = run.model_copy(update={"batch": sizes})
-    prepared = prepare(run)
-    job = assemble(prepared)
-    if Part.UPDATE in job.setup.owned:
+    slots = documents * config.batch.seq
+    if isinstance(config.batch.micro_tokens, int) and config.batch.micro_tokens > slots:
+        sizes = config.batch.model_copy(update={"tokens": slots, "micro_tokens": slots})
+        config = config.model_copy(update={"batch": sizes})
+    prepared = resolve(config)
+    trainer = build(prepared)
+    if Part.UPDATE in trainer.env.claimed:
         raise ValueError("no gradient is left: weights are updated in the backward pass")
-    dpo_reference.fill(job, prepared)
-    held = worker.first_documents(job, prepared, baseline, documents)
-    if (found := worker.obstacle(job, held)) is not None:
+    dpo_reference.fill(trainer, prepared)
+    held = worker.first_documents(trainer, prepared, baseline, documents)
+    if (found := worker.obstacle(trainer, held)) is not None:
         raise ValueError(found)
-    laid = worker.lay(job, held, most=job.stream.plan(None, run.train.steps).widest)
-    trainer.begin(job, 1, 1)
-    loss = job.gradients(laid, job.total(sum(b.n_terms for b in laid)))
-    return job, loss.item()
+    laid = worker.lay(trainer, held, most=trainer.stream.plan(None, config.train.steps).widest)
+    set_step(trainer, 1, 1)
+    loss = trainer.forward_backward(laid, trainer.all_reduce_int(sum(b.n_terms for b in laid)))
+    return trainer, loss.item()
 
 
 @torch.no_grad()
-def compared(job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
+def compared(trainer: Trainer, wanted: dict[str, Tensor]) -> dict[str, Any]:
     """The angle between the gradient that lies in the job and another, over all tensors and for each that has one.
 
     Raises:
         ValueError: they cannot be compared.
     """
     inner, mine, theirs, cosines = 0.0, 0.0, 0.0, dict[str, float]()
-    found = {name: values for t in job.trained for name, values in tensors(job, t)}
+    found = {name: values for t in trainer.trained for name, values in tensors(trainer, t)}
     if set(found) != set(wanted):
         raise ValueError(f"other tensors: {sorted(set(found) ^ set(wanted))[:3]}")
     for name, values in found.items():
         products = [0.0, 0.0, 0.0]
         for a, b in zip(*(torch.split(x.flatten(), PIECE) for x in (values, wanted[name])), strict=True):
-            a, b = a.double() / job.scale, b.to(a.device).double()
+            a, b = a.double() / trainer.scale, b.to(a.device).double()
             products = [p + float(x @ y) for p, (x, y) in zip(products, ((a, b), (a, a), (b, b)))]
         inner, mine, theirs = (total + p for total, p in zip((inner, mine, theirs), products))
         if products[1] and products[2]:  # that of an adapter's first factor begins at zero
@@ -127,23 +128,27 @@ def compared(job: Job, wanted: dict[str, Tensor]) -> dict[str, Any]:
 
 def answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What the process of one rung finds; the first leaves its gradient in `folder` for the others."""
-    run, baseline = (config.parse(request[key], key) for key in ("run", "baseline"))
+    config, baseline = (parse_config(request[key], key) for key in ("run", "baseline"))
     if request["train"]:
-        return trained(run, folder)
-    job, loss = gradient(run, baseline, request["documents"])
-    first, seen = folder / "first.pt", sketch(job)
+        return trained(config, folder)
+    trainer, loss = gradient(config, baseline, request["documents"])
+    first, seen = folder / "first.pt", sketch(trainer)
     if not first.exists():
-        held = {name: (values.float() / job.scale).cpu() for t in job.trained for name, values in tensors(job, t)}
+        held = {
+            name: (values.float() / trainer.scale).cpu()
+            for t in trainer.trained
+            for name, values in tensors(trainer, t)
+        }
         torch.save({"tensors": held, "sketch": seen}, first)
     wanted = torch.load(first, mmap=True)
-    return {"loss": loss, **compared(job, wanted["tensors"]), "sketch": results.cosine(seen, wanted["sketch"])}
+    return {"loss": loss, **compared(trainer, wanted["tensors"]), "sketch": results.cosine(seen, wanted["sketch"])}
 
 
 def asked(
     rung: ladder.Rung, first: ladder.Rung, documents: int, folder: Path, *, train: bool = False
 ) -> dict[str, Any]:
     """Starts a rung's process; what it said, or its last words."""
-    runs = {"run": config.dump(rung.run), "baseline": config.dump(first.run)}
+    runs = {"run": dump_config(rung.config), "baseline": dump_config(first.config)}
     request = {**runs, "documents": documents, "train": train}
     line = [sys.executable, __file__, "--answer", json.dumps(request), str(folder)]
     done = subprocess.run(line, capture_output=True, text=True)
@@ -160,8 +165,8 @@ def asked(
 
 def of_model(rung: ladder.Rung, folder: Path) -> ladder.Rung:
     """The rung on the weights of a folder, which has the tokenizer too."""
-    found = rung.run.model.model_copy(update={"path": str(folder), "shape": None, "tokenizer": None})
-    return dataclasses.replace(rung, run=rung.run.model_copy(update={"model": found}))
+    found = rung.config.model.model_copy(update={"path": str(folder), "shape": None, "tokenizer": None})
+    return dataclasses.replace(rung, config=rung.config.model_copy(update={"model": found}))
 
 
 def main() -> None:
@@ -179,19 +184,19 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--set", action="append", default=[], dest="sets")
     a = parser.parse_args()
-    run = config.parse(a.config.read_text(), str(a.config), sets=a.sets)
-    climbed = ladder.find(a.ladder, run)
-    first, *rungs = [r for r in ladder.rungs(climbed, run, cumulative_only=True) if r.peer is None]
+    config = parse_config(a.config.read_text(), str(a.config), sets=a.sets)
+    climbed = ladder.find(a.ladder, config)
+    first, *rungs = [r for r in ladder.rungs(climbed, config, cumulative_only=True) if r.peer is None]
     documents = climbed.proof.documents
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     known = {
-        "config": str(a.config), "ladder": climbed.name, "set": a.sets, "case": ladder.case(run),
+        "config": str(a.config), "ladder": climbed.name, "set": a.sets, "case": ladder.case(config),
         "documents": documents, "environment": record.machine(), "source": record.source(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=shared) as held, ThreadPoolExecutor(a.jobs) as pool:
         folder = Path(held)
         if a.trained:
-            longer = dataclasses.replace(rungs[0], run=rungs[0].run.model_copy(update={"train": run.train}))
+            longer = dataclasses.replace(rungs[0], config=rungs[0].config.model_copy(update={"train": config.train}))
             known["trained"] = asked(longer, first, documents, folder, train=True)
             if "error" in known["trained"]:
                 sys.exit("there are no trained weights to take a gradient at")

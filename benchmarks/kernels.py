@@ -34,15 +34,14 @@ from typing import Any
 
 import torch
 
-from optrush import config
 from optrush.bench import profile, record
+from optrush.config import Config, Training, parse_config
 from optrush.data.sampler import reading
 from optrush.report.bench import GAPS
-from optrush.resolve import prepare
-from optrush.trainer import trainer
-from optrush.trainer.build import assemble
+from optrush.resolve import resolve
+from optrush.trainer.build import build
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Job, Plan
+from optrush.trainer.trainer import Plan, Trainer, set_step
 
 WARM_UP = 6  # steps: compilation, allocation, clocks
 SHOWN, LETTERS = 60, 240  # kernels of the record, and of a name
@@ -54,44 +53,44 @@ def age() -> float:
     return float(Path("/proc/uptime").read_text().split()[0]) - began
 
 
-def one(job: Job, number: int) -> None:
+def one(trainer: Trainer, number: int) -> None:
     """A step, as the loop does it."""
-    held = next(job.batches)
-    terms = job.total(sum(b.n_terms for b in held))
-    job.begin(number)
-    job.gradients(held, terms)
-    job.update()
+    held = next(trainer.batches)
+    terms = trainer.all_reduce_int(sum(b.n_terms for b in held))
+    trainer.set_step(number)
+    trainer.forward_backward(held, terms)
+    trainer.optimizer_step()
 
 
-def measure(run: config.Run, steps: int) -> dict[str, Any]:
+def measure(config: Config, steps: int) -> dict[str, Any]:
     total = WARM_UP + 3 * steps + 1
-    run = run.model_copy(update={"train": config.Training(steps=total, log_every=1)})
-    job = assemble(prepare(run))
-    marks = profile.Marks(job)
-    plan = Plan(job, job.stream.plan(None, total))
-    job.batches = batches(job, plan)
-    job.begin = partial(trainer.begin, job, steps=total)
-    with reading(job.batches):
-        one(job, 1)
+    config = config.model_copy(update={"train": Training(steps=total, log_every=1)})
+    trainer = build(resolve(config))
+    marks = profile.Marks(trainer)
+    plan = Plan(trainer, trainer.stream.plan(None, total))
+    trainer.batches = batches(trainer, plan)
+    trainer.set_step = partial(set_step, trainer, steps=total)
+    with reading(trainer.batches):
+        one(trainer, 1)
         torch.cuda.synchronize()
         first = age()
         for n in range(WARM_UP - 1):
-            one(job, 2 + n)
+            one(trainer, 2 + n)
         torch.cuda.synchronize()
         start = time.perf_counter()
         for n in range(steps):
-            one(job, WARM_UP + 1 + n)
+            one(trainer, WARM_UP + 1 + n)
         torch.cuda.synchronize()
         each = (time.perf_counter() - start) / steps
         asked = []
         for n in range(steps):
             start = time.perf_counter()
-            one(job, WARM_UP + steps + 1 + n)
+            one(trainer, WARM_UP + steps + 1 + n)
             asked.append(time.perf_counter() - start)
             torch.cuda.synchronize()
         with marks.watching() as spans:
             for n in range(steps + 1):
-                one(job, WARM_UP + 2 * steps + 1 + n)
+                one(trainer, WARM_UP + 2 * steps + 1 + n)
     held, seen = profile.steady(spans)
     assert seen == steps, f"the profiler saw {seen} whole steps of {steps}"
     told = {part: whole / steps for part, whole in profile.seconds(held).items()}
@@ -103,10 +102,10 @@ def measure(run: config.Run, steps: int) -> dict[str, Any]:
         times[re.sub(r"\s+", " ", e.name)].append((e.end - e.start) / 1e3)
     longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:SHOWN]
     return {
-        "device": job.setup.device.name,
-        "with": run.with_,
-        "seq": run.batch.seq,
-        "tokens": run.batch.tokens,
+        "device": trainer.env.device.name,
+        "with": config.with_,
+        "seq": config.batch.seq,
+        "tokens": config.batch.tokens,
         "steps": steps,
         "first_step_s": round(first, 1),
         "step_s": each,
@@ -129,8 +128,8 @@ def main() -> None:
     a = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("kernels.py counts a GPU's kernels, and there is no GPU")
-    run = config.parse(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
-    print(json.dumps(measure(run, a.steps) | {"environment": record.machine(), "source": record.source()}))
+    config = parse_config(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
+    print(json.dumps(measure(config, a.steps) | {"environment": record.machine(), "source": record.source()}))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from optrush.config import parse as config
+from optrush.config import parse_config as config
 from optrush.data import packing, sample
 from optrush.data.chat_template import open_tokens
-from optrush.data.schema import Where, parse
+from optrush.data.schema import RowLocation, parse
 from optrush.models import tiny
 from optrush.models.shapes import SHAPES, ModelShape
 
@@ -39,7 +39,7 @@ def chats(n: int) -> np.ndarray:
         run = config("model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: x", "layouts.py")
         tokens = open_tokens(run, Path(folder))
         assert tokens is not None
-        where = Where(Path("recipes"), 0)
+        where = RowLocation(Path("recipes"), 0)
         rows = [(where, parse(where, {"messages": turns})) for turns in sample.conversations(n, 0)]
         found = tokens.batch(rows, "assistant")
     return np.array([len(documents[0]) for documents in found if isinstance(documents, tuple)])
@@ -87,7 +87,7 @@ def picture(path: Path, count: int = 24, T: int = 1024, micro_rows: int = 8) -> 
         used = rows.tokens()
         for r in range(len(rows)):
             first = r - r % micro_rows
-            width = packing.snug(int(used[first : first + micro_rows].max()), T) if layout.snug else T
+            width = packing.snug(int(used[first : first + micro_rows].max()), T) if layout.pad_to_longest else T
             axis.barh(r, width, color="#8883", edgecolor="none")
             at = 0
             for piece in range(rows.starts[r], rows.starts[r + 1]):

@@ -17,13 +17,12 @@ from pathlib import Path
 
 import torch
 
-from optrush.config import parse
-from optrush.resolve import prepare
-from optrush.trainer import trainer
-from optrush.trainer.build import assemble
+from optrush.config import parse_config
+from optrush.resolve import resolve
+from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Job, Plan, train
+from optrush.trainer.trainer import Plan, Trainer, set_step, train
 
 STEPS = 20
 CONFIG = """
@@ -38,23 +37,23 @@ with: {fused-adamw: {}, attention: {impl: sdpa}}
 """
 
 
-def ours(job: Job, folder: Path) -> float:
-    plan = Plan(job, job.stream.plan(None, STEPS))
-    job.begin = partial(trainer.begin, job, steps=STEPS)
-    job.batches = batches(job, plan)
-    meter = Meter(job, folder / "metrics.jsonl", STEPS, lambda _: None)
+def ours(trainer: Trainer, folder: Path) -> float:
+    plan = Plan(trainer, trainer.stream.plan(None, STEPS))
+    trainer.set_step = partial(set_step, trainer, steps=STEPS)
+    trainer.batches = batches(trainer, plan)
+    meter = Meter(trainer, folder / "metrics.jsonl", STEPS, lambda _: None)
     start = time.perf_counter()
-    train(job, meter, plan, lambda _: None)
+    train(trainer, meter, plan, lambda _: None)
     return time.perf_counter() - start
 
 
-def bare(job: Job) -> float:
-    model, plan = job.model, job.stream.plan(None, STEPS)
-    parameters = [t.parameter for t in job.trained]
+def bare(trainer: Trainer) -> float:
+    model, plan = trainer.model, trainer.stream.plan(None, STEPS)
+    parameters = [t.parameter for t in trainer.trained]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     start = time.perf_counter()
     for k in range(STEPS):
-        for batch in job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows):
+        for batch in trainer.stream.batches(k, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows):
             hidden = model(batch.tokens, batch.positions, batch.documents)
             (model.head(hidden, batch.labels) / 1016).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -65,10 +64,10 @@ def bare(job: Job) -> float:
 
 def main() -> None:
     pairs = int(sys.argv[1]) if len(sys.argv) > 1 else 10
-    job = assemble(prepare(parse(CONFIG, "loop_overhead")))
+    trainer = build(resolve(parse_config(CONFIG, "loop_overhead")))
     with tempfile.TemporaryDirectory() as folder:
-        ours(job, Path(folder)), bare(job)  # warm-up
-        ratios = [ours(job, Path(folder)) / bare(job) for _ in range(pairs)]
+        ours(trainer, Path(folder)), bare(trainer)  # warm-up
+        ratios = [ours(trainer, Path(folder)) / bare(trainer) for _ in range(pairs)]
     print(json.dumps({"ratio": round(statistics.median(ratios), 4), "ratios": [round(r, 3) for r in sorted(ratios)]}))
 
 

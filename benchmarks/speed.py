@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 import optrush
-from optrush.config import parse
-from optrush.resolve import prepare
-from optrush.trainer import distributed, trainer
-from optrush.trainer.build import assemble
+from optrush.config import parse_config
+from optrush.resolve import resolve
+from optrush.trainer import distributed
+from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Plan, train
+from optrush.trainer.trainer import Plan, set_step, train
 
 
 def source() -> str:
@@ -43,25 +43,29 @@ def main() -> None:
     for flag in ("set", "with", "without"):
         parser.add_argument(f"--{flag}", action="append", default=[], dest=f"{flag}_")
     a = parser.parse_args()
-    run = parse(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
+    config = parse_config(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
     with distributed.leaving():
-        job = assemble(prepare(run))
-        plan = Plan(job, job.stream.plan(None if run.train.steps else run.train.epochs, run.train.steps))
-        job.begin = partial(trainer.begin, job, steps=plan.total)
-        job.batches = batches(job, plan)
+        trainer = build(resolve(config))
+        plan = Plan(
+            trainer, trainer.stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
+        )
+        trainer.set_step = partial(set_step, trainer, steps=plan.total)
+        trainer.batches = batches(trainer, plan)
         lines: list[dict[str, float]] = []
         with tempfile.TemporaryDirectory() as folder:
-            train(job, Meter(job, Path(folder) / "metrics.jsonl", plan.total, lines.append), plan, lambda _: None)
-    if job.world.rank:
+            train(
+                trainer, Meter(trainer, Path(folder) / "metrics.jsonl", plan.total, lines.append), plan, lambda _: None
+            )
+    if trainer.world.rank:
         return
     timed = [m for m in lines if "loss" in m and m["step"] > plan.total // 3]
     speeds = sorted(m["tokens_per_s"] for m in timed)
     print(
         json.dumps(
             {
-                "with": run.with_,
-                "seq": run.batch.seq,
-                "micro_tokens": run.batch.micro_tokens,
+                "with": config.with_,
+                "seq": config.batch.seq,
+                "micro_tokens": config.batch.micro_tokens,
                 "tokens_per_s": round(statistics.median(speeds)),
                 "spread": [round(speeds[0]), round(speeds[-1])],
                 "mfu": timed[0]["mfu"] and round(statistics.median(m["mfu"] for m in timed), 4),
@@ -71,8 +75,8 @@ def main() -> None:
                 "losses": [m["loss"] for m in lines if "loss" in m],
                 "torch": torch.__version__,
                 "grad_norms": [m["grad_norm"] for m in lines if "loss" in m],
-                "ranks": job.world.ranks,
-                "device": job.setup.device.name,
+                "ranks": trainer.world.ranks,
+                "device": trainer.env.device.name,
                 "source": source(),
                 "python": platform.python_version(),
             }

@@ -21,7 +21,7 @@ from unittest import mock
 
 from optrush.bench import ladder
 from optrush.bench.record import Record, read
-from optrush.config import Run
+from optrush.config import Config
 from optrush.planner.cost import PARTS
 from optrush.planner.search import Prediction, predict
 from optrush.report import bench
@@ -108,8 +108,10 @@ def table() -> str:
     records = read(ROOT / LADDER)
     plain = plain_loops()
     first, known = records[0], {r.rung for r in records}
-    run = Run.model_validate(first.config)
-    since = [f"*{r.name}*" for r in ladder.rungs(ladder.find(first.ladder, run), run, True) if r.name not in known]
+    config = Config.model_validate(first.config)
+    since = [
+        f"*{r.name}*" for r in ladder.rungs(ladder.find(first.ladder, config), config, True) if r.name not in known
+    ]
     rows = [
         f"![tokens/s of each rung]({LADDER}/speed.png)",
         "",
@@ -203,7 +205,7 @@ def fastest() -> str:
 def savings() -> list[str]:
     """The ladders `memory` and `long-context` of both shapes side by side, with what is predicted today."""
     first, longest = (read(ROOT / folders[0])[0] for folders in (SAVING, LONGEST))
-    asked = ladder.find(longest.ladder, Run.model_validate(longest.config)).longest
+    asked = ladder.find(longest.ladder, Config.model_validate(longest.config)).longest
     assert asked is not None
     rows = [
         "Step by step, the ladder `memory` (one micro-batch a step: of 1B 16 rows of 2048, of 8B one of 4096; medians",
@@ -385,7 +387,7 @@ def _said(records: list[Record], calibration: Path | None = None) -> list[Predic
 def _predicted(r: Record) -> Prediction:
     """Beside the torch that the record is of."""
     with mock.patch.object(attention, "library", {"torch": r.environment["torch"]}.get):
-        return predict(Run.model_validate(r.config), "h200")
+        return predict(Config.model_validate(r.config), "h200")
 
 
 def plain_loops() -> dict[str, tuple[float, float]]:

@@ -104,16 +104,18 @@ def ours(folder: Path, path: Path, cache: Path) -> int:
     """What a run does with its data; the tokens."""
     from transformers import AutoTokenizer
 
-    from optrush.config import parse
+    from optrush.config import parse_config
     from optrush.data.chat_template import Tokens
     from optrush.data.sources import read_sources
 
     tokens = Tokens(AutoTokenizer.from_pretrained(folder))
     top = {"model": "tiny", "objective": "sft", "output": "o", "batch": {"seq": 4096}}
-    run = parse(json.dumps(top | {"data": {"path": str(path), "too_long": "split", "cache": str(cache)}}), "x")
+    config = parse_config(
+        json.dumps(top | {"data": {"path": str(path), "too_long": "split", "cache": str(cache)}}), "x"
+    )
 
     def work() -> int:
-        return int(read_sources(run, tokens, VOCABULARY).train.lengths().sum())
+        return int(read_sources(config, tokens, VOCABULARY).train.lengths().sum())
 
     return timed(work)
 

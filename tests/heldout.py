@@ -95,14 +95,14 @@ def travelled(box: Path, *names: str, rounding: str | None = None) -> Path100:
     start = before = now()
     moved = [torch.zeros_like(w, dtype=torch.bool) for w in start]
     learnt = [torch.zeros_like(w, dtype=torch.bool) for w in start]
-    update = job.update
+    update = job.optimizer_step
 
     def watched() -> Any:
         for flags, t in zip(learnt, job.trained):
             flags |= t.grad != 0
         return update()
 
-    job.update = watched
+    job.optimizer_step = watched
     for _ in steps(job, 100):
         after = now()
         for flags, a, b in zip(moved, before, after):

@@ -7,37 +7,37 @@ import dataclasses
 import torch
 
 from optrush.data.batch import Batch, collate
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 
-def hidden(job: Job, batch: Batch) -> torch.Tensor:
+def hidden(trainer: Trainer, batch: Batch) -> torch.Tensor:
     """(B, T, D) what the head is given, as training computes it."""
     kept = []
-    score = job.score
-    job.score = lambda states, b: (kept.append(states), score(states, b))[1]
+    score = trainer.loss_from_hidden
+    trainer.loss_from_hidden = lambda states, b: (kept.append(states), score(states, b))[1]
     try:
-        job.model.train()
-        job.loss(batch)
+        trainer.model.train()
+        trainer.loss(batch)
     finally:
-        job.score = score
+        trainer.loss_from_hidden = score
     return kept[0]
 
 
-def alone(job: Job, host: Batch) -> float:
+def alone(trainer: Trainer, host: Batch) -> float:
     """The largest difference of a logit of a packed document from that of the document alone, in the same precision.
 
     Several documents must be there; logits are products with the head's weight in float32.
     """
     with torch.no_grad():
-        weight = job.model.head.weight.float()
-        together = hidden(job, host.to(job.world.device)).float() @ weight.T
+        weight = trainer.model.head.weight.float()
+        together = hidden(trainer, host.to(trainer.world.device)).float() @ weight.T
         worst, seen = 0.0, 0
         for row, ids in enumerate(host.documents.ids):
             for number in ids.unique():
                 at = (ids == number).nonzero().flatten()
                 document = _document(host.tokens[row][at], host.labels[row][at])
                 one = collate([[(0, document)]], host.tokens.shape[1], single=True, most=2)
-                logits = hidden(job, one.to(job.world.device))[0, : len(at)].float() @ weight.T
+                logits = hidden(trainer, one.to(trainer.world.device))[0, : len(at)].float() @ weight.T
                 worst, seen = max(worst, (together[row][at] - logits).abs().max().item()), seen + 1
     assert seen > len(host.tokens), "no row holds two documents"
     return worst
@@ -53,14 +53,14 @@ def _document(tokens, labels):
 
 
 def disturbed(
-    job: Job, host: Batch, equal: int = 2
+    trainer: Trainer, host: Batch, equal: int = 2
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, tuple[torch.Tensor, ...]]]:
     """Another token in the first document: what becomes of all others.
 
     Returns:
         their states before and after, and gradients of their loss alone: before, `equal` times, and after.
     """
-    device = job.world.device
+    device = trainer.world.device
     ids = host.documents.ids
     learnt = [r for r in range(len(ids)) if (host.labels[r][ids[r] == 1] != -100).any()]
     assert learnt, "no row holds two documents"
@@ -74,13 +74,13 @@ def disturbed(
     before = dataclasses.replace(host, labels=labels).to(device)
     after = dataclasses.replace(host, labels=labels, tokens=tokens).to(device)
     with torch.no_grad():
-        states = [hidden(job, batch)[others.to(device)] for batch in (before, after)]
-        changed = hidden(job, before)[r, 1] != hidden(job, after)[r, 1]
+        states = [hidden(trainer, batch)[others.to(device)] for batch in (before, after)]
+        changed = hidden(trainer, before)[r, 1] != hidden(trainer, after)[r, 1]
     assert changed.any(), "the change has no effect on its own document"
     grads = []
     for batch in (*[before] * equal, after):
-        job.discard()
-        job.loss(batch).backward()
-        grads.append({t.name: t.grad.clone() for t in job.trained})
-    job.discard()
+        trainer.zero_grad()
+        trainer.loss(batch).backward()
+        grads.append({t.name: t.grad.clone() for t in trainer.trained})
+    trainer.zero_grad()
     return states[0], states[1], {name: tuple(g[name] for g in grads) for name in grads[0]}

@@ -31,12 +31,12 @@ from torch.utils._pytree import tree_leaves
 
 from optrush.kernels import adamw
 from optrush.models.decoder import build
-from optrush.models.hf import Adapter, _from_config
+from optrush.models.hf import HFModel, _from_config
 from optrush.models.shapes import native_obstacle
 from optrush.technique import Technique
 from optrush.techniques import ALL
 from optrush.trainer import build as assemble
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 from trials import assembled
 
@@ -188,7 +188,7 @@ class Tracker(TorchDispatchMode):
         del self._references[key]
 
 
-def track(job: Job, n: int = 2, *, supposed: bool = False, cuda: bool = False) -> Measured:
+def track(trainer: Trainer, n: int = 2, *, supposed: bool = False, cuda: bool = False) -> Measured:
     """The most that is held over `n` steps of a job of one process, beginning with its first; nothing compiled.
 
     Args:
@@ -196,24 +196,24 @@ def track(job: Job, n: int = 2, *, supposed: bool = False, cuda: bool = False) -
         cuda: as of Tracker.
     """
     tracker = Tracker(supposed, cuda)
-    known(tracker, job)
-    with phases(tracker.mark, job), tracker:
-        steps(job, n)
+    known(tracker, trainer)
+    with phases(tracker.mark, trainer), tracker:
+        steps(trainer, n)
     return tracker.measured()
 
 
-def allocated(job: Job, n: int = 1) -> dict[str, int]:
+def allocated(trainer: Trainer, n: int = 1) -> dict[str, int]:
     """The most that the CPU allocator has given out in each phase of `n` steps, after a first that compiles."""
-    steps(job, 1)
+    steps(trainer, 1)
     there = Tracker()
-    known(there, job)
+    known(there, trainer)
     marks: list[tuple[int, str]] = []
 
     def mark(phase: str) -> None:
         marks.append((time.time_ns(), phase))
 
-    with phases(mark, job), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        steps(job, n)
+    with phases(mark, trainer), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        steps(trainer, n)
     assert seen.profiler is not None
     events = seen.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
@@ -227,31 +227,31 @@ def allocated(job: Job, n: int = 1) -> dict[str, int]:
     return dict(peaks)
 
 
-def steps(job: Job, n: int) -> None:
+def steps(trainer: Trainer, n: int) -> None:
     """The first `n` steps, as the loop takes them."""
     for k in range(1, n + 1):
-        batches = next(job.batches)
-        job.begin(k)
-        job.gradients(batches, job.total(sum(b.n_terms for b in batches)))
-        job.update()
+        batches = next(trainer.batches)
+        trainer.set_step(k)
+        trainer.forward_backward(batches, trainer.all_reduce_int(sum(b.n_terms for b in batches)))
+        trainer.optimizer_step()
 
 
-def known(tracker: Tracker, job: Job) -> None:
+def known(tracker: Tracker, trainer: Trainer) -> None:
     """Count what a job holds before its first step."""
-    for t in job.trained:
+    for t in trainer.trained:
         tracker.hold(t.parameter, "weight")
-    for root in job.roots:
+    for root in trainer.fsdp_roots:
         for held in [*root.parameters(), *root.buffers()]:
             tracker.hold(held, "buffer")
-    for states in job.optimizer.state().values():
+    for states in trainer.optimizer.state().values():
         for state in states.values():
             tracker.hold(state, "state")
 
 
 @contextmanager
-def phases(mark: Callable[[str], None], job: Job) -> Iterator[None]:
+def phases(mark: Callable[[str], None], trainer: Trainer) -> Iterator[None]:
     """Calls `mark` with one of PHASES where a step enters it; the job's callables are put back at the end."""
-    loss, score, update = job.loss, job.score, job.update
+    loss, score, update = trainer.loss, trainer.loss_from_hidden, trainer.optimizer_step
 
     def marked_loss(batch: Any) -> Tensor:
         mark("forward")
@@ -269,15 +269,15 @@ def phases(mark: Callable[[str], None], job: Job) -> Iterator[None]:
         mark("between")
         return out
 
-    job.loss, job.score, job.update = marked_loss, marked_score, marked_update
+    trainer.loss, trainer.loss_from_hidden, trainer.optimizer_step = marked_loss, marked_score, marked_update
     try:
         yield
     finally:
-        job.loss, job.score, job.update = loss, score, update
+        trainer.loss, trainer.loss_from_hidden, trainer.optimizer_step = loss, score, update
 
 
 @contextmanager
-def supposed(run: Any, classes: Sequence[type[Technique]] = ALL, *, kernels: bool = True) -> Iterator[Job]:
+def supposed(run: Any, classes: Sequence[type[Technique]] = ALL, *, kernels: bool = True) -> Iterator[Trainer]:
     """A job whose tensors have shapes and no bytes, valid inside the context: any model, in seconds.
 
     No value is ever made: weights are not drawn, the adapter is taken without its probe, and transformers is told
@@ -289,9 +289,9 @@ def supposed(run: Any, classes: Sequence[type[Technique]] = ALL, *, kernels: boo
     materialise = assemble.materialise
     with ExitStack() as stack:
 
-        def without_bytes(job: Job) -> None:
+        def without_bytes(trainer: Trainer) -> None:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            materialise(job)
+            materialise(trainer)
 
         stack.enter_context(mock.patch.object(assemble, "load", _unfilled))
         stack.enter_context(mock.patch.object(assemble, "materialise", without_bytes))
@@ -308,7 +308,7 @@ def _unfilled(folder: Any, hf: Any, implementation: Any, dtype: torch.dtype, see
     """As `optrush.model.load.load`, with a recipe that fills nothing."""
     if implementation == "transformers" or native_obstacle(hf) is not None:
         with torch.device("meta"):
-            model: Any = Adapter(_from_config(hf, dtype))
+            model: Any = HFModel(_from_config(hf, dtype))
         model.to_meta()
         model.restore_buffers = lambda device: _to_empty(model, device=device, buffers=True)
     else:

@@ -10,7 +10,7 @@ import torch
 from optrush.data.batch import Batch
 from optrush.technique import Numerics, Technique
 from optrush.techniques import ALL
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 SAID = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.00 GiB"
 
@@ -29,8 +29,8 @@ class Scarce(Technique):
     verified_on = ("cpu",)
     calls: ClassVar[list[int]] = []  # rows of every micro-batch that was asked for
 
-    def drive(self, job: Job) -> int:
-        inner, seen = job.loss, [0]
+    def wrap_step(self, trainer: Trainer) -> int:
+        inner, seen = trainer.loss, [0]
         self.calls.clear()
 
         def loss(batch: Batch) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Scarce(Technique):
                 raise torch.OutOfMemoryError(SAID + ". Of the allocated memory 13.00 GiB is allocated by PyTorch")
             return inner(batch)
 
-        job.loss = loss
+        trainer.loss = loss
         return 1
 
 

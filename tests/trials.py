@@ -12,15 +12,14 @@ from typing import Any
 import torch
 import yaml
 
-from optrush import config
+from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
-from optrush.resolve import Prepared, prepare
+from optrush.resolve import ResolvedConfig, resolve
 from optrush.technique import Technique
 from optrush.techniques import ALL
 from optrush.trainer import run as fit
-from optrush.trainer import trainer
-from optrush.trainer.build import assemble
-from optrush.trainer.trainer import Job, Plan
+from optrush.trainer.build import build
+from optrush.trainer.trainer import Plan, Trainer, set_step
 
 from golden.make_golden import BETAS, DECAY, EPS, LR, PER_STEP, SEED, STEPS, WARMUP, Case, T
 
@@ -39,7 +38,7 @@ def golden_run(
     packed: bool = False,
     sets: Sequence[str] = (),
     **with_: dict[str, Any],
-) -> config.Run:
+) -> Config:
     """The golden script's run. rows: of one micro-batch of one rank; packed: 8 rows a step instead of 16."""
     with_ = {name.replace("_", "-"): options for name, options in with_.items()}
     if packed and not {"pad", "sort-by-length", "wrap"} & with_.keys():
@@ -62,17 +61,17 @@ def golden_run(
         "output": str(output),
         "with": with_,
     }  # fmt: skip
-    return config.parse(yaml.safe_dump(document), "golden.yaml", sets)
+    return parse_config(yaml.safe_dump(document), "golden.yaml", sets)
 
 
-def metrics(run: config.Run, classes: Sequence[type[Technique]] = ALL) -> list[dict[str, Any]]:
+def metrics(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[dict[str, Any]]:
     """Trains to the end and returns what metrics.jsonl says; empty on other ranks than the first."""
     from optrush.launch import launched
 
-    output, others = Path(run.output), launched()[0]
+    output, others = Path(config.output), launched()[0]
     if not others:
         shutil.rmtree(output, ignore_errors=True)  # what a process of an earlier test wrote there when that was over
-    prepared = prepare(run, classes)
+    prepared = resolve(config, classes)
     assert fit.fit(prepared).code == 0
     if others:
         return []
@@ -81,50 +80,50 @@ def metrics(run: config.Run, classes: Sequence[type[Technique]] = ALL) -> list[d
     return lines
 
 
-def assembled(run: config.Run | Prepared, classes: Sequence[type[Technique]] = ALL, **options: Any) -> Job:
+def assembled(config: Config | ResolvedConfig, classes: Sequence[type[Technique]] = ALL, **options: Any) -> Trainer:
     """A job whose `batches` and `begin` are those of the run."""
-    prepared = prepare(run, classes) if isinstance(run, config.Run) else run
-    job = assemble(prepared, **options)
-    wire(job)
-    return job
+    prepared = resolve(config, classes) if isinstance(config, Config) else config
+    trainer = build(prepared, **options)
+    wire(trainer)
+    return trainer
 
 
-def wire(job: Job) -> None:
+def wire(trainer: Trainer) -> None:
     """What the training run itself adds to a job: its batches and what begins a step."""
-    steps = job.run.train.steps
-    plan = Plan(job, job.stream.plan(None if steps else job.run.train.epochs, steps))
-    job.batches = fit.batches(job, plan)
-    job.begin = lambda n: trainer.begin(job, n, plan.total)
+    steps = trainer.config.train.steps
+    plan = Plan(trainer, trainer.stream.plan(None if steps else trainer.config.train.epochs, steps))
+    trainer.batches = fit.batches(trainer, plan)
+    trainer.set_step = lambda n: set_step(trainer, n, plan.total)
 
 
-def steps(job: Job, n: int = STEPS, first: int = 1) -> Iterator[tuple[float, float, bool]]:
+def steps(trainer: Trainer, n: int = STEPS, first: int = 1) -> Iterator[tuple[float, float, bool]]:
     """(loss, norm, skipped) of each step, as the loop takes it."""
     for k in range(first, first + n):
-        batches = next(job.batches)
-        terms = job.total(sum(b.n_terms for b in batches))
-        job.begin(k)
-        loss = job.gradients(batches, terms)
-        norm, skipped = job.update()
+        batches = next(trainer.batches)
+        terms = trainer.all_reduce_int(sum(b.n_terms for b in batches))
+        trainer.set_step(k)
+        loss = trainer.forward_backward(batches, terms)
+        norm, skipped = trainer.optimizer_step()
         yield loss.item(), norm.item(), bool(skipped)
 
 
-def first_gradients(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
+def first_gradients(trainer: Trainer) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and whole gradients by canonical name of the first step; nothing is updated."""
-    batches = next(job.batches)
-    job.begin(1)
-    loss = job.gradients(batches, job.total(sum(b.n_terms for b in batches)))
-    return loss.item(), {t.name: whole(t.parameter.grad).clone() for t in job.trained}
+    batches = next(trainer.batches)
+    trainer.set_step(1)
+    loss = trainer.forward_backward(batches, trainer.all_reduce_int(sum(b.n_terms for b in batches)))
+    return loss.item(), {t.name: whole(t.parameter.grad).clone() for t in trainer.trained}
 
 
-def published(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
+def published(trainer: Trainer) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the first step, these under transformers' names."""
-    loss, found = first_gradients(job)
-    return loss, {hf: part for t in job.trained for hf, part in job.recipe.split(t.name, found[t.name])}
+    loss, found = first_gradients(trainer)
+    return loss, {hf: part for t in trainer.trained for hf, part in trainer.weight_map.split(t.name, found[t.name])}
 
 
-def weights(job: Job) -> dict[str, torch.Tensor]:
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Whole weights by canonical name, copies."""
-    return {t.name: whole(t.parameter.detach()).clone() for t in job.trained}
+    return {t.name: whole(t.parameter.detach()).clone() for t in trainer.trained}
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
@@ -141,18 +140,20 @@ def furthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(apart(a[name], b[name]) for name in b)
 
 
-def kept(job: Job) -> int:
+def kept(trainer: Trainer) -> int:
     """Bytes that the forward pass keeps for the backward pass, each storage once."""
     held: list[torch.Tensor] = []  # alive, so that no address is given twice
-    batches = job.stream.batches(0, job.stream.plan(None, 1), rank=0, ranks=1, micro_rows=job.setup.micro_rows)
+    batches = trainer.stream.batches(
+        0, trainer.stream.plan(None, 1), rank=0, ranks=1, micro_rows=trainer.env.micro_rows
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (held.append(t), t)[1], lambda t: t):
-        job.loss(batches[0])
+        trainer.loss(batches[0])
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
 
-def micro(job: Job) -> Batch:
+def micro(trainer: Trainer) -> Batch:
     """The first micro-batch of the run; the job's own batches stay where they are."""
-    other = copy.copy(job)
+    other = copy.copy(trainer)
     wire(other)
     return next(other.batches)[0]
 

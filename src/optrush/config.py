@@ -197,7 +197,7 @@ class Tracker(_Part):
     artifacts: Literal["all", "model", "none"] = "all"  # all: checkpoints and the final model
 
 
-class Run(_Part):
+class Config(_Part):
     model: Annotated[Model, BeforeValidator(_short_model)]
     objective: Literal["pretrain", "sft", "dpo"]
     dpo: Dpo | None = None  # None: its defaults, where the objective is dpo
@@ -211,23 +211,23 @@ class Run(_Part):
     with_: dict[str, dict[str, Any]] = Field(default_factory=dict, alias="with")
 
 
-def dump(run: Run) -> str:
+def dump_config(config: Config) -> str:
     """The run as YAML that `parse` reads back to the same Run."""
-    data = run.model_dump(mode="json", by_alias=True, exclude_none=True)
-    if run.optim.clip is None:  # the one value whose absence means something else
+    data = config.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if config.optim.clip is None:  # the one value whose absence means something else
         data["optim"]["clip"] = None
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def parse(
+def parse_config(
     text: str, where: str, sets: Iterable[str] = (), withs: Iterable[str] = (), withouts: Iterable[str] = ()
-) -> Run:
+) -> Config:
     """YAML text and the flags laid over it, in the order --set, --with, --without, into a checked Run.
 
     Raises:
         ConfigError: naming `where`:line (or the flag), what was found and the nearest name.
     """
-    data, lines = document(text, where)
+    data, lines = parse_yaml(text, where)
     flags: dict[Keys, str] = {}
     for flag in sets:
         path = _set(data, flag)
@@ -242,7 +242,7 @@ def parse(
             key, equals, value = pair.partition("=")
             if not equals:
                 raise ConfigError(f"--with {flag}", f"{pair!r} has no value", "write --with NAME:option=value,...")
-            chosen[key] = scalar(value)
+            chosen[key] = parse_scalar(value)
         data["with"][name] = chosen
     for name in withouts:
         held = _section(data, "with", f"--without {name}")
@@ -253,12 +253,12 @@ def parse(
     if isinstance(data.get("with"), dict):  # `packing:` alone means packing with its defaults
         data["with"] = {k: {} if v is None else v for k, v in data["with"].items()}
     try:
-        return Run.model_validate(data)
+        return Config.model_validate(data)
     except ValidationError as error:
         raise _explain(error, where, lines, flags) from None
 
 
-def document(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
+def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
     """YAML text as plain values, and the line of every key; refuses duplicates, aliases, tags, and non-mappings."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -279,7 +279,7 @@ def document(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
     return value, lines
 
 
-def scalar(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """One value as a flag gives it, by YAML's rules and the rule for 1e-5."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -351,7 +351,7 @@ def _set(data: dict[str, Any], flag: str) -> Keys:
     target = data
     for key in keys[:-1]:
         target = _section(target, key, f"--set {flag}")
-    target[keys[-1]] = scalar(value)
+    target[keys[-1]] = parse_scalar(value)
     return tuple(keys)
 
 
@@ -382,10 +382,10 @@ def _path(loc: Keys) -> Keys:
 
 
 def _fields(path: Keys) -> list[str]:
-    part: type[BaseModel] = Run
+    part: type[BaseModel] = Config
     for key in path:
         if str(key) in part.model_fields:  # not a place in a list
-            part = _model(part.model_fields[str(key)].annotation) or Run
+            part = _model(part.model_fields[str(key)].annotation) or Config
     return [f.alias or name for name, f in part.model_fields.items()]
 
 
@@ -407,13 +407,13 @@ _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _SHORTEST = 6  # a shorter value would be found in ordinary words
 
 
-def refuse(run: Run) -> None:
+def refuse_secrets(config: Config) -> None:
     """Refuses a configuration that holds a password.
 
     Raises:
         ConfigError: naming the key, not the value.
     """
-    for key, value in _texts(run.model_dump(mode="json", by_alias=True)):
+    for key, value in _texts(config.model_dump(mode="json", by_alias=True)):
         if LOGIN.search(value):
             do = "take it out; put it where the library that opens the address looks for it, such as its environment"
             raise ConfigError(f"`{key}`", "an address with a user or password in it, which a run would write down", do)
@@ -477,7 +477,7 @@ class Sampling:
             ConfigError: no such name, or no such value.
         """
         name, equals, text = setting.replace("-", "_").partition("=")
-        name, value = name.strip(), scalar(text.strip())
+        name, value = name.strip(), parse_scalar(text.strip())
         kinds = {f.name: type(f.default) for f in dataclasses.fields(self)}
         if name not in kinds:
             raise ConfigError(f"/set {setting}", "no such setting", nearest(name, kinds))

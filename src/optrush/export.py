@@ -32,43 +32,43 @@ from optrush.peft import io
 from optrush.restore import Rebuilt, read_run, rebuild
 from optrush.trainer import run_dir
 from optrush.trainer.distributed import agree, gathered, is_gathered
-from optrush.trainer.trainer import Job, exhausted
+from optrush.trainer.trainer import Trainer, exhausted
 
 GENERATION = "generation_config.json"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def write_model(job: Job, output: Path, steps: int, source: Path | None) -> Path:
+def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None) -> Path:
     """Writes `model/` under the run's folder, whole or not at all: into a folder beside it first, then renamed.
 
     Every rank takes part (sharded parameters are gathered one at a time), rank 0 writes.
     """
     folder, fresh = output / "model", output / "model.tmp"
-    tensors, error = whole(job), None
-    if job.world.rank == 0:
+    tensors, error = whole(trainer), None
+    if trainer.world.rank == 0:
         try:
-            _write_model(job, tensors, folder, fresh, steps, source)
+            _write_model(trainer, tensors, folder, fresh, steps, source)
         except (OSError, SafetensorError, UserError) as e:
             shutil.rmtree(fresh, ignore_errors=True)
             error = RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
     for _ in tensors:  # what rank 0 has not taken, the others must still gather with it
         pass
     agree(error)
-    if io.adapters(job.model):
-        write_adapter(job, output / "adapter")
+    if io.adapters(trainer.model):
+        write_adapter(trainer, output / "adapter")
     return folder
 
 
-def write_adapter(job: Job, folder: Path) -> Path:
+def write_adapter(trainer: Trainer, folder: Path) -> Path:
     """Writes what a job with adapters has learnt as PEFT keeps it, whole or not at all; every rank takes part."""
-    values, error = learnt(job), None
+    values, error = learnt(trainer), None
     fresh = folder.with_name(f"{folder.name}.tmp")
-    if job.world.rank == 0:
-        base = job.run.model.path or job.run.model.shape
+    if trainer.world.rank == 0:
+        base = trainer.config.model.path or trainer.config.model.shape
         try:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
-            io.write(fresh, job.model, job.recipe, values, str(base))
+            io.write(fresh, trainer.model, trainer.weight_map, values, str(base))
             _replace(fresh, folder)
         except (OSError, SafetensorError) as e:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -77,26 +77,26 @@ def write_adapter(job: Job, folder: Path) -> Path:
     return folder
 
 
-def learnt(job: Job) -> dict[str, Tensor]:
+def learnt(trainer: Trainer) -> dict[str, Tensor]:
     """Parameters that are trained by canonical name, whole, on the host of rank 0; every rank takes part."""
     found: dict[str, Tensor] = {}
-    for t in job.trained:
+    for t in trainer.trained:
         values = gathered(t.parameter.detach())
-        if job.world.rank == 0:
+        if trainer.world.rank == 0:
             found[t.name] = values.cpu()
     return found
 
 
 def _write_model(
-    job: Job, tensors: Iterator[tuple[str, Tensor]], folder: Path, fresh: Path, steps: int, source: Path | None
+    trainer: Trainer, tensors: Iterator[tuple[str, Tensor]], folder: Path, fresh: Path, steps: int, source: Path | None
 ) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    export(fresh, tensors, job.recipe, job.hf)
-    if job.tokenizer is not None:
-        job.tokenizer.save_pretrained(fresh)
-    write_generation(job, fresh, source)
-    text = model_card.card(job.run, folder.parent, steps, source, job.sources.summary)
+    export(fresh, tensors, trainer.weight_map, trainer.hf)
+    if trainer.tokenizer is not None:
+        trainer.tokenizer.save_pretrained(fresh)
+    write_generation(trainer, fresh, source)
+    text = model_card.card(trainer.config, folder.parent, steps, source, trainer.sources.summary)
     (fresh / model_card.NAME).write_text(text, encoding="utf-8")
     _replace(fresh, folder)
 
@@ -111,39 +111,41 @@ def _replace(fresh: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_generation(job: Job, fresh: Path, source: Path | None) -> None:
+def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None:
     """How the model is asked for text: as the published one; where the run gave a chat template, until the token that
     ends an answer under it, too.
     """
     published = None if source is None or not (source / GENERATION).is_file() else source / GENERATION
-    if job.run.model.chat_template is None or job.tokenizer is None:
+    if trainer.config.model.chat_template is None or trainer.tokenizer is None:
         if published is not None:
             shutil.copyfile(published, fresh / GENERATION)
         return
     try:
-        found = {key: job.hf.get(key) for key in SPECIAL} if published is None else json.loads(published.read_bytes())
+        found = (
+            {key: trainer.hf.get(key) for key in SPECIAL} if published is None else json.loads(published.read_bytes())
+        )
         ends = found.get("eos_token_id")
     except (ValueError, AttributeError) as error:
         asked = f"to add the end of a turn to {published}"
         raise NeedsError(asked, f"no JSON object: {error}", "download the model again") from None
-    ends = job.tokenizer.eos_token_id if ends is None else ends
+    ends = trainer.tokenizer.eos_token_id if ends is None else ends
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    found["eos_token_id"] = list(dict.fromkeys([*ends, *turn_ends(job.tokenizer)])) or None
+    found["eos_token_id"] = list(dict.fromkeys([*ends, *turn_ends(trainer.tokenizer)])) or None
     kept = {key: value for key, value in found.items() if value is not None}
     (fresh / GENERATION).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def whole(job: Job) -> Iterator[tuple[str, Tensor]]:
+def whole(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """The published model's parameters by canonical name, whole and on the host of rank 0; on the others only the
     gathering happens. Adapters are merged in float32 and the sum is rounded; weights stored in another form are dense.
     """
-    model, first = job.model, not dist.is_initialized() or dist.get_rank() == 0
+    model, first = trainer.model, not dist.is_initialized() or dist.get_rank() == 0
     kept = model.embedding.weight
     assert isinstance(kept, Tensor)
-    changed = {name: m for name, m in model.linears() if m.stored is not None or m.adapter is not None}
+    changed = {name: m for name, m in model.linears() if m.quantized is not None or m.adapter is not None}
     for name, linear in changed.items():
         with _gathered(model, name):
-            weight = linear.dense(torch.float32).detach()
+            weight = linear.dequantized(torch.float32).detach()
             bias: Tensor | None = None if linear.bias is None else linear.bias.detach().float()
             if linear.adapter is not None:
                 weight, bias = linear.adapter.merge(weight, bias)
@@ -231,7 +233,7 @@ def demand_bytes(folder: Path, written: Mapping[str, str]) -> None:
             raise RunError(f"{folder} is not the trained model: {name} was written otherwise than it is read")
 
 
-def samples(job: Job, paths: Sequence[str], sample: str | None) -> tuple[list[list[int]], str]:
+def samples(trainer: Trainer, paths: Sequence[str], sample: str | None) -> tuple[list[list[int]], str]:
     """Token ids to compare on, and what they are: the first documents of the run's data, else random tokens.
 
     Args:
@@ -239,12 +241,12 @@ def samples(job: Job, paths: Sequence[str], sample: str | None) -> tuple[list[li
         sample: `data.sample`.
     """
     documents: list[list[int]] = []
-    if job.tokenizer is not None:
-        documents = list(islice(_documents(Tokens(job.tokenizer), paths, sample, job.run.seed), ROWS))
+    if trainer.tokenizer is not None:
+        documents = list(islice(_documents(Tokens(trainer.tokenizer), paths, sample, trainer.config.seed), ROWS))
     if documents:
         return documents, f"the first {len(documents)} documents of the data"
-    assert isinstance(job.model.embedding.weight, Tensor)
-    ids = np.random.default_rng(RANDOM_SEED).integers(0, job.model.embedding.weight.shape[0], (ROWS, LENGTH // 2))
+    assert isinstance(trainer.model.embedding.weight, Tensor)
+    ids = np.random.default_rng(RANDOM_SEED).integers(0, trainer.model.embedding.weight.shape[0], (ROWS, LENGTH // 2))
     return ids.tolist(), f"{ROWS} rows of random tokens"
 
 
@@ -252,7 +254,7 @@ def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, seed: i
     """Documents that are there and can be read; a file that is gone, or another machine's, has none."""
     if sample is not None:
         talks = recipes.conversations(ROWS, seed)
-        found = [(schema.Where(Path(sample), i), {"messages": talk}) for i, talk in enumerate(talks, 1)]
+        found = [(schema.RowLocation(Path(sample), i), {"messages": talk}) for i, talk in enumerate(talks, 1)]
         yield from _tokenised(tokens, iter(found))
     for path in paths:
         try:
@@ -264,7 +266,7 @@ def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, seed: i
             continue
 
 
-def _tokenised(tokens: Tokens, found: Iterator[tuple[schema.Where, Any]]) -> Iterator[list[int]]:
+def _tokenised(tokens: Tokens, found: Iterator[tuple[schema.RowLocation, Any]]) -> Iterator[list[int]]:
     for where, row in islice(found, 10 * ROWS):
         try:
             if not isinstance(row, DataError):
@@ -276,20 +278,20 @@ def _tokenised(tokens: Tokens, found: Iterator[tuple[schema.Where, Any]]) -> Ite
 
 
 @torch.no_grad()
-def trained(job: Job, texts: Sequence[Sequence[int]]) -> list[Tensor]:
+def trained(trainer: Trainer, texts: Sequence[Sequence[int]]) -> list[Tensor]:
     """float32 logits (T, V) of the trained model for each text, on the host. Its weights become float32."""
-    job.model.eval()
-    stored = [m.stored for _, m in job.model.linears() if m.stored is not None]
+    trainer.model.eval()
+    stored = [m.quantized for _, m in trainer.model.linears() if m.quantized is not None]
     codes = {id(p) for s in stored if isinstance(s, nn.Module) for p in s.parameters()}  # bytes, whatever their type
-    for p in job.model.parameters():
+    for p in trainer.model.parameters():
         if id(p) not in codes:
             p.data = p.data.float()
     found = []
     for ids in texts:
         document = Document(np.array(ids, np.int32), np.arange(len(ids)) > 0)
-        row = collate([[(0, document)]], len(ids), single=True, most=1).to(job.world.device)
-        hidden = job.model(row.tokens, row.positions, row.documents)  # (1, T, D)
-        found.append(job.model.head.logits(hidden)[0].cpu())
+        row = collate([[(0, document)]], len(ids), single=True, most=1).to(trainer.world.device)
+        hidden = trainer.model(row.tokens, row.positions, row.documents)  # (1, T, D)
+        found.append(trainer.model.head.logits(hidden)[0].cpu())
     return found
 
 
@@ -393,10 +395,10 @@ def deliver(
     try:
         with run_dir.lock(folder) if at_work else nullcontext(), _beside(where, at_work) as fresh:
             found = rebuild(run, checkpoint)
-            if adapter and not io.adapters(found.job.model):
+            if adapter and not io.adapters(found.trainer.model):
                 done = "this run has no adapter: it trained the model's own weights"
                 raise ConfigError("--adapter", done, "leave it out")
-            kind = None if adapter else _kept(found.job) if dtype is None else DTYPES[dtype]
+            kind = None if adapter else _kept(found.trainer) if dtype is None else DTYPES[dtype]
             compared = None
             with _writing(where):
                 written = (
@@ -458,45 +460,53 @@ def _writing(where: Path) -> Iterator[None]:
 
 
 def _write_adapter(found: Rebuilt, fresh: Path) -> dict[str, str]:
-    job = found.job
-    io.write(fresh, job.model, job.recipe, learnt(job), str(job.run.model.path or job.run.model.shape))
+    trainer = found.trainer
+    io.write(
+        fresh,
+        trainer.model,
+        trainer.weight_map,
+        learnt(trainer),
+        str(trainer.config.model.path or trainer.config.model.shape),
+    )
     return {}
 
 
 def _write_merged(found: Rebuilt, fresh: Path, dtype: str | None, max_shard_bytes: float) -> dict[str, str]:
     """The merged model with its tokenizer, generation config and card; digests of what was to be written."""
-    job, written = found.job, dict[str, str]()
+    trainer, written = found.trainer, dict[str, str]()
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, t in whole(job):
+        for name, t in whole(trainer):
             kept = t if dtype is None else t.to(DTYPES[dtype])
-            written.update((hf, digest(part)) for hf, part in job.recipe.split(name, kept))
+            written.update((hf, digest(part)) for hf, part in trainer.weight_map.split(name, kept))
             yield name, kept
 
-    export(fresh, tensors(), job.recipe, job.hf, max_shard_bytes)
-    if job.tokenizer is not None:
-        job.tokenizer.save_pretrained(fresh)
-    write_generation(job, fresh, found.base)
-    text = model_card.card(found.run, found.folder, found.checkpoint.step, found.base)
+    export(fresh, tensors(), trainer.weight_map, trainer.hf, max_shard_bytes)
+    if trainer.tokenizer is not None:
+        trainer.tokenizer.save_pretrained(fresh)
+    write_generation(trainer, fresh, found.base)
+    text = model_card.card(found.config, found.folder, found.checkpoint.step, found.base)
     (fresh / model_card.NAME).write_text(text, encoding="utf-8")
     return written
 
 
-def _kept(job: Job) -> torch.dtype:
-    weight = job.model.embedding.weight
+def _kept(trainer: Trainer) -> torch.dtype:
+    weight = trainer.model.embedding.weight
     assert isinstance(weight, Tensor)
     return weight.dtype
 
 
 def _verify(found: Rebuilt, fresh: Path, written: Mapping[str, str], kind: torch.dtype) -> Compared:
     demand_bytes(fresh, written)
-    job, d = found.job, found.run.data
-    exact = kind == _kept(job) and all(m.adapter is None and m.stored is None for _, m in job.model.linears())
+    trainer, d = found.trainer, found.config.data
+    exact = kind == _kept(trainer) and all(
+        m.adapter is None and m.quantized is None for _, m in trainer.model.linears()
+    )
     paths = [d.eval] if isinstance(d.eval, str) else [origin.path for origin in d.origins]
-    texts, said = samples(job, paths, d.sample)
-    ours = trained(job, texts)
-    device = job.world.device
-    job.model.to("meta")  # its memory is the reloaded model's now
+    texts, said = samples(trainer, paths, d.sample)
+    ours = trained(trainer, texts)
+    device = trainer.world.device
+    trainer.model.to("meta")  # its memory is the reloaded model's now
     theirs = reloaded(fresh, texts, device)
     compared = compare(ours, theirs, said, kind, exact)
     demand(compared, fresh)

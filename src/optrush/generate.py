@@ -21,11 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from optrush.config import Data, Model, Run, Sampling
+from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
 from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer, turn_ends
 from optrush.data.readers import read
-from optrush.data.schema import Chat, Completion, Document, Message, Pair, Text, Where
+from optrush.data.schema import Chat, Completion, Document, Message, Pair, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.judge import Rate, Verdict, rate
 from optrush.models.hf import load_plain
@@ -53,7 +53,7 @@ class Place:
     name: str
     folder: Path
     adapter: Path | None = None
-    run: Run | None = None
+    config: Config | None = None
 
 
 def find(text: str) -> Place:
@@ -64,11 +64,11 @@ def find(text: str) -> Place:
     """
     path = home(text, f"the model {text}")
     if (path / RUN).is_file() or path.name == RUN:
-        folder, run = read_run(path)
+        folder, config = read_run(path)
         if (folder / "model" / "config.json").is_file():
-            return Place(text, folder / "model", None, run)
+            return Place(text, folder / "model", None, config)
         if (folder / "adapter" / ADAPTER).is_file():
-            return Place(text, _published(run, text), folder / "adapter", run)
+            return Place(text, _published(config, text), folder / "adapter", config)
         raise ConfigError(f"to talk to {text}", "neither model/ nor adapter/ lies in it", f"optrush export {text}")
     run_of = read_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
@@ -103,23 +103,23 @@ def base_of(place: Place, asked: str) -> Place:
     Raises:
         ConfigError: that is not known, or it was random.
     """
-    if place.run is not None:
-        return Place(str(place.run.model.path), _published(place.run, asked))
+    if place.config is not None:
+        return Place(str(place.config.model.path), _published(place.config, asked))
     if place.adapter is not None:
         return Place(str(place.folder), place.folder)
     raise ConfigError(asked, f"{place.name} is no run's folder: its base is not known", "name the run's folder")
 
 
-def _published(run: Run, asked: str) -> Path:
-    if run.model.path is None:
-        found = f"the run began with random weights of the shape {run.model.shape}"
+def _published(config: Config, asked: str) -> Path:
+    if config.model.path is None:
+        found = f"the run began with random weights of the shape {config.model.shape}"
         raise ConfigError(f"the base model of {asked}", found, "leave --base out")
-    return _located(run.model.path)
+    return _located(config.model.path)
 
 
 def _located(path: str) -> Path:
     """A folder, a hub id or `tiny`, as a configuration names it."""
-    folder, _ = locate(Run(model=Model(path=path), objective="pretrain", data=Data(random=1), output="."))
+    folder, _ = locate(Config(model=Model(path=path), objective="pretrain", data=Data(random=1), output="."))
     assert folder is not None, "no shape was asked for"
     return folder
 
@@ -165,7 +165,7 @@ class Speaker:
         ends = turn_ends(self.tokenizer) if self.tokenizer.chat_template else []
         return list(dict.fromkeys([*listed, *ends]))
 
-    def ids(self, prompt: str | Sequence[Message], where: Where, tools: Sequence[Any] = ()) -> list[int]:
+    def ids(self, prompt: str | Sequence[Message], where: RowLocation, tools: Sequence[Any] = ()) -> list[int]:
         """The tokens of a conversation up to where its answer begins; of a text, as it stands.
 
         Raises:
@@ -359,7 +359,7 @@ ANSWERS = ("assistant", "gpt", "function_call")
 
 @dataclass(frozen=True)
 class Prompt:
-    where: Where
+    where: RowLocation
     asked: str | tuple[Message, ...]  # a text to be continued as it stands, or a conversation
     tools: tuple[Any, ...] = ()
     reference: str | None = None  # the row's own answer
@@ -392,7 +392,7 @@ def prompts(path: Path, plain: bool = False, system: str | None = None) -> Itera
         yield prompt
 
 
-def _prompt(where: Where, found: dict[str, Any], plain: bool) -> Prompt:
+def _prompt(where: RowLocation, found: dict[str, Any], plain: bool) -> Prompt:
     found, answered = _completed(found, plain)
     row = schema.parse(where, found)
     row = row.chosen if isinstance(row, Pair) else row

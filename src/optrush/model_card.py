@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from optrush import __version__
-from optrush.config import Run
+from optrush.config import Config
 from optrush.console import count
 from optrush.data import readers
 from optrush.data.readers import form
@@ -37,7 +37,7 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 ```"""
 
 
-def card(run: Run, folder: Path, steps: int, base: Path | None, data: str = "") -> str:
+def card(config: Config, folder: Path, steps: int, base: Path | None, data: str = "") -> str:
     """The card's text.
 
     Args:
@@ -50,17 +50,17 @@ def card(run: Run, folder: Path, steps: int, base: Path | None, data: str = "") 
         UserError: run.yaml or metrics.jsonl of the folder is damaged.
     """
     facts = [
-        ("base model", _base(run)),
-        ("objective", f"`{run.objective}`"),
-        ("data", escaped(_data(run)) + (f": {escaped(data)}" if data else "")),
+        ("base model", _base(config)),
+        ("objective", f"`{config.objective}`"),
+        ("data", escaped(_data(config)) + (f": {escaped(data)}" if data else "")),
         ("steps", f"{steps:,}"),
-        ("techniques", escaped(", ".join(run.with_) or "none")),
+        ("techniques", escaped(", ".join(config.with_) or "none")),
         *_measured(runs.read(folder), steps),
         ("versions", f"optrush {__version__}, torch {torch.__version__}, transformers {library('transformers')}"),
     ]
     table = "\n".join(f"| {name} | {text} |" for name, text in facts)
     parts = [
-        f"---\n{yaml.safe_dump(_front(run, base), sort_keys=False)}---",
+        f"---\n{yaml.safe_dump(_front(config, base), sort_keys=False)}---",
         f"# {escaped(folder.resolve().name)}",
         f"Trained by optrush {__version__}.",
         f"| | |\n|---|---|\n{table}",
@@ -74,10 +74,10 @@ def escaped(text: object) -> str:
     return html.escape(_MARKS.sub(r"\\\g<0>", clean(text)), quote=False)
 
 
-def _front(run: Run, base: Path | None) -> dict[str, Any]:
+def _front(config: Config, base: Path | None) -> dict[str, Any]:
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["optrush"]}
-    if run.model.path is not None and _of_hub(run.model.path):
-        front["base_model"] = run.model.path
+    if config.model.path is not None and _of_hub(config.model.path):
+        front["base_model"] = config.model.path
     if (licence := _licence(base)) is not None:
         front["license"] = licence
     return front
@@ -96,19 +96,19 @@ def _licence(base: Path | None) -> str | None:
     return licence if isinstance(licence, str) and LICENCE.match(licence) else None
 
 
-def _base(run: Run) -> str:
-    m = run.model
+def _base(config: Config) -> str:
+    m = config.model
     if m.path is None:
-        return f"random weights of the shape {escaped(m.shape)}, seed {run.seed}"
+        return f"random weights of the shape {escaped(m.shape)}, seed {config.seed}"
     return escaped(_called(m.path))
 
 
-def _data(run: Run) -> str:
-    if run.data.random is not None:
+def _data(config: Config) -> str:
+    if config.data.random is not None:
         return "random tokens"
-    if run.data.sample is not None:
-        return f"the sample {run.data.sample}"
-    return ", ".join(_called(o.path) for o in run.data.origins)
+    if config.data.sample is not None:
+        return f"the sample {config.data.sample}"
+    return ", ".join(_called(o.path) for o in config.data.origins)
 
 
 def _called(path: str) -> str:

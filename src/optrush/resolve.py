@@ -12,37 +12,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optrush import config, hardware
-from optrush.config import Dpo, Run
+from optrush import hardware
+from optrush.config import Config, Dpo, refuse_secrets
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.launch import launched
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
 from optrush.models.source import Growth, check_positions, grow, locate
 from optrush.planner.micro_batch import choose
-from optrush.technique import Edit, Part, Setup, Technique, build, demand, in_order, settle, sizes, unmet
+from optrush.technique import Edit, Environment, Part, Technique, demand, in_order, instantiate, settle, sizes, unmet
 from optrush.techniques import ALL
 
 
 @dataclass(frozen=True)
-class Prepared:
+class ResolvedConfig:
     """A run whose every condition that can be checked without building anything holds."""
 
-    run: Run  # its micro-batch is a number, also where `auto` was asked for
+    config: Config  # its micro-batch is a number, also where `auto` was asked for
     techniques: list[Technique]
-    setup: Setup
+    env: Environment
     folder: Path | None
     hf: dict[str, Any]  # config.json as the config stage left it
-    edits: tuple[Edit, ...]  # of the config stage
+    applied: tuple[Edit, ...]  # of the config stage
     growth: Growth | None = None  # of the vocabulary
 
 
-def prepare(
-    run: Run,
+def resolve(
+    config: Config,
     classes: Sequence[type[Technique]] = ALL,
     ranks: int | None = None,
     device: Device | None = None,
-) -> Prepared:
+) -> ResolvedConfig:
     """Checks what can be checked before anything is built.
 
     Args:
@@ -51,92 +51,92 @@ def prepare(
     Raises:
         UserError: in its three lines; nothing has been written.
     """
-    automatic = run.batch.micro_tokens == "auto"
-    run = _chooser(run, classes) if automatic else run
-    check_dpo(run)
-    if run.objective == "dpo":
-        run = run.model_copy(update={"dpo": run.dpo or Dpo()})
-    techniques = in_order(build(classes, run.with_))
-    check(run)
+    automatic = config.batch.micro_tokens == "auto"
+    config = _chooser(config, classes) if automatic else config
+    check_dpo(config)
+    if config.objective == "dpo":
+        config = config.model_copy(update={"dpo": config.dpo or Dpo()})
+    techniques = in_order(instantiate(classes, config.with_))
+    check(config)
     ranks = launched()[1] if ranks is None else ranks
-    rows, micro_rows = sizes(run, ranks)
-    folder, hf = locate(run, weights=device is None)
-    growth = grow(run, folder, hf)
+    rows, micro_rows = sizes(config, ranks)
+    folder, hf = locate(config, weights=device is None)
+    growth = grow(config, folder, hf)
     if growth is not None:
         hf["vocab_size"] = growth.vocab
     edits = [Edit.of("config", t, n) for t in techniques if (n := t.config(hf))]
     refuse_foreign(hf)
     obstacle = native_obstacle(hf)
-    if run.model.implementation == "native" and obstacle is not None:
+    if config.model.implementation == "native" and obstacle is not None:
         raise NeedsError("`model.implementation: native`", obstacle, "take `model.implementation: transformers`")
-    native = run.model.implementation != "transformers" and obstacle is None
+    native = config.model.implementation != "transformers" and obstacle is None
     known = ModelShape.read(hf) if obstacle is None else None
     shape = known if native else None
     if shape is not None:
-        shape.check_window(run.batch.seq)
+        shape.check_window(config.batch.seq)
     else:  # padding has positions too, and a table of them ends
-        check_positions(hf, run.batch.seq, f"`batch.seq: {run.batch.seq}`")
+        check_positions(hf, config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     here = device is None
     device = device or _device(ranks)
-    if run.model.dtype == "bfloat16" and device.kind == "cuda" and device.capability < (8, 0):
+    if config.model.dtype == "bfloat16" and device.kind == "cuda" and device.capability < (8, 0):
         found = f"{device.name}, capability {device.capability}, which has no such products"
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
-    setup = Setup(
+    env = Environment(
         device=device,
         ranks=ranks,
-        seq=run.batch.seq,
+        seq=config.batch.seq,
         rows=rows,
         micro_rows=micro_rows,
-        clip=run.optim.clip,
-        dtype=run.model.dtype,
+        clip=config.optim.clip,
+        dtype=config.model.dtype,
         native=native,
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
         vocab=int(hf.get("vocab_size") or 0),
         shape=shape,
         grouped=known is None or known.kv_heads < known.heads,
-        dpo=run.dpo,
+        dpo=config.dpo,
     )
     if automatic:
-        setup = dataclasses.replace(setup, micro_rows=choose(techniques, setup, hf))
-    setup = settle(techniques, setup, classes)
-    check_reference(setup)
+        env = dataclasses.replace(env, micro_rows=choose(techniques, env, hf))
+    env = settle(techniques, env, classes)
+    check_reference(env)
     if here:  # before hours of tokenising; a plan may suppose another machine
         for technique in techniques:
             demand(technique)
-    return Prepared(_sized(run, setup), techniques, setup, folder, hf, tuple(edits), growth)
+    return ResolvedConfig(_sized(config, env), techniques, env, folder, hf, tuple(edits), growth)
 
 
-def resized(prepared: Prepared, rows: int) -> Prepared:
+def resized(prepared: ResolvedConfig, rows: int) -> ResolvedConfig:
     """The same with another micro-batch.
 
     Raises:
         NeedsError: a technique cannot have it.
     """
-    setup = dataclasses.replace(prepared.setup, micro_rows=rows)
+    env = dataclasses.replace(prepared.env, micro_rows=rows)
     # Who plays a smaller card was asked about the whole one, and would take its share of the share.
     others = [t for t in prepared.techniques if Part.MEMORY not in t.claims]
-    for need in unmet(others, setup):
+    for need in unmet(others, env):
         raise NeedsError(need.asked, need.found, need.do)
-    return dataclasses.replace(prepared, run=_sized(prepared.run, setup), setup=setup)
+    return dataclasses.replace(prepared, config=_sized(prepared.config, env), env=env)
 
 
-def _sized(run: Run, setup: Setup) -> Run:
+def _sized(config: Config, env: Environment) -> Config:
     """The run with the micro-batch of the setup."""
-    tokens = setup.micro_rows * setup.seq
-    if run.batch.micro_tokens == tokens or (run.batch.micro_tokens is None and tokens == setup.seq):
-        return run
-    return run.model_copy(update={"batch": run.batch.model_copy(update={"micro_tokens": tokens})})
+    tokens = env.micro_rows * env.seq
+    if config.batch.micro_tokens == tokens or (config.batch.micro_tokens is None and tokens == env.seq):
+        return config
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_tokens": tokens})})
 
 
-def _chooser(run: Run, classes: Sequence[type[Technique]]) -> Run:
+def _chooser(config: Config, classes: Sequence[type[Technique]]) -> Config:
     """The run with a technique that owns the micro-batch: `auto` asks for one, which the file need not name."""
     owners = [c.name for c in classes if Part.MICRO_BATCH in c.claims]
     if not owners:
-        do = f"give a multiple of {run.batch.seq}"
+        do = f"give a multiple of {config.batch.seq}"
         raise ConfigError("`batch.micro_tokens: auto`", "no technique here finds it", do)
-    if run.with_.keys() & set(owners):
-        return run
-    return run.model_copy(update={"with_": {**run.with_, owners[0]: {}}})
+    if config.with_.keys() & set(owners):
+        return config
+    return config.model_copy(update={"with_": {**config.with_, owners[0]: {}}})
 
 
 def _device(ranks: int) -> Device:
@@ -148,45 +148,47 @@ def _device(ranks: int) -> Device:
     return devices[0] if devices else hardware.CPU
 
 
-def check(run: Run) -> None:
+def check(config: Config) -> None:
     """The rules between the fields of `data:` and the objective; reads nothing.
 
     Raises:
         ConfigError: none or several of path, sample, random; random tokens where conversations are needed; a password.
     """
-    config.refuse(run)
-    d = run.data
-    if run.objective == "pretrain" and d.train_on == "last":
+    refuse_secrets(config)
+    d = config.data
+    if config.objective == "pretrain" and d.train_on == "last":
         raise ConfigError("`data.train_on: last`", "`objective: pretrain` learns every token", "objective: sft")
     given = [name for name in ("path", "sample", "random") if getattr(d, name) is not None]
     if len(given) != 1:
         found = " and ".join(f"`data.{g}`" for g in given) or "none of them"
         raise ConfigError("one of `data.path`, `data.sample`, `data.random`", found, "give exactly one")
     if d.random is not None:
-        if run.objective != "pretrain":
-            raise ConfigError(f"`objective: {run.objective}` on `data.random`", "random tokens", "objective: pretrain")
+        if config.objective != "pretrain":
+            raise ConfigError(
+                f"`objective: {config.objective}` on `data.random`", "random tokens", "objective: pretrain"
+            )
         if isinstance(d.eval, str):
             raise ConfigError("`data.eval` from a file beside `data.random`", d.eval, "give a fraction")
-    elif run.model.shape is not None and run.model.tokenizer is None:
+    elif config.model.shape is not None and config.model.tokenizer is None:
         do = "name a folder that has one: model.tokenizer; or take data.random"
-        raise ConfigError(f"`model.shape: {run.model.shape}` on text", "a shape has no tokenizer", do)
-    if run.model.tokenizer is not None and run.model.shape is None:
-        raise ConfigError(f"`model.tokenizer: {run.model.tokenizer}`", "`model.path` brings its own", "leave it out")
+        raise ConfigError(f"`model.shape: {config.model.shape}` on text", "a shape has no tokenizer", do)
+    if config.model.tokenizer is not None and config.model.shape is None:
+        raise ConfigError(f"`model.tokenizer: {config.model.tokenizer}`", "`model.path` brings its own", "leave it out")
     if d.stream and d.path is None:
         raise ConfigError("`data.stream`", "no `data.path` to read from", "leave data.stream out")
     if d.clean is not None and d.path is None:
         raise ConfigError("`data.clean`", "no `data.path` to clean", "leave data.clean out")
 
 
-def check_dpo(run: Run) -> None:
+def check_dpo(config: Config) -> None:
     """The rules between `objective: dpo`, its block and the data; reads nothing.
 
     Raises:
         ConfigError: what another objective would not read, or pairs cannot have.
     """
-    asked, d, settings = f"`objective: {run.objective}`", run.data, run.dpo or Dpo()
-    if run.objective != "dpo":
-        if run.dpo is not None:
+    asked, d, settings = f"`objective: {config.objective}`", config.data, config.dpo or Dpo()
+    if config.objective != "dpo":
+        if config.dpo is not None:
             raise ConfigError(f"`dpo` with {asked}", "nothing there reads it", "leave `dpo` out, or objective: dpo")
         return
     if settings.loss == "ipo" and settings.label_smoothing:
@@ -203,30 +205,30 @@ def check_dpo(run: Run) -> None:
         raise ConfigError("`dpo.reference: precomputed`", found, "leave data.stream out, or take reference: adapter")
 
 
-def check_reference(setup: Setup) -> None:
+def check_reference(env: Environment) -> None:
     """The rule between `dpo.reference` and who says what is trained.
 
     Raises:
         NeedsError: the untrained model is to be asked in every step, and nobody can undo the training.
     """
-    if setup.dpo is None or setup.dpo.reference != "adapter" or setup.undoable:
+    if env.dpo is None or env.dpo.reference != "adapter" or env.undoable:
         return
     found = "every weight is trained, and nothing keeps what it was"
     do = "train an adapter (optrush techniques), or take dpo.reference: precomputed"
-    if Part.TRAINED in setup.owned:
+    if Part.TRAINED in env.claimed:
         found = "what is trained cannot be undone: whole weights are, or the adapter began from a folder (save, init)"
         do = "leave save and init out, or take dpo.reference: precomputed"
     raise NeedsError("`dpo.reference: adapter`", found, do)
 
 
-def dense(run: Run, classes: Sequence[type[Technique]] = ALL) -> tuple[Run, list[str]]:
+def dense(config: Config, classes: Sequence[type[Technique]] = ALL) -> tuple[Config, list[str]]:
     """The run for a model that was trained and exported, whose weights are whole, with adapters in them.
 
     Returns:
         It without the techniques that say what is trained, and those that ask for one that does: they would lay
         adapters over what was learnt, and quantise it again; and their names.
     """
-    gone = [c.name for c in classes if Part.TRAINED in c.claims | c.wants and c.name in run.with_]
-    kept = {name: options for name, options in run.with_.items() if name not in gone}
-    settings = run.dpo and run.dpo.model_copy(update={"reference": "auto"})
-    return run.model_copy(update={"with_": kept, "dpo": settings}), gone
+    gone = [c.name for c in classes if Part.TRAINED in c.claims | c.wants and c.name in config.with_]
+    kept = {name: options for name, options in config.with_.items() if name not in gone}
+    settings = config.dpo and config.dpo.model_copy(update={"reference": "auto"})
+    return config.model_copy(update={"with_": kept, "dpo": settings}), gone

@@ -17,29 +17,29 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from optrush.config import BatchSize, Data, Run, parse
+from optrush.config import BatchSize, Config, Data, parse_config
 from optrush.errors import CheckpointError, ConfigError
-from optrush.resolve import prepare
-from optrush.technique import Part, Technique, build
+from optrush.resolve import resolve
+from optrush.technique import Part, Technique, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import storage
-from optrush.trainer.build import assemble
+from optrush.trainer.build import build
 from optrush.trainer.checkpoint import FOLDER, Manifest, damaged, find, verify
 from optrush.trainer.run_dir import POINTER, RUN
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    job: Job
-    run: Run  # as its run.yaml has it
+    trainer: Trainer
+    config: Config  # as its run.yaml has it
     folder: Path
     base: Path | None  # the folder of the model that the run began with
     checkpoint: Manifest
     passed: tuple[tuple[str, str], ...]  # newer checkpoints that are damaged, and how
 
 
-def read_run(place: Path) -> tuple[Path, Run]:
+def read_run(place: Path) -> tuple[Path, Config]:
     """The run in a folder, or of its run.yaml.
 
     Raises:
@@ -54,7 +54,7 @@ def read_run(place: Path) -> tuple[Path, Run]:
         text = file.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}", f"not UTF-8: {error.reason}", "restore it from a checkpoint's manifest") from None
-    return folder, parse(text, str(file))
+    return folder, parse_config(text, str(file))
 
 
 def choose(folder: Path, asked: str | None) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
@@ -103,26 +103,26 @@ def rebuild(place: Path, asked: str | None = None) -> Rebuilt:
     Raises:
         UserError: no run there, no such checkpoint, or the model or the base it began with has changed since.
     """
-    folder, run = read_run(place)
+    folder, config = read_run(place)
     checkpoint, passed = choose(folder, asked)
-    prepared = prepare(_bare(run), ranks=1)
-    job = assemble(prepared, training=False)
-    _same(checkpoint, job)
-    restore(job, checkpoint)
-    job.model.eval()
-    return Rebuilt(job, run, folder, prepared.folder, checkpoint, passed)
+    prepared = resolve(_bare(config), ranks=1)
+    trainer = build(prepared, training=False)
+    _same(checkpoint, trainer)
+    restore(trainer, checkpoint)
+    trainer.model.eval()
+    return Rebuilt(trainer, config, folder, prepared.folder, checkpoint, passed)
 
 
-def _bare(run: Run) -> Run:
+def _bare(config: Config) -> Config:
     """The run as one process without data would begin it: one row of random tokens, and what decides the weights."""
-    built = build(ALL, run.with_)
-    with_ = {t.name: dict(run.with_[t.name]) for t in built if _decides(type(t))}
+    built = instantiate(ALL, config.with_)
+    with_ = {t.name: dict(config.with_[t.name]) for t in built if _decides(type(t))}
     for t in built if any(Part.TRAINED in t.claims for t in built) else ():
         if Part.TRAINED in t.claims:  # the checkpoint has what adapters began with, and what became of it
             with_[t.name].pop("init", None)
         elif Part.PRECISION in t.claims and t.name not in with_:  # the type, and nothing of how activations flow
-            with_[t.name] = {key: value for key, value in run.with_[t.name].items() if key == "dtype"}
-    seq = run.batch.seq
+            with_[t.name] = {key: value for key, value in config.with_[t.name].items() if key == "dtype"}
+    seq = config.batch.seq
     changes: dict[str, Any] = {
         "objective": "pretrain",
         "dpo": None,
@@ -130,46 +130,48 @@ def _bare(run: Run) -> Run:
         "batch": BatchSize(seq=seq, tokens=seq, micro_tokens=seq),
         "with_": with_,
     }
-    return run.model_copy(update=changes)
+    return config.model_copy(update=changes)
 
 
 def _decides(technique: type[Technique]) -> bool:
     """Whether a technique edits the configuration of the model, or its weights."""
-    return technique.config is not Technique.config or technique.adapt is not Technique.adapt
+    return technique.config is not Technique.config or technique.peft is not Technique.peft
 
 
-def _same(checkpoint: Manifest, job: Job) -> None:
+def _same(checkpoint: Manifest, trainer: Trainer) -> None:
     """Refuses parameters of another model, adapters of another base, or adapters that meant something else."""
     for name in ("config", "base"):
-        then, now = checkpoint.fingerprints.get(name), job.fingerprints.get(name)
+        then, now = checkpoint.fingerprints.get(name), trainer.fingerprints.get(name)
         if then != now:
             what = "the model's config.json" if name == "config" else "the weights that the run did not train"
             found = f"{what} changed since: {then or 'absent'} then, {now or 'absent'} now"
             raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the model of `model.path`")
-    then, now = (prints.get("adapters", "absent") for prints in (checkpoint.fingerprints, job.fingerprints))
+    then, now = (prints.get("adapters", "absent") for prints in (checkpoint.fingerprints, trainer.fingerprints))
     if then != now:
         found = f"`adapters` was {then} and is {now}"
         raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the old one in run.yaml")
 
 
 @torch.no_grad()
-def restore(job: Job, checkpoint: Manifest) -> None:
+def restore(trainer: Trainer, checkpoint: Manifest) -> None:
     """Fills the trained parameters, and nothing else, from a checkpoint of any number of ranks.
 
     Raises:
         CheckpointError: it has other parameters, or a file cannot be read.
     """
     saved = {name.removeprefix("param/") for name in checkpoint.tensors if name.startswith("param/")}
-    if other := sorted(saved ^ {t.name for t in job.trained}):
+    if other := sorted(saved ^ {t.name for t in trainer.trained}):
         where = "the checkpoint alone" if other[0] in saved else "the model alone"
         raise _foreign(checkpoint, f"the parameter {other[0]} is in {where}")
     with ExitStack() as stack:
         files: dict[str, Any] = {}
-        for t in job.trained:
+        for t in trainer.trained:
             entry = checkpoint.tensors[f"param/{t.name}"]
             local, dtype = t.local, storage.DTYPES[t.local.dtype]
-            if (tuple(entry.shape), entry.dtype) != (t.whole, dtype):
-                raise _foreign(checkpoint, f"{t.name} is {entry.shape} {entry.dtype}, here {list(t.whole)} {dtype}")
+            if (tuple(entry.shape), entry.dtype) != (t.full_shape, dtype):
+                raise _foreign(
+                    checkpoint, f"{t.name} is {entry.shape} {entry.dtype}, here {list(t.full_shape)} {dtype}"
+                )
             for piece in entry.pieces:
                 try:
                     if piece.file not in files:

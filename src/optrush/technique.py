@@ -19,37 +19,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 
 import optrush
-from optrush.config import Dpo, Run, nearest
+from optrush.config import Config, Dpo, nearest
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule
 
 if TYPE_CHECKING:
     from optrush.models.shapes import ModelShape
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 class Part(enum.Enum):
     """What a technique may own alone. One owner each."""
 
-    ROWS = "which documents are in which row"
-    SHARING = "rows of several isolated documents"
-    WIDTH = "the width of micro-batches"
+    BATCH_LAYOUT = "which documents are in which row"
+    PACKED_ROWS = "rows of several isolated documents"
+    ROW_WIDTH = "the width of micro-batches"
     LOADING = "who makes batches ready"
     ATTENTION = "the attention kernel"
     HEAD = "the head's loss kernel"
     LINEARS = "the products of the blocks' linears"
     TRAINED = "which parameters are trained"
-    SAVED = "what the forward pass keeps for the backward pass"
-    KEEPING = "where that is kept"
+    ACTIVATION_CHECKPOINTING = "what the forward pass keeps for the backward pass"
+    ACTIVATION_STORAGE = "where that is kept"
     PRECISION = "the dtype of products"
     WEIGHTS = "the dtype of weights"
     ROUNDING = "how updated weights are rounded"
     DATA = "the data-parallel axis"
     MICRO_BATCH = "the size of micro-batches"
     OPTIMIZER = "the optimizer"
-    REMAINDERS = "what rounding took from weights"
-    CUTS = "which rank holds which part of a matrix"
+    KAHAN_BUFFER = "what rounding took from weights"
+    PARAM_SHARDING = "which rank holds which part of a matrix"
     STATES = "where the optimizer's states are kept"
     UPDATE = "when parameters are updated"
     COMPILED = "what is compiled"
@@ -67,13 +67,13 @@ class Numerics(enum.Enum):
 
 # In the order of acting. The first two act before there is a Job, the others on it.
 STAGES = (
-    "process", "config", "data", "model", "adapt", "split", "loss", "recompute", "compile", "shard",
-    "optimizer", "drive", "finish",
+    "process", "config", "data", "model", "peft", "parallelize", "loss", "recompute", "compile", "shard",
+    "optimizer", "wrap_step", "wrap_window",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Setup:
+class Environment:
     """Everything a technique may know before anything is built. Owners and sizes, never techniques' names."""
 
     device: Device
@@ -85,7 +85,7 @@ class Setup:
     dtype: str  # of the weights as configured: "float32" or "bfloat16"
     native: bool  # our decoder, or the adapter around transformers
     blocks: int  # L
-    owned: frozenset[Part] = frozenset()
+    claimed: frozenset[Part] = frozenset()
     vocab: int = 0  # V; 0: not asked
     shape: ModelShape | None = None  # of a model of our own decoder
     grouped: bool = True  # fewer key/value heads than query heads, or not known
@@ -105,12 +105,12 @@ class Setup:
     @property
     def span(self) -> float:
         """Tokens of a row as far as an attention sees them that knows documents: T, but of packed rows less."""
-        packed = {Part.ROWS, Part.SHARING} <= self.owned and Part.WIDTH not in self.owned
+        packed = {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed and Part.ROW_WIDTH not in self.claimed
         return self.seq * (self.reach if packed else 1.0)
 
 
 @dataclass(frozen=True)
-class Need:
+class Requirement:
     """A condition with the fact found and the mend. `met` False stops the run before anything is written."""
 
     met: bool
@@ -173,11 +173,11 @@ class Technique:
         """See `Setup.spacious`: which of "normed", "attended" and "turned" its kernels write."""
         return frozenset()
 
-    def axes(self, setup: Setup) -> dict[str, int]:
+    def axes(self, setup: Environment) -> dict[str, int]:
         """Mesh axes this technique adds; what is left of the ranks is the data axis."""
         return {}
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
+    def needs(self, setup: Environment) -> Iterator[Requirement]:
         """Conditions, each with the fact found and the mend. May not import torch."""
         yield from ()
 
@@ -185,7 +185,7 @@ class Technique:
         """The device as the run may use it: what the plan counts on."""
         return device
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, setup: Environment) -> Iterator[Rule]:
         """Rules on the ledger's lines and work, each with its reason. May not import torch."""
         yield from ()
 
@@ -194,12 +194,12 @@ class Technique:
         return ()
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         """Options that a search should try on this device; the defaults, unless others may win. None at all: it is
         the user's to say, and then no search leaves it out."""
         yield {}
 
-    def process(self, setup: Setup) -> int:
+    def process(self, setup: Environment) -> int:
         """Before torch and the process group: environment, allocator."""
         return 0
 
@@ -207,52 +207,52 @@ class Technique:
         """Edits the config.json dict in place, before a model is built."""
         return 0
 
-    def data(self, job: Job) -> int:
+    def data(self, job: Trainer) -> int:
         """Rows into batches."""
         return 0
 
-    def model(self, job: Job) -> int:
+    def model(self, job: Trainer) -> int:
         """Whole modules, on the meta device."""
         return 0
 
-    def adapt(self, job: Job) -> int:
+    def peft(self, job: Trainer) -> int:
         """Quantised bases, adapters, freezing: on the linears that `model` settled."""
         return 0
 
-    def split(self, job: Job) -> int:
+    def parallelize(self, job: Trainer) -> int:
         """Pipeline parts, tensor-parallel weights: which modules this rank has."""
         return 0
 
-    def loss(self, job: Job) -> int:
+    def loss(self, job: Trainer) -> int:
         """The head's kernel."""
         return 0
 
-    def recompute(self, job: Job) -> int:
+    def recompute(self, job: Trainer) -> int:
         """What is not saved for the backward pass."""
         return 0
 
-    def compile(self, job: Job) -> int:
+    def compile(self, job: Trainer) -> int:
         """Modules and kernels, in place."""
         return 0
 
-    def shard(self, job: Job) -> int:
+    def shard(self, job: Trainer) -> int:
         """Placement over the data axis, of `job.roots`; still on meta."""
         return 0
 
-    def optimizer(self, job: Job) -> int:
+    def optimizer(self, job: Trainer) -> int:
         """Over `job.trained`, which has bytes now."""
         return 0
 
-    def drive(self, job: Job) -> int:
+    def wrap_step(self, job: Trainer) -> int:
         """Who runs a window and what follows it."""
         return 0
 
-    def finish(self, job: Job) -> int:
+    def wrap_window(self, job: Trainer) -> int:
         """Around the finished window."""
         return 0
 
 
-def build(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping[str, Any]]) -> list[Technique]:
+def instantiate(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping[str, Any]]) -> list[Technique]:
     """The techniques a run asks for, in the ladder's order, their options checked.
 
     Raises:
@@ -283,7 +283,7 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
     return cls(**options)
 
 
-def settle(techniques: Sequence[Technique], setup: Setup, classes: Sequence[type[Technique]] = ()) -> Setup:
+def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[type[Technique]] = ()) -> Environment:
     """The setup with its owners and axes, after claims, wants and needs were checked.
 
     Args:
@@ -306,33 +306,33 @@ def settle(techniques: Sequence[Technique], setup: Setup, classes: Sequence[type
     beside = {linear: rows for t in techniques for linear, rows in t.rows_beside.items()}
     opaque = frozenset[str]().union(*(t.opaque for t in techniques))
     spacious = frozenset[str]().union(*(t.spacious for t in techniques))
-    owned = frozenset(owners) | ({Part.SHARING} if setup.dpo is not None else set())
-    setup = dataclasses.replace(
-        setup, owned=owned, undoable=undoable, plain_feed=plain, rows_beside=beside, opaque=opaque, spacious=spacious
+    owned = frozenset(owners) | ({Part.PACKED_ROWS} if env.dpo is not None else set())
+    env = dataclasses.replace(
+        env, claimed=owned, undoable=undoable, plain_feed=plain, rows_beside=beside, opaque=opaque, spacious=spacious
     )
     axes: dict[str, int] = {}
     for t in techniques:
-        axes.update(t.axes(setup))
-    setup = dataclasses.replace(setup, axes=axes)
+        axes.update(t.axes(env))
+    env = dataclasses.replace(env, axes=axes)
     for t in techniques:
-        for part in t.wants - setup.owned:
+        for part in t.wants - env.claimed:
             able = " or ".join(f"--with {c.name}" for c in classes if part in c.claims)
             do = f"add {able}" if able else "add a technique that does"
             raise NeedsError(f"`{t.name}`", f"nobody owns {part.value}", do)
-        for need in unmet([t], setup):
+        for need in unmet([t], env):
             raise NeedsError(need.asked, need.found, need.do)
     for t in techniques:
-        setup = dataclasses.replace(setup, device=t.card(setup.device))
-    if setup.ranks > 1 and Part.DATA not in setup.owned:
+        env = dataclasses.replace(env, device=t.card(env.device))
+    if env.ranks > 1 and Part.DATA not in env.claimed:
         raise NeedsError(
-            f"{setup.ranks} ranks", "no technique shares the work between them", "add --with ddp or --with fsdp"
+            f"{env.ranks} ranks", "no technique shares the work between them", "add --with ddp or --with fsdp"
         )
-    return setup
+    return env
 
 
-def unmet(techniques: Sequence[Technique], setup: Setup) -> Iterator[Need]:
+def unmet(techniques: Sequence[Technique], env: Environment) -> Iterator[Requirement]:
     """What techniques lack, in their order."""
-    return (need for t in techniques for need in t.needs(setup) if not need.met)
+    return (need for t in techniques for need in t.needs(env) if not need.met)
 
 
 def in_order(techniques: Sequence[Technique]) -> list[Technique]:
@@ -340,13 +340,13 @@ def in_order(techniques: Sequence[Technique]) -> list[Technique]:
     return sorted(techniques, key=lambda t: not t.claims)
 
 
-def sizes(run: Run, ranks: int) -> tuple[int, int]:
+def sizes(config: Config, ranks: int) -> tuple[int, int]:
     """(rows of a step over all ranks, rows of one micro-batch; of `auto` the least, 1), or what does not divide.
 
     Raises:
         ConfigError: micro_tokens is no multiple of T, or tokens none of micro_tokens x ranks.
     """
-    b = run.batch
+    b = config.batch
     micro = b.micro_tokens if isinstance(b.micro_tokens, int) else b.seq
     if micro % b.seq:
         below = max(b.seq, micro // b.seq * b.seq)
@@ -371,12 +371,12 @@ def library(name: str) -> str | None:
         return None
 
 
-def missing(technique: Technique) -> Iterator[Need]:
+def missing(technique: Technique) -> Iterator[Requirement]:
     """Packages that a technique calls and that are not here: no `needs`, for a plan may suppose another machine."""
     for distribution, extra in technique.packages():
         if library(distribution) is None:
             found, do = f"the package {distribution} is not installed", f"python -m pip install 'optrush[{extra}]'"
-            yield Need(False, f"`{technique.name}` as asked", found, do)
+            yield Requirement(False, f"`{technique.name}` as asked", found, do)
 
 
 def demand(technique: Technique) -> None:
@@ -389,19 +389,19 @@ def demand(technique: Technique) -> None:
         raise NeedsError(need.asked, need.found, need.do)
 
 
-def gpu(technique: str, setup: Setup, capability: tuple[int, int] = (0, 0)) -> Need:
+def gpu(technique: str, env: Environment, capability: tuple[int, int] = (0, 0)) -> Requirement:
     """The need for a CUDA device of at least this compute capability."""
-    found = "a CPU only" if setup.device.kind == CPU.kind else f"{setup.device.name}, {setup.device.capability}"
+    found = "a CPU only" if env.device.kind == CPU.kind else f"{env.device.name}, {env.device.capability}"
     wanted = f"a CUDA device of capability {capability[0]}.{capability[1]}" if capability > (0, 0) else "a CUDA device"
-    met = setup.device.kind == "cuda" and setup.device.capability >= capability
-    return Need(met, f"`{technique}` needs {wanted}", found, "run it on one, or leave the technique out")
+    met = env.device.kind == "cuda" and env.device.capability >= capability
+    return Requirement(met, f"`{technique}` needs {wanted}", found, "run it on one, or leave the technique out")
 
 
-def forgetful(technique: str, setup: Setup) -> Need:
+def forgetful(technique: str, env: Environment) -> Requirement:
     """The need of an optimizer that keeps nothing of what it rounds away."""
     found = "a technique that adds what rounding took from a weight to its next update"
     do = "take --with stochastic-rounding, or --with fused-adamw"
-    return Need(Part.REMAINDERS not in setup.owned, f"`{technique}` has no place for remainders", found, do)
+    return Requirement(Part.KAHAN_BUFFER not in env.claimed, f"`{technique}` has no place for remainders", found, do)
 
 
 # --- What compiles code on this machine: asked in a stage, not among `needs`, for a plan may suppose another machine.
@@ -433,20 +433,22 @@ def demand_triton(technique: str, device: Device) -> None:
         raise NeedsError(asked, f"no C compiler: none of {', '.join(CC)}", "install gcc")
 
 
-def compilers(device: Device) -> Iterator[Need]:
+def compilers(device: Device) -> Iterator[Requirement]:
     """What torch.compile calls."""
     asked = f"torch.compile on {device.name if device.kind == 'cuda' else 'a CPU'}"
     if device.kind == "cuda":
         found = f"capability {device.capability[0]}.{device.capability[1]}"
-        yield Need(device.capability >= TRITON, f"{asked}, from capability 7.0 on", found, "leave it out")
-        yield Need(library("triton") is not None, asked, "triton is not installed", "python -m pip install triton")
+        yield Requirement(device.capability >= TRITON, f"{asked}, from capability 7.0 on", found, "leave it out")
+        yield Requirement(
+            library("triton") is not None, asked, "triton is not installed", "python -m pip install triton"
+        )
         c = installed(os.environ.get("CC"), *CC)
-        yield Need(c is not None, f"{asked} needs a C compiler", f"none of {', '.join(CC)}", "install gcc")
+        yield Requirement(c is not None, f"{asked} needs a C compiler", f"none of {', '.join(CC)}", "install gcc")
         return
     wanted = os.environ.get("CXX", COMPILERS[0])  # what torch calls; it looks for no other
     other = installed(*COMPILERS)
     do = f"export CXX={other}" if other else "install g++ (Debian and Ubuntu: apt-get install g++)"
-    yield Need(installed(wanted) is not None, f"{asked} needs a C++ compiler", f"no {wanted} on the PATH", do)
+    yield Requirement(installed(wanted) is not None, f"{asked} needs a C++ compiler", f"no {wanted} on the PATH", do)
 
 
 def installed(*names: str | None) -> str | None:

@@ -329,6 +329,6 @@ def test_the_loop_and_what_carries_it_name_no_technique(name: str) -> None:
 
 
 def test_setup_shows_no_names() -> None:
-    from optrush.technique import Setup
+    from optrush.technique import Environment
 
-    assert not {f.name for f in dataclasses.fields(Setup)} & {"techniques", "names", "with_", "run"}
+    assert not {f.name for f in dataclasses.fields(Environment)} & {"techniques", "names", "with_", "run"}

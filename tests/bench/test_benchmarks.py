@@ -18,13 +18,14 @@ import torch
 import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
-from optrush import config, technique
+from optrush import technique
 from optrush.bench import ladder, peer, peer_worker
+from optrush.config import parse_config
 from optrush.hardware import named
 from optrush.kernels import attention, swiglu
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import search
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 
 from toy import document
 
@@ -56,14 +57,14 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
     for module in (technique, peer):
         monkeypatch.setattr(module, "library", lambda name: "1")
     h200 = named("h200")[0]
-    run = config.parse((FOLDER / f"{load}.yaml").read_text(), load)
-    climbed = ladder.find(str(FOLDER / f"{name}.yaml"), run)
-    for rung in ladder.rungs(climbed, run, True):
-        prepared = prepare(rung.run, device=h200)
+    config = parse_config((FOLDER / f"{load}.yaml").read_text(), load)
+    climbed = ladder.find(str(FOLDER / f"{name}.yaml"), config)
+    for rung in ladder.rungs(climbed, config, True):
+        prepared = resolve(rung.config, device=h200)
         if rung.peer is not None:
-            peer_worker.check(rung.peer, rung.run, prepared.setup.device)
+            peer_worker.check(rung.peer, rung.config, prepared.env.device)
             continue
-        said = search.predict(rung.run, "h200")
+        said = search.predict(rung.config, "h200")
         assert said.fits, f"{name}: {rung.name} takes {said.peak_bytes / 2**30:.1f} GiB"
 
 
@@ -74,9 +75,9 @@ def test_every_ladder_of_the_folder_is_looked_at():
 
 def climbed(load, name):
     """The techniques of each rung of a ladder of the folder, and who computes the model."""
-    run = config.parse((FOLDER / f"{load}.yaml").read_text(), load)
-    found = ladder.rungs(ladder.find(str(FOLDER / f"{name}.yaml"), run), run, True)
-    return {r.name: (r.run.with_, r.run.model.implementation) for r in found}
+    config = parse_config((FOLDER / f"{load}.yaml").read_text(), load)
+    found = ladder.rungs(ladder.find(str(FOLDER / f"{name}.yaml"), config), config, True)
+    return {r.name: (r.config.with_, r.config.model.implementation) for r in found}
 
 
 @pytest.mark.parametrize(("load", "proof", "rung", "name", "published"), [
@@ -99,10 +100,10 @@ def test_what_is_proved_is_what_was_published(load, proof, rung, name, published
 def test_no_lever_changes_the_loss_kernel_unawares():
     """A rung's options replace all of a technique's."""
     for name in ("levers", "adapter-levers"):
-        run = config.parse((FOLDER / "llama1b-peers.yaml").read_text(), name)
-        for rung in ladder.rungs(ladder.find(str(FOLDER / f"{name}.yaml"), run), run, True):
-            assert rung.run.with_["fused-loss"]["impl"] == "quack", rung.name
-            assert rung.run.with_["fused-loss"]["chunk"] in (4096, 8192, 16384), rung.name
+        config = parse_config((FOLDER / "llama1b-peers.yaml").read_text(), name)
+        for rung in ladder.rungs(ladder.find(str(FOLDER / f"{name}.yaml"), config), config, True):
+            assert rung.config.with_["fused-loss"]["impl"] == "quack", rung.name
+            assert rung.config.with_["fused-loss"]["chunk"] in (4096, 8192, 16384), rung.name
 
 
 @pytest.fixture
@@ -243,8 +244,8 @@ def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp
     assert 0 < 1 - other["cosine"] < 1e-9
     assert "no gradient is left" in taken["error"]
     assert scaled["length"] == pytest.approx(1, abs=0.01), "without the loss scale"
-    run = config.parse((tmp_path / "run.yaml").read_text(), "run")
-    rungs = {r.name: r.run for r in ladder.rungs(ladder.find(line[3], run), run, True)}
+    config = parse_config((tmp_path / "run.yaml").read_text(), "run")
+    rungs = {r.name: r.config for r in ladder.rungs(ladder.find(line[3], config), config, True)}
     jobs = [gradients.gradient(rungs[name], rungs["float32"], 2)[0] for name in ("float32", "bf16")]
     a, b = (torch.cat([t.grad.double().flatten() for t in job.trained]) for job in jobs)
     assert narrow["cosine"] == pytest.approx(torch.cosine_similarity(a, b, 0).item(), abs=1e-9)
@@ -279,8 +280,8 @@ def test_gradients_that_are_zero_have_no_angle(program):
     """That of an adapter's first factor, before the second has moved."""
     gradients = program("gradients")
     text = yaml.safe_dump(document(train={"steps": 2}))
-    run = config.parse(text, "run", withs=["lora:rank=4"])
-    job, loss = gradients.gradient(run, run, 2)
+    config = parse_config(text, "run", withs=["lora:rank=4"])
+    job, loss = gradients.gradient(config, config, 2)
     assert 0 < loss < 20
     held = {name: values.clone() for t in job.trained for name, values in gradients.tensors(job, t)}
     assert any(not v.any() for v in held.values())
@@ -339,7 +340,7 @@ def operators(program, monkeypatch):
 def small(module):
     """Of every group, on shapes that a processor takes."""
     yield from module.head(ROWS, SMALL.vocab, SMALL.width)
-    yield from module.feed("small", SMALL, ROWS)
+    yield from module.mlp("small", SMALL, ROWS)
     yield from module.products("small", SMALL, ROWS)
     yield from module.attention("small", SMALL, 2, 12)
 

@@ -9,7 +9,7 @@ import yaml
 
 from optrush import config
 from optrush.bench import ladder
-from optrush.config import Run
+from optrush.config import Config
 from optrush.errors import ConfigError
 
 from toy import document
@@ -45,8 +45,8 @@ SINGLE_GPU = [  # name, T, rows, implementation, techniques
 ]
 
 
-def run(**changes: object) -> Run:
-    return config.parse(yaml.safe_dump(document(**changes)), "run.yaml")
+def run(**changes: object) -> Config:
+    return config.parse_config(yaml.safe_dump(document(**changes)), "run.yaml")
 
 
 def resolved(text: str, only: bool = True, **changes: object) -> dict[str, ladder.Rung]:
@@ -66,22 +66,22 @@ def test_single_gpu_to_the_letter() -> None:
     found = ladder.rungs(ladder.find("single-gpu", run()), run(**{"with": {"packing": {}}}), True)
     assert [r.name for r in found] == [name for name, *_ in SINGLE_GPU]
     for rung, (name, T, rows, implementation, techniques) in zip(found, SINGLE_GPU, strict=True):
-        batch = rung.run.batch
+        batch = rung.config.batch
         assert (batch.seq, batch.tokens, batch.micro_tokens) == (T, rows * T, rows * T), name
-        assert (rung.run.model.implementation, rung.run.model.dtype) == (implementation, "float32"), name
-        assert rung.run.with_ == techniques, name
-        assert (rung.run.train.steps, rung.run.train.log_every) == (13, 1)
+        assert (rung.config.model.implementation, rung.config.model.dtype) == (implementation, "float32"), name
+        assert rung.config.with_ == techniques, name
+        assert (rung.config.train.steps, rung.config.train.log_every) == (13, 1)
     assert [r.case for r in found[11:14]] == ["toy, random tokens", "toy-full-2048", "toy-full-2048"]
     assert [found[n].since for n in (9, 18, 19)] == ["batch 8", *["fused block, in the products"] * 2]
-    peers = config.parse((ROOT / "benchmarks/llama1b-peers.yaml").read_text(), "peers")
-    assert found[-1].run.with_ == peers.with_ | BLOCKS, "it ends at the set that is compared with others"
+    peers = config.parse_config((ROOT / "benchmarks/llama1b-peers.yaml").read_text(), "peers")
+    assert found[-1].config.with_ == peers.with_ | BLOCKS, "it ends at the set that is compared with others"
     assert [r.since for r in found[:3]] == [None, "float32, eager", "mixed precision"]
 
 
 def test_cpu_demo_has_six_rungs_and_no_compiler() -> None:
     found = ladder.rungs(ladder.find("cpu-demo", run()), run(), True)
     assert len(found) >= 6
-    assert not any("compile" in r.run.with_ for r in found)
+    assert not any("compile" in r.config.with_ for r in found)
 
 
 @pytest.mark.parametrize("name", [n for n in ladder.named() if n != ladder.OWN])
@@ -93,14 +93,15 @@ def test_what_is_shipped_resolves(name: str) -> None:
     found = ladder.rungs(written, held_out, False)
     last = [r for r in found if r.mode == "cumulative" and r.peer is None][-1]
     for rung in found:
-        assert rung.run.data.eval is None and rung.run.output == "never-written"
+        assert rung.config.data.eval is None and rung.config.output == "never-written"
         if rung.mode == "without":
             assert (
-                rung.since == last.name and rung.name == f"without {(set(last.run.with_) - set(rung.run.with_)).pop()}"
+                rung.since == last.name
+                and rung.name == f"without {(set(last.config.with_) - set(rung.config.with_)).pop()}"
             )
-            assert len(rung.run.with_) == len(last.run.with_) - 1
+            assert len(rung.config.with_) == len(last.config.with_) - 1
     without = len(found) - len([r for r in found if r.mode == "cumulative"])
-    assert without == (len(last.run.with_) if written.all_but_one else 0)
+    assert without == (len(last.config.with_) if written.all_but_one else 0)
 
 
 CASES = {  # what the records are asked for by
@@ -123,7 +124,7 @@ def test_the_cases_of_the_benchmarks(name: str) -> None:
     found: set[str] = set()
     for size in {case.partition("-")[0] for case in CASES[name]}:
         for stem in configs[size]:
-            own = config.parse((ROOT / f"benchmarks/{stem}.yaml").read_text(), stem)
+            own = config.parse_config((ROOT / f"benchmarks/{stem}.yaml").read_text(), stem)
             path = str(ROOT / name) if name.endswith(".yaml") else name
             found |= {r.case for r in ladder.rungs(ladder.find(path, own), own, True)}
     assert CASES[name] <= found
@@ -155,14 +156,14 @@ def test_another_system_trains_the_run_of_the_rung_before() -> None:
         (None, "cumulative"), ("a", "cumulative"), ("a", "cumulative"), ("a", "cumulative"),
     ]  # fmt: skip
     assert [r.peer and r.peer.name for r in found.values()] == [None, "trainer", "unsloth", None, None, None]
-    assert found["b"].run.with_ == {} and found["b"].run.batch == found["a"].run.batch
+    assert found["b"].config.with_ == {} and found["b"].config.batch == found["a"].config.batch
     assert found["b"].changes == "Hugging Face Trainer + Liger + checkpointing, float32 weights"
     assert found["c"].changes == "Unsloth + its checkpointing, bfloat16 weights, batch.tokens 128 -> 32"
-    assert list(found["d"].run.with_) == ["amp", "packing"] and "without amp" in found
+    assert list(found["d"].config.with_) == ["amp", "packing"] and "without amp" in found
 
 
 def test_a_ladder_of_longest_rows_begins_at_the_shortest() -> None:
-    found = resolved("title: x\nwarmup: 0\nlongest: {from: 48, to: 4096}\nrungs: [{name: a}]")["a"].run.batch
+    found = resolved("title: x\nwarmup: 0\nlongest: {from: 48, to: 4096}\nrungs: [{name: a}]")["a"].config.batch
     assert (found.seq, found.tokens, found.micro_tokens) == (48, 48, 48)
 
 
@@ -173,10 +174,10 @@ def test_the_ladder_of_the_configuration_itself() -> None:
         "baseline", "fused-adamw", "packing", "recompute",
         "without fused-adamw", "without packing", "without recompute",
     ]  # fmt: skip
-    assert [list(r.run.with_) for r in found[:4]] == [
+    assert [list(r.config.with_) for r in found[:4]] == [
         [], ["fused-adamw"], ["fused-adamw", "packing"], ["fused-adamw", "packing", "recompute"],
     ]  # fmt: skip
-    assert {r.run.batch.seq for r in found} == {32}
+    assert {r.config.batch.seq for r in found} == {32}
 
 
 # --- what one writes
@@ -197,9 +198,9 @@ def test_differences_are_laid_one_over_the_other() -> None:
         + "  - {name: c, with: {amp: {}}, set: {batch.tokens: 256}}\n"
         + "  - {name: d, from: b, without: [amp]}\n"
     )
-    assert found["b"].run.with_ == {"amp": {"dtype": "fp16"}, "packing": {}}
-    assert found["c"].run.with_ == {"amp": {}, "packing": {}} and found["c"].run.batch.tokens == 256
-    assert found["d"].run.with_ == {"packing": {}} and found["d"].run.batch.tokens == 128
+    assert found["b"].config.with_ == {"amp": {"dtype": "fp16"}, "packing": {}}
+    assert found["c"].config.with_ == {"amp": {}, "packing": {}} and found["c"].config.batch.tokens == 256
+    assert found["d"].config.with_ == {"packing": {}} and found["d"].config.batch.tokens == 128
     assert [r.changes for r in found.values()] == [
         "the baseline",
         "+ amp (dtype=fp16), + packing",
@@ -211,13 +212,13 @@ def test_differences_are_laid_one_over_the_other() -> None:
 
 def test_the_configurations_techniques_only_where_asked() -> None:
     with_ = {"with": {"packing": {}}}
-    assert resolved("title: x\nrungs: [{name: a}]", **with_)["a"].run.with_ == {}
-    assert resolved("title: x\nbase: {keep: true}\nrungs: [{name: a}]", **with_)["a"].run.with_ == {"packing": {}}
+    assert resolved("title: x\nrungs: [{name: a}]", **with_)["a"].config.with_ == {}
+    assert resolved("title: x\nbase: {keep: true}\nrungs: [{name: a}]", **with_)["a"].config.with_ == {"packing": {}}
 
 
 def test_a_change_of_the_load_alone() -> None:
     found = resolved(BASE + "  - name: a\n  - {name: b, set: {batch.tokens: 64}}\n  - {name: c, with: {amp: {}}}\n")
-    runs = [r.run for r in found.values()]
+    runs = [r.config for r in found.values()]
     assert ladder.only_load(runs[0], runs[1])
     assert not ladder.only_load(runs[1], runs[2]) and not ladder.only_load(runs[0], runs[0])
 

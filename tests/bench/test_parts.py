@@ -15,24 +15,26 @@ import yaml
 from optrush import config
 from optrush.bench import profile, runner, worker
 from optrush.bench.profile import Marks, Span
-from optrush.config import Run
+from optrush.config import Config
 from optrush.errors import RunError
 from optrush.planner import cost
 from optrush.planner.cost import PARTS
 from optrush.planner.ledger import Work
 from optrush.report.bench import GAPS
-from optrush.resolve import prepare
-from optrush.trainer.build import assemble
+from optrush.resolve import resolve
+from optrush.trainer.build import build
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Job, Plan
+from optrush.trainer.trainer import Plan, Trainer
 
 from toy import document
 
 KERNELS = Path(__file__).parents[2] / "benchmarks" / "results" / "h200-kernels.jsonl"
 
 
-def run(**changes: Any) -> Run:
-    return config.parse(yaml.safe_dump(document(**{"train": {"steps": 4, "log_every": 1}, **changes})), "run.yaml")
+def run(**changes: Any) -> Config:
+    return config.parse_config(
+        yaml.safe_dump(document(**{"train": {"steps": 4, "log_every": 1}, **changes})), "run.yaml"
+    )
 
 
 def in_milliseconds(found: dict[str, float]) -> dict[str, float]:
@@ -146,11 +148,11 @@ def test_names(name: str, part: str) -> None:
 # --- a job
 
 
-def job_of(of: Run) -> tuple[Job, Plan]:
-    job = assemble(prepare(of))
-    plan = Plan(job, job.stream.plan(None, of.train.steps or 1))
-    job.batches = batches(job, plan)
-    return job, plan
+def job_of(of: Config) -> tuple[Trainer, Plan]:
+    trainer = build(resolve(of))
+    plan = Plan(trainer, trainer.stream.plan(None, of.train.steps or 1))
+    trainer.batches = batches(trainer, plan)
+    return trainer, plan
 
 
 WITH = [{}, {"packing": {}, "fused-loss": {}}, {"compile": {}}, {"bf16": {}, "update-in-backward": {}}]
@@ -186,21 +188,21 @@ def test_marks_change_nothing(with_: dict[str, Any]) -> None:
 
 
 def test_no_marks_unless_watched() -> None:
-    job, plan = job_of(run())
-    marks = Marks(job)
+    trainer, plan = job_of(run())
+    marks = Marks(trainer)
     marks.place.fill_(0.5)
-    worker.loop(job, plan)
+    worker.loop(trainer, plan)
     assert marks.place.item() == 0.5
 
 
 def test_the_head_alone_is_the_heads() -> None:
     """Its forward pass and its backward pass."""
-    job, _ = job_of(run())
-    marks = Marks(job)
+    trainer, _ = job_of(run())
+    marks = Marks(trainer)
     hidden = torch.randn(8, 64, 64, requires_grad=True)
     labels = torch.zeros(8, 64, dtype=torch.int64)
     with marks.watching() as spans:
-        job.model.head(hidden, labels).backward()
+        trainer.model.head(hidden, labels).backward()
     told = {(part, span.name) for span, (_, _, part, _) in zip(_unmarked(spans), profile._told(spans), strict=True)}
     assert ("head", "aten::mm") in told and ("products", "aten::mm") not in told
 
@@ -274,7 +276,7 @@ def test_an_answer_counts_though_its_process_was_stopped(monkeypatch: pytest.Mon
 
 def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked, answered = tmp_path / "request.json", tmp_path / "result.json"
-    base = config.dump(run())
+    base = config.dump_config(run())
     request = {"run": base, "baseline": base, "warmup": 1, "proof": {"steps": 0, "documents": 0}}
     asked.write_text(json.dumps({**request, "parent": os.getpid()}))
     there: list[dict[str, Any]] = []

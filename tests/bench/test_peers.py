@@ -22,7 +22,7 @@ from optrush import config, hardware
 from optrush.bench import peer_weights, peer_worker, peers, results, runner
 from optrush.bench.ladder import Longest
 from optrush.bench.peer import Work, facts
-from optrush.config import Run
+from optrush.config import Config
 from optrush.errors import ConfigError, NeedsError, RunError
 from optrush.report import bench, charts
 
@@ -33,8 +33,10 @@ ROOT = Path(__file__).parents[2]
 TRAINED = {"trained parameters": "7", "weights": "float32", "optimizer states": "float32"}
 
 
-def run(**changes: Any) -> Run:
-    return config.parse(yaml.safe_dump(document(**{"train": {"steps": 3, "log_every": 1}, **changes})), "run.yaml")
+def run(**changes: Any) -> Config:
+    return config.parse_config(
+        yaml.safe_dump(document(**{"train": {"steps": 3, "log_every": 1}, **changes})), "run.yaml"
+    )
 
 
 # --- who they are
@@ -104,15 +106,15 @@ def test_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_are_ours() -> None:
     """Random tokens: the very batches that our own loop takes, labels not shifted."""
-    from optrush.resolve import prepare
-    from optrush.trainer.build import assemble
+    from optrush.resolve import resolve
+    from optrush.trainer.build import build
 
     mine = run()
-    job = assemble(prepare(mine))
-    plan = job.stream.plan(None, 3)
-    found = list(peer_worker.rows(mine, job.hf, Path("toy"), 3))
+    trainer = build(resolve(mine))
+    plan = trainer.stream.plan(None, 3)
+    found = list(peer_worker.rows(mine, trainer.hf, Path("toy"), 3))
     for k, theirs in enumerate(found):
-        (ours,) = job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=2)
+        (ours,) = trainer.stream.batches(k, plan, rank=0, ranks=1, micro_rows=2)
         assert torch.equal(theirs.ids, ours.tokens) and theirs.mask is None
         assert torch.equal(theirs.labels[:, 1:], ours.labels[:, :-1])
         assert (theirs.labels[:, 0] == -100).all() and (ours.labels[:, -1] == -100).all()
@@ -380,7 +382,7 @@ def by_the_trainer(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     (folder / "toy").symlink_to(toy)
     for n, adapter in enumerate(ADAPTERS):
         request = {
-            "run": config.dump(run(batch={"seq": 64, "tokens": 128, "micro_tokens": 128})),
+            "run": config.dump_config(run(batch={"seq": 64, "tokens": 128, "micro_tokens": 128})),
             "warmup": 1,
             "peer": {"trainer": {"liger": False, "weights": "float32", "adapter": adapter}},
             "parent": os.getpid(),

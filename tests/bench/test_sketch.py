@@ -10,7 +10,7 @@ import torch
 
 from optrush.bench import results
 from optrush.bench.worker import PIECE, WIDTH, sketch
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 SHAPES = {"embedding": (1000, 96), "norm": (96,), "matrix": (900, 5000), "one": ()}
 
@@ -24,10 +24,10 @@ def gradients(seed: int = 0) -> dict[str, torch.Tensor]:
     return made
 
 
-def job_of(gradients: dict[str, torch.Tensor | None]) -> Job:
+def job_of(gradients: dict[str, torch.Tensor | None]) -> Trainer:
     trained = [SimpleNamespace(name=name, grad=grad) for name, grad in gradients.items()]
     world, setup = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=SimpleNamespace(name="cpu"))
-    return cast(Job, SimpleNamespace(trained=trained, world=world, setup=setup, recipe=SimpleNamespace(entries={})))
+    return cast(Trainer, SimpleNamespace(trained=trained, world=world, setup=setup, recipe=SimpleNamespace(entries={})))
 
 
 def angle(a: dict[str, Any], b: dict[str, Any]) -> float | None:

@@ -12,7 +12,7 @@ import yaml
 from optrush import config
 from optrush.bench import results
 from optrush.bench.results import Figures
-from optrush.config import Run
+from optrush.config import Config
 from optrush.technique import Numerics
 from optrush.techniques import ALL
 
@@ -32,8 +32,8 @@ def figures(
     return Figures(speeds, int(peak * MIB), kind, **predicted)
 
 
-def run(**changes: Any) -> Run:
-    return config.parse(yaml.safe_dump(document(**changes)), "run.yaml")
+def run(**changes: Any) -> Config:
+    return config.parse_config(yaml.safe_dump(document(**changes)), "run.yaml")
 
 
 def test_medians_and_quartiles() -> None:

@@ -11,31 +11,31 @@ import yaml
 from optrush import config
 from optrush.bench import results, worker
 from optrush.bench.worker import sketch
-from optrush.config import Run
+from optrush.config import Config
 from optrush.data.schema import Document
-from optrush.resolve import prepare
-from optrush.trainer.trainer import Job, Plan
+from optrush.resolve import resolve
+from optrush.trainer.trainer import Plan, Trainer
 
 from toy import document
 
 
-def run(**changes: Any) -> Run:
+def run(**changes: Any) -> Config:
     train = {"steps": 3, "log_every": 1}
-    return config.parse(yaml.safe_dump(document(**{"train": train, **changes})), "run.yaml")
+    return config.parse_config(yaml.safe_dump(document(**{"train": train, **changes})), "run.yaml")
 
 
-def job_of(of: Run) -> Job:
-    from optrush.trainer.build import assemble
+def job_of(of: Config) -> Trainer:
+    from optrush.trainer.build import build
 
-    return assemble(prepare(of))
+    return build(resolve(of))
 
 
-def proof_of(of: Run, baseline: Run, count: int = 3, steps: int = 3) -> tuple[Job, dict[str, Any]]:
-    job = job_of(of)
-    documents = worker.first_documents(job, prepare(of), baseline, count)
-    widest = Plan(job, job.stream.plan(None, 3)).length.widest
-    laid = worker.lay(job, documents, most=widest)
-    return job, worker.prove(job, laid, steps)
+def proof_of(of: Config, baseline: Config, count: int = 3, steps: int = 3) -> tuple[Trainer, dict[str, Any]]:
+    trainer = job_of(of)
+    documents = worker.first_documents(trainer, resolve(of), baseline, count)
+    widest = Plan(trainer, trainer.stream.plan(None, 3)).length.widest
+    laid = worker.lay(trainer, documents, most=widest)
+    return trainer, worker.prove(trainer, laid, steps)
 
 
 def test_the_proof_is_the_same_in_every_layout() -> None:
@@ -60,61 +60,61 @@ def test_the_proof_is_the_same_in_every_layout() -> None:
 def test_the_proofs_gradient_is_the_first() -> None:
     """Of the weights as they begin; in bf16 later ones differ by what is rounded away."""
     base = run()
-    job = job_of(base)
-    laid = worker.lay(job, worker.first_documents(job, prepare(base), base, 3), most=2)
-    job.gradients(laid, job.total(sum(b.n_terms for b in laid)))
-    assert worker.prove(job_of(base), laid, 3)["gradient"] == sketch(job)
+    trainer = job_of(base)
+    laid = worker.lay(trainer, worker.first_documents(trainer, resolve(base), base, 3), most=2)
+    trainer.forward_backward(laid, trainer.all_reduce_int(sum(b.n_terms for b in laid)))
+    assert worker.prove(job_of(base), laid, 3)["gradient"] == sketch(trainer)
 
 
 def test_timing_begins_where_the_proof_began() -> None:
     base = run(**{"with": {"amp": {"dtype": "fp16"}, "fused-adamw": {}}})
-    job = job_of(base)
-    start = worker.Start(job)
-    weights = [t.local.clone() for t in job.trained]
-    kept = job.state["amp"].save()
-    documents = worker.first_documents(job, prepare(base), base, 2)
-    job.scale.fill_(2.0)
-    worker.prove(job, worker.lay(job, documents, most=2), 2)
-    assert not all(torch.equal(t.local, w) for t, w in zip(job.trained, weights))
+    trainer = job_of(base)
+    start = worker.Start(trainer)
+    weights = [t.local.clone() for t in trainer.trained]
+    kept = trainer.state["amp"].save()
+    documents = worker.first_documents(trainer, resolve(base), base, 2)
+    trainer.scale.fill_(2.0)
+    worker.prove(trainer, worker.lay(trainer, documents, most=2), 2)
+    assert not all(torch.equal(t.local, w) for t, w in zip(trainer.trained, weights))
     start.restore()
-    assert all(torch.equal(t.local, w) for t, w in zip(job.trained, weights))
-    assert not any(s.any() for states in job.optimizer.state().values() for s in states.values())
-    assert job.state["amp"].save() == kept and job.scale.item() == kept["scale"]
+    assert all(torch.equal(t.local, w) for t, w in zip(trainer.trained, weights))
+    assert not any(s.any() for states in trainer.optimizer.state().values() for s in states.values())
+    assert trainer.state["amp"].save() == kept and trainer.scale.item() == kept["scale"]
 
 
 def test_the_same_batches_as_training_has() -> None:
     """Compiled code must not see another shape in the proof than in the timed steps."""
     base = run(**{"with": {"packing": {}}, "batch": {"seq": 128, "tokens": 256, "micro_tokens": 256}})
-    job = job_of(base)
-    plan = job.stream.plan(None, 3)
-    trained = job.stream.batches(0, plan, rank=0, ranks=1, micro_rows=2)[0]
-    (document,) = job.stream.source.documents(0)
-    (laid,) = worker.lay(job, [(0, document)], most=plan.widest)
+    trainer = job_of(base)
+    plan = trainer.stream.plan(None, 3)
+    trained = trainer.stream.batches(0, plan, rank=0, ranks=1, micro_rows=2)[0]
+    (document,) = trainer.stream.source.documents(0)
+    (laid,) = worker.lay(trainer, [(0, document)], most=plan.widest)
     assert laid.tokens.shape == trained.tokens.shape
     assert laid.documents.starts.shape == trained.documents.starts.shape
     short = Document(document.ids[:5], document.targets[:5])
-    crowded = worker.lay(job, [(i, short) for i in range(6)], most=1)  # more than the rung's own batches ever hold
+    crowded = worker.lay(trainer, [(i, short) for i in range(6)], most=1)  # more than the rung's own batches ever hold
     assert sum(b.n_tokens for b in crowded) == 30
 
 
 def test_documents_are_the_baselines() -> None:
     base, longer = run(), run(batch={"seq": 128, "tokens": 128})
-    job = job_of(longer)
-    found = worker.first_documents(job, prepare(longer), base, 2)
+    trainer = job_of(longer)
+    found = worker.first_documents(trainer, resolve(longer), base, 2)
     assert [len(d) for _, d in found] == [64, 64]
     same = job_of(base)
     first = same.stream.step(0, same.stream.plan(steps=1))[0][0][0]
-    assert worker.first_documents(same, prepare(base), base, 2)[0][0] == first
-    assert worker.obstacle(job, found) is None
-    note = worker.obstacle(same, worker.first_documents(same, prepare(base), longer, 2))
+    assert worker.first_documents(same, resolve(base), base, 2)[0][0] == first
+    assert worker.obstacle(trainer, found) is None
+    note = worker.obstacle(same, worker.first_documents(same, resolve(base), longer, 2))
     assert note == "no proof: the baseline's documents have up to 128 tokens, a row here 64"
 
 
 def test_a_model_that_drops_at_random_proves_nothing() -> None:
     base = run(model={"path": "toy", "implementation": "transformers"})
-    job = job_of(base)
-    job.model.config.attention_dropout = 0.1  # type: ignore[union-attr]
-    note = worker.obstacle(job, worker.first_documents(job, prepare(base), base, 2))
+    trainer = job_of(base)
+    trainer.model.config.attention_dropout = 0.1  # type: ignore[union-attr]
+    note = worker.obstacle(trainer, worker.first_documents(trainer, resolve(base), base, 2))
     assert note is not None and "attention_dropout" in note
 
 

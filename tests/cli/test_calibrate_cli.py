@@ -67,8 +67,8 @@ def test_a_measured_file_can_be_carried_elsewhere(call: Call, write: Callable[..
     file.unlink()
     document = {**json.loads(text), "device": "NVIDIA H200", "driver": "580.159"}
     (kept / "from the other machine.json").write_text(json.dumps(document))
-    run = read_run(Path(write()), [], [], [])
-    assert predict(run, "h200").basis == "calibrated" and predict(run, "cpu").basis == "datasheet"
+    config = read_run(Path(write()), [], [], [])
+    assert predict(config, "h200").basis == "calibrated" and predict(config, "cpu").basis == "datasheet"
 
 
 def refused(call: Call, *arguments: str) -> str:

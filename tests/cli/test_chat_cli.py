@@ -23,7 +23,7 @@ from optrush import generate
 from optrush.cli import chat
 from optrush.config import Sampling
 from optrush.console import shown
-from optrush.data.schema import Message, Where
+from optrush.data.schema import Message, RowLocation
 from optrush.models import tiny, weights
 from optrush.models.hf import load_plain
 
@@ -123,7 +123,7 @@ def test_where_an_answer_ends(trained: Path, here: Path) -> None:
     torch.nn.init.zeros_(speaker.model.lm_head.bias)
     with torch.no_grad():
         speaker.model.lm_head.bias[end] = 9.0
-    ids = speaker.ids([Message("user", "Hi")], Where(Path("x"), 1))
+    ids = speaker.ids([Message("user", "Hi")], RowLocation(Path("x"), 1))
     said = speaker.stream(ids, Sampling(), 0, lambda piece: None)
     assert (said.text, said.tokens, said.finish) == ("", 1, "stop")
 
@@ -131,7 +131,7 @@ def test_where_an_answer_ends(trained: Path, here: Path) -> None:
 def test_streaming(trained: Path) -> None:
     """The pieces are the answer, and Ctrl-C ends it and keeps what is there."""
     speaker = generate.Speaker(generate.find(str(trained)))
-    ids, pieces = speaker.ids("Salt the water", Where(Path("x"), 1)), list[str]()
+    ids, pieces = speaker.ids("Salt the water", RowLocation(Path("x"), 1)), list[str]()
     sampling = Sampling(temperature=1.0, max_tokens=30)
     whole = speaker.stream(ids, sampling, 0, pieces.append)
     assert "".join(pieces) == whole.text and len([p for p in pieces if p]) > 3
@@ -259,7 +259,7 @@ def test_the_base_speaks_the_template_of_what_was_trained(trained: Path, model: 
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
     own = generate.Speaker(generate.find(str(trained)))
     base = generate.Speaker(generate.find("bare"), own.tokenizer.chat_template)
-    turn = ([Message("user", "Hi")], Where(Path("x"), 1))
+    turn = ([Message("user", "Hi")], RowLocation(Path("x"), 1))
     rendered = own.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=True
     )

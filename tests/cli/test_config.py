@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from optrush.config import Run, dump, parse, scalar
+from optrush.config import Config, dump_config, parse_config, parse_scalar
 from optrush.errors import ConfigError
-from optrush.technique import build
+from optrush.technique import instantiate
 from optrush.techniques import ALL
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 SMALLEST = "model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: out\n"
 
 
-def run(more: str = "", **flags: Any) -> Run:
-    return parse(SMALLEST + more, "run.yaml", **flags)
+def run(more: str = "", **flags: Any) -> Config:
+    return parse_config(SMALLEST + more, "run.yaml", **flags)
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ def run(more: str = "", **flags: Any) -> Run:
 def test_a_number_with_an_exponent_is_a_number(text: str, number: float) -> None:
     assert run(f"optim: {{lr: {text}}}\n").optim.lr == number
     assert run(sets=[f"optim.lr={text}"]).optim.lr == number
-    assert scalar(text) == number
+    assert parse_scalar(text) == number
 
 
 def test_quoted_or_unlike_a_number_stays_text() -> None:
-    assert scalar("'1e-5'") == "1e-5"
-    assert scalar("1e-5x") == "1e-5x" and scalar("e5") == "e5" and scalar("1e") == "1e"
+    assert parse_scalar("'1e-5'") == "1e-5"
+    assert parse_scalar("1e-5x") == "1e-5x" and parse_scalar("e5") == "e5" and parse_scalar("1e") == "1e"
     with pytest.raises(ConfigError, match="valid number"):
         run("optim: {lr: '1e-5'}\n")
 
@@ -50,15 +50,15 @@ def test_quoted_or_unlike_a_number_stays_text() -> None:
 )
 def test_dump_and_parse_are_each_others_inverse(more: str) -> None:
     first = run(more)
-    again = parse(dump(first), "dumped")
+    again = parse_config(dump_config(first), "dumped")
     assert again == first
-    assert dump(again) == dump(first)
+    assert dump_config(again) == dump_config(first)
 
 
 def test_dump_keeps_unicode_and_odd_text() -> None:
     first = run(sets=["output='Öl & Feuer: #1'", "data.eval='1e-5'"])
-    assert parse(dump(first), "dumped") == first
-    assert "Öl" in dump(first)
+    assert parse_config(dump_config(first), "dumped") == first
+    assert "Öl" in dump_config(first)
 
 
 def test_flags_act_in_the_order_set_with_without() -> None:
@@ -103,20 +103,20 @@ def test_an_error_names_the_line_of_its_own_key_only() -> None:
 
 
 def test_options_are_typed() -> None:
-    techniques = build(ALL, run("with: {fused-loss: {chunk: 64}, recompute: {every: 2}, amp: }\n").with_)
+    techniques = instantiate(ALL, run("with: {fused-loss: {chunk: 64}, recompute: {every: 2}, amp: }\n").with_)
     by_name = {t.name: t for t in techniques}
     assert [t.name for t in techniques] == [c.name for c in ALL if c.name in by_name]
     assert by_name["fused-loss"].chunk == 64 and by_name["recompute"].every == 2 and by_name["amp"].dtype == "bf16"
     for options in ({"chunk": "64"}, {"chunk": 64.0}, {"chunk": True}, {"chunk": 0}):
         with pytest.raises(ConfigError, match="fused-loss: chunk"):
-            build(ALL, {"fused-loss": options})
+            instantiate(ALL, {"fused-loss": options})
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.stem)
 def test_examples_are_valid(example: Path) -> None:
     """Every example parses, and its techniques and options exist and do not clash."""
-    found = parse(example.read_text(), str(example))
-    owned = [part for t in build(ALL, found.with_) for part in t.claims]
+    found = parse_config(example.read_text(), str(example))
+    owned = [part for t in instantiate(ALL, found.with_) for part in t.claims]
     assert len(owned) == len(set(owned))
     assert found.batch.tokens % (found.batch.micro_tokens or found.batch.seq) == 0
 

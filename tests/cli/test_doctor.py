@@ -14,7 +14,7 @@ import pytest
 from optrush import hardware, technique
 from optrush.cli import setup
 from optrush.hardware import NAMED, Device
-from optrush.technique import Need, Part, Setup, Technique
+from optrush.technique import Environment, Part, Requirement, Technique
 from optrush.techniques import ALL
 
 from clirun import Found
@@ -176,9 +176,9 @@ class Toy(Technique):
     name = "toy"
     summary = "a toy"
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(Part.PRECISION in setup.owned, "`toy` needs half precision", "float32", "add --with amp")
-        yield Need(self.half == "fast", "`toy:half=slow`", "nothing is that slow", "leave it out")
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(Part.PRECISION in env.claimed, "`toy` needs half precision", "float32", "add --with amp")
+        yield Requirement(self.half == "fast", "`toy:half=slow`", "nothing is that slow", "leave it out")
 
 
 def test_what_another_technique_gives_is_not_lacking(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from optrush import config, hardware
 from optrush.errors import NeedsError
 from optrush.models import tiny
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 
 from clirun import Found, base, metrics, write_rows
 
@@ -206,10 +206,10 @@ def test_kernels_that_cannot_serve_pairs(technique: str, option: str, says: str)
     run = base(**preferences(with_={"bf16": {}, technique: {"impl": option}}))
     run["model"] = {"shape": "llama-3.2-1b", "tokenizer": "tiny"}
     with pytest.raises(NeedsError, match=option) as caught:
-        prepare(config.parse(yaml.safe_dump(run), "run.yaml"), ranks=1, device=hardware.named("h200")[0])
+        resolve(config.parse_config(yaml.safe_dump(run), "run.yaml"), ranks=1, device=hardware.named("h200")[0])
     assert caught.value.do == says
-    other = config.parse(yaml.safe_dump(run | {"objective": "sft"}), "run.yaml")
-    prepare(other, ranks=1, device=hardware.named("h200")[0])
+    other = config.parse_config(yaml.safe_dump(run | {"objective": "sft"}), "run.yaml")
+    resolve(other, ranks=1, device=hardware.named("h200")[0])
 
 
 def test_an_evaluation_needs_another_model(call: Call, write: Write) -> None:
@@ -282,7 +282,7 @@ def test_a_rung_is_measured_and_proved(with_: dict[str, Any], here: Path) -> Non
     data = {"path": "pairs.jsonl", "eval": None}
     run = base(objective="dpo", data=data, train={"steps": 2, "epochs": None}, with_=with_)
     other = run | {"with": {name: o for name, o in with_.items() if name != "packing"}}
-    runs = [config.parse(yaml.safe_dump(r), "run.yaml") for r in (run, other)]
+    runs = [config.parse_config(yaml.safe_dump(r), "run.yaml") for r in (run, other)]
     found = [worker.measure(r, runs[0], 1, 2, 3) for r in runs]
     assert [f["proof"]["note"] for f in found] == [None, None]
     for key in ("losses", "grad_norms"):

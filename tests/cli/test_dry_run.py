@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.data.schema import Document
 from optrush.errors import ConfigError
 from optrush.models import weights
@@ -95,7 +95,9 @@ def test_it_says_what_the_run_then_does(call: Call, write: Write, here: Path) ->
     assert d["target_tokens"] == sum(m["target_tokens"] for m in lines)
     assert d["slots"] == 256 * len(lines) and d["fill"] == d["tokens"] / d["slots"]
     assert (d["documents"], d["held_out_documents"]) == (9, 3) and d["epochs"] == pytest.approx(2.5, abs=0.2)
-    assert parse(json.dumps(facts["config"]), "facts") == parse((here / "out" / "run.yaml").read_text(), "run.yaml")
+    assert parse_config(json.dumps(facts["config"]), "facts") == parse_config(
+        (here / "out" / "run.yaml").read_text(), "run.yaml"
+    )
 
 
 def test_the_disk_that_the_run_then_takes(call: Call, write: Write, here: Path) -> None:

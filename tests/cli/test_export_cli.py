@@ -17,7 +17,7 @@ from trained import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optrush import export, model_card, restore
-from optrush.config import Run
+from optrush.config import Config
 from optrush.trainer import run_dir
 
 from clirun import Found
@@ -311,7 +311,7 @@ def test_the_card_is_escaped(trained: Path, here: Path) -> None:
     settings: dict[str, Any] = {"model": {"path": EVIL}, "objective": "sft", "data": {"path": EVIL}, "output": "x"}
     odd = here / "a *folder* <b>"
     trained.rename(odd)
-    written = model_card.card(Run.model_validate(settings), odd, 6, None)
+    written = model_card.card(Config.model_validate(settings), odd, 6, None)
     body = written.partition("---\n\n")[2]
     assert "<img" not in written and "<b>" not in written and r"\*folder\*" in body
     front = yaml.safe_load(written.split("---\n")[1])
@@ -324,7 +324,7 @@ def test_what_the_card_says(call: Call, trained: Path, model: Path, here: Path) 
     shutil.copytree(model, base)
     (base / "README.md").write_text("---\nlicense: llama3.2\ntags: [x]\n---\n# Base\n")
     changes: dict[str, Any] = {"model": {"path": "org/Some-1B"}, "objective": "sft", "data": {"path": str(here)}}
-    text = model_card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base, "8 documents")
+    text = model_card.card(Config.model_validate(changes | {"output": "x"}), trained, 4, base, "8 documents")
     front = yaml.safe_load(text.split("---\n")[1])
     assert front["license"] == "llama3.2" and front["base_model"] == "org/Some-1B"
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
@@ -334,10 +334,10 @@ def test_what_the_card_says(call: Call, trained: Path, model: Path, here: Path) 
     assert "8 documents" in text and str(here) not in text and "GiB resident" in text
     for licence in ("[evil](x)", "a\nb: c", "", 7):
         (base / "README.md").write_text(f"---\n{yaml.safe_dump({'license': licence})}---\n")
-        text = model_card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base)
+        text = model_card.card(Config.model_validate(changes | {"output": "x"}), trained, 4, base)
         assert "license" not in yaml.safe_load(text.split("---\n")[1])
     (base / "README.md").write_text("---\na: [\n---\n")
-    model_card.card(Run.model_validate(changes | {"output": "x"}), trained, 4, base)
+    model_card.card(Config.model_validate(changes | {"output": "x"}), trained, 4, base)
 
 
 def test_the_card_has_no_path_of_what_is_gone(trained: Path, here: Path) -> None:
@@ -349,7 +349,7 @@ def test_the_card_has_no_path_of_what_is_gone(trained: Path, here: Path) -> None
     }  # fmt: skip
     for path, name in named.items():
         settings: dict[str, Any] = {"model": {"path": path}, "objective": "sft", "data": {"path": path}, "output": "x"}
-        text = model_card.card(Run.model_validate(settings), trained, 6, None)
+        text = model_card.card(Config.model_validate(settings), trained, 6, None)
         assert (
             f"| base model | {model_card.escaped(name)} |" in text and f"| data | {model_card.escaped(name)} |" in text
         )

@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optrush import hardware
-from optrush.config import Run, document, parse
+from optrush.config import Config, parse_config, parse_yaml
 from optrush.planner import init_config
 from optrush.planner.init_config import Wanted, compose
-from optrush.resolve import prepare
-from optrush.technique import build
+from optrush.resolve import resolve
+from optrush.technique import instantiate
 from optrush.techniques import ALL
 
 from clirun import Found, edited, write_rows
@@ -30,8 +30,8 @@ SAMPLE = ("--model", "tiny", "--data", "sample:recipes")
 CLASSES = {c.name: c for c in ALL}
 
 
-def written(file: str = "train.yaml") -> Run:
-    return parse(Path(file).read_text("utf-8"), file)
+def written(file: str = "train.yaml") -> Config:
+    return parse_config(Path(file).read_text("utf-8"), file)
 
 
 def refused(found: Found, *says: str, file: str = "train.yaml") -> None:
@@ -58,8 +58,13 @@ def test_it_trains(call: Call, here: Path) -> None:
     found = call("init", *SAMPLE)
     assert found.code == 0, found.err
     assert found.out.splitlines() == ["optrush train train.yaml --dry-run", "optrush train train.yaml"]
-    run = written()
-    assert (run.model.path, run.objective, run.data.sample, run.output) == ("tiny", "sft", "recipes", "runs/train")
+    config = written()
+    assert (config.model.path, config.objective, config.data.sample, config.output) == (
+        "tiny",
+        "sft",
+        "recipes",
+        "runs/train",
+    )
     short = ["--set", "data.max_samples=20", "--set", "train.epochs=0.1"]
     trained = call("train", "train.yaml", *short)
     assert trained.code == 0, trained.err
@@ -69,8 +74,8 @@ def test_it_trains(call: Call, here: Path) -> None:
 def test_a_file_of_conversations(call: Call, here: Path) -> None:
     found = call("init", "mine.yaml", "--model", "tiny", "--data", "chat.jsonl", "--output", "there")
     assert found.code == 0, found.err
-    run = written("mine.yaml")
-    assert (run.data.path, run.data.eval, run.output, run.objective) == ("chat.jsonl", 0.1, "there", "sft")
+    config = written("mine.yaml")
+    assert (config.data.path, config.data.eval, config.output, config.objective) == ("chat.jsonl", 0.1, "there", "sft")
     trained = call("train", "mine.yaml", "--set", "train.epochs=0.3")
     assert trained.code == 0, trained.err
 
@@ -78,8 +83,8 @@ def test_a_file_of_conversations(call: Call, here: Path) -> None:
 def test_the_objective_is_suggested_by_the_rows(call: Call, here: Path) -> None:
     write_rows(here / "text.jsonl", [{"text": "Stir well."}])
     assert call("init", "--model", "tiny", "--data", "text.jsonl").code == 0
-    run = written()
-    assert run.objective == "pretrain" and run.data.eval is None, "one row is not halved"
+    config = written()
+    assert config.objective == "pretrain" and config.data.eval is None, "one row is not halved"
     assert "# eval: 0.1" in Path("train.yaml").read_text()
     assert call("init", "--model", "tiny", "--data", "text.jsonl", "--objective", "sft", "--force").code == 0
     assert written().objective == "sft"
@@ -93,11 +98,11 @@ def test_yes_takes_the_defaults(call: Call) -> None:
 def test_a_shape_on_random_tokens(call: Call) -> None:
     found = call("init", "--model", "shape:llama-3.2-1b", "--data", "random:64", "--hardware", "h200")
     assert found.code == 0, found.err
-    run = written()
-    assert run.model.shape == "llama-3.2-1b" and run.data.random == 64 and run.train.steps == 100
-    assert list(run.with_) == ["amp", "fused-adamw", "attention", "compile", "fused-loss"], "no packing of full rows"
-    assert run.with_["attention"] == {"impl": "sdpa"}
-    assert run.batch.micro_tokens is not None and run.batch.micro_tokens > 2048, "several rows fit"
+    config = written()
+    assert config.model.shape == "llama-3.2-1b" and config.data.random == 64 and config.train.steps == 100
+    assert list(config.with_) == ["amp", "fused-adamw", "attention", "compile", "fused-loss"], "no packing of full rows"
+    assert config.with_["attention"] == {"impl": "sdpa"}
+    assert config.batch.micro_tokens is not None and config.batch.micro_tokens > 2048, "several rows fit"
 
 
 def test_every_block_says_what_it_is(call: Call) -> None:
@@ -143,22 +148,22 @@ def test_the_text_says_what_the_flags_said(
     asked = [w for w in withs if w not in gone] + (["ddp"] if machine.startswith("2x") else [])
     begun = compose(Wanted("tiny", objective, data, output, machine, asked), f"{name}.yaml")
     path.unlink()
-    run = parse(begun.text, "written")
-    assert run == begun.run
-    assert (run.objective, run.output, run.model.path) == (objective, output, "tiny")
-    assert (run.data.sample, run.data.path) == (("recipes", None) if sample else (None, data))
+    config = parse_config(begun.text, "written")
+    assert config == begun.config
+    assert (config.objective, config.output, config.model.path) == (objective, output, "tiny")
+    assert (config.data.sample, config.data.path) == (("recipes", None) if sample else (None, data))
     for flag in asked:
         technique, _, option = flag.partition(":")
-        assert technique in run.with_
+        assert technique in config.with_
         if option:
             key, _, value = option.partition("=")
-            assert str(run.with_[technique][key]) == value
-    owned = [part for t in build(ALL, run.with_) for part in t.claims]
+            assert str(config.with_[technique][key]) == value
+    owned = [part for t in instantiate(ALL, config.with_) for part in t.claims]
     assert len(owned) == len(set(owned)), "nothing that was asked for clashes with what was chosen"
     device, many = hardware.named(machine)
-    prepare(run, ranks=many, device=device)
+    resolve(config, ranks=many, device=device)
     assert yaml.safe_load(begun.text)["output"] == output
-    assert set(document(begun.text, "written")[0]) == set(yaml.safe_load(begun.text))
+    assert set(parse_yaml(begun.text, "written")[0]) == set(yaml.safe_load(begun.text))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +175,7 @@ def test_odd_names_come_back(text: str) -> None:
 
     assert yaml.safe_load(f"k: {_text(text)}\n") == {"k": text}
     assert yaml.safe_load(f"k: {{a: {_text(text)}, b: 1}}\n") == {"k": {"a": text, "b": 1}}
-    assert document(f"k: {_text(text)}\n", "")[0] == {"k": text}
+    assert parse_yaml(f"k: {_text(text)}\n", "")[0] == {"k": text}
 
 
 # --- what is chosen
@@ -195,10 +200,10 @@ def test_what_is_asked_for_displaces_what_is_chosen(call: Call) -> None:
     """`bf16` owns what `amp` would, `attention` brings its own options; the order is the ladder's."""
     asked = ("--with", "bf16", "--with", "recompute:every=2", "--with", "attention:impl=masked")
     assert call("init", *SAMPLE, "--hardware", "h200", *asked).code == 0
-    run = written()
-    assert "amp" not in run.with_ and run.with_["recompute"] == {"every": 2}
-    assert run.with_["attention"] == {"impl": "masked"}
-    assert list(run.with_) == [c.name for c in ALL if c.name in run.with_]
+    config = written()
+    assert "amp" not in config.with_ and config.with_["recompute"] == {"every": 2}
+    assert config.with_["attention"] == {"impl": "masked"}
+    assert list(config.with_) == [c.name for c in ALL if c.name in config.with_]
 
 
 def test_what_cannot_run_here_is_left_out_and_said(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,8 +259,13 @@ def test_questions(call: Call, monkeypatch: pytest.MonkeyPatch, here: Path) -> N
     monkeypatch.setattr(sys, "stdin", Typed("\nno.jsonl\nchat.jsonl\nstf\n\nmine\n"))
     found = call("init")
     assert found.code == 0, found.err
-    run = written()
-    assert (run.model.path, run.data.path, run.objective, run.output) == ("tiny", "chat.jsonl", "sft", "mine")
+    config = written()
+    assert (config.model.path, config.data.path, config.objective, config.output) == (
+        "tiny",
+        "chat.jsonl",
+        "sft",
+        "mine",
+    )
     for said in ("`tiny` is built in", "model [tiny]:", "JSON Lines file", "no such file", "data [sample:recipes]:",
                  "did you mean `sft`?", "objective [sft]:", "new or empty", "output [runs/train]:"):  # fmt: skip
         assert said in found.err, said
@@ -342,4 +352,4 @@ def test_rows_are_counted_up_to_a_limit(here: Path, monkeypatch: pytest.MonkeyPa
     (here / "many.jsonl").write_text(f"{row}\n" * 100)
     assert init_config.count(here / "many.jsonl") == 20
     begun = compose(Wanted("tiny", "sft", "many.jsonl", "out"), "f.yaml")
-    assert begun.run.data.eval == 0.02, "a large file holds less out"
+    assert begun.config.data.eval == 0.02, "a large file holds less out"

@@ -22,15 +22,15 @@ from safetensors.torch import load_file, save_file
 from test_wrong_input import refused
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from optrush.config import Dpo, parse
+from optrush.config import Dpo, parse_config
 from optrush.data.batch import collate
 from optrush.data.schema import Document
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import Numerics, Part, Technique
 from optrush.techniques import ALL
 from optrush.trainer import overfit as module
 from optrush.trainer.overfit import Floor, Seen, diagnose, overfit
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 from clirun import Found, edited, write_rows
 from pair import Pair
@@ -71,7 +71,7 @@ def test_one_batch_is_learnt(call: Call, write: Write, here: Path) -> None:
 
 
 def on_a_rank(text: str) -> dict[str, Any]:
-    return dataclasses.asdict(overfit(prepare(parse(text, "run.yaml")), 2, 8))
+    return dataclasses.asdict(overfit(resolve(parse_config(text, "run.yaml")), 2, 8))
 
 
 def test_several_batches_and_ranks(box: Path, pair: Pair) -> None:
@@ -240,16 +240,16 @@ class OnlyNorm(Technique):
     numerics: ClassVar[Numerics] = Numerics.DIFFERENT_MATHS
     claims: ClassVar[frozenset[Part]] = frozenset({Part.TRAINED})
 
-    def adapt(self, job: Job) -> int:
-        for parameter in job.model.parameters():
+    def peft(self, trainer: Trainer) -> int:
+        for parameter in trainer.model.parameters():
             parameter.requires_grad_(False)
-        job.model.norm.weight.requires_grad_(True)
+        trainer.model.norm.weight.requires_grad_(True)
         return 1
 
 
 def test_nearly_all_is_frozen(write: Write, here: Path) -> None:
     text = (here / write(**SMALL, with_={"packing": {}, "only-norm": {}})).read_text()
-    verdict = overfit(prepare(parse(text, "run.yaml"), (*ALL, OnlyNorm)), 1, 20)
+    verdict = overfit(resolve(parse_config(text, "run.yaml"), (*ALL, OnlyNorm)), 1, 20)
     assert verdict.cause == "few parameters" and "of the parameters are trained" in verdict.found
     assert "train more of them" in verdict.do
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from optrush.config import parse
+from optrush.config import parse_config
 
 from clirun import Found
 
@@ -66,7 +66,7 @@ def test_out_is_a_run(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "best.yaml"
     found = call("plan", str(LLAMA), "--hardware", "4090", "--out", str(file))
     assert found.code == 0 and str(file) in found.err
-    best = parse(file.read_text(), "best.yaml")
+    best = parse_config(file.read_text(), "best.yaml")
     assert best.with_ and best.model.shape == "llama-3.2-1b"
     assert best.batch.micro_tokens and best.batch.tokens % best.batch.micro_tokens == 0
     again = json.loads(call("plan", str(file), "--hardware", "4090", "--json").out)

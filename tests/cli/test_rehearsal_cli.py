@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.trainer import run
 
 from clirun import Found, metrics
@@ -23,7 +23,7 @@ def test_auto(call: Call, write: Write, here: Path) -> None:
     found = call("train", write(batch=AUTO, train={"steps": 2}))
     assert found.code == 0, found.err
     assert "finish     micro-batch: 3 changes" in found.err
-    written = parse((here / "out" / "run.yaml").read_text(), "run.yaml")
+    written = parse_config((here / "out" / "run.yaml").read_text(), "run.yaml")
     assert isinstance(written.batch.micro_tokens, int) and 512 % written.batch.micro_tokens == 0
     assert written.with_["micro-batch"] == {}
     assert call("train", "out/run.yaml", "--set", "output=again").code == 0
@@ -35,7 +35,7 @@ def test_auto_on_two_ranks(start: Call, write: Write, here: Path) -> None:
     found = start("train", write(batch=AUTO, train={"steps": 1}), "--ranks", "2", "--with", "ddp")
     assert found.code == 0, found.err
     assert "note       out of memory after step 0 ends the run, resumably" in found.err
-    assert parse((here / "out" / "run.yaml").read_text(), "run.yaml").batch.micro_tokens in (128, 256)
+    assert parse_config((here / "out" / "run.yaml").read_text(), "run.yaml").batch.micro_tokens in (128, 256)
 
 
 def test_plan_and_dry_run_take_auto(call: Call, write: Write, here: Path) -> None:

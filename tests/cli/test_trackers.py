@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from optrush import console
-from optrush.config import dump, parse, scrubbed
+from optrush.config import dump_config, parse_config, scrubbed
 from optrush.console import shown
 from optrush.errors import ConfigError
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.trainer import trackers
 
 from clirun import Found
@@ -23,14 +23,14 @@ Call, Write = Callable[..., Found], Callable[..., str]
 def test_one_key_or_several(write: Write, here: Path) -> None:
     """`tracker: wandb` is the mapping with its defaults; flags change either; run.yaml is read back to the same."""
     text = Path(write(tracker="wandb")).read_text()
-    short = parse(text, "run.yaml")
+    short = parse_config(text, "run.yaml")
     assert short.tracker is not None and short.tracker.model_dump() == {
         "name": "wandb", "project": "optrush", "run": None, "uri": None, "offline": False, "artifacts": "all",
     }  # fmt: skip
-    long = parse(text, "run.yaml", sets=["tracker.offline=true", "tracker.artifacts=model"])
+    long = parse_config(text, "run.yaml", sets=["tracker.offline=true", "tracker.artifacts=model"])
     assert long.tracker == short.tracker.model_copy(update={"offline": True, "artifacts": "model"})
-    assert parse(dump(long), "again") == long
-    assert parse(text, "run.yaml", sets=["tracker=null"]).tracker is None
+    assert parse_config(dump_config(long), "again") == long
+    assert parse_config(text, "run.yaml", sets=["tracker=null"]).tracker is None
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_no_verb_writes_a_password(write: Write, call: Call, here: Path) -> None
                  ("data", "show", config), ("calibrate", config)):  # fmt: skip
         got = call(*verb)
         assert got.code == 2 and "asked: `tracker.uri`" in got.err and "c4n4ry" not in got.err + got.out, (verb, got)
-    run = parse(Path(config).read_text(), "run.yaml")
+    run = parse_config(Path(config).read_text(), "run.yaml")
     with pytest.raises(ConfigError, match="an address with a user or password"):
-        prepare(run)
+        resolve(run)
     assert sorted(here.iterdir()) == before
 
 

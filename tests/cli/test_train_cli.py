@@ -18,7 +18,7 @@ from test_eval_cli import plain
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optrush import __version__
-from optrush.config import parse
+from optrush.config import parse_config
 
 from clirun import Found, metrics
 
@@ -102,7 +102,7 @@ def test_the_resolved_run_runs(call: Call, write: Write, here: Path, monkeypatch
     """run.yaml has every value and absolute paths: from another folder it gives the same losses, bit by bit."""
     assert call("train", write(), "--set", "optim.lr=1e-2", "--with", "attention").code == 0
     text = (here / "out" / "run.yaml").read_text()
-    resolved = parse(text, "run.yaml")
+    resolved = parse_config(text, "run.yaml")
     assert resolved.optim.lr == 1e-2 and set(resolved.with_) == {"packing", "attention"}
     for path in (resolved.output, resolved.data.path):
         assert path is not None and Path(path).is_absolute()

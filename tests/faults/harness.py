@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.optim.adamw import AdamW
 from optrush.trainer import distributed, storage
 from optrush.trainer.checkpoint import Meta, save
-from optrush.trainer.trainer import Trained
+from optrush.trainer.trainer import TrainedParam
 
 torch.set_num_threads(1)
 RAISED = 99  # what a child exits with that did not get to an end of its own
@@ -158,10 +158,10 @@ def small_job(output: Path, how: str = "whole", keep: int = 2, dtype: torch.dtyp
             dim = 1 if how == "columns" and len(shape) == 2 else 0
             placement = Replicate() if how == "copies" or not shape else Shard(dim)
             placed = distribute_tensor(whole, world.mesh["dp"], [placement])
-        trained.append(Trained(name, nn.Parameter(placed), len(shape) > 1))
-    run_ = parse(text, "test")
+        trained.append(TrainedParam(name, nn.Parameter(placed), len(shape) > 1))
+    run_ = parse_config(text, "test")
     optimizer = AdamW(trained, run_.optim, fused=False)
-    return SimpleNamespace(run=run_, world=world, trained=trained, optimizer=optimizer, state={"kept": Kept()})
+    return SimpleNamespace(config=run_, world=world, trained=trained, optimizer=optimizer, state={"kept": Kept()})
 
 
 def content(name: str, whole: tuple[int, ...], dtype: torch.dtype, step: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_refusals import flip
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401 - forked runs find it loaded
 
-from optrush.config import Dpo, parse
+from optrush.config import Dpo, parse_config
 from optrush.trainer import storage, trainer
 from optrush.trainer.checkpoint import find, verify
 from optrush.trainer.run_dir import Best, Keeper, comparable, recall
@@ -140,14 +140,14 @@ def test_on_two_ranks(home: Path) -> None:
     stopped, config = configured(home, "two-stopped", **changes)
 
     def before() -> None:
-        begin = trainer.begin
+        begin = trainer.set_step
 
         def noted(job: Any, n: int, steps: int) -> None:
             if n == 7:
                 os.kill(os.getpid(), signal.SIGTERM)
             begin(job, n, steps)
 
-        trainer.begin = noted
+        trainer.set_step = noted
 
     pids = begun_on(2, config, before=before)
     assert [ended(pid) for pid in pids] == [143, 143], said(config)
@@ -172,14 +172,14 @@ def test_damaged_while_it_trained(home: Path) -> None:
     output, config = configured(home, "damaged-late")
 
     def before() -> None:
-        begin = trainer.begin
+        begin = trainer.set_step
 
         def noted(job: Any, n: int, steps: int) -> None:
             if n == 12:
                 flip(output / "checkpoints" / f"step-{best_of(home / 'reference')[0]:06d}" / "rank-0.safetensors")
             begin(job, n, steps)
 
-        trainer.begin = noted
+        trainer.set_step = noted
 
     assert trained(config, before=before) == 1, said(config)
     assert "the best checkpoint" in said(config) and "--resume auto exports the next best" in said(config)
@@ -193,7 +193,7 @@ def test_a_save_that_fails_is_not_the_best(home: Path) -> None:
     best = best_of(home / "reference")[0]
 
     def before() -> None:
-        begin, write = trainer.begin, storage.write
+        begin, write = trainer.set_step, storage.write
 
         def full(*args: Any) -> None:
             raise OSError(28, "No space left on device")
@@ -202,7 +202,7 @@ def test_a_save_that_fails_is_not_the_best(home: Path) -> None:
             storage.write = full if n == best else write
             begin(job, n, steps)
 
-        trainer.begin = noted
+        trainer.set_step = noted
 
     assert trained(config, before=before) == 0, said(config)
     assert [m["step"] for m in lines(output) if "save_failed" in m] == [best]
@@ -243,15 +243,15 @@ def test_losses_that_do_not_compare(home: Path) -> None:
 
 
 def test_what_compares(home: Path) -> None:
-    run = parse((home / "reference" / "run.yaml").read_text(), "run.yaml")
+    config = parse_config((home / "reference" / "run.yaml").read_text(), "run.yaml")
     marks = {"data": "a", "template": "b", "tokenizer": "c", "order": "d"}
     manifest = verify(find(home / "reference")[0])
     before = manifest.model_copy(update={"fingerprints": marks})
-    assert comparable(run, marks | {"order": "e"}, before)
+    assert comparable(config, marks | {"order": "e"}, before)
     for key in ("data", "template", "tokenizer"):
-        assert not comparable(run, marks | {key: "x"}, before), key
-    assert not comparable(run.model_copy(update={"dpo": Dpo(loss="ipo")}), marks, before)
-    assert not comparable(run.model_copy(update={"objective": "sft"}), marks, before)
+        assert not comparable(config, marks | {key: "x"}, before), key
+    assert not comparable(config.model_copy(update={"dpo": Dpo(loss="ipo")}), marks, before)
+    assert not comparable(config.model_copy(update={"objective": "sft"}), marks, before)
 
 
 def test_a_best_one_of_a_future_that_was_left(home: Path) -> None:
@@ -288,7 +288,7 @@ def test_tensorboard_on_a_full_disk(home: Path) -> None:
     def before() -> None:
         import tensorboard.summary.writer.record_writer as record_writer
 
-        begin, write = trainer.begin, record_writer.RecordWriter.write
+        begin, write = trainer.set_step, record_writer.RecordWriter.write
 
         def full(*args: Any) -> None:
             raise OSError(28, "No space left on device")
@@ -297,7 +297,7 @@ def test_tensorboard_on_a_full_disk(home: Path) -> None:
             record_writer.RecordWriter.write = full if n == 3 else write
             begin(job, n, steps)
 
-        trainer.begin = noted
+        trainer.set_step = noted
 
     assert trained(config, before=before) == 0, said(config)
     assert scalars(output) == shown(output)

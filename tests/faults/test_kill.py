@@ -57,7 +57,7 @@ def recording(path: Path, pause_s: float = 0.0) -> Before:
     """Notes which samples each step took, and makes each step last a while."""
 
     def before() -> None:
-        begin, gradients = trainer.begin, trainer.gradients
+        begin, gradients = trainer.set_step, trainer.forward_backward
         at = {"step": 0}
 
         def noted(job: Any, n: int, steps: int) -> None:
@@ -72,7 +72,7 @@ def recording(path: Path, pause_s: float = 0.0) -> Before:
                     file.write(json.dumps(line) + "\n")
             return gradients(job, batches, terms)
 
-        trainer.begin, trainer.gradients = noted, taking
+        trainer.set_step, trainer.forward_backward = noted, taking
 
     return before
 
@@ -190,7 +190,7 @@ def test_a_full_disk_does_not_end_a_run(home: Path) -> None:
     config = configuration(home, output)
 
     def before() -> None:
-        begin, write = trainer.begin, storage.write
+        begin, write = trainer.set_step, storage.write
 
         def full(*args: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -199,7 +199,7 @@ def test_a_full_disk_does_not_end_a_run(home: Path) -> None:
             storage.write = full if n == 6 else write
             begin(job, n, steps)
 
-        trainer.begin = noted
+        trainer.set_step = noted
 
     assert trained(config, before=before) == 0, said(config)
     failed = [m for m in lines(output) if "save_failed" in m]
@@ -229,7 +229,7 @@ def test_a_really_full_disk(home: Path, little_disk: Path) -> None:
     config = Path(shutil.move(config, home / "full-really.yaml"))  # what it prints goes to another disk, as it would
 
     def before() -> None:
-        begin = trainer.begin
+        begin = trainer.set_step
 
         def noted(job: Any, n: int, steps: int) -> None:
             filler = little_disk / "filler"
@@ -240,7 +240,7 @@ def test_a_really_full_disk(home: Path, little_disk: Path) -> None:
                 filler.unlink()
             begin(job, n, steps)
 
-        trainer.begin = noted
+        trainer.set_step = noted
 
     assert trained(config, before=before) == 0, said(config)
     failed = [m for m in lines(output) if "save_failed" in m]
@@ -256,7 +256,7 @@ def test_a_quota(home: Path) -> None:
     config = configuration(home, output)
 
     def before() -> None:
-        begin = trainer.begin
+        begin = trainer.set_step
 
         def noted(job: Any, n: int, steps: int) -> None:
             most = resource.RLIM_INFINITY
@@ -265,7 +265,7 @@ def test_a_quota(home: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
             begin(job, n, steps)
 
-        trainer.begin = noted
+        trainer.set_step = noted
 
     assert trained(config, before=before) == 0, said(config)
     assert [m["step"] for m in lines(output) if "save_failed" in m] == [6]

@@ -108,13 +108,13 @@ def pausing(pause_s: float) -> Callable[[], None]:
     """Makes each step last a while."""
 
     def before() -> None:
-        begin = trainer.begin
+        begin = trainer.set_step
 
         def noted(job: Any, n: int, steps: int) -> None:
             time.sleep(pause_s)
             begin(job, n, steps)
 
-        trainer.begin = noted
+        trainer.set_step = noted
 
     return before
 
@@ -319,7 +319,7 @@ def test_a_second_interrupt_leaves_at_once(home: Path, server: Server) -> None:
     _, config = tracked(home, "interrupted", {"name": "mlflow", "uri": server.uri})
 
     def before() -> None:
-        begin = trainer.begin
+        begin = trainer.set_step
 
         def noted(job: Any, n: int, steps: int) -> None:
             if n == 4:
@@ -330,7 +330,7 @@ def test_a_second_interrupt_leaves_at_once(home: Path, server: Server) -> None:
         def waits(self: Any) -> str:
             raise AssertionError("it waited")
 
-        trainer.begin, reporting.Reporter.end = noted, waits
+        trainer.set_step, reporting.Reporter.end = noted, waits
 
     assert trained(config, before=before) == 130, said(config)
 

@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
     def renamed(job: Any) -> None:
         job.trained[0] = type(job.trained[0])("other", job.trained[0].parameter, True)
-        job.optimizer = type(job.optimizer)(job.trained, job.run.optim, fused=False)
+        job.optimizer = type(job.optimizer)(job.trained, job.config.optim, fused=False)
 
     refused(renamed, "manifest.json: the tensor `param/other` is missing")
 

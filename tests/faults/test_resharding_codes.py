@@ -20,7 +20,7 @@ def test_codes_are_cut_like_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def coded(how: str) -> Any:
         job = small_job(tmp_path, how)
-        job.optimizer = kind(job.trained, job.run.optim)
+        job.optimizer = kind(job.trained, job.config.optim)
         assert "mean_scale" in job.optimizer.state()["embed"]
         return job
 
@@ -31,7 +31,7 @@ def test_codes_are_cut_like_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             restore(job, find(tmp_path / str(before))[0], {})
         else:
             advance(job, 2)
-        job.run = job.run.model_copy(update={"output": str(tmp_path / f"{n}")})
+        job.config = job.config.model_copy(update={"output": str(tmp_path / f"{n}")})
         good = holds(job, 2)
         save(job, 2, meta(2))
         return good

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
 from optrush.data.tokenize import Work, jobs, tokenised
@@ -48,7 +48,7 @@ for path in tokenize.tokenised(tokenize.Work(parse({TEXT!r}, "x"), tokens, (Path
 
 
 def given(model: Path, path: Path) -> Work:
-    return Work(parse(TEXT, "x"), Tokens(AutoTokenizer.from_pretrained(model)), (path,))
+    return Work(parse_config(TEXT, "x"), Tokens(AutoTokenizer.from_pretrained(model)), (path,))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from optrush.technique import Numerics, Part, Technique
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Sgd(Technique):
     verified_on = ("cpu",)
     claims = frozenset({Part.OPTIMIZER})
 
-    def optimizer(self, job: Job) -> int:
-        job.optimizer = Momentum(job, self.momentum)
+    def optimizer(self, trainer: Trainer) -> int:
+        trainer.optimizer = Momentum(trainer, self.momentum)
         return 1
 
 
@@ -42,9 +42,9 @@ class Momentum:
 
     reads_host = True
 
-    def __init__(self, job: Job, momentum: float) -> None:
-        self.trained, self.momentum = job.trained, momentum
-        self.velocity = [t.local.new_zeros(t.local.shape) for t in job.trained]
+    def __init__(self, trainer: Trainer, momentum: float) -> None:
+        self.trained, self.momentum = trainer.trained, momentum
+        self.velocity = [t.local.new_zeros(t.local.shape) for t in trainer.trained]
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor) -> None:
         if found_inf.item():

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from optrush.technique import library
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 from trials import assembled
 
@@ -97,7 +97,7 @@ def qlora(model, tmp_path_factory):
     return made
 
 
-def job_of(model: Path, tmp_path: Path, case: str, adapter: Path, **with_) -> Job:
+def job_of(model: Path, tmp_path: Path, case: str, adapter: Path, **with_) -> Trainer:
     """Ours of the case, begun with PEFT's adapter. Skips where a package of these techniques is not installed."""
     for impl in (options.get("impl") for options in with_.values()):
         if impl in DEMANDS and library(DEMANDS[impl]) is None:
@@ -106,9 +106,9 @@ def job_of(model: Path, tmp_path: Path, case: str, adapter: Path, **with_) -> Jo
     return assembled(test_peft.run(model, tmp_path / "run", case, *SETS, init=init, **with_))
 
 
-def answered(job: Job) -> Asked:
-    assert job.world.device.type == DEVICE.type
-    return test_peft.answered(job, BATCH.to(DEVICE))
+def answered(trainer: Trainer) -> Asked:
+    assert trainer.world.device.type == DEVICE.type
+    return test_peft.answered(trainer, BATCH.to(DEVICE))
 
 
 def same(ours: Asked, theirs: Asked) -> None:
@@ -202,13 +202,13 @@ def test_bfloat16_over_4_bits(qlora, tmp_path, precision, path):
 def test_over_8_bits(model, peft, tmp_path, precision):
     """Against PEFT on a model of the values that our bytes stand for."""
     adapter, dense = peft("all")
-    job = job_of(model, tmp_path, "all", adapter, int8={}, **({precision: {}} if precision else {}))
+    trainer = job_of(model, tmp_path, "all", adapter, int8={}, **({precision: {}} if precision else {}))
     theirs = test_peft.theirs(model, "all", size=SIZE).to(DEVICE)
     of = {name.replace(".base_layer", ""): p for name, p in theirs.get_base_model().named_parameters()}
     with torch.no_grad():
-        for name, linear in job.model.linears():
-            for published, part in job.recipe.split(f"{name}.weight", linear.dense(torch.float32)):
+        for name, linear in trainer.model.linears():
+            for published, part in trainer.weight_map.split(f"{name}.weight", linear.dequantized(torch.float32)):
                 of[published].copy_(part)
     wanted = test_peft.asked(theirs, BATCH.to(DEVICE))
     assert wanted[0] != dense[0], "8 bits are not all of it"
-    (near if precision else same)(answered(job), wanted)
+    (near if precision else same)(answered(trainer), wanted)

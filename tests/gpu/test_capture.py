@@ -14,15 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from optrush.bench import profile
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.data.batch import Batch
 from optrush.kernels import float8
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import library
 from optrush.trainer import run as fit
-from optrush.trainer import trainer
-from optrush.trainer.build import assemble
-from optrush.trainer.trainer import Job, evaluate
+from optrush.trainer.build import build
+from optrush.trainer.trainer import Trainer, evaluate, set_step
 
 from trials import FASTEST
 
@@ -44,27 +43,27 @@ output: unused
 STEPS = 6
 
 
-def job_of(*withs: str) -> Job:
-    job = assemble(prepare(parse(BASE, "test", withs=withs)))
-    job.begin = lambda n: trainer.begin(job, n, STEPS)
-    return job
+def job_of(*withs: str) -> Trainer:
+    trainer = build(resolve(parse_config(BASE, "test", withs=withs)))
+    trainer.set_step = lambda n: set_step(trainer, n, STEPS)
+    return trainer
 
 
-def windows(job: Job, n: int = STEPS) -> list[list[Batch]]:
-    plan = job.stream.plan(None, STEPS)
-    rows = job.setup.micro_rows
-    return [job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=rows) for k in range(n)]
+def windows(trainer: Trainer, n: int = STEPS) -> list[list[Batch]]:
+    plan = trainer.stream.plan(None, STEPS)
+    rows = trainer.env.micro_rows
+    return [trainer.stream.batches(k, plan, rank=0, ranks=1, micro_rows=rows) for k in range(n)]
 
 
-def played(job: Job) -> tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor]]:
+def played(trainer: Trainer) -> tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor]]:
     """(loss, norm, skipped) by step, and the weights afterwards."""
     lines = []
-    for k, batches in enumerate(windows(job), 1):
-        job.begin(k)
-        loss = job.gradients(batches, sum(b.n_terms for b in batches))
-        norm, skipped = job.update()
+    for k, batches in enumerate(windows(trainer), 1):
+        trainer.set_step(k)
+        loss = trainer.forward_backward(batches, sum(b.n_terms for b in batches))
+        norm, skipped = trainer.optimizer_step()
         lines.append((loss.item(), norm.item(), bool(skipped)))
-    return lines, {t.name: t.local.clone() for t in job.trained}
+    return lines, {t.name: t.local.clone() for t in trainer.trained}
 
 
 @pytest.fixture
@@ -120,10 +119,10 @@ def test_near_the_plain_window_as_runs_go(withs):
 def test_marks_lie_in_the_queue_and_in_the_graph(withs: tuple[str, ...], deterministic) -> None:
     """Two micro-batches a step: two of the head's regions, forward and backward, in each; the same bits as without."""
     wanted, weights = played(job_of(*withs))
-    job = job_of(*withs)
-    marks = profile.Marks(job)
+    trainer = job_of(*withs)
+    marks = profile.Marks(trainer)
     with marks.watching() as spans:
-        found, after = played(job)
+        found, after = played(trainer)
     assert found == wanted and all(torch.equal(after[n], w) for n, w in weights.items())
     names = [m[1] for s in spans if (m := profile.MARK.search(s.name))]
     assert [names.count(n) for n in ("asinh", "acosh")] == [4 * STEPS] * 2 or "cuda-graphs" in withs
@@ -136,19 +135,19 @@ def test_marks_lie_in_the_queue_and_in_the_graph(withs: tuple[str, ...], determi
 
 
 def test_a_replay_starts_what_was_recorded_and_waits_for_nothing():
-    job = job_of("cuda-graphs", "packing", "fused-adamw", "bf16", "attention:impl=varlen", "compile")
-    made = windows(job)
+    trainer = job_of("cuda-graphs", "packing", "fused-adamw", "bf16", "attention:impl=varlen", "compile")
+    made = windows(trainer)
     for k, batches in enumerate(made, 1):
         torch.cuda.set_sync_debug_mode("error" if k > 2 else "default")
         try:
-            job.begin(k)
-            job.gradients(batches, sum(b.n_terms for b in batches))
-            job.update()
+            trainer.set_step(k)
+            trainer.forward_backward(batches, sum(b.n_terms for b in batches))
+            trainer.optimizer_step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-        job.gradients(made[0], 1000)
+        trainer.forward_backward(made[0], 1000)
         torch.cuda.synchronize()
     calls = {e.key: e.count for e in profile.key_averages()}
     assert calls.get("cudaGraphLaunch") == 1
@@ -159,23 +158,23 @@ def test_evaluation_and_windows_of_other_shapes_beside_it(deterministic):
     ours, plain = (job_of(*more, "packing", "fused-adamw") for more in (("cuda-graphs",), ()))
     for k, batches in enumerate(windows(ours), 1):
         part = batches[:1] if k % 2 else batches
-        for job in (ours, plain):
-            job.begin(k)
-        a, b = (job.gradients(part, sum(x.n_terms for x in part)) for job in (ours, plain))
+        for trainer in (ours, plain):
+            trainer.set_step(k)
+        a, b = (trainer.forward_backward(part, sum(x.n_terms for x in part)) for trainer in (ours, plain))
         assert torch.equal(a, b)
         assert evaluate(ours) == evaluate(plain)
-        for job in (ours, plain):
-            job.update()
+        for trainer in (ours, plain):
+            trainer.optimizer_step()
     assert all(torch.equal(a.local, b.local) for a, b in zip(ours.trained, plain.trained))
 
 
 def test_it_resumes_with_equal_bits(tmp_path: Path, deterministic):
     """The last three steps once more, from the checkpoint of the third, in a recording of their own."""
     text = BASE.replace("output: unused", f"output: {tmp_path / 'out'}")
-    run = parse(text, "test", withs=("cuda-graphs", "packing", "fused-adamw"))
+    config = parse_config(text, "test", withs=("cuda-graphs", "packing", "fused-adamw"))
 
     def trained(resume: Literal["auto"] | None) -> dict[int, tuple[float, float]]:
-        fit.fit(prepare(run), resume)
+        fit.fit(resolve(config), resume)
         lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
         return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
 
@@ -213,11 +212,11 @@ def test_the_devices_products_are_the_emulated_ones(m, k, n, dtype):
 def test_eight_bits_are_near_bf16(precision, more):
     """The first step's loss and gradients; compiled, as it must be on a GPU."""
 
-    def first(job: Job):
-        batches = windows(job, 1)[0]
-        job.begin(1)
-        loss = job.gradients(batches, sum(b.n_terms for b in batches))
-        return loss.item(), torch.cat([t.grad.float().flatten() for t in job.trained])
+    def first(trainer: Trainer):
+        batches = windows(trainer, 1)[0]
+        trainer.set_step(1)
+        loss = trainer.forward_backward(batches, sum(b.n_terms for b in batches))
+        return loss.item(), torch.cat([t.grad.float().flatten() for t in trainer.trained])
 
     withs = ("packing", precision, "attention:impl=varlen", "compile", "fused-loss:chunk=512")
     extra = more if any("fp8" in m for m in more) else (*more, "fp8")

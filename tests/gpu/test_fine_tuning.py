@@ -19,7 +19,7 @@ import yaml
 from optrush.cli import app
 from optrush.data.sample import conversations
 from optrush.trainer import trainer as step
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 from trials import apart, assembled, first_gradients, golden_run, steps
 
@@ -70,7 +70,7 @@ def test_an_adapter_is_its_own_reference(folder, tmp_path, with_):
         with torch.no_grad():
             for t in job.trained:
                 t.local.add_(0.05)
-        found.append((*first_gradients(job), {name: f.item() for name, f in job.figures.items()}))
+        found.append((*first_gradients(job), {name: f.item() for name, f in job.metrics.items()}))
     (loss, grads, figures), (want, wanted, rewards) = found
     assert loss == pytest.approx(want, rel=CLOSE) and figures == pytest.approx(rewards, rel=1e-4, abs=1e-3)
     assert abs(rewards["reward_margin"]) > 0.1, "the adapter does something"
@@ -81,9 +81,9 @@ def test_an_adapter_is_its_own_reference(folder, tmp_path, with_):
 # What is frozen.
 
 
-def raw(job: Job) -> dict[str, torch.Tensor]:
+def raw(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Copies of the bytes of all parameters and buffers."""
-    held = [*job.model.named_parameters(), *job.model.named_buffers()]
+    held = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]
     return {name: t.detach().contiguous().flatten().view(torch.uint8).clone() for name, t in held}
 
 
@@ -154,15 +154,15 @@ def test_stopped_resumed_exported_and_asked(tmp_path, monkeypatch, call, determi
     code, _, said = call("train", "whole.yaml")
     assert code == 0, said
     with monkeypatch.context() as patch:
-        begin = step.begin
+        begin = step.set_step
 
-        def told(job: Job, n: int, steps: int) -> None:
-            assert job.world.device.type == DEVICE.type
-            begin(job, n, steps)
+        def told(trainer: Trainer, n: int, steps: int) -> None:
+            assert trainer.world.device.type == DEVICE.type
+            begin(trainer, n, steps)
             if n == 3:
                 signal.raise_signal(signal.SIGTERM)
 
-        patch.setattr(step, "begin", told)
+        patch.setattr(step, "set_step", told)
         code, _, said = call("train", "stopped.yaml")
     assert code == 143 and [f.name for f in Path("stopped/checkpoints").glob("step-*")] == ["step-000003"], said
     assert not Path("stopped/adapter").exists()

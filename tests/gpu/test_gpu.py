@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.data.batch import Batch
-from optrush.resolve import prepare
-from optrush.trainer import trainer
-from optrush.trainer.build import assemble
+from optrush.resolve import resolve
+from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer, set_step
 
 from isolation import alone, disturbed
 from trials import FASTEST
@@ -37,19 +36,19 @@ output: unused
 """
 
 
-def job_of(*withs: str) -> Job:
-    job = assemble(prepare(parse(BASE, "test", withs=withs)))
-    job.begin = partial(trainer.begin, job, steps=4)
-    return job
+def job_of(*withs: str) -> Trainer:
+    trainer = build(resolve(parse_config(BASE, "test", withs=withs)))
+    trainer.set_step = partial(set_step, trainer, steps=4)
+    return trainer
 
 
-def first(job: Job) -> tuple[float, dict[str, torch.Tensor]]:
+def first(trainer: Trainer) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of the first step."""
-    plan = job.stream.plan(None, 4)
-    batches = job.stream.batches(0, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
-    job.begin(1)
-    loss = job.gradients(batches, sum(b.n_terms for b in batches))
-    return loss.item(), {t.name: t.grad.float() / job.scale for t in job.trained}
+    plan = trainer.stream.plan(None, 4)
+    batches = trainer.stream.batches(0, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
+    trainer.set_step(1)
+    loss = trainer.forward_backward(batches, sum(b.n_terms for b in batches))
+    return loss.item(), {t.name: t.grad.float() / trainer.scale for t in trainer.trained}
 
 
 def cosine(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -134,10 +133,10 @@ PATHS = [
 ]
 
 
-def packed_batch(*withs: str) -> tuple[Job, Batch]:
-    job = job_of("packing", *withs)
-    plan = job.stream.plan(None, 4)
-    return job, job.stream.batches(0, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)[0]
+def packed_batch(*withs: str) -> tuple[Trainer, Batch]:
+    trainer = job_of("packing", *withs)
+    plan = trainer.stream.plan(None, 4)
+    return trainer, trainer.stream.batches(0, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)[0]
 
 
 @pytest.mark.parametrize("withs", PATHS, ids="+".join)
@@ -174,16 +173,16 @@ def test_another_token_changes_no_bit_of_the_others_gradients(withs):
 @pytest.mark.parametrize("withs", [("amp",), ("amp:dtype=fp16",), ("bf16", "compile", "fused-loss")], ids="+".join)
 def test_a_step_never_waits_for_the_device(withs, tmp_path: Path):
     """From the second step on nothing synchronises, though each step logs."""
-    job = job_of("packing", "fused-adamw", "attention:impl=varlen", *withs)
-    plan = job.stream.plan(None, 4)
-    meter = Meter(job, tmp_path / "metrics.jsonl", 99, lambda line: None)
+    trainer = job_of("packing", "fused-adamw", "attention:impl=varlen", *withs)
+    plan = trainer.stream.plan(None, 4)
+    meter = Meter(trainer, tmp_path / "metrics.jsonl", 99, lambda line: None)
     for k in range(4):
-        batches = job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
+        batches = trainer.stream.batches(k, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
         torch.cuda.set_sync_debug_mode("error" if k >= 2 else "default")
         try:
-            job.begin(k + 1)
-            loss = job.gradients(batches, sum(b.n_terms for b in batches))
-            norm, skipped = job.update()
+            trainer.set_step(k + 1)
+            loss = trainer.forward_backward(batches, sum(b.n_terms for b in batches))
+            norm, skipped = trainer.optimizer_step()
             meter.tick(k + 1, batches, loss, norm, skipped)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -195,14 +194,14 @@ def test_a_step_never_waits_for_the_device(withs, tmp_path: Path):
 
 
 def test_a_bad_update_is_skipped_on_the_device():
-    job = job_of("packing", "fused-adamw")
-    plan = job.stream.plan(None, 4)
-    batches = job.stream.batches(0, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
-    job.begin(1)
-    before = {t.name: t.local.clone() for t in job.trained}
-    job.gradients(batches, 1000)
-    job.trained[0].grad[0, 0] = float("inf")
-    _, skipped = job.update()
+    trainer = job_of("packing", "fused-adamw")
+    plan = trainer.stream.plan(None, 4)
+    batches = trainer.stream.batches(0, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
+    trainer.set_step(1)
+    before = {t.name: t.local.clone() for t in trainer.trained}
+    trainer.forward_backward(batches, 1000)
+    trainer.trained[0].grad[0, 0] = float("inf")
+    _, skipped = trainer.optimizer_step()
     assert skipped.item()
-    assert all(torch.equal(before[t.name], t.local) for t in job.trained)
-    assert all(s["count"].item() == 0 for s in job.optimizer.state().values())
+    assert all(torch.equal(before[t.name], t.local) for t in trainer.trained)
+    assert all(s["count"].item() == 0 for s in trainer.optimizer.state().values())

@@ -25,12 +25,12 @@ from optrush.kernels import (
 )
 from optrush.kernels.attention import flash4
 from optrush.kernels.linear_cross_entropy import scaled
-from optrush.kernels.lora_matmul import Room, with_room
+from optrush.kernels.lora_matmul import Padding, with_padding
 from optrush.kernels.loss import liger
 from optrush.models.decoder import Linear
-from optrush.peft.adapter import Switch, place
+from optrush.peft.adapter import AdapterToggle, place
 from optrush.peft.lora import Lora, Settings, lay
-from optrush.peft.quantized import Form, Quantised
+from optrush.peft.quantized import Form, QuantizedLinear
 from optrush.technique import library
 
 from updates import edges
@@ -120,8 +120,8 @@ def test_a_product_with_a_low_rank_sum(dtype, n, k, m, r):
     x, wide, first, second = (torch.randn(*s, device="cuda").to(dtype) for s in ((n, k), (k, m), (k, r), (r, m)))
     z = x.float() @ first.float()
     want = x.float() @ wide.float() + z @ second.float()
-    for weight in (with_room(wide, r, r), with_room(wide.t(), r, r).t()):
-        for given, roomy in ((x, False), (with_room(x, 0, r), True)):
+    for weight in (with_padding(wide, r, r), with_padding(wide.t(), r, r).t()):
+        for given, roomy in ((x, False), (with_padding(x, 0, r), True)):
             for _ in range(2):
                 found = lora_matmul.low_rank(given, weight, first, second, "quack", roomy=True, roomy_x=roomy)
                 assert [t.dtype for t in found] == [dtype, dtype] and [t.shape for t in found] == [(n, m), (n, r)]
@@ -157,7 +157,7 @@ def test_gradients_beside_an_adapter(dtype, n, m, d, r):
     grad, weight, u, a = (torch.randn(*s, device="cuda").to(dtype) for s in ((n, m), (m, d), (m, r), (r, d)))
     d_z = grad.float() @ u.float()
     want = grad.float() @ weight.float() + d_z @ a.float()
-    weight = with_room(weight, 0, r)
+    weight = with_padding(weight, 0, r)
     for _ in range(2):
         found = lora_matmul.gradients(grad, weight, u, a)
         assert [t.dtype for t in found] == [dtype, dtype] and [t.shape for t in found] == [(n, d), (n, r)]
@@ -169,7 +169,7 @@ def adapted(width, pieces, groups, modules, names, rank):
     at = {"bias": False, "device": torch.device("cuda"), "dtype": torch.float32}
     linear = Linear(width, pieces, groups=groups, **at).requires_grad_(False)
     if {*modules} & {*names}:
-        adapter = Lora(linear, modules, names, Switch(), Settings(rank, 2.0 * rank, 0.0, False, False))
+        adapter = Lora(linear, modules, names, AdapterToggle(), Settings(rank, 2.0 * rank, 0.0, False, False))
         place("", linear, adapter.to_empty(device="cuda"), mock.Mock(fillers={}), ())
         torch.nn.init.normal_(adapter.a, std=width**-0.5)
         torch.nn.init.normal_(adapter.b, std=rank**-0.5)
@@ -178,18 +178,18 @@ def adapted(width, pieces, groups, modules, names, rank):
 
 def pack(linear, wide):
     """Its weight in 4 bits, and in `wide` what these stand for."""
-    stored = Quantised(linear, Form(4, True), torch.bfloat16).to_empty(device="cuda")
+    stored = QuantizedLinear(linear, Form(4, True), torch.bfloat16).to_empty(device="cuda")
     rows = linear.weight.detach().view(linear.groups, -1, linear.in_features)
     for piece, values in zip(stored.children(), torch.split(rows, stored.layout.rows, 1), strict=True):
         for name, part in Form(4, True).quantise(values.flatten(0, 1).contiguous()).items():
             held, found = getattr(piece, name).data.view(torch.uint8), part.flatten().view(torch.uint8)
             held[: found.numel()].copy_(found)
-    linear.weight, linear.stored = None, stored
+    linear.weight, linear.quantized = None, stored
     if linear.adapter is None:
-        linear.product = stored.product
+        linear.matmul = stored.product
     else:
         linear.adapter.inner = stored.product
-    wide.weight.data.copy_(linear.dense(torch.float32))
+    wide.weight.data.copy_(linear.dequantized(torch.float32))
 
 
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
@@ -222,7 +222,7 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
         assert lora.fits(layer)
     for layer in ours:
         if base != "dense" and layer.adapter is not None:
-            assert lay(layer, 64, Room(True), below=layer is ours[1]) == (base == "roomy")
+            assert lay(layer, 64, Padding(True), below=layer is ours[1]) == (base == "roomy")
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
     want = swiglu.gated(x, 2 * x, *wide)
     wants = torch.autograd.grad(want, given(x, wide), g)

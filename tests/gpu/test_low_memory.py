@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from optrush.config import Optim, parse
+from optrush.config import Optim, parse_config
 from optrush.kernels.adam8bit import adam8bit_update
 from optrush.optim.adam8bit import Adam8bit
-from optrush.resolve import prepare
-from optrush.trainer import trainer
-from optrush.trainer.build import assemble
-from optrush.trainer.trainer import Job
+from optrush.resolve import resolve
+from optrush.trainer.build import build
+from optrush.trainer.trainer import Trainer, set_step
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
@@ -75,21 +74,21 @@ def test_the_kernel_has_the_references_bits(dtype, rounding):
                 assert torch.equal(s.cpu(), other.state()[a.name][k].cpu()), f"{a.name} {k}"
 
 
-def job_of(*withs: str) -> Job:
-    job = assemble(prepare(parse(BASE, "test", withs=withs)))
-    job.begin = partial(trainer.begin, job, steps=6)
-    return job
+def job_of(*withs: str) -> Trainer:
+    trainer = build(resolve(parse_config(BASE, "test", withs=withs)))
+    trainer.set_step = partial(set_step, trainer, steps=6)
+    return trainer
 
 
-def steps(job: Job, n: int, waits: bool = True) -> list[tuple[float, float, bool]]:
-    plan, found = job.stream.plan(None, 6), []
+def steps(trainer: Trainer, n: int, waits: bool = True) -> list[tuple[float, float, bool]]:
+    plan, found = trainer.stream.plan(None, 6), []
     for k in range(n):
-        batches = job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
+        batches = trainer.stream.batches(k, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
         torch.cuda.set_sync_debug_mode("error" if k >= 2 and not waits else "default")
         try:
-            job.begin(k + 1)
-            loss = job.gradients(batches, sum(b.n_terms for b in batches))
-            norm, skipped = job.update()
+            trainer.set_step(k + 1)
+            loss = trainer.forward_backward(batches, sum(b.n_terms for b in batches))
+            norm, skipped = trainer.optimizer_step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         found.append((loss.item(), norm.item(), bool(skipped.item())))
@@ -108,9 +107,9 @@ def steps(job: Job, n: int, waits: bool = True) -> list[tuple[float, float, bool
     ids="+".join,
 )
 def test_a_step_never_waits_for_the_device(withs):
-    job = job_of("packing", "attention:impl=varlen", *withs)
-    assert not job.optimizer.reads_host
-    found = steps(job, 4, waits=False)
+    trainer = job_of("packing", "attention:impl=varlen", *withs)
+    assert not trainer.optimizer.reads_host
+    found = steps(trainer, 4, waits=False)
     assert found[-1][0] < found[0][0] and not any(skipped for _, _, skipped in found)
 
 
@@ -133,13 +132,13 @@ def test_it_learns_alike():
     """A few hundred updates of the tiny model: 8-bit moments learn as float32 moments do."""
     last = {}
     for name in ("fused-adamw", "adam8bit"):
-        job = job_of("packing", name)
-        plan = job.stream.plan(None, 6)
+        trainer = job_of("packing", name)
+        plan = trainer.stream.plan(None, 6)
         for k in range(200):
-            batches = job.stream.batches(k % 6, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
-            job.begin(k % 6 + 1)
-            last[name] = job.gradients(batches, sum(b.n_terms for b in batches)).item()
-            job.update()
+            batches = trainer.stream.batches(k % 6, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
+            trainer.set_step(k % 6 + 1)
+            last[name] = trainer.forward_backward(batches, sum(b.n_terms for b in batches)).item()
+            trainer.optimizer_step()
     assert last["adam8bit"] == pytest.approx(last["fused-adamw"], rel=0.1, abs=0.1)
 
 
@@ -149,13 +148,13 @@ def test_memory_is_less():
     for withs in (("fused-adamw",), ("adam8bit",), ("adam8bit", "update-in-backward")):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        job = job_of("packing", "recompute", *withs)
-        steps(job, 2)
+        trainer = job_of("packing", "recompute", *withs)
+        steps(trainer, 2)
         torch.cuda.reset_peak_memory_stats()
-        steps(job, 1)
-        states = sum(s.nbytes for by in job.optimizer.state().values() for s in by.values())
+        steps(trainer, 1)
+        states = sum(s.nbytes for by in trainer.optimizer.state().values() for s in by.values())
         peaks[withs] = (torch.cuda.max_memory_allocated() - before, states)
-        del job
+        del trainer
     n = peaks["fused-adamw",][1] / 8
     assert peaks["adam8bit",][1] <= 2.6 * n, "the tiny model's rows are short"
     assert peaks["adam8bit", "update-in-backward"][0] < peaks["adam8bit",][0] < peaks["fused-adamw",][0], peaks

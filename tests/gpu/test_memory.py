@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from optrush.config import parse
+from optrush.config import parse_config
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -76,7 +76,7 @@ def test_halving_finds_what_fits(model: Path, tmp_path: Path, more: tuple[str, .
         (tmp_path / name).mkdir()
         done = train(tmp_path / name, model, *flags, *more)
         assert done.returncode == 0, done.stderr[-3000:]
-    found = parse((tmp_path / "capped/out/run.yaml").read_text(), "run.yaml")
+    found = parse_config((tmp_path / "capped/out/run.yaml").read_text(), "run.yaml")
     assert isinstance(found.batch.micro_tokens, int) and found.batch.micro_tokens < 32768
     assert losses(tmp_path / "capped") == pytest.approx(losses(tmp_path / "free"), rel=1e-4)
     for line in lines(tmp_path / "capped"):
@@ -87,7 +87,7 @@ def test_auto_under_a_cap(model: Path, tmp_path: Path) -> None:
     """The prediction fits at once, or nearly: the size that is written fits under the cap."""
     done = train(tmp_path, model, "--with", "memory-cap:mib=16000", "--set", "batch.micro_tokens=auto")
     assert done.returncode == 0, done.stderr[-3000:]
-    found = parse((tmp_path / "out/run.yaml").read_text(), "run.yaml")
+    found = parse_config((tmp_path / "out/run.yaml").read_text(), "run.yaml")
     print(f"auto took {found.batch.micro_tokens}")
     assert isinstance(found.batch.micro_tokens, int) and found.batch.micro_tokens < 32768
 
@@ -103,34 +103,34 @@ def test_equal_bits_below_the_cap(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("withs", [(), ("bf16", "compile", "fused-loss"), ("amp:dtype=fp16",)], ids="+".join)
 def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[str, ...]) -> None:
     """Weights, states, scale and both random states, with the kernels of a GPU."""
-    from optrush.resolve import prepare
+    from optrush.resolve import resolve
     from optrush.trainer import run as rehearse
-    from optrush.trainer.build import assemble
+    from optrush.trainer.build import build
     from optrush.trainer.trainer import Plan
 
     text = CONFIG.replace("model: model", f"model: {model}")
-    run = parse(text, "x", ["batch.micro_tokens=4096", "batch.tokens=8192"], withs)
-    job = assemble(prepare(run))
-    before = [t.local.clone() for t in job.trained]
-    states = {n: {k: s.clone() for k, s in by.items()} for n, by in job.optimizer.state().items()}
-    random, scale = torch.cuda.get_rng_state(), job.scale.item()
-    assert rehearse.rehearse(job, Plan(job, job.stream.plan(None, 3))) is None
-    assert all(torch.equal(a, t.local) for a, t in zip(before, job.trained))
-    assert torch.equal(random, torch.cuda.get_rng_state()) and job.scale.item() == scale
-    for name, by in job.optimizer.state().items():
+    config = parse_config(text, "x", ["batch.micro_tokens=4096", "batch.tokens=8192"], withs)
+    trainer = build(resolve(config))
+    before = [t.local.clone() for t in trainer.trained]
+    states = {n: {k: s.clone() for k, s in by.items()} for n, by in trainer.optimizer.state().items()}
+    random, scale = torch.cuda.get_rng_state(), trainer.scale.item()
+    assert rehearse.rehearse(trainer, Plan(trainer, trainer.stream.plan(None, 3))) is None
+    assert all(torch.equal(a, t.local) for a, t in zip(before, trainer.trained))
+    assert torch.equal(random, torch.cuda.get_rng_state()) and trainer.scale.item() == scale
+    for name, by in trainer.optimizer.state().items():
         assert all(torch.equal(states[name][k], s) for k, s in by.items()), name
 
 
 def test_what_is_released_goes_back_to_the_device(model: Path) -> None:
-    from optrush.resolve import prepare
+    from optrush.resolve import resolve
     from optrush.trainer import run
-    from optrush.trainer.build import assemble
+    from optrush.trainer.build import build
 
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    job = assemble(prepare(parse(CONFIG.replace("model: model", f"model: {model}"), "x")))
+    trainer = build(resolve(parse_config(CONFIG.replace("model: model", f"model: {model}"), "x")))
     held = torch.cuda.memory_allocated() - before
-    run.release(job)
+    run.release(trainer)
     assert torch.cuda.memory_allocated() - before < 0.02 * held
 
 
@@ -140,6 +140,6 @@ def test_two_ranks_begin_again(model: Path, tmp_path: Path, data: str) -> None:
     flags = ("--ranks", "2", "--with", data, "--with", "micro-batch", "--with", "memory-cap:mib=12000")
     done = train(tmp_path, model, "--set", "batch.tokens=65536", *flags)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = parse((tmp_path / "out/run.yaml").read_text(), "run.yaml")
+    found = parse_config((tmp_path / "out/run.yaml").read_text(), "run.yaml")
     assert isinstance(found.batch.micro_tokens, int) and found.batch.micro_tokens < 32768
     assert len(losses(tmp_path)) == 3

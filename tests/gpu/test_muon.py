@@ -7,13 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.kernels import stochastic_rounding
 from optrush.kernels.adamw import key_words, step_key
-from optrush.resolve import prepare
-from optrush.trainer import trainer
-from optrush.trainer.build import assemble
-from optrush.trainer.trainer import Job
+from optrush.resolve import resolve
+from optrush.trainer.build import build
+from optrush.trainer.trainer import Trainer, set_step
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # compilers and drivers warn of what is not ours
@@ -50,21 +49,21 @@ def test_the_kernel_has_the_references_bits(size):
         assert torch.equal(sides[0], sides[1].cpu()) and torch.equal(sides[0], sides[2].cpu())
 
 
-def job_of(*withs: str) -> Job:
-    job = assemble(prepare(parse(BASE, "test", withs=withs)))
-    job.begin = partial(trainer.begin, job, steps=6)
-    return job
+def job_of(*withs: str) -> Trainer:
+    trainer = build(resolve(parse_config(BASE, "test", withs=withs)))
+    trainer.set_step = partial(set_step, trainer, steps=6)
+    return trainer
 
 
-def steps(job: Job, n: int, waits: bool = True) -> list[tuple[float, float, bool]]:
-    plan, found = job.stream.plan(None, 6), []
+def steps(trainer: Trainer, n: int, waits: bool = True) -> list[tuple[float, float, bool]]:
+    plan, found = trainer.stream.plan(None, 6), []
     for k in range(n):
-        batches = job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
+        batches = trainer.stream.batches(k, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
         torch.cuda.set_sync_debug_mode("error" if k >= 2 and not waits else "default")
         try:
-            job.begin(k + 1)
-            loss = job.gradients(batches, sum(b.n_terms for b in batches))
-            norm, skipped = job.update()
+            trainer.set_step(k + 1)
+            loss = trainer.forward_backward(batches, sum(b.n_terms for b in batches))
+            norm, skipped = trainer.optimizer_step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         found.append((loss.item(), norm.item(), bool(skipped.item())))
@@ -74,65 +73,65 @@ def steps(job: Job, n: int, waits: bool = True) -> list[tuple[float, float, bool
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("withs", [("amp",), ("bf16",), ("bf16", "update-in-backward")], ids="+".join)
 def test_a_step_never_waits_for_the_device(withs, name):
-    job = job_of("packing", "attention:impl=varlen", *withs, name)
-    assert not job.optimizer.reads_host
-    found = steps(job, 5, waits=False)
+    trainer = job_of("packing", "attention:impl=varlen", *withs, name)
+    assert not trainer.optimizer.reads_host
+    found = steps(trainer, 5, waits=False)
     assert found[-1][0] < found[0][0] and not any(skipped for _, _, skipped in found)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gpu_steps_as_a_cpu(name):
     """From equal weights and gradients: to float32's digits, or for products of bfloat16 to theirs."""
-    job = job_of(name)
-    before = [t.local.cpu().clone() for t in job.trained]
-    state = [{k: s.cpu() for k, s in by.items()} for by in job.optimizer.state().values()]
-    for t in job.trained:
+    trainer = job_of(name)
+    before = [t.local.cpu().clone() for t in trainer.trained]
+    state = [{k: s.cpu() for k, s in by.items()} for by in trainer.optimizer.state().values()]
+    for t in trainer.trained:
         g = torch.Generator().manual_seed(t.local.numel())
-        t.parameter.grad = torch.randn(t.whole, generator=g).cuda()
-    grads = [t.parameter.grad.cpu().clone() for t in job.trained]
-    job.optimizer.step(torch.tensor(1e-2).cuda(), torch.tensor(1.0).cuda(), torch.tensor(False).cuda())
+        t.parameter.grad = torch.randn(t.full_shape, generator=g).cuda()
+    grads = [t.parameter.grad.cpu().clone() for t in trainer.trained]
+    trainer.optimizer.step(torch.tensor(1e-2).cuda(), torch.tensor(1.0).cuda(), torch.tensor(False).cuda())
     cpu = job_on_cpu(name)
     for t, w, g in zip(cpu.trained, before, grads, strict=True):
         t.local.copy_(w)
         t.parameter.grad = g
     cpu.optimizer.step(torch.tensor(1e-2), torch.tensor(1.0), torch.tensor(False))
     assert all(set(a) == set(b) for a, b in zip(state, cpu.optimizer.state().values(), strict=True))
-    for a, b in zip(job.trained, cpu.trained, strict=True):
+    for a, b in zip(trainer.trained, cpu.trained, strict=True):
         torch.testing.assert_close(a.local.cpu(), b.local, rtol=1e-3, atol=5e-4, msg=a.name)
 
 
-def job_on_cpu(name: str) -> Job:
+def job_on_cpu(name: str) -> Trainer:
     """The same job, its weights moved and its optimizer made again there."""
-    job = job_of(name)
-    for t in job.trained:
+    trainer = job_of(name)
+    for t in trainer.trained:
         t.parameter.data = t.parameter.data.cpu()
-    (technique,) = prepare(parse(BASE, "test", withs=(name,))).techniques
-    technique.optimizer(job)
-    return job
+    (technique,) = resolve(parse_config(BASE, "test", withs=(name,))).techniques
+    technique.optimizer(trainer)
+    return trainer
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bad_update_changes_nothing(name):
-    job = job_of("bf16", name)
-    steps(job, 1)
-    before = [t.local.clone() for t in job.trained]
-    states = [s.clone() for by in job.optimizer.state().values() for s in by.values()]
-    for t in job.trained:
+    trainer = job_of("bf16", name)
+    steps(trainer, 1)
+    before = [t.local.clone() for t in trainer.trained]
+    states = [s.clone() for by in trainer.optimizer.state().values() for s in by.values()]
+    for t in trainer.trained:
         t.parameter.grad = torch.full_like(t.local, float("nan"))
-    _, skipped = job.update()
-    assert skipped.item() and all(torch.equal(t.local, w) for t, w in zip(job.trained, before, strict=True))
-    after = [s for by in job.optimizer.state().values() for s in by.values()]
+    _, skipped = trainer.optimizer_step()
+    assert skipped.item() and all(torch.equal(t.local, w) for t, w in zip(trainer.trained, before, strict=True))
+    after = [s for by in trainer.optimizer.state().values() for s in by.values()]
     assert all(torch.equal(a, b) for a, b in zip(after, states, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns(name):
-    job = job_of("packing", "bf16", name)
-    plan, first, last = job.stream.plan(None, 6), 0.0, 0.0
+    trainer = job_of("packing", "bf16", name)
+    plan, first, last = trainer.stream.plan(None, 6), 0.0, 0.0
     for k in range(100):
-        batches = job.stream.batches(k % 6, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
-        job.begin(k % 6 + 1)
-        last = job.gradients(batches, sum(b.n_terms for b in batches)).item()
+        batches = trainer.stream.batches(k % 6, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
+        trainer.set_step(k % 6 + 1)
+        last = trainer.forward_backward(batches, sum(b.n_terms for b in batches)).item()
         first = first or last
-        job.update()
+        trainer.optimizer_step()
     assert last < 0.8 * first

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from optrush.config import Optim, parse
+from optrush.config import Optim, parse_config
 from optrush.kernels import adamw as kernel
 from optrush.kernels.adam8bit import adam8bit_update
 from optrush.optim.adam8bit import Adam4bit
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.techniques import paged_states
-from optrush.trainer import trainer
-from optrush.trainer.build import assemble
-from optrush.trainer.trainer import Job
+from optrush.trainer.build import build
+from optrush.trainer.trainer import Trainer, set_step
 
 from updates import compare, grads_of, group_of, stepped, tensors
 
@@ -45,18 +44,18 @@ WITHS = {
 }
 
 
-def job_of(*withs: str, sets: tuple[str, ...] = ()) -> Job:
-    job = assemble(prepare(parse(BASE, "test", sets, withs=withs)))
-    job.begin = partial(trainer.begin, job, steps=6)
-    return job
+def job_of(*withs: str, sets: tuple[str, ...] = ()) -> Trainer:
+    trainer = build(resolve(parse_config(BASE, "test", sets, withs=withs)))
+    trainer.set_step = partial(set_step, trainer, steps=6)
+    return trainer
 
 
-def step_of(job: Job, k: int) -> None:
-    plan = job.stream.plan(None, 6)
-    batches = job.stream.batches(k, plan, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
-    job.begin(k + 1)
-    job.gradients(batches, sum(b.n_terms for b in batches))
-    job.update()
+def step_of(trainer: Trainer, k: int) -> None:
+    plan = trainer.stream.plan(None, 6)
+    batches = trainer.stream.batches(k, plan, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
+    trainer.set_step(k + 1)
+    trainer.forward_backward(batches, sum(b.n_terms for b in batches))
+    trainer.optimizer_step()
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -90,27 +89,27 @@ def test_the_loop_and_one_launch_agree(rounding):
     one, other = job_of(*WITHS[rounding]), job_of(*WITHS[rounding], "fused-adamw")
     assert not one.optimizer.reads_host and not other.optimizer.reads_host
     for k in range(3):
-        for job in (one, other):
+        for trainer in (one, other):
             g = torch.Generator("cuda").manual_seed(k)
-            for t in job.trained:
+            for t in trainer.trained:
                 t.parameter.grad = torch.randn(t.local.shape, generator=g, device="cuda").bfloat16()
-            job.update()
+            trainer.optimizer_step()
     for t, w in zip(one.trained, other.trained, strict=True):
         assert torch.equal(t.local, w.local), t.name
 
 
 def test_the_loop_waits_three_times_however_many_parameters_there_are():
     """For the rate, the scale and the flag; how often a parameter was stepped lies on the host."""
-    job = job_of()
-    step_of(job, 0)
-    assert all(c.device.type == "cpu" and c.item() == 1 for c in job.optimizer.count)
-    for t in job.trained:
+    trainer = job_of()
+    step_of(trainer, 0)
+    assert all(c.device.type == "cpu" and c.item() == 1 for c in trainer.optimizer.count)
+    for t in trainer.trained:
         t.parameter.grad = torch.ones_like(t.local)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            job.optimizer.step(job.lr, job.scale, torch.zeros((), dtype=torch.bool, device="cuda"))
+            trainer.optimizer.step(trainer.lr, trainer.scale, torch.zeros((), dtype=torch.bool, device="cuda"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len([w for w in said if "synchroniz" in str(w.message)]) == 3
@@ -118,17 +117,17 @@ def test_the_loop_waits_three_times_however_many_parameters_there_are():
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_an_update_never_waits_for_the_device(rounding):
-    job = job_of(*WITHS[rounding], "packing", "fused-adamw", "attention:impl=varlen")
-    before = [t.local.clone() for t in job.trained]
+    trainer = job_of(*WITHS[rounding], "packing", "fused-adamw", "attention:impl=varlen")
+    before = [t.local.clone() for t in trainer.trained]
     for k in range(5):
         torch.cuda.set_sync_debug_mode("error" if k >= 2 else "default")
         try:
-            step_of(job, k)
+            step_of(trainer, k)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.isfinite(t.local).all() for t in job.trained)
-    assert any(not torch.equal(t.local, w) for t, w in zip(job.trained, before))
-    assert all(s["count"].item() == 5 for s in job.optimizer.state().values())
+    assert all(torch.isfinite(t.local).all() for t in trainer.trained)
+    assert any(not torch.equal(t.local, w) for t, w in zip(trainer.trained, before))
+    assert all(s["count"].item() == 5 for s in trainer.optimizer.state().values())
 
 
 @pytest.mark.parametrize("withs", [WITHS["stochastic"], ("amp",)], ids="+".join)
@@ -136,12 +135,12 @@ def test_one_launch_however_many_parameters(withs):
     """Two kernels of ours in all: the small one and the update."""
     from torch.profiler import ProfilerActivity, profile
 
-    job = job_of(*withs, "fused-adamw")
-    step_of(job, 0)
-    for t in job.trained:
+    trainer = job_of(*withs, "fused-adamw")
+    step_of(trainer, 0)
+    for t in trainer.trained:
         t.parameter.grad = torch.zeros_like(t.local)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        job.update()
+        trainer.optimizer_step()
         torch.cuda.synchronize()
     names = [e.name for e in found.events()]
     assert names.count("_update") == names.count("_prepare") == 1, names
@@ -149,14 +148,14 @@ def test_one_launch_however_many_parameters(withs):
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_bad_update_changes_nothing(rounding):
-    job = job_of(*WITHS[rounding], "fused-adamw")
-    step_of(job, 0)
-    before = [t.local.clone() for t in job.trained]
-    for t in job.trained:
+    trainer = job_of(*WITHS[rounding], "fused-adamw")
+    step_of(trainer, 0)
+    before = [t.local.clone() for t in trainer.trained]
+    for t in trainer.trained:
         t.parameter.grad = torch.full_like(t.local, float("nan"))
-    _, skipped = job.update()
-    assert skipped.item() and all(torch.equal(t.local, w) for t, w in zip(job.trained, before))
-    assert all(s["count"].item() == 1 for s in job.optimizer.state().values())
+    _, skipped = trainer.optimizer_step()
+    assert skipped.item() and all(torch.equal(t.local, w) for t, w in zip(trainer.trained, before))
+    assert all(s["count"].item() == 1 for s in trainer.optimizer.state().values())
 
 
 # Codes of half a byte.
@@ -211,13 +210,13 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_states, "LEAST", 1 << 10)
 
 
-def given(job: Job, k: int) -> None:
+def given(trainer: Trainer, k: int) -> None:
     """An update with gradients that are no backward pass's, which may add in any order."""
     g = torch.Generator("cuda").manual_seed(k)
-    job.begin(k + 1)
-    for t in job.trained:
+    trainer.set_step(k + 1)
+    for t in trainer.trained:
         t.parameter.grad = torch.randn(t.local.shape, generator=g, device="cuda").to(t.local.dtype)
-    job.update()
+    trainer.optimizer_step()
 
 
 @pytest.mark.parametrize("withs", PAGED, ids="+".join)
@@ -234,19 +233,19 @@ def test_paged_states_have_the_same_bits(small_pieces, withs):
 
 
 def test_paged_states_are_pinned_on_the_host(small_pieces):
-    job = job_of("bf16", "fused-adamw", "paged-states")
-    pages = [s for by in job.optimizer.state().values() for s in by.values() if s.device.type == "cpu"]
+    trainer = job_of("bf16", "fused-adamw", "paged-states")
+    pages = [s for by in trainer.optimizer.state().values() for s in by.values() if s.device.type == "cpu"]
     assert pages and all(s.is_pinned() for s in pages)
     states = sum(s.nbytes for s in pages)
-    assert sum(s.numel() for s in job.optimizer.slots) < states / 2
+    assert sum(s.numel() for s in trainer.optimizer.slots) < states / 2
 
 
 def test_a_paged_update_never_waits_for_the_device(small_pieces):
-    job = job_of("packing", "bf16", "fused-adamw", "paged-states", "attention:impl=varlen")
+    trainer = job_of("packing", "bf16", "fused-adamw", "paged-states", "attention:impl=varlen")
     for k in range(5):
         torch.cuda.set_sync_debug_mode("error" if k >= 2 else "default")
         try:
-            step_of(job, k)
+            step_of(trainer, k)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.isfinite(t.local).all() for t in job.trained)
+    assert all(torch.isfinite(t.local).all() for t in trainer.trained)

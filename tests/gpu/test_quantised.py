@@ -7,7 +7,7 @@ import torch
 
 from optrush.kernels import int8, nf4
 from optrush.models.decoder import Linear
-from optrush.models.weights import Entry, Memory, Recipe
+from optrush.models.weights import Memory, WeightEntry, WeightMap
 from optrush.peft.quantized import Form, quantise
 
 pytestmark = [
@@ -42,13 +42,13 @@ def test_bytes_are_those_of_bitsandbytes_on_the_device(shape):
     for dtype in (torch.bfloat16, torch.float32):
         values = drawn(shape, dtype).cuda()
         codes, state = bnb.quantize_4bit(values, compress_statistics=True, quant_type="nf4")
-        parts = nf4.quantise(values, True)
+        parts = nf4.quantize(values, True)
         # Where its kernel divides less exactly, a value on a border falls on the other side.
         assert (parts["codes"] != codes.view(-1)).sum() <= max(1, 1e-6 * codes.numel())
         assert torch.equal(parts["absmax"], state.absmax)
         assert torch.equal(parts["nested"], torch.cat((state.state2.absmax, state.offset[None])))
         out = torch.empty_like(values)
-        nf4.dequantise({**parts, "codes": codes.view(-1)}, out)
+        nf4.dequantize({**parts, "codes": codes.view(-1)}, out)
         assert torch.equal(out, bnb.dequantize_4bit(codes, state))
 
 
@@ -57,8 +57,8 @@ def test_bytes_are_those_of_bitsandbytes_on_the_device(shape):
 def test_a_linear_multiplies_by_what_its_bytes_stand_for(form, compiled):
     at = {"device": torch.device("meta"), "dtype": torch.bfloat16}
     linear = Linear(256, (("gate", 1), ("up", 1)), groups=320, bias=False, **at)
-    recipe = Recipe(
-        {"x.weight": Entry((640, 256), (("g", 1), ("u", 1)), 320)}, Memory({n: drawn((320, 256)) for n in "gu"})
+    recipe = WeightMap(
+        {"x.weight": WeightEntry((640, 256), (("g", 1), ("u", 1)), 320)}, Memory({n: drawn((320, 256)) for n in "gu"})
     )
     quantise(type("Holder", (), {"linears": lambda self: [("x", linear)]})(), recipe, form, None)
     linear.to_empty(device="cuda")
@@ -68,6 +68,6 @@ def test_a_linear_multiplies_by_what_its_bytes_stand_for(form, compiled):
     x = drawn((4, 32, 256), torch.bfloat16).cuda().requires_grad_()
     y = call(x)
     (found,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    want = torch.nn.functional.linear(x, linear.dense(torch.bfloat16))
+    want = torch.nn.functional.linear(x, linear.dequantized(torch.bfloat16))
     (wanted,) = torch.autograd.grad(want, x, torch.ones_like(want))
     assert torch.equal(y, want) and torch.equal(found, wanted)

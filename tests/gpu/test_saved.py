@@ -11,13 +11,12 @@ from functools import partial
 import pytest
 import torch
 
-from optrush.config import Run, parse
+from optrush.config import Config, parse_config
 from optrush.models.activation_offload import Offload
 from optrush.planner import search
-from optrush.resolve import prepare
-from optrush.trainer import trainer
-from optrush.trainer.build import assemble
-from optrush.trainer.trainer import Job
+from optrush.resolve import resolve
+from optrush.trainer.build import build
+from optrush.trainer.trainer import Trainer, set_step
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -47,24 +46,24 @@ LARGE = ("bf16", "fused-adamw", "attention", "compile", "fused-loss")
 SELECTIVE, OFFLOAD = "selective-recompute", "offload-activations"
 
 
-def run_of(text: str, withs: tuple[str, ...]) -> Run:
-    return parse(text, "test", withs=withs)
+def run_of(text: str, withs: tuple[str, ...]) -> Config:
+    return parse_config(text, "test", withs=withs)
 
 
-def job_of(text: str, withs: tuple[str, ...]) -> Job:
-    job = assemble(prepare(run_of(text, withs)))
-    job.begin = partial(trainer.begin, job, steps=4)
-    return job
+def job_of(text: str, withs: tuple[str, ...]) -> Trainer:
+    trainer = build(resolve(run_of(text, withs)))
+    trainer.set_step = partial(set_step, trainer, steps=4)
+    return trainer
 
 
-def steps(job: Job, first: int, last: int) -> Iterator[float]:
+def steps(trainer: Trainer, first: int, last: int) -> Iterator[float]:
     """Losses of steps `first` to `last`, as the loop takes them."""
-    order = job.stream.plan(None, 4)
+    order = trainer.stream.plan(None, 4)
     for k in range(first, last + 1):
-        batches = job.stream.batches(k - 1, order, rank=0, ranks=1, micro_rows=job.setup.micro_rows)
-        job.begin(k)
-        loss = job.gradients(batches, sum(b.n_terms for b in batches))
-        job.update()
+        batches = trainer.stream.batches(k - 1, order, rank=0, ranks=1, micro_rows=trainer.env.micro_rows)
+        trainer.set_step(k)
+        loss = trainer.forward_backward(batches, sum(b.n_terms for b in batches))
+        trainer.optimizer_step()
         yield loss
 
 
@@ -80,9 +79,9 @@ def deterministic() -> Iterator[None]:
 def trained(withs: tuple[str, ...]) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses of four steps, and the weights after them."""
     with deterministic():
-        job = job_of(TINY, ("packing", *withs))
-        losses = [loss.item() for loss in steps(job, 1, 4)]
-        return losses, {t.name: t.local.clone() for t in job.trained}
+        trainer = job_of(TINY, ("packing", *withs))
+        losses = [loss.item() for loss in steps(trainer, 1, 4)]
+        return losses, {t.name: t.local.clone() for t in trainer.trained}
 
 
 PATHS = [
@@ -120,22 +119,22 @@ def test_compiled(beside: tuple[str, ...]) -> None:
         assert (after[name].float() - w.float()).norm() <= 2e-2 * w.float().norm(), name
 
 
-def offloading(job: Job) -> Offload:
-    return next(c.cell_contents for c in job.model.through.__closure__ if isinstance(c.cell_contents, Offload))
+def offloading(trainer: Trainer) -> Offload:
+    return next(c.cell_contents for c in trainer.model.block_call.__closure__ if isinstance(c.cell_contents, Offload))
 
 
 @pytest.mark.parametrize("path", [PATHS[2], PATHS[3]], ids="+".join)
 def test_a_step_never_waits_for_the_device(path: tuple[str, ...]) -> None:
     """Nor takes pinned memory, from the third on."""
-    job = job_of(TINY, ("packing", "fused-adamw", *path, OFFLOAD))
-    list(steps(job, 1, 2))
-    made = offloading(job).pages.made
+    trainer = job_of(TINY, ("packing", "fused-adamw", *path, OFFLOAD))
+    list(steps(trainer, 1, 2))
+    made = offloading(trainer).pages.made
     torch.cuda.set_sync_debug_mode("error")
     try:
-        losses = list(steps(job, 3, 4))
+        losses = list(steps(trainer, 3, 4))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert offloading(job).pages.made == made > 0
+    assert offloading(trainer).pages.made == made > 0
     assert all(torch.isfinite(loss) for loss in losses)
 
 
@@ -144,12 +143,12 @@ def measured(*beside: str) -> tuple[int, float]:
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    job = job_of(LLAMA, (*LARGE, *beside))
-    list(steps(job, 1, 2))
+    trainer = job_of(LLAMA, (*LARGE, *beside))
+    list(steps(trainer, 1, 2))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    list(steps(job, 3, 4))
+    list(steps(trainer, 3, 4))
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated(), (time.perf_counter() - start) / 2
 

@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from optrush.data.batch import Batch, collate
 from optrush.data.schema import Document
-from optrush.models.weights import Recipe
+from optrush.models.weights import WeightMap
 
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -71,7 +71,7 @@ def reference_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, 
     return logits, loss
 
 
-def compare_gradients(ours: torch.nn.Module, recipe: Recipe, theirs: torch.nn.Module) -> int:
+def compare_gradients(ours: torch.nn.Module, recipe: WeightMap, theirs: torch.nn.Module) -> int:
     """Every gradient of ours, brought into transformers' layout, against its own; how many tensors were compared."""
     grads = {name: p.grad for name, p in theirs.named_parameters()}
     seen = set()
@@ -91,7 +91,7 @@ def save(model: torch.nn.Module, folder: Path, **options: object) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def materialise(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
+def materialise(model: torch.nn.Module, recipe: WeightMap) -> torch.nn.Module:
     """What assembly does, in one process: allocate, tie again, fill, restore buffers."""
     model.to_empty(device="cpu")
     for parameter in model.parameters():

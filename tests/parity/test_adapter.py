@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from optrush.errors import NeedsError
-from optrush.models.hf import Adapter, adapt, probe
+from optrush.models.hf import HFModel, adapt, probe
 from optrush.models.load import load
 from optrush.models.weights import export
 
@@ -37,7 +37,7 @@ def model(request, tmp_path_factory):
     theirs = reference(MODELS[request.param])
     hf = save(theirs, folder)
     ours, recipe = load(folder, hf, None, torch.float32, 0)
-    assert isinstance(ours, Adapter) and all(p.is_meta for p in ours.parameters())
+    assert isinstance(ours, HFModel) and all(p.is_meta for p in ours.parameters())
     assert (ours.head.weight is ours.embedding.weight) == bool(ours.ties) == (request.param != "phi")
     return theirs, hf, materialise(ours, recipe).eval(), recipe
 
@@ -142,7 +142,7 @@ def test_rotations_that_ask_for_the_length_are_told_positions(kind):
     rope = {"rope_type": kind, "rope_theta": 1000.0, "factor": 2.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
-    ours = Adapter(reference({**FAMILIES["llama-tied"], "rope_parameters": rope, "max_position_embeddings": 32}))
+    ours = HFModel(reference({**FAMILIES["llama-tied"], "rope_parameters": rope, "max_position_embeddings": 32}))
     batch = packed([[10]], 20, 61, single=True)
     want = ours(batch.tokens[:, :10], batch.positions[:, :10], batch.documents)
     found = ours(batch.tokens, batch.positions, batch.documents)[:, :10]
@@ -151,7 +151,7 @@ def test_rotations_that_ask_for_the_length_are_told_positions(kind):
 
 def test_the_same_attributes_as_our_decoder(model):
     theirs, _, ours, recipe = model
-    assert list(ours.blocks) == ["0", "1"] and ours.isolates
+    assert list(ours.blocks) == ["0", "1"] and ours.supports_packing
     assert ours.embedding.weight is ours.get_parameter(next(iter(recipe.entries)))
     assert "Norm" in type(ours.norm).__name__
     assert [n for n, _ in ours.named_parameters()] == list(recipe.entries)
@@ -177,9 +177,9 @@ def test_through_wraps_every_block(model):
         calls.append(function)
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
-    default, ours.through = ours.through, through
+    default, ours.block_call = ours.block_call, through
     ours.head(ours(batch.tokens, batch.positions, batch.documents), batch.labels).backward()
-    ours.through = default
+    ours.block_call = default
     assert len(calls) == 2
     assert torch.equal(ours.embedding.weight.grad, want)
 
@@ -231,7 +231,7 @@ def test_the_edited_config_counts(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_probe_refuses_a_head_that_differs(name, slot, value, dtype):
     theirs = reference(MODELS[name]).to(dtype)
-    ours = Adapter(theirs)
+    ours = HFModel(theirs)
     probe(ours, theirs, dtype)
     setattr(ours.head, slot, value)
     with pytest.raises(NeedsError, match=r"our head's logits and its own .* differ by"):
@@ -263,9 +263,9 @@ def test_the_probe_refuses_documents_that_meet(dtype):
 
 def test_the_probe_refuses_positions_that_run_on(monkeypatch):
     theirs = reference(MODELS["gpt2"])
-    ours = Adapter(theirs)
-    forward = Adapter.forward
-    monkeypatch.setattr(Adapter, "forward", lambda self, t, p, d: forward(self, t, torch.arange(p.shape[1])[None], d))
+    ours = HFModel(theirs)
+    forward = HFModel.forward
+    monkeypatch.setattr(HFModel, "forward", lambda self, t, p, d: forward(self, t, torch.arange(p.shape[1])[None], d))
     with pytest.raises(NeedsError, match="packed documents and the same documents alone differ by"):
         probe(ours, theirs, torch.float32)
 

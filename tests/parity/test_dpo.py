@@ -22,10 +22,10 @@ import yaml
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
-from optrush import config
-from optrush.resolve import prepare
+from optrush.config import Config, parse_config
+from optrush.resolve import resolve
 from optrush.trainer import dpo_reference
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 from golden import make_golden
 from golden.make_golden import SEED, T
@@ -75,7 +75,7 @@ def filled_box(box: Path) -> Path:
 
 def dpo_run(
     box: Path, *, rows: int = 1, packed: bool = False, sets: Sequence[str] = (), model: str = "untied", **with_: Any
-) -> config.Run:
+) -> Config:
     """rows: of one micro-batch of one rank; packed: 4 rows of 96 a step instead of 8 of 48."""
     with_ = {name.replace("_", "-"): options for name, options in with_.items()}
     if packed:
@@ -88,11 +88,11 @@ def dpo_run(
         "optim": {"lr": LR, "warmup": 0, "schedule": "constant", "betas": [0.9, 0.95], "clip": 1.0},
         "train": {"steps": STEPS, "log_every": 1}, "seed": SEED, "output": str(box / "dpo"), "with": with_,
     }  # fmt: skip
-    return config.parse(yaml.safe_dump(document), "dpo.yaml", sets)
+    return parse_config(yaml.safe_dump(document), "dpo.yaml", sets)
 
 
-def filled(run: config.Run) -> Job:
-    prepared = prepare(run)
+def filled(config: Config) -> Trainer:
+    prepared = resolve(config)
     job = assembled(prepared)
     dpo_reference.fill(job, prepared)
     return job
@@ -184,7 +184,7 @@ def agrees_with_trl(folder: Path, trainer: Any, loss: str, smoothing: float, pac
     assert grads.keys() == found.keys()
     for name, g in grads.items():
         assert apart(found[name], g) < CLOSE, name
-    means = {name: figure.item() / PER_STEP for name, figure in job.figures.items()}
+    means = {name: figure.item() / PER_STEP for name, figure in job.metrics.items()}
     names = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
     for name, of_trl in zip(FIGURES, names, strict=True):
         assert means[name] == pytest.approx(said[of_trl][0], abs=2e-5), name
@@ -294,20 +294,20 @@ def test_an_adapter_is_its_own_reference(folder):
             values = [m[key] for m in line]
             assert values == pytest.approx([values[0]] * 3, rel=2e-5, abs=5e-5), (line[0]["step"], key)
     assert abs(runs[0][-1]["reward_margin"]) > 0.1, "it moves"
-    job = filled(dpo_run(folder, lora={"rank": 4}))
-    assert job.stream.reference is None, "auto takes the adapter"
+    trainer = filled(dpo_run(folder, lora={"rank": 4}))
+    assert trainer.stream.reference is None, "auto takes the adapter"
 
 
 def test_the_reference_is_asked_without_dropout(folder):
     """A model in training mode while the reference is made would give it away: its log-probabilities at step 1."""
-    job = filled(dpo_run(folder, sets=["dpo.reference=adapter"], lora={"rank": 4, "dropout": 0.5}))
+    trainer = filled(dpo_run(folder, sets=["dpo.reference=adapter"], lora={"rank": 4, "dropout": 0.5}))
     modes = []
-    job.model.norm.register_forward_hook(lambda module, inputs, out: modes.append(module.training))
-    batches = next(job.batches)
-    job.begin(1)
-    job.gradients(batches, PER_STEP)
-    assert modes == [False, True] * len(batches) and job.model.training
-    assert job.figures["reward_accuracy"].item() == 0, "at step 1 both are the same model, bit by bit"
+    trainer.model.norm.register_forward_hook(lambda module, inputs, out: modes.append(module.training))
+    batches = next(trainer.batches)
+    trainer.set_step(1)
+    trainer.forward_backward(batches, PER_STEP)
+    assert modes == [False, True] * len(batches) and trainer.model.training
+    assert trainer.metrics["reward_accuracy"].item() == 0, "at step 1 both are the same model, bit by bit"
 
 
 def test_what_was_found_is_kept_and_found_again(folder, tmp_path, monkeypatch):
@@ -330,9 +330,9 @@ def test_what_was_found_is_kept_and_found_again(folder, tmp_path, monkeypatch):
 
 def test_an_adapter_that_has_learnt_before_is_another_reference(folder, tmp_path):
     """Its values are part of the key, wherever they came from."""
-    run = dpo_run(folder, sets=[f"data.cache={tmp_path}", "dpo.reference=precomputed"], lora={"rank": 4})
-    first = filled(run).stream.reference
-    prepared = prepare(run)
+    config = dpo_run(folder, sets=[f"data.cache={tmp_path}", "dpo.reference=precomputed"], lora={"rank": 4})
+    first = filled(config).stream.reference
+    prepared = resolve(config)
     job = assembled(prepared)
     for t in job.trained:
         t.local.add_(0.1)
@@ -345,12 +345,12 @@ def test_a_resumed_run_has_the_reference_it_began_with(folder, tmp_path):
     from optrush.trainer import run as fit
 
     sets = [f"data.cache={tmp_path}/cache", f"output={tmp_path}/out", "train.save_every=2"]
-    run = dpo_run(folder, rows=8, sets=sets)
-    assert fit.fit(prepare(run)).code == 0
+    config = dpo_run(folder, rows=8, sets=sets)
+    assert fit.fit(resolve(config)).code == 0
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     for path in (tmp_path / "cache" / "reference").iterdir():
         path.unlink()
-    assert fit.fit(prepare(run), tmp_path / "out" / "checkpoints" / "step-000002").code == 0
+    assert fit.fit(resolve(config), tmp_path / "out" / "checkpoints" / "step-000002").code == 0
     again = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     for before, after in zip(map(json.loads, lines), map(json.loads, again), strict=True):
         for key in ("loss", "grad_norm", *FIGURES):
@@ -370,7 +370,7 @@ def shared_reference(box: Path) -> np.ndarray:
 
 def test_the_weights_are_the_models(folder):
     """The pass over the pairs changes nothing of what is trained."""
-    job = assembled(prepare(dpo_run(folder)))
+    job = assembled(resolve(dpo_run(folder)))
     before = {t.name: whole(t.parameter.detach()).clone() for t in job.trained}
-    dpo_reference.fill(job, prepare(dpo_run(folder, sets=[f"data.cache={folder}/third"])))
+    dpo_reference.fill(job, resolve(dpo_run(folder, sets=[f"data.cache={folder}/third"])))
     assert all(torch.equal(before[t.name], t.parameter) for t in job.trained)

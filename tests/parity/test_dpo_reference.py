@@ -12,12 +12,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from optrush import config
+from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
 from optrush.models.weights import fingerprint
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.trainer import dpo_reference
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 from golden.make_golden import SIZES
 from trials import assembled
@@ -25,7 +25,7 @@ from trials import assembled
 LAST = "model.layers.1.mlp.down_proj.weight"
 
 
-def pairs_run(box: Path, tmp_path: Path, model: Path, *sets: str) -> config.Run:
+def pairs_run(box: Path, tmp_path: Path, model: Path, *sets: str) -> Config:
     rows = [{"prompt": f"w{i} w2 ", "chosen": f"w3 w4 w{i}", "rejected": "w5"} for i in range(9)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     document = {
@@ -34,11 +34,11 @@ def pairs_run(box: Path, tmp_path: Path, model: Path, *sets: str) -> config.Run:
         "batch": {"seq": 32, "tokens": 96, "micro_tokens": 96}, "train": {"steps": 1},
         "output": str(tmp_path / "out"),
     }  # fmt: skip
-    return config.parse(yaml.safe_dump(document), "dpo.yaml", sets)
+    return parse_config(yaml.safe_dump(document), "dpo.yaml", sets)
 
 
-def filled(run: config.Run) -> Job:
-    prepared = prepare(run)
+def filled(config: Config) -> Trainer:
+    prepared = resolve(config)
     job = assembled(prepared)
     dpo_reference.fill(job, prepared)
     return job
@@ -92,17 +92,17 @@ def test_texts_with_and_without_a_prompt_are_one_run(box, large, tmp_path):
     """`ipo` divides by the number of targets: words that both answers share count on neither side."""
 
     def taken(keys: bool) -> tuple[Batch, float]:
-        run = pairs_run(box, tmp_path, large, "dpo.loss=ipo", f"data.path={tmp_path}/{keys}.jsonl")
+        config = pairs_run(box, tmp_path, large, "dpo.loss=ipo", f"data.path={tmp_path}/{keys}.jsonl")
         rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
         if not keys:
             rows = [{side: row["prompt"] + row[side] for side in ("chosen", "rejected")} for row in rows]
         (tmp_path / f"{keys}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        job = filled(run)
+        trainer = filled(config)
         with torch.no_grad():
-            for t in job.trained:
+            for t in trainer.trained:
                 t.local.mul_(1.1)
-        (batch,) = next(job.batches)
-        return batch, job.gradients([batch], batch.n_terms).item()
+        (batch,) = next(trainer.batches)
+        return batch, trainer.forward_backward([batch], batch.n_terms).item()
 
     (given, loss), (found, same) = taken(True), taken(False)
     assert torch.equal(given.labels, found.labels) and given.n_targets == found.n_targets > 0

@@ -192,7 +192,7 @@ def test_compiled_blocks_and_the_through_slot(llama):
             calls.append(block)  # noqa: B023
             return block(*args)
 
-        ours.through = through
+        ours.block_call = through
         for block in ours.blocks.values():
             block.compile(backend="aot_eager", fullgraph=True, dynamic=False)
         compiled = ours(batch.tokens, batch.positions, batch.documents)

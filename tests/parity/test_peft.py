@@ -125,7 +125,7 @@ def run(folder: Path, output: Path, case: str, *sets: str, **with_):
         "data": {"random": 8}, "batch": {"seq": 20, "tokens": 40, "micro_tokens": 40}, "train": {"steps": 2},
         "output": str(output), "with": technique | with_,
     })  # fmt: skip
-    return config.parse(text, "case.yaml", sets)
+    return config.parse_config(text, "case.yaml", sets)
 
 
 def job_of(folders, tmp_path, case, peft, **with_):
@@ -133,7 +133,7 @@ def job_of(folders, tmp_path, case, peft, **with_):
     peft.save_pretrained(tmp_path / "theirs")
     init = {"init": {"init": str(tmp_path / "theirs")}}
     job = assembled(run(folders(CASES[case][0]), tmp_path / "run", case, **init, **with_))
-    assert job.untrained is None, "without the adapter it is not what it was before training"
+    assert job.adapters_disabled is None, "without the adapter it is not what it was before training"
     return job
 
 
@@ -148,8 +148,8 @@ def loss_of(model, batch):
     )
 
 
-def ours_of(job, batch):
-    return job.model.head.logits(job.model(batch.tokens, batch.positions, batch.documents)).float()
+def ours_of(trainer, batch):
+    return trainer.model.head.logits(trainer.model(batch.tokens, batch.positions, batch.documents)).float()
 
 
 def plain(name: str) -> str:
@@ -158,16 +158,18 @@ def plain(name: str) -> str:
     return name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(".default", "")
 
 
-def gradients(job) -> dict[str, torch.Tensor]:
+def gradients(trainer) -> dict[str, torch.Tensor]:
     """Under the names of PEFT's files."""
     found = {}
-    for name, adapter in io.adapters(job.model).items():
+    for name, adapter in io.adapters(trainer.model).items():
         own = {
-            t.name.removeprefix(f"{name}.adapter."): t.parameter.grad for t in job.trained if t.name.startswith(name)
+            t.name.removeprefix(f"{name}.adapter."): t.parameter.grad
+            for t in trainer.trained
+            if t.name.startswith(name)
         }
         found |= dict(adapter.published(own))
-    modules = outside(job.model, job.recipe)
-    return found | {f"{modules[t.name]}.weight": t.parameter.grad for t in job.trained if t.name in modules}
+    modules = outside(trainer.model, trainer.weight_map)
+    return found | {f"{modules[t.name]}.weight": t.parameter.grad for t in trainer.trained if t.name in modules}
 
 
 def asked(peft, batch):
@@ -270,7 +272,7 @@ def test_files_both_ways(folders, tmp_path, case):
         job.model.eval()
         ours = ours_of(job, BATCH)
         assert apart(ours[REAL], logits_of(peft, BATCH)[REAL]) > 1e-3, "it has learnt something"
-        (tmp_path / "run.yaml").write_text(config.dump(job.run))
+        (tmp_path / "run.yaml").write_text(config.dump_config(job.config))
         model = write_model(job, tmp_path, 2, folder)
         read = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
         merged = AutoModelForCausalLM.from_pretrained(model).eval()
@@ -286,9 +288,9 @@ def test_files_both_ways(folders, tmp_path, case):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def first(job) -> dict[str, torch.Tensor]:
+def first(trainer) -> dict[str, torch.Tensor]:
     """What adapters hold, under the names of PEFT's files."""
-    adapters = io.adapters(job.model).values()
+    adapters = io.adapters(trainer.model).values()
     return {key: t for a in adapters for key, t in a.published({n: p.detach() for n, p in a.named_parameters()})}
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from optrush import config
 from optrush.errors import ConfigError, NeedsError
 from optrush.kernels import nf4
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 
 from parity_models import SIZES, reference, save
 from trials import apart, assembled
@@ -77,7 +77,7 @@ def run(folder: Path, output: Path, **with_):
         "batch": {"seq": 20, "tokens": 40, "micro_tokens": 40}, "train": {"steps": 2}, "output": str(output),
         "with": with_,
     })  # fmt: skip
-    return config.parse(text, "case.yaml")
+    return config.parse_config(text, "case.yaml")
 
 
 def theirs(model, size=0.1, **options):
@@ -221,7 +221,7 @@ def test_without_nf4(folders, tmp_path):
     _, four = folders("llama")
     for with_ in ({}, {"lora": {}}, {"int8": {}, "lora": {}}):
         with pytest.raises(NeedsError) as caught:
-            prepare(run(four, tmp_path / "run", **with_))
+            resolve(run(four, tmp_path / "run", **with_))
         assert "method bitsandbytes" in caught.value.found and caught.value.do == "add --with nf4 --with lora"
 
 
@@ -238,7 +238,7 @@ def test_without_nf4(folders, tmp_path):
 def test_other_methods(folders, tmp_path, values, text):
     folder = changed(folders, tmp_path, config_edit=lambda hf: hf["quantization_config"].update(values))
     with pytest.raises((NeedsError, ConfigError), match=text) as caught:
-        prepare(run(folder, tmp_path / "run", nf4={}, lora={}))
+        resolve(run(folder, tmp_path / "run", nf4={}, lora={}))
     assert "unquantised" in caught.value.do
 
 
@@ -246,7 +246,7 @@ def test_scales_quantised_otherwise_than_asked(folders, tmp_path):
     for double in (True, False):
         _, four = folders("llama", double)
         with pytest.raises(ConfigError, match=f"nf4:double={not double}") as caught:
-            prepare(run(four, tmp_path / "run", nf4={"double": not double}, lora={}))
+            resolve(run(four, tmp_path / "run", nf4={"double": not double}, lora={}))
         assert caught.value.do == f"take --with nf4:double={str(double).lower()}"
 
 
@@ -269,7 +269,7 @@ def test_a_config_that_says_nothing_or_another_thing(folders, tmp_path):
     odd = changed(folders, tmp_path, config_edit=lambda hf: hf.update(quantization_config=["nf4"]))
     for with_, kind in (({"nf4": {}, "lora": {}}, ConfigError), ({}, NeedsError)):
         with pytest.raises(kind, match="no mapping"):
-            prepare(run(odd, tmp_path / "run", **with_))
+            resolve(run(odd, tmp_path / "run", **with_))
 
 
 def test_through_transformers(folders, tmp_path):
@@ -282,7 +282,7 @@ def test_through_transformers(folders, tmp_path):
 
 def repacked(tensors):
     """The head packed as well."""
-    made = nf4.quantise(tensors["lm_head.weight"], True)
+    made = nf4.quantize(tensors["lm_head.weight"], True)
     for end in (".quant_map", ".nested_quant_map"):
         tensors[f"lm_head.weight{end}"] = tensors[f"{Q}{end}"].clone()
     state = json.loads(bytes(tensors[STATE].tolist()))
@@ -297,7 +297,7 @@ def repacked(tensors):
 
 def single(tensors):
     """One tensor whose scales are not quantised among others whose are."""
-    made = nf4.quantise(torch.randn(json.loads(bytes(tensors[STATE].tolist()))["shape"]), False)
+    made = nf4.quantize(torch.randn(json.loads(bytes(tensors[STATE].tolist()))["shape"]), False)
     state = {k: v for k, v in json.loads(bytes(tensors[STATE].tolist())).items() if not k.startswith("nested")}
     tensors[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     for end in (".nested_absmax", ".nested_quant_map"):

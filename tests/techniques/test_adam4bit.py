@@ -17,7 +17,7 @@ import torch
 from torch.optim.adamw import adamw
 
 import interpreter
-from optrush.config import Optim, parse
+from optrush.config import Optim, parse_config
 from optrush.errors import NeedsError
 from optrush.kernels.adam8bit import BLOCK_4BIT, Nibbles, values_4bit
 from optrush.models.decoder import build
@@ -206,7 +206,7 @@ def test_what_the_plan_says():
     text = "{{model: {{shape: llama-3.2-1b}}, objective: pretrain, data: {{random: 4}}, output: x, with: {{{}}}}}"
     n = ModelShape.read(SHAPES["llama-3.2-1b"]).parameters
     for with_ in ("adam4bit: {}", "bf16: {}, adam4bit: {}", "amp: {}, adam4bit: {}"):
-        found = search.predict(parse(text.format(with_), "test"), "h200", 1)
+        found = search.predict(parse_config(text.format(with_), "test"), "h200", 1)
         states = sum(line.bytes for line in found.lines if line.name.startswith("states."))
         assert states == pytest.approx(n * (1 + 8 / 128), rel=1e-3)
 
@@ -329,9 +329,9 @@ def resumed(box, **with_):
     return all_bits(straight), all_bits(again)
 
 
-def all_bits(job):
-    found = {n: whole(w) for n, w in weights(job).items()}
-    return found | {f"{n} {k}": s.clone() for n, by in job.optimizer.state().items() for k, s in by.items()}
+def all_bits(trainer):
+    found = {n: whole(w) for n, w in weights(trainer).items()}
+    return found | {f"{n} {k}": s.clone() for n, by in trainer.optimizer.state().items() for k, s in by.items()}
 
 
 @pytest.mark.parametrize("with_", [{}, {"bf16": {}}], ids=str)

@@ -14,7 +14,7 @@ import torch
 from torch.optim.adamw import adamw
 
 import interpreter
-from optrush.config import Optim, parse
+from optrush.config import Optim, parse_config
 from optrush.errors import NeedsError
 from optrush.kernels import adam8bit as kernel
 from optrush.kernels.adam8bit import BLOCK, decode, encode, values
@@ -196,7 +196,7 @@ def test_what_the_plan_says():
     text = "{{model: {{shape: llama-3.2-1b}}, objective: pretrain, data: {{random: 4}}, output: x, with: {{{}}}}}"
 
     def states(with_):
-        found = search.predict(parse(text.format(with_), "test"), "h200", 1)
+        found = search.predict(parse_config(text.format(with_), "test"), "h200", 1)
         return sum(line.bytes for line in found.lines if line.name.startswith("states."))
 
     n = ModelShape.read(SHAPES["llama-3.2-1b"]).parameters
@@ -328,9 +328,9 @@ def resumed(box, **with_):
     return all_bits(straight), all_bits(again)
 
 
-def all_bits(job):
-    found = weights(job)
-    return found | {f"{n} {k}": s.clone() for n, by in job.optimizer.state().items() for k, s in by.items()}
+def all_bits(trainer):
+    found = weights(trainer)
+    return found | {f"{n} {k}": s.clone() for n, by in trainer.optimizer.state().items() for k, s in by.items()}
 
 
 @pytest.mark.parametrize("with_", [{}, {"bf16": {}}], ids=str)

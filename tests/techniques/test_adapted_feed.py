@@ -13,20 +13,20 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import named
 from optrush.kernels import lora_matmul, swiglu, swiglu_quack
-from optrush.kernels.lora_matmul import Room, beside, joined, with_room
+from optrush.kernels.lora_matmul import Padding, beside, joined, with_padding
 from optrush.models import activation_offload
 from optrush.models.decoder import Linear
 from optrush.peft import lora
-from optrush.peft.adapter import Switch, place
+from optrush.peft.adapter import AdapterToggle, place
 from optrush.peft.ledger import TILE
 from optrush.peft.lora import Lora, Settings
-from optrush.peft.quantized import Form, Quantised
+from optrush.peft.quantized import Form, QuantizedLinear
 from optrush.planner import baseline, search
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.techniques import ALL
 from optrush.techniques.fused_block import FusedBlock
 from optrush.techniques.offload_activations import OffloadActivations
@@ -85,13 +85,13 @@ def learning(box, lora=LORA, rows=2, classes=CLASSES, **with_):
     job = assembled(run, classes)
     for t in job.trained:
         if t.name.endswith(".b"):
-            whole = torch.randn(t.whole, generator=torch.Generator().manual_seed(len(t.name))) * 0.1
+            whole = torch.randn(t.full_shape, generator=torch.Generator().manual_seed(len(t.name))) * 0.1
             t.local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(t.offset, t.local.shape))])
     return job
 
 
-def inside(job):
-    return all(block.feed is lora.feed for block in job.model.blocks.values())
+def inside(trainer):
+    return all(block.mlp is lora.feed for block in trainer.model.blocks.values())
 
 
 # The function.
@@ -102,7 +102,7 @@ def linears(names, *, rank=3):
     torch.manual_seed(0)
     at = {"bias": False, "device": torch.device("cpu"), "dtype": torch.float64}
     made = Linear(16, (("gate", 1), ("up", 1)), groups=8, **at), Linear(8, (("down", 16),), **at)
-    switch = Switch()
+    switch = AdapterToggle()
     for linear, modules in zip(made, (["gate_proj", "up_proj"], ["down_proj"])):
         linear.weight.requires_grad_(False)
         if {*modules} & {*names}:
@@ -213,7 +213,7 @@ def test_compiled(box, targets, beside):
     assert not ("nf4" in beside or "int8" in beside) or not shapes & dense
     assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5
     assert not counters["graph_break"]
-    with job.untrained(), plain.untrained(), torch.no_grad():
+    with job.adapters_disabled(), plain.adapters_disabled(), torch.no_grad():
         want_off, off = (each.loss(micro(each)).item() for each in (plain, job))
     assert off == pytest.approx(want_off, rel=1e-6) and off != pytest.approx(want_loss, rel=1e-3)
     torch._dynamo.reset()
@@ -241,13 +241,13 @@ def test_switched_off_it_is_the_base(box, beside):
     job, base = learning(box, **QUACK, **beside), learning(box, **beside)
     batch = micro(job)
 
-    def loss(job):
-        return (job.losses([batch]) / batch.n_terms).item()
+    def loss(trainer):
+        return (trainer.eval_loss([batch]) / batch.n_terms).item()
 
-    with base.untrained():
+    with base.adapters_disabled():
         want = loss(base)
     assert loss(job) == pytest.approx(loss(base), rel=1e-6) and loss(job) != pytest.approx(want, rel=1e-3)
-    with job.untrained():
+    with job.adapters_disabled():
         assert loss(job) == pytest.approx(want, rel=1e-6)
     assert furthest(first_gradients(job)[1], first_gradients(base)[1]) < 1e-5
 
@@ -302,7 +302,7 @@ def test_two_ranks_agree_with_one_process(box, pair, with_):
 def test_what_lies_in_room(dim, shape):
     weight, narrow = torch.randn(6, 10), torch.randn(shape)
     want = torch.cat((weight, narrow), dim)
-    laid = with_room(weight, 64, 3)
+    laid = with_padding(weight, 64, 3)
     assert torch.equal(laid, weight) and laid.stride() == (74, 1)
     for t, has in ((weight, False), (weight, True), (laid, False), (laid, True), (laid, True)):
         found = beside(t, narrow, dim, has)
@@ -322,7 +322,7 @@ def test_two_passes_before_one_goes_back():
     x, gate_up, down, _ = linears(PLACES[0])
     want = torch.autograd.grad(lora.feed(x, x, gate_up, down).sum(), x)
     for linear in (gate_up, down):
-        assert lora.lay(linear, 64, Room(True), below=linear is down)
+        assert lora.lay(linear, 64, Padding(True), below=linear is down)
     first, _ = lora.feed(x, x, gate_up, down), lora.feed(x, x, gate_up, down)
     torch.testing.assert_close(torch.autograd.grad(first.sum(), x), want)
 
@@ -346,7 +346,7 @@ def test_no_sum_of_nothing(monkeypatch):
 
 
 def test_what_does_not_lie_beside():
-    for weight in (torch.randn(6, 16), with_room(torch.randn(6, 16), 64, 64)):
+    for weight in (torch.randn(6, 16), with_padding(torch.randn(6, 16), 64, 64)):
         for narrow, dim in ((torch.randn(5, 3), 1), (torch.randn(3, 15), 0)):
             with pytest.raises(AssertionError):
                 beside(weight, narrow, dim, True)
@@ -406,7 +406,7 @@ def test_what_is_kept(box, targets, wants_input, base):
     assert inside(ours)
     seen = []
     for block in ours.model.blocks.values():
-        feed = block.feed
+        feed = block.mlp
 
         def counted(x, h, gate_up, down, feed=feed):
             held = []
@@ -417,7 +417,7 @@ def test_what_is_kept(box, targets, wants_input, base):
             seen.append(sum(sizes.values()) / 4)
             return out
 
-        block.feed = counted
+        block.mlp = counted
     ours.loss(micro(ours))
     r, N = LORA["rank"], 4 * T
     n1 = len({"gate_proj", "up_proj"} & {*(adapter_names(ours, "gate_up"))})
@@ -427,8 +427,8 @@ def test_what_is_kept(box, targets, wants_input, base):
     assert kept(plain) > kept(ours)
 
 
-def adapter_names(job, which):
-    adapter = getattr(job.model.blocks["0"], which).adapter
+def adapter_names(trainer, which):
+    adapter = getattr(trainer.model.blocks["0"], which).adapter
     return [] if adapter is None else [module.rpartition(".")[2] for module in adapter.hf]
 
 
@@ -451,9 +451,9 @@ batch: {{seq: 1024, tokens: {rows * 1024 * times}, micro_tokens: {rows * 1024}}}
 train: {{steps: 4}}
 output: {tmp_path / "output"}
 """
-    run = parse(text, "case", (), [*withs, "fused-block:impl=quack"])
-    said = search.predict(run, "h200")
-    with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(run, CLASSES) as job:
+    config = parse_config(text, "case", (), [*withs, "fused-block:impl=quack"])
+    said = search.predict(config, "h200")
+    with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(config, CLASSES) as job:
         assert inside(job)
         made = [
             of.weight
@@ -478,7 +478,7 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
 """
 
     def said(*withs):
-        return search.predict(parse(text, "x", (), withs), "h200")
+        return search.predict(parse_config(text, "x", (), withs), "h200")
 
     def copied(said):
         found = {}
@@ -521,7 +521,7 @@ def test_what_needs_refuse(box):
     h200 = named("h200")[0]
 
     def ready(**with_):
-        return prepare(golden_run(box, packed=True, bf16={}, **QUACK, **with_), device=h200)
+        return resolve(golden_run(box, packed=True, bf16={}, **QUACK, **with_), device=h200)
 
     ready(lora={})
     ready(lora={}, nf4={})
@@ -543,13 +543,13 @@ def test_what_needs_refuse(box):
 def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
     job = learning(box, **QUACK)
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
-    there = mock.Mock(setup=mock.Mock(owned=job.setup.owned, device=named("h200")[0]), model=job.model)
+    there = mock.Mock(setup=mock.Mock(owned=job.env.claimed, device=named("h200")[0]), model=job.model)
     with pytest.raises(NeedsError, match="triton is not installed") as caught:
-        FusedBlock(impl="quack").drive(there)
+        FusedBlock(impl="quack").wrap_step(there)
     assert caught.value.asked == "`fused-block:impl=quack` runs a Triton kernel"
-    there.setup.owned = {}
+    there.setup.claimed = {}
     monkeypatch.setattr(lora, "make_room", lambda *_, **__: 0)
-    assert FusedBlock(impl="quack").drive(there) == 0
+    assert FusedBlock(impl="quack").wrap_step(there) == 0
 
 
 def test_no_search_takes_what_is_refused():
@@ -562,7 +562,7 @@ output: unused
 with: {nf4: {}, lora: %s}
 """
     for options, quack in (("{}", True), ("{dropout: 0.1}", False), ("{dora: true}", False)):
-        found = search.search(parse(text % options, "x"), "h200")
+        found = search.search(parse_config(text % options, "x"), "h200")
         blocks = [setting.with_.get("fused-block") for setting in found.settings]
         assert ({"impl": "quack"} in blocks) == quack, options
 
@@ -593,17 +593,17 @@ def test_what_fits():
     down.weight.requires_grad_(True)
     assert not lora.fits(down), "its gradient would be lost"
     down.weight.requires_grad_(False)
-    down.product = F.bilinear
+    down.matmul = F.bilinear
     assert not lora.fits(down)
     gate_up.adapter.inner = F.bilinear
     assert not lora.fits(gate_up)
-    gate_up.adapter.inner, gate_up.product = F.linear, lambda *args: gate_up.adapter.product(*args)
+    gate_up.adapter.inner, gate_up.matmul = F.linear, lambda *args: gate_up.adapter.product(*args)
     assert not lora.fits(gate_up)
     for other in (torch.nn.Linear(16, 8, bias=False), Linear.of(torch.nn.Linear(8, 16), "down")):
         assert not lora.fits(other.requires_grad_(False))
     _, _, down, _ = linears(["down_proj"])
-    stored = Quantised(down, Form(8), torch.bfloat16)
-    down.stored, down.adapter.inner = stored, stored.product
+    stored = QuantizedLinear(down, Form(8), torch.bfloat16)
+    down.quantized, down.adapter.inner = stored, stored.product
     assert lora.fits(down)
     down.adapter.inner = F.linear
     assert not lora.fits(down)
@@ -640,7 +640,7 @@ def test_gradients_of_float32_weights_are_not_rounded(box, stream):
 
 def test_without_adapters_weights_learn_as_before(box):
     job = assembled(golden_run(box, packed=True, **QUACK), CLASSES)
-    assert all(block.feed is swiglu_quack.feed for block in job.model.blocks.values())
+    assert all(block.mlp is swiglu_quack.feed for block in job.model.blocks.values())
     want_loss, want = first_gradients(assembled(golden_run(box, packed=True)))
     loss, grads = first_gradients(job)
     assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5

@@ -41,11 +41,11 @@ class Products(TorchDispatchMode):
         return out
 
 
-def between_blocks(job) -> torch.dtype:
+def between_blocks(trainer) -> torch.dtype:
     """The type of what enters the second block."""
     seen = []
-    handle = job.model.blocks["1"].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
-    first_gradients(job)
+    handle = trainer.model.blocks["1"].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].dtype))
+    first_gradients(trainer)
     handle.remove()
     return seen[0]
 
@@ -80,9 +80,9 @@ def test_close_to_float32_over_eight_steps(box, dtype):
         assert norm == pytest.approx(want_norm, rel=2e-2), "the norm is of unscaled gradients"
 
 
-def everything(job):
-    states = [s.clone() for by_name in job.optimizer.state().values() for s in by_name.values()]
-    return [*weights(job).values(), *states]
+def everything(trainer):
+    states = [s.clone() for by_name in trainer.optimizer.state().values() for s in by_name.values()]
+    return [*weights(trainer).values(), *states]
 
 
 @pytest.mark.parametrize("optimizer", [{}, {"fused_adamw": {}}])
@@ -155,8 +155,8 @@ def test_on_two_ranks(box, pair, dtype, data, autocast):
 def test_these_tests_would_see_a_norm_that_is_not_unscaled(box):
     job = assembled(golden_run(box, packed=True, amp={"dtype": "fp16"}))
     ((_, want, _),) = steps(assembled(golden_run(box, packed=True)), 1)
-    job.run = job.run.model_copy()
-    inner = job.norm
-    job.norm = lambda: inner() * job.scale
+    job.config = job.config.model_copy()
+    inner = job.grad_norm
+    job.grad_norm = lambda: inner() * job.scale
     ((_, norm, _),) = steps(job, 1)
     assert norm > 1000 * want

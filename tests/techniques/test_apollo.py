@@ -12,13 +12,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from optrush.config import Optim, parse
+from optrush.config import Optim, parse_config
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.apollo import Apollo
 from optrush.planner import search
 from optrush.planner.ledger import Line
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import Part
 from optrush.techniques.apollo import ROOM
 from optrush.techniques.apollo import Apollo as TheTechnique
@@ -79,7 +79,7 @@ def test_it_goes_along_the_gradient_as_far_as_adamw_on_the_sketch():
     """torch's AdamW steps the sketches, from zeros, at a rate of 1: what it moves them by has the lengths."""
     found = trained()
     ours = apollo(found)
-    moves = {t.name: torch.zeros(t.whole[0], RANK) for t in found if t.name in SKETCHED}
+    moves = {t.name: torch.zeros(t.full_shape[0], RANK) for t in found if t.name in SKETCHED}
     rest = {t.name: t.local.clone() for t in found if t.name not in SKETCHED}
     theirs = torch.optim.AdamW(moves.values(), lr=1.0, betas=OPTIM.betas, eps=OPTIM.eps, weight_decay=0.0)
     other = torch.optim.AdamW(
@@ -92,7 +92,7 @@ def test_it_goes_along_the_gradient_as_far_as_adamw_on_the_sketch():
             if t.name in rest:
                 rest[t.name].grad = g
                 continue
-            C = t.whole[1]
+            C = t.full_shape[1]
             sketch = g @ ours.signs[C] / math.sqrt(RANK)
             before = moves[t.name].clone()
             moves[t.name].grad = sketch
@@ -107,7 +107,7 @@ def test_it_goes_along_the_gradient_as_far_as_adamw_on_the_sketch():
                 continue
             weight, g, sketch, before = want[t.name]
             a = before - moves[t.name]
-            times = a.norm(dim=1) / sketch.norm(dim=1).clamp(min=1e-18) * math.sqrt(t.whole[1] / RANK)
+            times = a.norm(dim=1) / sketch.norm(dim=1).clamp(min=1e-18) * math.sqrt(t.full_shape[1] / RANK)
             weight = weight * (1 - rate * 0.1) - rate * times[:, None] * g
             torch.testing.assert_close(t.local, weight, rtol=1e-5, atol=1e-6, msg=f"{t.name} at {step}")
 
@@ -145,7 +145,7 @@ def test_a_row_of_nothing_stays():
     ours = apollo(found)
     ours.optim = Optim(weight_decay=0.0)
     for t in found:
-        t.grad = torch.zeros(t.whole)
+        t.grad = torch.zeros(t.full_shape)
         t.grad[1] = 1e-25  # whose square is no float32
     before = [t.local.clone() for t in found[:3]]
     ours.step(torch.tensor(1e-2), torch.tensor(1.0), torch.tensor(False))
@@ -276,9 +276,9 @@ def test_the_margin_is_no_accident(box, monkeypatch):
     assert found > base + MARGIN
 
 
-def all_bits(job):
-    found = weights(job)
-    return found | {f"{n} {k}": s.clone() for n, by in job.optimizer.state().items() for k, s in by.items()}
+def all_bits(trainer):
+    found = weights(trainer)
+    return found | {f"{n} {k}": s.clone() for n, by in trainer.optimizer.state().items() for k, s in by.items()}
 
 
 @pytest.mark.parametrize("with_", [{}, {"bf16": {}}], ids=str)
@@ -326,7 +326,7 @@ def test_fused_matrices_are_stepped_as_the_published_ones(box):
     for implementation in ("native", "transformers"):
         job = assembled(golden_run(box, sets=[f"model.implementation={implementation}"], apollo=LITTLE))
         list(steps(job, 2))
-        found.append({hf: p for n, w in weights(job).items() for hf, p in job.recipe.split(n, w)})
+        found.append({hf: p for n, w in weights(job).items() for hf, p in job.weight_map.split(n, w)})
     assert found[0].keys() == found[1].keys()
     for name, w in found[0].items():
         torch.testing.assert_close(found[1][name], w, rtol=1e-3, atol=1e-4, msg=name)
@@ -350,7 +350,7 @@ def test_what_it_refuses(box):
         apollo(cut)
     assert "(24, 150) of the (24, 300) of a" in error.value.found and "fused-adamw" in error.value.do
     with pytest.raises(ConfigError, match="rank"):
-        prepare(golden_run(box, apollo={"rank": 0}))
+        resolve(golden_run(box, apollo={"rank": 0}))
 
 
 # What the plan says.
@@ -370,7 +370,9 @@ def entries(rank=64):
 def test_states_are_as_predicted(shape, with_):
     """Those of an optimizer of that shape, to the byte."""
     text = f"{{model: {{shape: {shape}}}, objective: pretrain, data: {{random: 4}}, output: x, with: {{{with_}}}}}"
-    found = sum(s.bytes for s in search.predict(parse(text, "test"), "h200", 1).lines if s.name.startswith("states."))
+    found = sum(
+        s.bytes for s in search.predict(parse_config(text, "test"), "h200", 1).lines if s.name.startswith("states.")
+    )
     s = ModelShape.read(SHAPES[shape])
     rank, norm = (256, 2) if "256" in with_ else (64, 4)
     rows = s.layers * (3072 + 2048 + 16384 + 2048) + s.vocab * (1 + (not s.tied))
@@ -409,6 +411,6 @@ def test_temporaries_are_as_predicted():
 def test_temporaries_beside_updates_in_the_backward_pass():
     """Of a block's matrix while blocks go back, of the embedding after them."""
     early = setup(ModelShape.read(SHAPES["llama-3.2-1b"]))
-    early.owned = frozenset({Part.UPDATE})
+    early.claimed = frozenset({Part.UPDATE})
     lines = [e for r in TheTechnique().predict(early) for e in r.entries if e.name.startswith("update.rows")]
     assert [line.live for line in lines] == ["backward", "end"] and lines[0].values == lines[1].values > 0

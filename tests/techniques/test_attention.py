@@ -58,7 +58,7 @@ def test_it_is_really_another_kernel(box, implementation, monkeypatch):
         sets = [f"model.implementation={implementation}"]
         job = assembled(golden_run(box, packed=True, sets=sets, attention={"impl": impl}))
         calls.clear()  # the adapter tries itself out while it is made
-        job.losses([micro(job)])
+        job.eval_loss([micro(job)])
         assert len(calls) == wanted, "once a block"
 
 
@@ -78,14 +78,14 @@ def row(seed: int, first: int = 10):
     return collate([[(0, a), (1, b)]], T, single=False, most=3)
 
 
-def outputs(job, batch):
+def outputs(trainer, batch):
     """Hidden states of B, the loss of B, and its gradient in every parameter."""
-    job.discard()
-    hidden = job.model(batch.tokens, batch.positions, batch.documents)
-    loss = job.score(hidden, batch)
+    trainer.zero_grad()
+    hidden = trainer.model(batch.tokens, batch.positions, batch.documents)
+    loss = trainer.loss_from_hidden(hidden, batch)
     loss.backward()
-    grads = {t.name: t.grad.clone() for t in job.trained}
-    job.discard()
+    grads = {t.name: t.grad.clone() for t in trainer.trained}
+    trainer.zero_grad()
     return hidden[:, A : A + B].detach(), loss.detach(), grads
 
 
@@ -109,18 +109,18 @@ def test_a_document_alone_gives_the_same(job):
     assert furthest(grads, want) < CLOSE
 
 
-def test_a_bad_value_stays_in_its_document(job):
-    clean = outputs(job, row(1))
+def test_a_bad_value_stays_in_its_document(trainer):
+    clean = outputs(trainer, row(1))
     bad_row = 10  # tokens 10 to 17 are A's alone
     batch = row(1)
     assert (batch.tokens[0, :A] == bad_row).any() and not (batch.tokens[0, A : A + B] == bad_row).any()
-    weight = job.model.embedding.weight
+    weight = trainer.model.embedding.weight
     kept = weight[bad_row].detach().clone()
     with torch.no_grad():
         weight[bad_row] = float("nan")
     try:
-        hidden, loss, _ = outputs(job, batch)
-        whole = job.model(batch.tokens, batch.positions, batch.documents)
+        hidden, loss, _ = outputs(trainer, batch)
+        whole = trainer.model(batch.tokens, batch.positions, batch.documents)
     finally:
         with torch.no_grad():
             weight[bad_row] = kept
@@ -172,5 +172,5 @@ def test_where_heads_are_repeated(monkeypatch, hardware, withs, sets, spread, sc
     hardware, _, torch_version = hardware.partition(" and torch ")
     monkeypatch.setattr(attention, "library", {"torch": torch_version or "2.13.0"}.get)
     text = "{model: {shape: llama-3.2-1b}, objective: pretrain, data: {random: 8}, output: none}"
-    lines = {item.name for item in search.predict(config.parse(text, "case", sets, withs), hardware).lines}
+    lines = {item.name for item in search.predict(config.parse_config(text, "case", sets, withs), hardware).lines}
     assert ("saved.spread" in lines, "saved.scores.held" in lines) == (spread, scores)

@@ -31,13 +31,13 @@ def test_small_updates_are_lost_to_the_nearest(box):
 def test_everything_is_bf16(box, optimizer, options):
     job = assembled(golden_run(box, packed=True, bf16=options, **optimizer))
     types = set()
-    update = job.update
+    update = job.optimizer_step
 
     def looked():
         types.update(t.grad.dtype for t in job.trained)
         return update()
 
-    job.update = looked
+    job.optimizer_step = looked
     list(steps(job, 1))
     assert types == {t.local.dtype for t in job.trained} == {torch.bfloat16}
     states = job.optimizer.state().values()

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from optrush.errors import NeedsError
 from optrush.kernels import attention
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import digest
 
 from golden.make_golden import SIZES, T
@@ -81,7 +81,7 @@ def test_same_figures_from_one_compilation(box, uneven, far, implementation, sco
 def test_one_graph_is_for_one_rank(box):
     run = golden_run(box, packed=True, ddp={}, compile={"scope": "model"})
     with pytest.raises(NeedsError, match="take scope=blocks"):
-        prepare(run, ranks=2)
+        resolve(run, ranks=2)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -110,7 +110,7 @@ def test_an_attention_may_be_compiled_for_many_lengths(box, monkeypatch):
     with torch._dynamo.config.patch(error_on_recompile=False, recompile_limit=8):
         job = assembled(golden_run(box, packed=True, compile={}))
         for block in job.model.blocks.values():
-            block.attend = told
+            block.attention = told
         batch = micro(job)
         for longest in range(1, 10):
             job.loss(replace(batch, documents=batch.documents._replace(longest=longest)))

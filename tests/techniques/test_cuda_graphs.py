@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from optrush.data.batch import Batch
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
-from optrush.resolve import prepare
-from optrush.technique import Part, build
+from optrush.resolve import resolve
+from optrush.technique import Part, instantiate
 from optrush.techniques import ALL
 from optrush.techniques.cuda_graphs import APART, Window, capture, tensors
 from optrush.trainer.metrics import Meter
@@ -62,10 +62,10 @@ def taped(function, forget):
     return tape.play, 1 << 20
 
 
-def windowed(job, record=taped) -> Window:
+def windowed(trainer, record=taped) -> Window:
     """What `finish` does, with another recorder."""
-    job.gradients = Window(job, record)
-    return job.gradients
+    trainer.forward_backward = Window(trainer, record)
+    return trainer.forward_backward
 
 
 def played(job, n=8):
@@ -101,9 +101,9 @@ def test_what_a_window_leaves_stays_right(box):
     found = []
     for _ in range(3):
         batches = next(job.batches)
-        found.append(job.gradients(batches, sum(b.n_terms for b in batches)))
-        assert all(t.grad is not None for t in job.trained) and bool(job.finite)
-        job.update()
+        found.append(job.forward_backward(batches, sum(b.n_terms for b in batches)))
+        assert all(t.grad is not None for t in job.trained) and bool(job.loss_is_finite)
+        job.optimizer_step()
         assert all(t.grad is None for t in job.trained)
     assert len({loss.item() for loss in found}) == 3
 
@@ -112,9 +112,9 @@ def test_it_may_be_called_again(box):
     job = assembled(golden_run(box, rows=4, packed=True))
     windowed(job)
     batches = next(job.batches)
-    first = job.gradients(batches, 100)
+    first = job.forward_backward(batches, 100)
     grads = [t.grad.clone() for t in job.trained]
-    assert torch.equal(first, job.gradients(batches, torch.tensor(100.0)))
+    assert torch.equal(first, job.forward_backward(batches, torch.tensor(100.0)))
     assert all(torch.equal(a, t.grad) for a, t in zip(grads, job.trained))
 
 
@@ -127,17 +127,17 @@ def test_another_shape_runs_as_it_is(box):
     batches = next(job.batches)
     for part in (batches[:1], [narrow(b) for b in batches], []):
         terms = max(1, sum(b.n_terms for b in part))
-        assert torch.equal(job.gradients(part, terms), plain.gradients(part, terms))
+        assert torch.equal(job.forward_backward(part, terms), plain.forward_backward(part, terms))
         assert window.replay is None
-    job.gradients(batches, 100)
+    job.forward_backward(batches, 100)
     assert window.replay is not None
     replay, window.replay = window.replay, lambda: pytest.fail("replayed")
     other = [dataclasses.replace(b, documents=b.documents._replace(single=True)) for b in batches]
-    assert torch.equal(job.gradients(batches[:1], 50), plain.gradients(batches[:1], 50))
-    job.gradients(other, 100)  # another value that the recording holds
+    assert torch.equal(job.forward_backward(batches[:1], 50), plain.forward_backward(batches[:1], 50))
+    job.forward_backward(other, 100)  # another value that the recording holds
     assert evaluate(job) == evaluate(plain)
     window.replay = replay
-    assert torch.equal(job.gradients(batches, 100), plain.gradients(batches, 100))
+    assert torch.equal(job.forward_backward(batches, 100), plain.forward_backward(batches, 100))
 
 
 def test_two_windows_of_another_kind_are_recorded_anew(box):
@@ -145,7 +145,7 @@ def test_two_windows_of_another_kind_are_recorded_anew(box):
     job, plain = assembled(run), assembled(run)
     window = windowed(job)
     batches = next(job.batches)
-    job.gradients(batches, 100)
+    job.forward_backward(batches, 100)
     first = window.replay
     more = [
         dataclasses.replace(
@@ -154,7 +154,7 @@ def test_two_windows_of_another_kind_are_recorded_anew(box):
         for b in batches
     ]
     for given, other in ((more, False), (batches, False), (more, False), (more, True), (more, True)):
-        assert torch.equal(job.gradients(given, 50), plain.gradients(given, 50))
+        assert torch.equal(job.forward_backward(given, 50), plain.forward_backward(given, 50))
         assert (window.replay is not first) == other
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(job.trained, plain.trained, strict=True))
 
@@ -204,7 +204,7 @@ def test_batches_of_others_are_not_written_to(box):
     kept = [next(job.batches) for _ in range(3)]
     copies = [[[t.clone() for t in tensors(b)] for b in batches] for batches in kept]
     for batches in kept:
-        job.gradients(batches, 100)
+        job.forward_backward(batches, 100)
     for batches, before in zip(kept, copies):
         for b, own in zip(batches, before):
             assert all(map(torch.equal, tensors(b), own))
@@ -215,8 +215,8 @@ def test_the_tape_sees_what_is_no_tensor(box):
     run = golden_run(box, rows=4, packed=True)
     want, _ = played(assembled(run), 3)
     job = assembled(run)
-    plain = job.gradients
-    job.gradients = lambda batches, terms: plain(batches, int(terms.tolist()))
+    plain = job.forward_backward
+    job.forward_backward = lambda batches, terms: plain(batches, int(terms.tolist()))
     windowed(job)
     found, _ = played(job, 3)
     assert found[0] == want[0] and found[1] != want[1]
@@ -256,24 +256,24 @@ def test_moved_weights_are_seen(box):
 def test_what_cannot_be_recorded(box, with_, device, sets, ranks, text):
     run = golden_run(box, sets=sets, cuda_graphs={}, **with_)
     with pytest.raises(NeedsError, match=text) as caught:
-        prepare(run, ranks=ranks, device=CPU if device == "cpu" else NAMED[device])
+        resolve(run, ranks=ranks, device=CPU if device == "cpu" else NAMED[device])
     assert "cuda-graphs" in caught.value.asked and caught.value.do
 
 
 @pytest.mark.parametrize("part", [part for part, _, _ in APART], ids=lambda p: p.name)
 def test_whose_owner_it_does_not_go_with(box, part):
-    technique = build(ALL, {"cuda-graphs": {}})[0]
-    setup = prepare(golden_run(box), device=NAMED["h200"]).setup
-    owned = dataclasses.replace(setup, owned=frozenset({part}))
-    assert [n.met for n in technique.needs(setup)].count(False) == 0
+    technique = instantiate(ALL, {"cuda-graphs": {}})[0]
+    env = resolve(golden_run(box), device=NAMED["h200"]).env
+    owned = dataclasses.replace(env, claimed=frozenset({part}))
+    assert [n.met for n in technique.needs(env)].count(False) == 0
     assert [n.met for n in technique.needs(owned)].count(False) == 1
 
 
 def test_with_compiled_blocks_on_a_gpu(box):
     """The width that compile owns is one; what it starts is in the graph, and so is priced once."""
     run = golden_run(box, packed=True, compile={}, cuda_graphs={})
-    setup = prepare(run, device=NAMED["h200"]).setup
-    assert {Part.CAPTURE, Part.COMPILED, Part.WIDTH} <= setup.owned
+    env = resolve(run, device=NAMED["h200"]).env
+    assert {Part.CAPTURE, Part.COMPILED, Part.ROW_WIDTH} <= env.claimed
 
 
 def test_a_refusal_of_the_device_has_three_parts():

@@ -46,7 +46,7 @@ def gathered(box, stage):
     blocks["1"].register_forward_hook(lambda *_: seen.append(isinstance(blocks["0"].o.weight, DTensor)))
     first_gradients(job)
     for batch in job.evaluation:
-        job.losses([batch])
+        job.eval_loss([batch])
     return not any(seen[:4]), all(isinstance(p, DTensor) for p in job.model.parameters())
 
 
@@ -74,7 +74,7 @@ def bucketed(box, most_bytes):
     with mock.patch.object(ddp, "Buckets", small):
         job = assembled(golden_run(box, CASES["chat"], packed=True, ddp={}))
         loss, grads = first_gradients(job)
-        return [e.count for e in job.edits if e.stage == "drive"], loss, grads
+        return [e.count for e in job.applied if e.stage == "drive"], loss, grads
 
 
 class Small(ddp.Buckets):
@@ -99,10 +99,10 @@ def short(box, with_):
     sets = ["data.max_samples=5", "train.steps=null", "train.epochs=1"]
     job = assembled(golden_run(box, CASES["chat"], rows=1, sets=sets, **with_))
     batches = next(job.batches)
-    terms = job.total(sum(b.n_terms for b in batches))
-    job.begin(1)
-    loss = job.gradients(batches, terms)
-    norm, skipped = job.update()
+    terms = job.all_reduce_int(sum(b.n_terms for b in batches))
+    job.set_step(1)
+    loss = job.forward_backward(batches, terms)
+    norm, skipped = job.optimizer_step()
     return [b.n_terms for b in batches], loss.item(), norm.item(), bool(skipped), weights(job)
 
 
@@ -142,7 +142,7 @@ def cut_short(box, with_):
     """An exception in the middle of a window; then the window again, where that is allowed."""
     job = assembled(golden_run(box, packed=True, **with_))
     batches = next(job.batches)
-    terms = job.total(sum(b.n_terms for b in batches))
+    terms = job.all_reduce_int(sum(b.n_terms for b in batches))
     inner, calls = job.loss, []
 
     def failing(batch):
@@ -153,11 +153,11 @@ def cut_short(box, with_):
 
     job.loss = failing
     try:
-        job.gradients(batches, terms)
+        job.forward_backward(batches, terms)
     except MemoryError:
         job.loss = inner
     try:
-        loss = job.gradients(batches, terms)
+        loss = job.forward_backward(batches, terms)
     except AssertionError as error:
         return str(error)
     return loss.item(), {t.name: t.grad.clone() for t in job.trained}
@@ -175,7 +175,7 @@ def test_a_window_is_taken_again_or_refused(box, pair):
 def spoiled(box, with_, how):
     job = assembled(golden_run(box, CASES["chat"], packed=True, **with_))
     if how == "divisor":  # each rank its own
-        job.total = lambda n: n
+        job.all_reduce_int = lambda n: n
     elif how == "average":
         for m in job.model.modules():
             if hasattr(m, "set_gradient_divide_factor"):

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.errors import NeedsError, NoEffectError
 from optrush.hardware import NAMED
 from optrush.kernels import float8
 from optrush.models.decoder import build as decoder
 from optrush.models.shapes import SHAPES
 from optrush.planner import search
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import Part
 from optrush.techniques.fp8 import MLP_SHARE, Fp8
 from optrush.trainer.trainer import evaluate
@@ -134,17 +134,17 @@ def test_traced_as_one_graph(dtype):
 # In a model.
 
 
-def changed(job) -> set[str]:
-    return {name.rpartition(".")[2] for name, linear in job.model.linears() if linear.product is float8.linear}
+def changed(trainer) -> set[str]:
+    return {name.rpartition(".")[2] for name, linear in trainer.model.linears() if linear.matmul is float8.linear}
 
 
 @pytest.mark.parametrize(("targets", "want"), [("all", LINEARS), ("mlp", {"gate_up", "down"})])
 def test_chosen_linears(box, targets, want):
     job = assembled(golden_run(box, fp8={"targets": targets}))
     assert changed(job) == want
-    edit = next(e for e in job.edits if e.technique == "fp8")
+    edit = next(e for e in job.applied if e.technique == "fp8")
     assert edit.count == len(want) * SIZES["num_hidden_layers"]
-    assert all(linear.pieces and linear.groups for _, linear in job.model.linears())
+    assert all(linear.output_splits and linear.groups for _, linear in job.model.linears())
 
 
 @pytest.mark.parametrize(
@@ -254,13 +254,13 @@ def test_a_model_without_such_linears(box, monkeypatch):
 )
 def test_what_it_needs(box, device, with_, sets, text):
     with pytest.raises(NeedsError, match=text) as caught:
-        prepare(golden_run(box, sets=sets, fp8={}, **with_), device=NAMED[device])
+        resolve(golden_run(box, sets=sets, fp8={}, **with_), device=NAMED[device])
     assert "`fp8`" in caught.value.asked and caught.value.do
 
 
 def test_it_is_had_on_a_device_that_has_it(box):
     run = golden_run(box, sets=["batch.micro_tokens=96"], fp8={}, bf16={}, compile={})
-    assert {Part.LINEARS, Part.COMPILED} <= prepare(run, device=NAMED["4090"]).setup.owned
+    assert {Part.LINEARS, Part.COMPILED} <= resolve(run, device=NAMED["4090"]).env.claimed
 
 
 # What is kept, bytes a token and block.
@@ -321,9 +321,9 @@ data: {{random: 64}}
 batch: {{seq: 4096, tokens: 16384, micro_tokens: 16384}}
 output: unused
 """
-    run = parse(text, "x").model_copy(update={"with_": with_})
-    ours = run.model_copy(update={"with_": {**with_, "fp8": {"targets": targets}}})
-    return search.predict(run, "h200"), search.predict(ours, "h200")
+    config = parse_config(text, "x").model_copy(update={"with_": with_})
+    ours = config.model_copy(update={"with_": {**with_, "fp8": {"targets": targets}}})
+    return search.predict(config, "h200"), search.predict(ours, "h200")
 
 
 USUAL = {"attention": {}, "compile": {}, "fused-loss": {}, "fused-adamw": {}}

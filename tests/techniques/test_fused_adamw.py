@@ -9,7 +9,7 @@ import torch
 
 from optrush.config import Optim
 from optrush.optim.adamw import AdamW
-from optrush.technique import Need
+from optrush.technique import Requirement
 from optrush.techniques import fused_adamw
 
 from trials import assembled, furthest, golden_run, steps, weights
@@ -129,8 +129,8 @@ def test_whose_kernel_float32_weights_take(box, monkeypatch, kind, lacks):
     """On a GPU ours, where it can be built, and else torch's, which is said; on a CPU torch's."""
     asked, job = {}, assembled(golden_run(box, packed=True))
     job.world = SimpleNamespace(device=SimpleNamespace(type=kind))
-    job.housing = lambda trained, make: asked.update(make.keywords)
-    lack = Need(False, "torch.compile on a card needs a C compiler", "none of cc, gcc", "install gcc")
+    job.optimizer_factory = lambda trained, make: asked.update(make.keywords)
+    lack = Requirement(False, "torch.compile on a card needs a C compiler", "none of cc, gcc", "install gcc")
     monkeypatch.setattr(fused_adamw, "compilers", lambda device: [lack] if lacks else [])
     fused_adamw.FusedAdamW().optimizer(job)
     assert asked["fused"] and asked["launch"] == (kind == "cuda" and not lacks)

@@ -12,7 +12,7 @@ from optrush import technique
 from optrush.errors import NeedsError
 from optrush.hardware import named
 from optrush.kernels import swiglu
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import Technique
 from optrush.techniques.fused_block import FusedBlock
 
@@ -59,13 +59,13 @@ def test_what_is_more_than_a_matrix_is_called(box):
     class Doubled(Technique):
         name = "doubled"
 
-        def adapt(self, job):
-            for block in job.model.blocks.values():
-                block.down.product = lambda x, weight, bias: 2 * torch.nn.functional.linear(x, weight, bias)
+        def peft(self, trainer):
+            for block in trainer.model.blocks.values():
+                block.down.matmul = lambda x, weight, bias: 2 * torch.nn.functional.linear(x, weight, bias)
             return 1
 
     def made(**with_):
-        prepared = prepare(golden_run(box, packed=True, **with_))
+        prepared = resolve(golden_run(box, packed=True, **with_))
         return assembled(dataclasses.replace(prepared, techniques=[Doubled(), *prepared.techniques]))
 
     job = made(fused_block={})
@@ -92,18 +92,18 @@ def test_the_activation_is_not_kept(box):
 
 def test_refused_through_transformers(box):
     with pytest.raises(NeedsError, match="native"):
-        prepare(golden_run(box, sets=["model.implementation=transformers"], fused_block={}))
+        resolve(golden_run(box, sets=["model.implementation=transformers"], fused_block={}))
 
 
 def test_quack_is_refused_where_it_cannot_run(box, monkeypatch):
     run = golden_run(box, fused_block={"impl": "quack"}, bf16={})
     for device, what in ((None, "CUDA"), (named("b200")[0], "Hopper")):
         with pytest.raises(NeedsError, match=what):
-            prepare(run, device=device)
+            resolve(run, device=device)
     h200 = named("h200")[0]
-    prepare(run, device=h200)
+    resolve(run, device=h200)
     with pytest.raises(NeedsError, match="float32"):
-        prepare(golden_run(box, fused_block={"impl": "quack"}), device=h200)
+        resolve(golden_run(box, fused_block={"impl": "quack"}), device=h200)
     job = assembled(golden_run(box))
     ours = FusedBlock(impl="quack")
     monkeypatch.setattr(technique, "library", lambda name: None)
@@ -111,6 +111,6 @@ def test_quack_is_refused_where_it_cannot_run(box, monkeypatch):
         ours.recompute(job)
     monkeypatch.setattr(technique, "library", lambda name: "1")
     assert ours.recompute(job) == len(job.model.blocks)
-    job.model.blocks["0"].gate_up.product = torch.nn.functional.bilinear
+    job.model.blocks["0"].gate_up.matmul = torch.nn.functional.bilinear
     with pytest.raises(NeedsError, match="more than matrices"):
         ours.recompute(job)

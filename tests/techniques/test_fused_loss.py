@@ -18,7 +18,7 @@ from optrush.hardware import named
 from optrush.kernels import cross_entropy, linear_cross_entropy
 from optrush.kernels.linear_cross_entropy import even
 from optrush.kernels.loss import Package
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import library, unmet
 from optrush.techniques.fused_loss import FusedLoss
 
@@ -90,18 +90,18 @@ def test_these_tests_would_see_a_lost_chunk(box, monkeypatch):
 @pytest.mark.parametrize("impl", ["quack", "liger"])
 def test_refused_where_it_cannot_run(box, impl, monkeypatch):
     with pytest.raises(NeedsError, match="CUDA"):
-        prepare(golden_run(box, fused_loss={"impl": impl}, bf16={}))
-    plain = prepare(golden_run(box, bf16={})).setup
+        resolve(golden_run(box, fused_loss={"impl": impl}, bf16={}))
+    plain = resolve(golden_run(box, bf16={})).env
 
     def lacks(device="h200", **options):
-        setup = dataclasses.replace(plain, device=named(device)[0], vocab=options.pop("vocab", 1024))
-        return [need.found for need in unmet([FusedLoss(impl=impl, **options)], setup)]
+        env = dataclasses.replace(plain, device=named(device)[0], vocab=options.pop("vocab", 1024))
+        return [need.found for need in unmet([FusedLoss(impl=impl, **options)], env)]
 
     assert lacks() == []
     assert len(lacks(chunk=100)) == 1
     if impl == "quack":
         assert lacks("b200") and lacks(vocab=1000) == ["a vocabulary of 1000, no multiple of 128"]
-        wide = dataclasses.replace(plain, owned=frozenset(), device=named("h200")[0])
+        wide = dataclasses.replace(plain, claimed=frozenset(), device=named("h200")[0])
         assert any("float32" in need.found for need in unmet([FusedLoss(impl=impl)], wide))
     job = assembled(golden_run(box))
     monkeypatch.setattr(technique, "library", lambda name: None)
@@ -111,7 +111,7 @@ def test_refused_where_it_cannot_run(box, impl, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(technique, "library", lambda name: "1")
         patch.setattr(technique, "installed", lambda *names: None)
-        patch.setattr(job, "setup", dataclasses.replace(job.setup, device=named("h200")[0]))
+        patch.setattr(job, "setup", dataclasses.replace(job.env, device=named("h200")[0]))
         with pytest.raises(NeedsError, match=f"impl={impl}` runs a Triton(.|\n)*C compiler"):
             FusedLoss(impl=impl).loss(job)
     job.model.head.softcap = 30.0

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import interpreter
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
 from optrush.kernels import rms_norm
-from optrush.kernels.lora_matmul import copied_with_room
+from optrush.kernels.lora_matmul import copied_padded
 from optrush.planner import search
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import demand_triton
 
 from golden.make_golden import CASES, SIZES, T
@@ -83,7 +83,7 @@ with: {attention: {}, compile: {}, fused-loss: {}, fused-block: {}}
 """
 
     def said(*withs: str) -> float:
-        return search.predict(parse(text, "x", (), withs), "h200").peak_bytes
+        return search.predict(parse_config(text, "x", (), withs), "h200").peak_bytes
 
     for others, values in ((["bf16"], 0), (["amp:stream=half"], 0), (["amp"], 2), (["amp", "compile:scope=model"], 0)):
         assert said(*others, "fused-norm") - said(*others) == 16 * 32768 * 2048 * values
@@ -101,7 +101,7 @@ def test_a_frozen_weight_has_no_gradient(box):
 
 def test_refused(box, monkeypatch):
     with pytest.raises(NeedsError, match="native"):
-        prepare(golden_run(box, sets=["model.implementation=transformers"], fused_norm={}))
+        resolve(golden_run(box, sets=["model.implementation=transformers"], fused_norm={}))
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
     demand_triton("fused-norm", CPU)
     with pytest.raises(NeedsError, match="`fused-norm` runs a Triton kernel"):
@@ -117,7 +117,7 @@ def interpreted() -> None:
         for types in ((torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.bfloat16), (torch.bfloat16,) * 3):
             stream, narrow, out = types
             x, past = (torch.randn(rows, width).to(stream) for _ in range(2))
-            past, room = copied_with_room(past, rows), 7 * (rows % 2)
+            past, room = copied_padded(past, rows), 7 * (rows % 2)
             branch, grad = torch.randn(rows, width).to(narrow), torch.randn(rows, width).to(out)
             weight = torch.randn(width)
             near = 1e-5 if out == torch.float32 else 2e-2

@@ -13,8 +13,8 @@ import interpreter
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, named
 from optrush.kernels import rope
-from optrush.kernels.lora_matmul import empty_with_room
-from optrush.resolve import prepare
+from optrush.kernels.lora_matmul import empty_padded
+from optrush.resolve import resolve
 from optrush.technique import demand_triton
 
 from golden.make_golden import CASES, SIZES
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch o
 def test_same_loss_and_gradients(box, name, others):
     want_loss, want = first_gradients(assembled(golden_run(box, CASES[name], packed=True)))
     job = assembled(golden_run(box, CASES[name], packed=True, fused_rotation={}, **others))
-    assert all(block.separate is rope.fused for block in job.model.blocks.values())
+    assert all(block.split_and_rope is rope.fused for block in job.model.blocks.values())
     loss, grads = first_gradients(job)
     assert loss == pytest.approx(want_loss, rel=1e-6)
     assert furthest(grads, want) < 1e-5
@@ -89,11 +89,11 @@ def test_as_much_is_kept(box, others):
 
 def test_refused(box, tmp_path, monkeypatch):
     with pytest.raises(NeedsError, match="`fused-rotation` needs the native"):
-        prepare(golden_run(box, sets=["model.implementation=transformers"], fused_rotation={}))
+        resolve(golden_run(box, sets=["model.implementation=transformers"], fused_rotation={}))
     folder = shutil.copytree(box / "untied", tmp_path / "qwen3")
     (folder / "config.json").write_text(json.dumps({**SIZES, "model_type": "qwen3", "attention_bias": True}))
     with pytest.raises(NeedsError, match="turns queries and keys as the product makes them"):
-        prepare(golden_run(box, sets=[f"model.path={folder}"], fused_rotation={}))
+        resolve(golden_run(box, sets=[f"model.path={folder}"], fused_rotation={}))
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
     demand_triton("fused-rotation", CPU)
     with pytest.raises(NeedsError, match="`fused-rotation` runs a Triton kernel"):
@@ -130,7 +130,7 @@ def interpreted() -> None:
             assert torch.equal(found[2], qkv[:, :, :, -1]), "values are moved, not touched"
             wanted = rope.rotation_backward(*(g.double() for g in grads), *sure)
             for room in (0, 8):
-                d_qkv = empty_with_room(qkv, B, T, K * (group + 2) * E, columns=room).view(qkv.shape)
+                d_qkv = empty_padded(qkv, B, T, K * (group + 2) * E, columns=room).view(qkv.shape)
                 back = rope_triton.backward(*grads, cos, sin, d_qkv)
                 assert back is d_qkv and back.dtype == kind
                 torch.testing.assert_close(back.double(), wanted, **near)

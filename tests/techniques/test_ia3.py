@@ -7,8 +7,8 @@ import torch
 
 from optrush.errors import NeedsError
 from optrush.export import write_adapter
-from optrush.resolve import prepare
-from optrush.technique import build
+from optrush.resolve import resolve
+from optrush.technique import instantiate
 from optrush.techniques import ALL
 from optrush.techniques.ia3 import Ia3
 
@@ -63,7 +63,7 @@ def test_only_factors_move_and_only_while_they_are_on(box):
     assert all(torch.equal(p, frozen[n]) for n, p in job.model.named_parameters() if n in frozen) and frozen
     assert all(not torch.equal(w, before[n]) for n, w in weights(job).items())
     batch = micro(job)
-    with job.untrained(), torch.no_grad():
+    with job.adapters_disabled(), torch.no_grad():
         assert torch.equal(job.loss(batch), base.loss(batch))
     assert not torch.equal(job.loss(batch), base.loss(batch))
 
@@ -100,7 +100,7 @@ def test_what_it_refuses(box, options, sets, text):
 
 def test_it_is_refused_before_anything_is_built(box):
     with pytest.raises(NeedsError, match="o_proj is none of the targets"):
-        prepare(golden_run(box, ia3={"feedforward": ["o_proj"]}))
+        resolve(golden_run(box, ia3={"feedforward": ["o_proj"]}))
 
 
 def test_auto_where_nobody_knows_the_names(box):
@@ -109,16 +109,16 @@ def test_auto_where_nobody_knows_the_names(box):
     job = assembled(golden_run(box, sets=["model.implementation=transformers"]))
     for _, linear in job.model.linears():
         assert linear.adapter is None
-    for name, entry in list(job.recipe.entries.items()):  # a family whose linears nobody has met
+    for name, entry in list(job.weight_map.entries.items()):  # a family whose linears nobody has met
         pieces = tuple((hf.replace("_proj.", "_map."), n) for hf, n in entry.pieces)
-        job.recipe.entries[name] = type(entry)(entry.shape, pieces, entry.groups)
+        job.weight_map.entries[name] = type(entry)(entry.shape, pieces, entry.groups)
     with pytest.raises(NeedsError, match="linears of other names: q_map"):
-        made.adapt(job)
+        made.peft(job)
 
 
 def test_an_adapter_of_another_kind_is_refused(box, tmp_path):
     folder = write_adapter(learning(box), tmp_path / "adapter")
     assert first_gradients(learning(box, ia3={"init": str(folder)}))[0]
     with pytest.raises(NeedsError, match=r"peft_type .IA3. in adapter_config\.json, and .LORA. here"):
-        prepare(golden_run(box, lora={"init": str(folder)}))
-    assert build(ALL, {"ia3": {"targets": ["k_proj"]}}) == [Ia3(targets=("k_proj",))]
+        resolve(golden_run(box, lora={"init": str(folder)}))
+    assert instantiate(ALL, {"ia3": {"targets": ["k_proj"]}}) == [Ia3(targets=("k_proj",))]

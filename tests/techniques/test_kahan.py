@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.errors import ConflictError, NeedsError
 from optrush.planner import search
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 
 from heldout import travelled, worse
 from trials import assembled, golden_run, steps, weights
@@ -57,18 +57,18 @@ def test_these_tests_would_see_remainders_that_are_lost(box):
 
 @pytest.mark.parametrize("hardware", ["h200", "cpu"])
 def test_its_memory_is_predicted(hardware):
-    run = parse(LLAMA, "test", withs=["bf16"])
-    without = search.predict(run, hardware)
-    found = search.predict(parse(LLAMA, "test", withs=["bf16", "kahan"]), hardware)
+    config = parse_config(LLAMA, "test", withs=["bf16"])
+    without = search.predict(config, hardware)
+    found = search.predict(parse_config(LLAMA, "test", withs=["bf16", "kahan"]), hardware)
     assert without.a_parameter == {"weights": 2, "gradients": 2, "states": 4}
     assert found.a_parameter == {"weights": 2, "gradients": 2, "states": 6}
-    configured = parse(LLAMA, "test", ["model.dtype=bfloat16"], withs=["kahan"])
+    configured = parse_config(LLAMA, "test", ["model.dtype=bfloat16"], withs=["kahan"])
     assert search.predict(configured, hardware).a_parameter == found.a_parameter
 
 
 def test_one_owner_of_the_rounding(box):
     with pytest.raises(ConflictError, match="how updated weights are rounded"):
-        prepare(golden_run(box, bf16={}, kahan={}, stochastic_rounding={}))
+        resolve(golden_run(box, bf16={}, kahan={}, stochastic_rounding={}))
     with pytest.raises(NeedsError, match="another technique says how weights are rounded") as error:
-        prepare(golden_run(box, bf16={"rounding": "nearest"}, kahan={}))
+        resolve(golden_run(box, bf16={"rounding": "nearest"}, kahan={}))
     assert "`bf16:rounding=nearest`" in error.value.asked and "one of the two" in error.value.do

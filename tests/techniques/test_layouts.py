@@ -20,9 +20,9 @@ MARGIN = 0.1  # nats a token, of the mean over the seeds
 SEEDS = (1, 2, 3)
 
 
-def first_step(job):
-    batches = next(job.batches)
-    wire(job)
+def first_step(trainer):
+    batches = next(trainer.batches)
+    wire(trainer)
     return batches
 
 

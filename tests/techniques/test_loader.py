@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from optrush.config import dump
+from optrush.config import dump_config
 from optrush.errors import NeedsError
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 
 from trials import assembled, golden_run, steps, weights
 
@@ -32,7 +32,9 @@ def test_equal_bits_over_eight_steps(box, workers):
 def test_a_run_with_workers_ends(box):
     """Workers ignore the signal by which the interpreter ends its children."""
     config = box / "loader.yaml"
-    config.write_text(dump(golden_run(box, packed=True, loader={}, sets=["train.steps=2", f"output={box}/ended"])))
+    config.write_text(
+        dump_config(golden_run(box, packed=True, loader={}, sets=["train.steps=2", f"output={box}/ended"]))
+    )
     begin = time.monotonic()
     assert subprocess.run([sys.executable, "-m", "optrush", "train", str(config)], timeout=100).returncode == 0
     assert time.monotonic() - begin < 60
@@ -40,7 +42,7 @@ def test_a_run_with_workers_ends(box):
 
 def test_pinned_memory_needs_a_gpu(box):
     with pytest.raises(NeedsError, match="pinned"):
-        prepare(golden_run(box, loader={"pinned": True}))
+        resolve(golden_run(box, loader={"pinned": True}))
 
 
 def test_the_batches_come_from_other_processes(box):

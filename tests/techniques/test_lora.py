@@ -18,15 +18,15 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
 from optrush.export import write_adapter
 from optrush.models import activation_offload
-from optrush.models.weights import Memory, Recipe, native_entries
+from optrush.models.weights import Memory, WeightMap, native_entries
 from optrush.peft import io
 from optrush.planner import baseline, search
-from optrush.resolve import prepare
-from optrush.technique import build
+from optrush.resolve import resolve
+from optrush.technique import instantiate
 from optrush.techniques import ALL
 from optrush.techniques.lora import Lora
 from optrush.techniques.offload_activations import OffloadActivations
@@ -49,7 +49,7 @@ def learning(box, case="untied", classes=ALL, rows=2, **with_):
     for t in job.trained:
         if t.name.endswith(".b"):
             generator = torch.Generator().manual_seed(len(t.name))
-            whole = torch.randn(t.whole, generator=generator) * 0.1
+            whole = torch.randn(t.full_shape, generator=generator) * 0.1
             t.local.copy_(whole[tuple(slice(o, o + n) for o, n in zip(t.offset, t.local.shape))])
     return job
 
@@ -91,7 +91,7 @@ def test_compiled(box):
     assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < CLOSE
     assert counters["stats"]["unique_graphs"] <= 5 and not counters["graph_break"]
     batch, base = micro(job), evaluate_on(assembled(golden_run(box, packed=True)))
-    with job.untrained(), torch.no_grad():
+    with job.adapters_disabled(), torch.no_grad():
         assert (job.loss(batch) / batch.n_terms).item() == pytest.approx(base, rel=1e-6)
     assert furthest(first_gradients(job)[1], want) > CLOSE, "the next step"
     torch._dynamo.reset()
@@ -209,9 +209,9 @@ def test_frozen_bits_stay(box):
     assert all(not torch.equal(w, learnt[n]) for n, w in weights(job).items()) and len(before) > 10
 
 
-def evaluate_on(job):
-    batch = micro(job)
-    return (job.losses([batch]) / batch.n_terms).item()
+def evaluate_on(trainer):
+    batch = micro(trainer)
+    return (trainer.eval_loss([batch]) / batch.n_terms).item()
 
 
 @pytest.mark.parametrize("beside", [{}, {"recompute": {}}], ids=str)
@@ -220,7 +220,7 @@ def test_untrained_is_the_model_before(box, beside):
     batch, want = micro(job), evaluate_on(base)
     for _ in range(2):
         assert evaluate_on(job) != pytest.approx(want, rel=1e-3)
-        with job.untrained(), torch.no_grad():
+        with job.adapters_disabled(), torch.no_grad():
             assert (job.loss(batch) / batch.n_terms).item() == pytest.approx(want, rel=1e-6)
     assert furthest(first_gradients(job)[1], first_gradients(learning(box))[1]) < CLOSE
     assert learning(box, lora={**SOME, "save": ["norm"]}).untrained is None
@@ -344,7 +344,7 @@ def test_shards_begin_as_the_whole(box, pair):
 
 def filled_by_nobody(folder, hf, implementation, dtype, seed, growth=None):
     model = memory.build(hf, dtype)
-    recipe = Recipe(native_entries(model), Memory({}))
+    recipe = WeightMap(native_entries(model), Memory({}))
     object.__setattr__(recipe, "fill", lambda *_: None)
     return model, recipe
 
@@ -374,9 +374,9 @@ batch: {{seq: {T}, tokens: {rows * T * times}, micro_tokens: {rows * T}}}
 train: {{steps: 4}}
 output: {tmp_path / "output"}
 """
-    run = parse(text, "case", (), withs)
-    said = search.predict(run, "h200")
-    with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(run) as job:
+    config = parse_config(text, "case", (), withs)
+    said = search.predict(config, "h200")
+    with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(config) as job:
         states = sum(s.numel() for by in job.optimizer.state().values() for s in by.values() if s.dim())
         learnt = sum(t.parameter.numel() for t in job.trained)
         found = memory.track(job, 1, supposed=True)
@@ -397,20 +397,20 @@ batch: {seq: 4096, tokens: 8192, micro_tokens: 4096}
 output: unused
 with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
 """
-    run = parse(text, "x")
-    plain = search.predict(run, "h200")
-    ours = search.predict(run.model_copy(update={"with_": {**run.with_, "lora": {}}}), "h200")
+    config = parse_config(text, "x")
+    plain = search.predict(config, "h200")
+    ours = search.predict(config.model_copy(update={"with_": {**config.with_, "lora": {}}}), "h200")
     assert 1.2 < ours.tokens_per_s / plain.tokens_per_s < 1.5
     assert ours.peak_bytes < 0.5 * plain.peak_bytes
     for more in ([], ["nf4"]):
         without, dora = (
-            search.predict(parse(text, "x", (), [lora, *more]), "h200") for lora in ("lora", "lora:dora=true")
+            search.predict(parse_config(text, "x", (), [lora, *more]), "h200") for lora in ("lora", "lora:dora=true")
         )
         added = {w.name for w in dora.work} - {w.name for w in without.work}
         stored = {"forward.measured.packed", "forward.measured.unpacked"} if more else set()
         assert added == {"forward.lengths", "forward.measured", "forward.scaled", "backward.scaled"} | stored
         assert 0.7 < dora.tokens_per_s / without.tokens_per_s < 0.99
-    again = parse(text, "x", ["model.implementation=transformers"], ["lora"], ["compile"])
+    again = parse_config(text, "x", ["model.implementation=transformers"], ["lora"], ["compile"])
     assert search.predict(again, "h200").peak_bytes < plain.peak_bytes
 
 
@@ -442,21 +442,21 @@ def test_what_it_refuses(box, options, with_, sets, text):
 def test_norms_of_bf16_blocks_are_not_sharded(box):
     run = golden_run(box, lora={"save": ["input_layernorm"]}, bf16={}, fsdp={})
     with pytest.raises(NeedsError, match="input_layernorm in bf16 beside adapters in float32"):
-        prepare(run, ranks=2)
+        resolve(run, ranks=2)
 
 
 def test_one_owner_of_what_is_trained(box):
     with pytest.raises(ConflictError, match="which parameters are trained"):
-        prepare(golden_run(box, lora={}, ia3={}))
+        resolve(golden_run(box, lora={}, ia3={}))
 
 
 def test_options_come_as_lists_and_on_the_command_line(box):
-    (made,) = build(ALL, {"lora": {"targets": ["q_proj"], "save": ["lm_head"], "rank": 2}})
+    (made,) = instantiate(ALL, {"lora": {"targets": ["q_proj"], "save": ["lm_head"], "rank": 2}})
     assert made == Lora(rank=2, targets=("q_proj",), save=("lm_head",))
-    run = parse(
+    config = parse_config(
         (box / "x.yaml").read_text() if (box / "x.yaml").exists() else TEXT, "x", (), ["lora:rank=8,targets=mlp"]
     )
-    assert build(ALL, run.with_) == [Lora(rank=8, targets="mlp")]
+    assert instantiate(ALL, config.with_) == [Lora(rank=8, targets="mlp")]
 
 
 TEXT = "model: tiny\nobjective: pretrain\ndata: {random: 8}\noutput: x\n"
@@ -515,7 +515,7 @@ def test_what_changes_nothing_is_taken(box, kept, changes):
 @pytest.mark.parametrize("alpha", [float("inf"), float("nan"), 0.0])
 def test_an_alpha_that_is_no_factor(box, alpha):
     with pytest.raises(ConfigError, match="lora: alpha"):
-        prepare(golden_run(box, lora={"alpha": alpha}))
+        resolve(golden_run(box, lora={"alpha": alpha}))
 
 
 def test_files_that_are_none(box, kept):
@@ -538,6 +538,6 @@ def test_files_that_are_none(box, kept):
 
 def test_evaluation_sees_adapters(box):
     job = learning(box, sets=[f"data.eval={box}/text.jsonl"])
-    with job.untrained():
+    with job.adapters_disabled():
         before = evaluate(job)
     assert evaluate(job) != before

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from optrush.errors import NeedsError
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 
 from trials import assembled, first_gradients, furthest, golden_run, steps, wire
 
@@ -53,4 +53,4 @@ def test_same_figures(box):
 
 def test_it_wants_somebody_who_compiles(box):
     with pytest.raises(NeedsError, match="nobody owns what is compiled"):
-        prepare(golden_run(box, max_autotune={}))
+        resolve(golden_run(box, max_autotune={}))

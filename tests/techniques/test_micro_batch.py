@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from optrush import config, hardware
+from optrush import hardware
+from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError, RunError
 from optrush.planner import micro_batch
 from optrush.planner.search import predict
-from optrush.resolve import prepare, resized
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.resolve import resized, resolve
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 from optrush.techniques import ALL
 from optrush.trainer.run import fit
 from optrush.trainer.trainer import evaluate
@@ -55,7 +56,7 @@ def test_a_halved_run_is_the_run(box, after):
     """Against the plain run as configured and, halved from the first step on, the run of that size, to the bit."""
     whole = trained(box, 4)[0]
     halved, found, job = trained(box, 4, micro_batch={}, scarce={"rows": 2, "after": after})
-    assert job.setup.micro_rows == 2 and job.run.batch.micro_tokens == 2 * T
+    assert job.env.micro_rows == 2 and job.config.batch.micro_tokens == 2 * T
     for (loss, norm, skipped), (want, want_norm, _) in zip(halved, whole, strict=True):
         assert loss == pytest.approx(want, rel=1e-6) and norm == pytest.approx(want_norm, rel=1e-5) and not skipped
     if after == 0:
@@ -89,13 +90,13 @@ def test_evaluation_is_halved_too(box):
         golden_run(box, rows=4, packed=True, sets=sets, micro_batch={}, scarce={"evaluating": True}), CLASSES
     )
     loss, targets, _ = evaluate(job)
-    assert loss == pytest.approx(plain[0], rel=1e-6) and targets == plain[1] and job.setup.micro_rows == 1
+    assert loss == pytest.approx(plain[0], rel=1e-6) and targets == plain[1] and job.env.micro_rows == 1
 
 
 def test_a_halved_evaluation_counts_its_figures_once(box):
     """What the micro-batches before the one that failed had added is not added again."""
     job = assembled(golden_run(box, rows=4, packed=True, micro_batch={}))
-    counted = job.figures["rows"] = torch.zeros(())
+    counted = job.metrics["rows"] = torch.zeros(())
     inner, calls = job.loss, []
 
     def loss(batch):
@@ -108,7 +109,7 @@ def test_a_halved_evaluation_counts_its_figures_once(box):
     job.loss = loss
     batches = next(job.batches)
     counted.fill_(100)  # of windows before this one
-    job.losses(batches)
+    job.eval_loss(batches)
     assert calls == [4, 4, 2, 2, 2, 2] and counted == 108
 
 
@@ -116,7 +117,7 @@ def test_one_row_and_other_errors_are_raised(box):
     job = assembled(golden_run(box, rows=4, packed=True, micro_batch={}, scarce={"rows": 0}), CLASSES)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         list(steps(job, 1))
-    assert job.setup.micro_rows == 1
+    assert job.env.micro_rows == 1
     job = assembled(golden_run(box, rows=4, packed=True, micro_batch={}))
 
     def broken(batch):
@@ -125,14 +126,14 @@ def test_one_row_and_other_errors_are_raised(box):
     job.loss = broken
     with pytest.raises(RuntimeError, match="shapes differ"):
         list(steps(job, 1))
-    assert job.setup.micro_rows == 4
+    assert job.env.micro_rows == 4
 
 
 def test_it_is_said_and_the_next_step_is_small_at_once(box):
     """When it is said, the half of a window that was there has been given back."""
     job = assembled(golden_run(box, rows=4, packed=True, micro_batch={}, scarce={"rows": 2, "after": 1}), CLASSES)
     said = []
-    job.told = lambda what: said.append((what, [t.name for t in job.trained if t.grad is not None]))
+    job.log_event = lambda what: said.append((what, [t.name for t in job.trained if t.grad is not None]))
     list(steps(job, 2))
     after = SAID + ". Of the allocated memory 13.00 GiB is allocated by PyTorch"
     assert said == [({"micro_tokens": 2 * T, "after": after}, [])]
@@ -151,7 +152,7 @@ def test_a_window_that_cannot_be_repeated_is_not(box):
         assert "out of memory after step 0 ends the run" in job.describe()
         with pytest.raises(torch.OutOfMemoryError):
             list(steps(job, 1))
-        assert job.smaller() == 2
+        assert job.shrink_micro_batch() == 2
 
 
 # --- a run
@@ -165,24 +166,24 @@ def lines(output):
 def test_the_rehearsal_finds_what_fits(box):
     """The configuration that is written holds the number, and runs by itself."""
     plain = golden_run(box, rows=4, packed=True, sets=["train.steps=3"])
-    assert fit(prepare(plain)).code == 0
+    assert fit(resolve(plain)).code == 0
     want = lines(plain.output)[0]
     shutil.rmtree(plain.output)
     run = golden_run(box, rows=4, packed=True, sets=["train.steps=3"], micro_batch={}, scarce={})
-    assert fit(prepare(run, CLASSES)).code == 0
+    assert fit(resolve(run, CLASSES)).code == 0
     found, said = lines(run.output)
     assert said == [], "it was before step 0"
     for a, b in zip(found, want, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
         assert (a["tokens"], a["target_tokens"]) == (b["tokens"], b["target_tokens"])
-    written = config.parse((Path(run.output) / "run.yaml").read_text(), "run.yaml")
+    written = parse_config((Path(run.output) / "run.yaml").read_text(), "run.yaml")
     assert written.batch.micro_tokens == T and written.batch.tokens == run.batch.tokens
 
 
 def test_a_late_lack_of_memory_loses_no_step(box):
     """4 calls in the rehearsal, 2 in step 1, 1 in step 2, then no more than 2 rows."""
     run = golden_run(box, rows=4, packed=True, sets=["train.steps=3"], micro_batch={}, scarce={"rows": 2, "after": 7})
-    assert fit(prepare(run, CLASSES)).code == 0
+    assert fit(resolve(run, CLASSES)).code == 0
     found, said = lines(run.output)
     assert [line["step"] for line in found] == [1, 2, 3]
     assert [(line["step"], line["micro_tokens"]) for line in said] == [(1, 2 * T)] and SAID in said[0]["after"]
@@ -199,17 +200,17 @@ class Whole(Technique):
     verified_on = ("cpu",)
     claims = frozenset({Part.UPDATE})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(setup.accumulation == 1, "`whole` wants one micro-batch a step", "several", "take them all")
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(env.accumulation == 1, "`whole` wants one micro-batch a step", "several", "take them all")
 
-    def finish(self, job):
+    def wrap_window(self, job):
         return 1
 
 
 def test_what_nobody_can_make_smaller_is_refused(box):
     run = golden_run(box, rows=8, packed=True, micro_batch={}, scarce={"rows": 4}, whole={})
     with pytest.raises(NeedsError) as caught:
-        fit(prepare(run, (*CLASSES, Whole)))
+        fit(resolve(run, (*CLASSES, Whole)))
     assert (
         caught.value.asked == f"steps of 8 rows of {T} tokens a micro-batch" and "out of memory" in caught.value.found
     )
@@ -225,11 +226,11 @@ def on_two(box, data, rows, after, **more):
         box, rows=4, packed=True, sets=["train.steps=3"], micro_batch={}, scarce={"rows": rows, "after": after}, **data
     )
     try:
-        assert fit(prepare(run, CLASSES)).code == 0
+        assert fit(resolve(run, CLASSES)).code == 0
     except (RunError, NeedsError) as error:
         return str(error)
     found = lines(run.output)[0]
-    written = config.parse((Path(run.output) / "run.yaml").read_text(), "run.yaml")
+    written = parse_config((Path(run.output) / "run.yaml").read_text(), "run.yaml")
     return [line["loss"] for line in found], written.batch.micro_tokens, list(Scarce.calls)
 
 
@@ -258,7 +259,7 @@ def test_later_ranks_end_the_run(box, pair, data):
 
 
 def sized(device, tokens=65536, shape="llama-3.2-1b", with_=QUICK):
-    return prepare(config.parse(GPUS.format(shape=shape, tokens=tokens, with_=with_), "x"), device=device)
+    return resolve(parse_config(GPUS.format(shape=shape, tokens=tokens, with_=with_), "x"), device=device)
 
 
 @pytest.mark.parametrize("name", ["h200", "a100-40", "l4"])
@@ -268,13 +269,13 @@ def test_auto_is_the_smallest_of_the_fastest_that_fit(name):
     by_rows = {}
     for rows in (1, 2, 4, 8, 16, 32):
         sets = [f"batch.micro_tokens={rows * 2048}"]
-        run = config.parse(GPUS.format(shape="llama-3.2-1b", tokens=65536, with_=QUICK), "x", sets)
-        made = predict(run, name)
+        config = parse_config(GPUS.format(shape="llama-3.2-1b", tokens=65536, with_=QUICK), "x", sets)
+        made = predict(config, name)
         if made.fits:
             by_rows[rows] = made.tokens_per_s
     fastest = max(by_rows.values())
-    assert found.setup.micro_rows == min(r for r, speed in by_rows.items() if speed >= 0.99 * fastest)
-    assert found.run.batch.micro_tokens == found.setup.micro_rows * 2048 and "micro-batch" in found.run.with_
+    assert found.env.micro_rows == min(r for r, speed in by_rows.items() if speed >= 0.99 * fastest)
+    assert found.run.batch.micro_tokens == found.env.micro_rows * 2048 and "micro-batch" in found.run.with_
 
 
 def test_auto_knows_the_card():
@@ -292,15 +293,15 @@ def test_auto_without_rates_takes_the_largest_that_fits():
 
 def test_auto_serves_who_wants_one_micro_batch(box):
     run = golden_run(box, packed=True, sets=["batch.micro_tokens=auto"], whole={})
-    assert prepare(run, (*ALL, Whole)).setup.accumulation == 1
+    assert resolve(run, (*ALL, Whole)).env.accumulation == 1
     with pytest.raises(NeedsError, match="one micro-batch a step"):
-        resized(prepare(run, (*ALL, Whole)), 2)
+        resized(resolve(run, (*ALL, Whole)), 2)
 
 
 def test_auto_on_ranks(box):
     run = golden_run(box, packed=True, sets=["batch.micro_tokens=auto"], ddp={})
-    setup = prepare(run, ranks=2).setup
-    assert (8 // 2) % setup.micro_rows == 0 and setup.accumulation * setup.micro_rows == 4
+    env = resolve(run, ranks=2).env
+    assert (8 // 2) % env.micro_rows == 0 and env.accumulation * env.micro_rows == 4
 
 
 def test_sizes():
@@ -315,7 +316,7 @@ def test_auto_on_a_cpu_goes_by_this_machines_memory(box, monkeypatch):
     for memory_bytes, rows in ((1 << 40, 8), (int((one + two) / 2 * 1.03), 1)):
         machine = dataclasses.replace(hardware.CPU, memory_bytes=memory_bytes)  # no rates: the largest that fits
         monkeypatch.setattr(hardware, "cpu", lambda machine=machine: machine)
-        assert prepare(run, device=hardware.CPU).setup.micro_rows == rows
+        assert resolve(run, device=hardware.CPU).env.micro_rows == rows
 
 
 def test_auto_needs_a_prediction_on_a_cpu(box, tmp_path):
@@ -324,19 +325,19 @@ def test_auto_needs_a_prediction_on_a_cpu(box, tmp_path):
     GPT2Config(vocab_size=2048, n_positions=T, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
     run = golden_run(box, sets=["batch.micro_tokens=auto", f"model.path={tmp_path}"])
     with pytest.raises(ConfigError, match="no prediction of memory") as caught:
-        prepare(run, device=hardware.CPU)
+        resolve(run, device=hardware.CPU)
     assert caught.value.do == f"give a multiple of {T}"
-    assert prepare(run, device=hardware.NAMED["h200"]).setup.accumulation == 1, "a GPU's rehearsal will find it"
+    assert resolve(run, device=hardware.NAMED["h200"]).env.accumulation == 1, "a GPU's rehearsal will find it"
 
 
 def test_auto_needs_somebody_who_finds_it(box):
     run = golden_run(box, sets=["batch.micro_tokens=auto"])
     with pytest.raises(ConfigError, match="no technique here finds it"):
-        prepare(run, [t for t in ALL if Part.MICRO_BATCH not in t.claims])
+        resolve(run, [t for t in ALL if Part.MICRO_BATCH not in t.claims])
 
 
 def test_auto_runs(box):
     run = golden_run(box, packed=True, sets=["batch.micro_tokens=auto", "train.steps=2"])
-    assert fit(prepare(run)).code == 0
-    written = config.parse((Path(run.output) / "run.yaml").read_text(), "run.yaml")
+    assert fit(resolve(run)).code == 0
+    written = parse_config((Path(run.output) / "run.yaml").read_text(), "run.yaml")
     assert isinstance(written.batch.micro_tokens, int) and "micro-batch" in written.with_

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import interpreter
-from optrush.config import Optim, parse
+from optrush.config import Optim, parse_config
 from optrush.errors import ConfigError, NeedsError
 from optrush.kernels import stochastic_rounding
 from optrush.kernels.adamw import key_words, random_bits, round_stochastic, step_key
@@ -23,7 +23,7 @@ from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.muon import Muon, Pieces
 from optrush.planner import search
 from optrush.planner.ledger import Line
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import Part, Technique
 from optrush.techniques import ALL
 from optrush.techniques.muon import ROOM, pieces
@@ -284,7 +284,7 @@ def test_bf16_weights_move_at_a_small_rate():
         for step in range(1, 41):
             g = torch.Generator().manual_seed(step)
             for t in found:
-                t.grad = (1 + torch.randn(t.whole, generator=g)).to(dtype)
+                t.grad = (1 + torch.randn(t.full_shape, generator=g)).to(dtype)
             ours.step(torch.tensor(1e-4), torch.tensor(1.0), torch.tensor(False))
         moved = [(t.local - b).float().flatten() for t, b in zip(found, before, strict=False)]
         went[rounding, dtype] = torch.cat(moved)
@@ -347,9 +347,9 @@ def test_the_margin_is_no_accident(box, monkeypatch):
     assert found > base + MARGIN
 
 
-def all_bits(job):
-    found = weights(job)
-    return found | {f"{n} {k}": s.clone() for n, by in job.optimizer.state().items() for k, s in by.items()}
+def all_bits(trainer):
+    found = weights(trainer)
+    return found | {f"{n} {k}": s.clone() for n, by in trainer.optimizer.state().items() for k, s in by.items()}
 
 
 @pytest.mark.parametrize("with_", [{}, {"bf16": {}}], ids=str)
@@ -404,9 +404,9 @@ def test_which_parameters_it_steps(box):
     assert len(theirs) == 14 and all("_proj.weight" in n for n in theirs)
     list(steps(job, 1))
     list(steps(other, 1))
-    now = {hf: p for n, w in weights(job).items() for hf, p in job.recipe.split(n, w)}
+    now = {hf: p for n, w in weights(job).items() for hf, p in job.weight_map.split(n, w)}
     for n, w in weights(other).items():
-        for hf, p in other.recipe.split(n, w):
+        for hf, p in other.weight_map.split(n, w):
             torch.testing.assert_close(now[hf], p, rtol=1e-3, atol=1e-4, msg=hf)
 
 
@@ -426,7 +426,7 @@ def test_it_refuses_frozen_matrices(box):
         claims = frozenset({Part.TRAINED})
 
     with pytest.raises(NeedsError, match="`muon` updates the blocks' own matrices") as error:
-        prepare(golden_run(box, muon={}, adapters={}), (*ALL, Adapters))
+        resolve(golden_run(box, muon={}, adapters={}), (*ALL, Adapters))
     assert "freezes them" in error.value.found and "fused-adamw" in error.value.do
 
 
@@ -447,7 +447,7 @@ def test_it_refuses_kahan(box):
 @pytest.mark.parametrize("options", [{"momentum": 1.0}, {"momentum": 0.0}, {"iterations": 0}], ids=str)
 def test_it_refuses_options(box, options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        prepare(golden_run(box, muon=options))
+        resolve(golden_run(box, muon=options))
 
 
 # What the plan says.
@@ -455,7 +455,7 @@ def test_it_refuses_options(box, options):
 
 def predicted(with_, hardware="h200"):
     text = "{{model: {{shape: llama-3.2-1b}}, objective: pretrain, data: {{random: 4}}, output: x, with: {{{}}}}}"
-    return search.predict(parse(text.format(with_), "test"), hardware, 1)
+    return search.predict(parse_config(text.format(with_), "test"), hardware, 1)
 
 
 def test_states_are_as_predicted():

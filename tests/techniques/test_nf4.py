@@ -13,14 +13,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from optrush.config import dump, parse
+from optrush.config import dump_config, parse_config
 from optrush.errors import ConflictError, NeedsError
 from optrush.export import write_model
 from optrush.hardware import NAMED
 from optrush.kernels import nf4
 from optrush.models.shapes import SHAPES
 from optrush.planner import search
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import Numerics, Part, Technique
 from optrush.techniques import ALL
 from optrush.trainer import build, checkpoint
@@ -47,8 +47,8 @@ class Norms(Technique):
     verified_on = ("cpu",)
     claims = frozenset({Part.TRAINED})
 
-    def adapt(self, job):
-        for name, p in job.model.named_parameters():
+    def peft(self, trainer):
+        for name, p in trainer.model.named_parameters():
             p.requires_grad_("norm" in name)
         return 1
 
@@ -57,12 +57,12 @@ def job_of(box, with_, **options):
     return assembled(golden_run(box, packed=True, **with_, **options), (*ALL, Norms))
 
 
-def given(job, source):
+def given(trainer, source):
     """The job with the dense values that another holds in fewer bits."""
     with torch.no_grad():
-        for (_, linear), (_, other) in zip(job.model.linears(), source.model.linears(), strict=True):
+        for (_, linear), (_, other) in zip(trainer.model.linears(), source.model.linears(), strict=True):
             linear.weight.copy_(other.dense(linear.weight.dtype))
-    return job
+    return trainer
 
 
 def played(job, n=3):
@@ -83,9 +83,9 @@ def assert_equal(one, other):
 def test_equal_to_dense_weights_of_these_values(box, form, beside):
     ours = job_of(box, {**FORMS[form], **LORA, **beside})
     plain = given(job_of(box, {**LORA, **beside}), ours)
-    first = [linear.dense(torch.float32) for _, linear in ours.model.linears()]
+    first = [linear.dequantized(torch.float32) for _, linear in ours.model.linears()]
     assert_equal(played(ours), played(plain))
-    assert all(torch.equal(a, linear.dense(torch.float32)) for a, (_, linear) in zip(first, ours.model.linears()))
+    assert all(torch.equal(a, linear.dequantized(torch.float32)) for a, (_, linear) in zip(first, ours.model.linears()))
     assert all("stored" not in name for name in weights(ours))
 
 
@@ -115,13 +115,13 @@ def test_beside_others(box, beside):
 
 def test_a_bias_that_is_trained_has_its_gradient(tmp_path):
     from optrush.models.decoder import Linear
-    from optrush.models.weights import Entry, Memory, Recipe
+    from optrush.models.weights import Memory, WeightEntry, WeightMap
     from optrush.peft.quantized import Form, quantise
 
     at = {"device": torch.device("meta"), "dtype": torch.float32}
     linear = Linear(48, (("gate", 1), ("up", 1)), groups=5, bias=True, **at)
     parts = {name: torch.randn(5, 48) for name in ("g", "u")}
-    recipe = Recipe({"x.weight": Entry((10, 48), (("g", 1), ("u", 1)), 5)}, Memory(parts))
+    recipe = WeightMap({"x.weight": WeightEntry((10, 48), (("g", 1), ("u", 1)), 5)}, Memory(parts))
     holder = type("Holder", (), {"linears": lambda self: [("x", linear)]})()
     assert quantise(holder, recipe, Form(4), None) == 1 and linear.weight is None
     linear.to_empty(device="cpu")
@@ -131,12 +131,12 @@ def test_a_bias_that_is_trained_has_its_gradient(tmp_path):
     torch.nn.init.normal_(linear.bias)
     x, g = torch.randn(3, 4, 48, requires_grad=True), torch.randn(3, 4, 10)
     found = torch.autograd.grad(linear(x), (x, linear.bias), g)
-    y = torch.nn.functional.linear(x, linear.dense(torch.float32), linear.bias)
+    y = torch.nn.functional.linear(x, linear.dequantized(torch.float32), linear.bias)
     want = torch.autograd.grad(y, (x, linear.bias), g)
     assert all(map(torch.equal, found, want)) and torch.equal(linear(x), y)
     rows = torch.empty(4, 48)
     recipe.fill("x.weight", rows, (3, 0))
-    assert torch.equal(rows, linear.dense(torch.float32)[3:7]), "whoever measures the weight gets what multiplies"
+    assert torch.equal(rows, linear.dequantized(torch.float32)[3:7]), "whoever measures the weight gets what multiplies"
 
 
 # Compiled: a full graph, and nothing dense is kept for the backward pass.
@@ -165,7 +165,7 @@ def test_compiled(box, monkeypatch, beside):
     want = played(job_of(box, {"nf4": {}, **LORA, **beside}, rows=8))
     for (a, norm), (b, other) in zip(found[0], want[0], strict=True):
         assert a == pytest.approx(b, rel=1e-3 if beside else 1e-5) and norm == pytest.approx(other, rel=2e-2)
-    matrices = {tuple(linear.dense(torch.float32).shape) for _, linear in ours.model.linears()}
+    matrices = {tuple(linear.dequantized(torch.float32).shape) for _, linear in ours.model.linears()}
     assert kept and not (matrices | {shape[::-1] for shape in matrices}) & {*kept}, (
         "no dense weight waits for the backward pass"
     )
@@ -210,19 +210,19 @@ with: {{nf4: {{}}, lora: {{}}}}
 """
     seen, materialise = {}, build.materialise
 
-    def watched(job):
+    def watched(trainer):
         tracker = Tracker()
         with tracker:
-            materialise(job)
-        held = sum(p.numel() * p.element_size() for p in job.model.parameters())
+            materialise(trainer)
+        held = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
         seen.update(peak=tracker.peak, held=held)
 
     monkeypatch.setattr(build, "materialise", watched)
-    job = assembled(parse(text, "deep.yaml"))
+    job = assembled(parse_config(text, "deep.yaml"))
     tensor = 4 * SIZES["intermediate_size"] * SIZES["hidden_size"]
     dense = 4 * sum(linear.in_features * linear.out_features for _, linear in job.model.linears())
     assert dense > 70 * tensor and seen["peak"] - seen["held"] < 10 * tensor
-    stored = sum(p.nbytes for _, linear in job.model.linears() for p in linear.stored.parameters())
+    stored = sum(p.nbytes for _, linear in job.model.linears() for p in linear.quantized.parameters())
     assert 8 * stored / (dense / 4) == pytest.approx(4.127, rel=0.02)
 
 
@@ -302,7 +302,7 @@ def test_whole_on_two_ranks(box, pair):
 def test_merged_and_exported(box, tmp_path, form):
     job = job_of(box, {**FORMS[form], **LORA}, sets=[f"data.eval={box}/text.jsonl"])
     list(steps(job, 3))
-    (tmp_path / "run.yaml").write_text(dump(job.run))
+    (tmp_path / "run.yaml").write_text(dump_config(job.config))
     folder = write_model(job, tmp_path, 3, box / "untied")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     batch = micro(job)
@@ -330,9 +330,9 @@ def test_through_transformers(box):
 @pytest.mark.parametrize("name", ["nf4", "int8"])
 def test_somebody_must_say_what_is_trained(box, name):
     with pytest.raises(NeedsError, match="trained\ndo:    add --with lora or --with ia3"):
-        prepare(golden_run(box, **{name: {}}))
+        resolve(golden_run(box, **{name: {}}))
     with pytest.raises(ConflictError, match="the products of the blocks' linears"):
-        prepare(golden_run(box, **{name: {}, "fp8": {}}))
+        resolve(golden_run(box, **{name: {}, "fp8": {}}))
 
 
 def test_a_gpu_without_what_builds_kernels(box, monkeypatch):
@@ -359,9 +359,9 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}, lo
 
 @pytest.mark.parametrize(("form", "bits"), [("nf4", 4.127), ("single", 4.5), ("int8", 8.0078)])
 def test_what_it_predicts(form, bits):
-    run = parse(RUN, "x")
-    ours = search.predict(run.model_copy(update={"with_": {**run.with_, **FORMS[form]}}), "h200")
-    plain = search.predict(run, "h200")
+    config = parse_config(RUN, "x")
+    ours = search.predict(config.model_copy(update={"with_": {**config.with_, **FORMS[form]}}), "h200")
+    plain = search.predict(config, "h200")
     of = {line.name: line.bytes for line in ours.lines}
     blocks = next(line.bytes for line in plain.lines if line.name == "weights.blocks") / 2
     assert 8 * of["weights.blocks"] / blocks == pytest.approx(bits, abs=1e-3)
@@ -378,7 +378,9 @@ def test_the_prediction_is_what_is_held(box):
     held = sum(p.nbytes for n, p in job.model.named_parameters() if ".stored." in n)
     values = sum(linear.in_features * linear.out_features for _, linear in job.model.linears())
     pieces = [
-        rows * linear.groups * linear.in_features for _, linear in job.model.linears() for _, rows in linear.pieces
+        rows * linear.groups * linear.in_features
+        for _, linear in job.model.linears()
+        for _, rows in linear.output_splits
     ]
     exact = sum(sum(nf4.sizes(1, n, True).values()) for n in pieces)
     assert exact <= held <= exact + 2 * 3 * len(pieces) and held / values == pytest.approx(0.516, rel=0.02)

@@ -18,15 +18,15 @@ import torch
 from torch._dynamo.utils import counters
 
 from optrush.cli.plan import memory
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
 from optrush.models import activation_offload as module
 from optrush.models.activation_offload import Offload, Pages
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, cost, ledger, search
-from optrush.resolve import prepare
-from optrush.technique import Part, Setup, settle
+from optrush.resolve import resolve
+from optrush.technique import Environment, Part, settle
 from optrush.techniques import ALL
 from optrush.techniques.offload_activations import OffloadActivations
 from optrush.trainer.trainer import evaluate
@@ -97,9 +97,9 @@ def trained(box, classes, n=8, implementation="native", **with_):
     return list(steps(job, n)), weights(job)
 
 
-def offloading(job) -> Offload:
+def offloading(trainer) -> Offload:
     """The part that moves, out of the slot."""
-    cells = [c.cell_contents for c in job.model.through.__closure__]
+    cells = [c.cell_contents for c in trainer.model.block_call.__closure__]
     return next(c for c in cells if isinstance(c, Offload))
 
 
@@ -357,24 +357,24 @@ def test_no_more_host_memory():
 
 def test_a_cpu_has_no_other_memory(box):
     with pytest.raises(NeedsError, match="needs a CUDA device"):
-        prepare(golden_run(box, offload_activations={}))
+        resolve(golden_run(box, offload_activations={}))
 
 
 @pytest.mark.parametrize("keep", [2, 3])
 def test_something_must_move(box, here, keep):
     with pytest.raises(NeedsError, match=f"keep={keep}.*\n.*2 blocks.*\n.*from 0 to 1"):
-        prepare(golden_run(box, offload_activations={"keep": keep}), here)
+        resolve(golden_run(box, offload_activations={"keep": keep}), here)
 
 
 def test_what_does_not_go_with_it(box, here):
     with pytest.raises(NeedsError, match="entered inside their graph"):
-        prepare(golden_run(box, sets=["model.implementation=transformers"], compile={}, offload_activations={}), here)
+        resolve(golden_run(box, sets=["model.implementation=transformers"], compile={}, offload_activations={}), here)
     with pytest.raises(NeedsError, match="take compile:scope=blocks"):
         assembled(golden_run(box, compile={"scope": "model"}, offload_activations={}), here)
     with pytest.raises(NeedsError, match="beside it"):
         assembled(golden_run(box, selective_recompute={}, offload_activations={}), here)
-    setup = dataclasses.replace(SETUP, owned=frozenset({Part.KEEPING, Part.CAPTURE}))
-    assert [n.found for n in OffloadActivations().needs(setup) if not n.met] == [
+    env = dataclasses.replace(SETUP, claimed=frozenset({Part.ACTIVATION_STORAGE, Part.CAPTURE}))
+    assert [n.found for n in OffloadActivations().needs(env) if not n.met] == [
         "a technique that records the step: nobody has proved the two together"
     ]
 
@@ -398,13 +398,13 @@ def test_compiled_blocks(box, here, beside):
 # --- the plan
 
 
-SETUP = Setup(NAMED["h200"], 1, 2048, 16, 16, 1.0, "float32", True, 16)
+SETUP = Environment(NAMED["h200"], 1, 2048, 16, 16, 1.0, "float32", True, 16)
 
 
 def book(*names):
     techniques = [t() for t in ALL if t.name in ("bf16", "attention", "compile", "fused-loss", "fused-adamw", *names)]
-    setup = settle(techniques, SETUP)
-    rules = [r for t in techniques for r in t.predict(setup)]
+    env = settle(techniques, SETUP)
+    rules = [r for t in techniques for r in t.predict(env)]
     entries = baseline.entries(ModelShape.read(SHAPES["llama-3.2-1b"]), 2048, native=True, cuda=True)
     return ledger.settle(entries, ledger.FLOAT32, rules)
 
@@ -442,14 +442,14 @@ def test_the_plan_counts_the_link_to_the_host():
 def test_the_plan_says_how_much_host_memory():
     text = "model: {shape: llama-3.2-1b}\nobjective: pretrain\ndata: {random: 8}\noutput: o\n"
     sets = ["batch.seq=2048", "batch.tokens=32768", "batch.micro_tokens=32768"]
-    found = search.predict(parse(text, "x", sets, ("bf16", "attention", "recompute", NAME)), "h200")
+    found = search.predict(parse_config(text, "x", sets, ("bf16", "attention", "recompute", NAME)), "h200")
     assert found.host_bytes == 15 * 2048 * 2 * 32768
     assert "  and 1.88 GiB of pinned host memory" in memory(found)
-    without = search.predict(parse(text, "x", sets, ("bf16", "attention", "recompute")), "h200")
+    without = search.predict(parse_config(text, "x", sets, ("bf16", "attention", "recompute")), "h200")
     assert without.host_bytes == 0 and not [line for line in memory(without) if "host" in line]
 
 
 def test_a_search_takes_it_only_where_it_is_asked_for():
-    run = parse("model: {shape: llama-3.2-1b}\nobjective: pretrain\ndata: {random: 8}\noutput: o\n", "x")
+    config = parse_config("model: {shape: llama-3.2-1b}\nobjective: pretrain\ndata: {random: 8}\noutput: o\n", "x")
     assert list(OffloadActivations.variants(SETUP)) == []
-    assert not any(NAME in s.with_ for s in search.search(run, "h200").settings)
+    assert not any(NAME in s.with_ for s in search.search(config, "h200").settings)

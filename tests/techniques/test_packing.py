@@ -42,7 +42,7 @@ def test_evaluation_is_packed_and_the_same(box, monkeypatch, implementation):
     job = assembled(run)
     assert job.evaluation.documents == 64 and job.evaluation.rows == 32
     loss, targets, _ = evaluate(job)
-    monkeypatch.setattr(type(job.model), "isolates", False)
+    monkeypatch.setattr(type(job.model), "supports_packing", False)
     alone = assembled(run)
     assert alone.evaluation.rows == 64
     assert evaluate(alone)[:2] == (pytest.approx(loss, rel=1e-6), targets)
@@ -56,7 +56,7 @@ def test_these_tests_would_see_a_mistake(box, spoil):
 
     def made(spoiled):
         job = assembled(golden_run(box, packed=True, sets=sets))
-        inner, window = job.loss, job.gradients
+        inner, window = job.loss, job.forward_backward
 
         def loss(batch):
             if spoil == "isolation":
@@ -68,7 +68,7 @@ def test_these_tests_would_see_a_mistake(box, spoil):
 
         if spoiled and spoil == "divisor":  # the mean of the micro-batches' means
             job.loss = lambda batch: inner(batch) / batch.n_terms
-            job.gradients = lambda batches, terms: window(batches, len(batches))
+            job.forward_backward = lambda batches, terms: window(batches, len(batches))
         elif spoiled:
             job.loss = loss
         return published(job)

@@ -16,14 +16,14 @@ from unittest import mock
 import pytest
 import torch
 
-from optrush.config import Optim, parse
+from optrush.config import Optim, parse_config
 from optrush.errors import NeedsError, NoEffectError
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 from optrush.optim.adamw import AdamW, whole
 from optrush.optim.paged import Paged, Registered, Rows
 from optrush.planner import search
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.techniques import ALL, paged_states
 from optrush.techniques.paged_states import PagedStates
 from optrush.trainer import build
@@ -104,10 +104,10 @@ def small(monkeypatch):
     monkeypatch.setattr(paged_states, "LEAST", LEAST)
 
 
-def everything(job):
+def everything(trainer):
     """Weights and states, whole or this rank's."""
-    found = {f"{n} {k}": s.clone() for n, by in job.optimizer.state().items() for k, s in by.items()}
-    return found | {n: gathered(w) for n, w in weights(job).items()}
+    found = {f"{n} {k}": s.clone() for n, by in trainer.optimizer.state().items() for k, s in by.items()}
+    return found | {n: gathered(w) for n, w in weights(trainer).items()}
 
 
 def trained(box, kinds=(Late, Late), n=8, **with_):
@@ -195,7 +195,7 @@ def paged(found, make, kinds=(Late, Late), piece=PIECE, **options):
 def stepped(found, ours, step, *, bad=False, only=None):
     g = torch.Generator().manual_seed(step)
     for t in found:
-        t.grad = torch.randn(t.whole, generator=g).to(t.local.dtype)
+        t.grad = torch.randn(t.full_shape, generator=g).to(t.local.dtype)
     ours.step(torch.tensor(1e-2 / step), torch.tensor(2.0), torch.tensor(bad), only)
 
 
@@ -370,7 +370,7 @@ def test_host_memory_stays_pinned_until_it_is_released(monkeypatch):
 
 def test_a_cpu_has_no_other_memory(box):
     with pytest.raises(NeedsError, match="needs a CUDA device"):
-        prepare(golden_run(box, paged_states={}))
+        resolve(golden_run(box, paged_states={}))
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_the_baselines_own_is_what_assembly_makes(box, monkeypatch):
     assembled(golden_run(box, packed=True))
     job = assembled(golden_run(box, packed=True, paged_states={}), classes())
     ours = job.optimizer.inner
-    theirs = {"optim": ours.optim, "fused": ours.fused, "rounding": ours.rounding, "seed": job.run.seed}
+    theirs = {"optim": ours.optim, "fused": ours.fused, "rounding": ours.rounding, "seed": job.config.seed}
     assert made == [theirs | {"optim": made[0]["optim"]}] and ours.optim == made[0]["optim"]
 
 
@@ -411,7 +411,7 @@ def test_its_memory_is_predicted(monkeypatch):
     for with_, each in (("fused-adamw: {}", 8), ("bf16: {}, fused-adamw: {}", 4), ("adam8bit: {}", 2 * (1 + 4 / 256)),
                         ("bf16: {}, adam4bit: {}", 1 + 8 / 128)):  # fmt: skip
         plain, found = (
-            search.predict(parse(LLAMA.format(w), "test"), "h200") for w in (with_, with_ + ", paged-states: {}")
+            search.predict(parse_config(LLAMA.format(w), "test"), "h200") for w in (with_, with_ + ", paged-states: {}")
         )
         assert found.host_bytes == pytest.approx(each * n) and plain.host_bytes == 0
         lines = {line.name: line.bytes for line in found.lines}

@@ -12,10 +12,10 @@ from optrush.trainer.trainer import evaluate
 from trials import assembled, golden_run, micro, steps, weights
 
 
-def counting(job):
+def counting(trainer):
     """Forward passes by block, counted from now on."""
-    calls = dict.fromkeys(job.model.blocks, 0)
-    for name, block in job.model.blocks.items():
+    calls = dict.fromkeys(trainer.model.blocks, 0)
+    for name, block in trainer.model.blocks.items():
 
         def count(*_: object, name: str = name) -> None:
             calls[name] += 1
@@ -75,10 +75,10 @@ def test_evaluation_runs_each_block_once(box):
     assert calls == dict.fromkeys(calls, job.evaluation.batches)
 
 
-def saved(job) -> int:
+def saved(trainer) -> int:
     """Bytes that one micro-batch's forward pass keeps for its backward pass, parameters left out."""
     kept: dict[int, int] = {}
-    parameters = {p.untyped_storage().data_ptr() for p in job.model.parameters()}
+    parameters = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
 
     def pack(t):
         where = t.untyped_storage()
@@ -89,9 +89,9 @@ def saved(job) -> int:
 
     held: list[torch.Tensor] = []  # so that no address is used twice
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        batch = micro(job)
-        job.model(batch.tokens, batch.positions, batch.documents).sum().backward()
-    job.discard()
+        batch = micro(trainer)
+        trainer.model(batch.tokens, batch.positions, batch.documents).sum().backward()
+    trainer.zero_grad()
     return sum(kept.values())
 
 
@@ -116,7 +116,7 @@ with: {amp: {}, fused-adamw: {}, attention: {}, fused-loss: {}}
 """
 
     def casts(*withs):
-        said = search.predict(config.parse(text, "x", withs=withs), "h200")
+        said = search.predict(config.parse_config(text, "x", withs=withs), "h200")
         return sum(line.bytes for line in said.lines if line.name == "casts.blocks")
 
     matrices = 2 * 973_078_528  # bytes of the blocks' matrices in bfloat16

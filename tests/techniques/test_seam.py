@@ -13,7 +13,7 @@ import torch
 
 from optrush.cli import setup
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import STAGES, Numerics, Part, Technique, in_order
 from optrush.techniques import ALL
 from optrush.techniques.fused_adamw import FusedAdamW
@@ -76,8 +76,10 @@ def names(box, with_):
         ])  # fmt: skip
         list(steps(job, 1))
     assert found[0] == found[1]
-    elsewhere = {f"{n}.weight" for n, linear in job.model.linears() if linear.stored is not None}  # published, as ever
-    known = set(job.recipe.entries) | set(job.recipe.fillers)
+    elsewhere = {
+        f"{n}.weight" for n, linear in job.model.linears() if linear.quantized is not None
+    }  # published, as ever
+    known = set(job.weight_map.entries) | set(job.weight_map.fillers)
     assert known - elsewhere == {n for n, _ in job.model.named_parameters()} and elsewhere <= known
     return found[0]
 
@@ -125,7 +127,7 @@ def without_effect(box, name):
 
 def edits(box, with_):
     job = assembled(golden_run(box, **with_))
-    return [(e.technique, e.count) for e in job.edits]
+    return [(e.technique, e.count) for e in job.applied]
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -158,9 +160,9 @@ def test_another_technique_is_a_file_and_a_line(box):
     job = assembled(golden_run(box, sgd={}), (*ALL, Sgd))
     assert "optimizer  sgd (momentum=0.9): 1 change" in job.describe()
     with pytest.raises(ConflictError, match="the optimizer"):
-        prepare(golden_run(box, sgd={}, fused_adamw={}), (*ALL, Sgd))
+        resolve(golden_run(box, sgd={}, fused_adamw={}), (*ALL, Sgd))
     with pytest.raises(ConfigError, match="no such technique"):
-        prepare(golden_run(box, sgd={}))
+        resolve(golden_run(box, sgd={}))
 
 
 def test_the_chosen_kernel_is_named(box):
@@ -176,10 +178,10 @@ def test_two_owners_of_one_part_conflict(box, a, b):
     run = golden_run(box, **{a.name: {}, b.name: {}})
     if a.claims & b.claims:
         with pytest.raises(ConflictError, match=f"`{a.name}` with `{b.name}`"):
-            prepare(run, ranks=2)
+            resolve(run, ranks=2)
         return
     with suppress(NeedsError):  # what one of them lacks here is no conflict
-        assert {t.name for t in prepare(run, ranks=2 if shared((a.name, b.name)) else 1).techniques} == {a.name, b.name}
+        assert {t.name for t in resolve(run, ranks=2 if shared((a.name, b.name)) else 1).techniques} == {a.name, b.name}
 
 
 def test_the_conflicts_we_know(box):
@@ -189,10 +191,10 @@ def test_the_conflicts_we_know(box):
 
 def test_several_ranks_want_somebody_to_share_the_work(box):
     with pytest.raises(NeedsError, match="2 ranks"):
-        prepare(golden_run(box), ranks=2)
+        resolve(golden_run(box), ranks=2)
     for name in SHARED:
         with pytest.raises(NeedsError, match="one rank"):
-            prepare(golden_run(box, **{name: {}}), ranks=1)
+            resolve(golden_run(box, **{name: {}}), ranks=1)
 
 
 TOGETHER = ["packing", "recompute", "fused-loss", "amp", "attention", "fused-adamw"]

@@ -10,11 +10,11 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES
 from optrush.planner import baseline, search
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.techniques import selective_recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 
@@ -137,9 +137,9 @@ batch: {{seq: {T}, tokens: {rows * T}, micro_tokens: {rows * T}}}
 train: {{steps: 4}}
 output: {tmp_path / "output"}
 """
-    run = parse(text, "case", (), ("fused-adamw", "attention", f"selective-recompute:{options}", *withs))
-    said = search.predict(run, "h200").peak_bytes - baseline.CUBLAS_BYTES
-    with supposed(run) as job:
+    config = parse_config(text, "case", (), ("fused-adamw", "attention", f"selective-recompute:{options}", *withs))
+    said = search.predict(config, "h200").peak_bytes - baseline.CUBLAS_BYTES
+    with supposed(config) as job:
         found = track(job, 1, supposed=True)
     assert said == pytest.approx(found.peak, rel=0.05), found
 
@@ -251,8 +251,8 @@ def test_the_plan_keeps_what_the_partitioner_keeps(box, fresh, monkeypatch, budg
     sets = ["data.path=null", "data.random=8", "objective=pretrain", "model.path=null", "model.shape=small"]
     sets += [f"batch.{name}={T}" for name in ("seq", "tokens", "micro_tokens")]
     given = {"packed": False, "sets": sets, "bf16": {}, "selective_recompute": {"budget": budget}, **withs}
-    setup = prepare(golden_run(box, attention={}, compile={}, **given)).setup
-    again = {r.match for r in SelectiveRecompute(budget=budget).predict(setup) if "recomputed" in r.changes}
+    env = resolve(golden_run(box, attention={}, compile={}, **given)).env
+    again = {r.match for r in SelectiveRecompute(budget=budget).predict(env) if "recomputed" in r.changes}
     outputs = {"saved.heads": 1.5, "saved.attended": 1.0, "saved.gate_up": 8.0, "saved.middle*": 1.0}
     said = 1 + sum(size for name, size in outputs.items() if name not in again)  # 1: what enters the block
     more = saved(box, **given) / (2 * L * T * D) - said
@@ -264,20 +264,20 @@ def test_the_plan_keeps_what_the_partitioner_keeps(box, fresh, monkeypatch, budg
 
 def test_one_form_at_a_time(box):
     with pytest.raises(NeedsError, match="give one of the two") as refused:
-        prepare(golden_run(box, compile={}, selective_recompute={"ops": "products", "budget": 0.5}))
+        resolve(golden_run(box, compile={}, selective_recompute={"ops": "products", "budget": 0.5}))
     assert "both, ops=products and budget=0.5" in str(refused.value)
 
 
 def test_a_budget_is_for_compiled_blocks(box):
     with pytest.raises(NeedsError, match="add --with compile") as refused:
-        prepare(golden_run(box, selective_recompute={"budget": 0.5}))
+        resolve(golden_run(box, selective_recompute={"budget": 0.5}))
     assert "no compiled blocks" in str(refused.value)
 
 
 @pytest.mark.parametrize("options", [{"budget": 0.0}, {"budget": 1.5}, {"budget": "half"}, {"ops": "norms"}], ids=str)
 def test_options_that_mean_nothing(box, options):
     with pytest.raises(ConfigError, match="selective-recompute"):
-        prepare(golden_run(box, selective_recompute=options))
+        resolve(golden_run(box, selective_recompute=options))
 
 
 def test_these_tests_would_see_that_nothing_runs_again(box, monkeypatch):
@@ -306,5 +306,5 @@ def test_the_product_that_gates_is_a_product():
 @pytest.mark.parametrize("options", [{}, {"ops": "products"}, {"budget": 0.5}], ids=str)
 def test_products_of_adapters_are_not_kept(box, options):
     with pytest.raises(NeedsError, match="take ops=attention") as refused:
-        prepare(golden_run(box, lora={}, compile={}, selective_recompute=options))
+        resolve(golden_run(box, lora={}, compile={}, selective_recompute=options))
     assert "adapters, which make several of each" in str(refused.value)

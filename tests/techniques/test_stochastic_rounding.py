@@ -9,7 +9,7 @@ import torch
 
 from optrush import hardware, technique
 from optrush.errors import NeedsError
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import demand_triton
 from optrush.techniques import ALL
 from optrush.trainer.checkpoint import Meta, find, restore, save
@@ -23,9 +23,9 @@ OURS = {"bf16": {}, "stochastic_rounding": {}}
 BOTH = {"stochastic": OURS, "kahan": {"bf16": {}, "kahan": {}}}
 
 
-def words(job):
+def words(trainer):
     """What the bits of a run's parameters are drawn from."""
-    ((_, update),) = job.optimizer.groups
+    ((_, update),) = trainer.optimizer.groups
     return update.group.words
 
 
@@ -45,9 +45,11 @@ def test_weights_move_at_a_small_rate(box):
     assert (nearest.way @ want.way) / want.way.norm() ** 2 < 0.5
 
 
-def states(job) -> dict[str, torch.Tensor]:
-    found = {f"{name} {kind}": s.clone() for name, kinds in job.optimizer.state().items() for kind, s in kinds.items()}
-    return found | weights(job)
+def states(trainer) -> dict[str, torch.Tensor]:
+    found = {
+        f"{name} {kind}": s.clone() for name, kinds in trainer.optimizer.state().items() for kind, s in kinds.items()
+    }
+    return found | weights(trainer)
 
 
 @pytest.mark.parametrize("rounding", BOTH)
@@ -80,7 +82,7 @@ def after_three_steps(box, with_):
     """Without clipping, so that a sum over ranks in another order cannot show in a weight."""
     job = assembled(golden_run(box, packed=True, sets=["optim.clip=null"], **with_))
     list(steps(job, 3))
-    return weights(job), [t.name for t in job.trained if t.cut]
+    return weights(job), [t.name for t in job.trained if t.is_sharded]
 
 
 @pytest.mark.parametrize("rounding", BOTH)
@@ -99,7 +101,7 @@ def test_ranks_and_shards_draw_the_same_bits(box, pair, rounding):
 @pytest.mark.parametrize("name", ["stochastic-rounding", "kahan"])
 def test_float32_weights_are_refused(box, name):
     with pytest.raises(NeedsError, match="weights in float32") as error:
-        prepare(golden_run(box, **{name: {}}))
+        resolve(golden_run(box, **{name: {}}))
     assert f"`{name}`" in error.value.asked and "--with bf16" in error.value.do
 
 

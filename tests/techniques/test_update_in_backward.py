@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from optrush import technique
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, ledger, search
 from optrush.planner.ledger import BFLOAT16, FLOAT32
-from optrush.resolve import prepare
-from optrush.technique import Setup, build
+from optrush.resolve import resolve
+from optrush.technique import Environment, instantiate
 from optrush.techniques import ALL
 
 from golden.make_golden import PER_STEP, Case, T
@@ -31,9 +31,9 @@ def trained(box, case, n=5, **with_):
     return list(steps(job, n)), all_bits(job), job
 
 
-def all_bits(job):
-    return weights(job) | {
-        f"{name} {k}": s.clone() for name, by in job.optimizer.state().items() for k, s in by.items()
+def all_bits(trainer):
+    return weights(trainer) | {
+        f"{name} {k}": s.clone() for name, by in trainer.optimizer.state().items() for k, s in by.items()
     }
 
 
@@ -76,13 +76,13 @@ def test_gradients_live_one_at_a_time(box, case):
     assert all(t.grad is None for t in job.trained)
 
 
-def poisoned(job, name, how):
+def poisoned(trainer, name, how):
     """From now on the gradient of this parameter is not finite, or the loss is."""
     if how == "loss":
-        inner = job.loss
-        job.loss = lambda batch: inner(batch) * math.inf
+        inner = trainer.loss
+        trainer.loss = lambda batch: inner(batch) * math.inf
         return
-    parameter = next(t.parameter for t in job.trained if t.name == name)
+    parameter = next(t.parameter for t in trainer.trained if t.name == name)
 
     def spoil(grad):
         grad = grad.clone()
@@ -149,7 +149,7 @@ def test_a_backward_pass_outside_the_window_updates_nothing(box):
 )
 def test_what_it_needs(box, sets, with_, ranks, found, do):
     with pytest.raises(NeedsError, match="`update-in-backward`") as error:
-        prepare(golden_run(box, packed=True, sets=sets, update_in_backward={}, **with_), ranks=ranks)
+        resolve(golden_run(box, packed=True, sets=sets, update_in_backward={}, **with_), ranks=ranks)
     assert found in error.value.found and do in error.value.do
 
 
@@ -165,12 +165,12 @@ def test_it_refuses_a_loss_scale(box):
 def book(shape, *, dtype="bfloat16", **with_):
     shape = ModelShape.read(SHAPES[shape])
     with_ = {name.replace("_", "-"): options for name, options in with_.items()}
-    setup = Setup(NAMED["h200"], 1, 2048, 4, 4, None, "bfloat16", True, shape.layers)
-    members = build(ALL, with_)
-    setup = technique.settle(members, setup)
+    env = Environment(NAMED["h200"], 1, 2048, 4, 4, None, "bfloat16", True, shape.layers)
+    members = instantiate(ALL, with_)
+    env = technique.settle(members, env)
     entries = baseline.entries(shape, 2048, native=True, cuda=True)
     widths = BFLOAT16 if dtype == "bfloat16" else FLOAT32
-    return shape, ledger.settle(entries, widths, [r for t in members for r in t.predict(setup)], 1)
+    return shape, ledger.settle(entries, widths, [r for t in members for r in t.predict(env)], 1)
 
 
 def there(book, phase, kind="gradients."):
@@ -219,7 +219,7 @@ output: {tmp_path / "output"}
 """
     peaks = []
     for more in ((), ("update-in-backward",)):
-        asked = parse(text, "case", (), (*withs, *more))
+        asked = parse_config(text, "case", (), (*withs, *more))
         said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES  # the one line that only a GPU has
         with supposed(asked) as job:
             found = track(job, 1, supposed=True)

@@ -4,10 +4,10 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from optrush.data.schema import Chat, Message, Where
+from optrush.data.schema import Chat, Message, RowLocation
 from optrush.models import tiny
 
-WHERE = Where("chat.jsonl", 3)
+WHERE = RowLocation("chat.jsonl", 3)
 CHATML = tiny.TEMPLATE
 LLAMA3 = (
     "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + "

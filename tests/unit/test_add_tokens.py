@@ -14,17 +14,17 @@ from transformers import AutoTokenizer
 
 from optrush import config
 from optrush.data.chat_template import CHATML, add_tokens, open_tokenizer, open_tokens, turn_ends
-from optrush.data.schema import Chat, Message, Text, Where
+from optrush.data.schema import Chat, Message, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.models.source import Growth, grow
-from optrush.models.weights import Entry, Grown, Memory, Recipe
+from optrush.models.weights import Memory, WeightEntry, WeightMap, WithNewTokens
 from optrush.planner import search
 from optrush.trainer.run import absolute
 
 from trials import assembled, steps, weights
 
 TOKENS = ("<|im_start|>", "<|im_end|>")
-HERE = Where(Path("rows"), 1)
+HERE = RowLocation(Path("rows"), 1)
 
 
 def run(box, *sets, objective="sft", **model):
@@ -38,7 +38,7 @@ def run(box, *sets, objective="sft", **model):
         "output": str(box / "output"),
         "with": {"packing": {}},
     }
-    return config.parse(yaml.safe_dump(document), "run.yaml", sets)
+    return config.parse_config(yaml.safe_dump(document), "run.yaml", sets)
 
 
 def tokenizer(box):
@@ -63,7 +63,7 @@ def test_what_is_no_list_of_tokens(box, given, says):
 
 def test_the_list_comes_back(box):
     asked = run(box, add_tokens=list(TOKENS), chat_template="chatml")
-    assert config.parse(config.dump(asked), "again.yaml") == asked
+    assert config.parse_config(config.dump_config(asked), "again.yaml") == asked
 
 
 # --- the tokenizer
@@ -226,9 +226,13 @@ def test_rows_under_any_cutting():
     """Every rectangle of the grown matrix, and of a head's bias, is what the whole one has there."""
     old, bias = torch.randn(10, 3, generator=torch.Generator().manual_seed(0)), torch.arange(10.0)
     growth = Growth(("a", "b", "c", "d"), (), 10, 8, 16, 16)
-    source = Grown(Memory({"w": old.bfloat16(), "b": bias, "x": old}), frozenset({"w", "b"}), growth)
-    entries = {"w": Entry((16, 3), (("w", 16),)), "b": Entry((16,), (("b", 16),)), "x": Entry((10, 3), (("x", 10),))}
-    recipe = Recipe(entries, source)
+    source = WithNewTokens(Memory({"w": old.bfloat16(), "b": bias, "x": old}), frozenset({"w", "b"}), growth)
+    entries = {
+        "w": WeightEntry((16, 3), (("w", 16),)),
+        "b": WeightEntry((16,), (("b", 16),)),
+        "x": WeightEntry((10, 3), (("x", 10),)),
+    }
+    recipe = WeightMap(entries, source)
     mean = old.bfloat16()[:8].double().mean(0).float()
     want = torch.cat((old.bfloat16()[:8].float(), mean.expand(8, 3)))
     for first in range(16):

@@ -8,9 +8,9 @@ import random
 import pytest
 from test_plan import LLAMA
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.planner import cost, search
-from optrush.planner.search import _ascend, _Looked, _options, _scene, climb
+from optrush.planner.search import _ascend, _Evaluated, _options, _scene, climb
 from optrush.techniques import ALL
 
 GROUPS = [[None, "a1", "a2"], [None, "b"], [None, "c1", "c2"], [None, "d"], ["e", "f"]]
@@ -88,10 +88,10 @@ def test_a_plan_finds_what_trying_all_sets_finds(hardware: str, sets: tuple[str,
     """Over eight techniques, so that all can be tried. Of equally fast sets it may name another."""
     few = {"amp", "bf16", "fused-adamw", "attention", "compile", "packing", "fused-loss", "recompute"}
     classes = [t for t in ALL if t.name in few]
-    run = parse(LLAMA, "x", sets).model_copy(update={"with_": {}})
-    found = search.search(run, hardware, classes)
-    looked = _Looked(_scene(run, hardware, classes))
-    for chosen in itertools.product(*_options(looked.scene.setup, classes, False, {})[0]):
+    config = parse_config(LLAMA, "x", sets).model_copy(update={"with_": {}})
+    found = search.search(config, hardware, classes)
+    looked = _Evaluated(_scene(config, hardware, classes))
+    for chosen in itertools.product(*_options(looked.scene.env, classes, False, {})[0]):
         looked.worth(chosen)
     assert found.tried < looked.tried / 2
     speeds = [s.prediction.tokens_per_s or 0.0 for s in looked.settings]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
 from optrush.data.tokenize import Telling, Work, jobs, mapped, tokenised
@@ -54,9 +54,9 @@ def written(path, texts=TEXTS):
 
 
 def work(tokens, *paths, say=lambda line: None, kept=None, cleaning="", **data):
-    run = parse("model: tiny\nobjective: sft\ndata: {path: x, workers: 2}\noutput: o\n", "x")
-    run = run.model_copy(update={"data": run.data.model_copy(update=data)})
-    return Work(run, tokens, tuple(paths), kept, cleaning, say)
+    config = parse_config("model: tiny\nobjective: sft\ndata: {path: x, workers: 2}\noutput: o\n", "x")
+    config = config.model_copy(update={"data": config.data.model_copy(update=data)})
+    return Work(config, tokens, tuple(paths), kept, cleaning, say)
 
 
 def ids(made):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from optrush import hardware
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import calibrate, calibration, cost, search
@@ -213,11 +213,11 @@ def test_a_gpu_that_torch_does_not_see() -> None:
 
 
 def test_what_is_measured() -> None:
-    run = parse(LLAMA, "x", ["batch.seq=512", "batch.micro_tokens=1024"])
-    assert calibrate.loads(run, H200) == [Load("llama-3.2-1b", SHAPE, 512, 1024)]
+    config = parse_config(LLAMA, "x", ["batch.seq=512", "batch.micro_tokens=1024"])
+    assert calibrate.loads(config, H200) == [Load("llama-3.2-1b", SHAPE, 512, 1024)]
     assert [load.name for load in calibrate.loads(None, H200)] == ["llama-3.2-1b", "llama-3.1-8b"]
     with pytest.raises(ConfigError, match=r"batch\.micro_tokens: auto"):
-        calibrate.loads(parse(LLAMA, "x", ["batch.micro_tokens=auto"]), H200)
+        calibrate.loads(parse_config(LLAMA, "x", ["batch.micro_tokens=auto"]), H200)
 
 
 # --- the file
@@ -408,8 +408,8 @@ def test_an_unknown_device_is_known_once_it_was_measured() -> None:
 # --- the plan
 
 
-def llama(*sets: str) -> search.Run:
-    return parse(LLAMA, "llama1b.yaml", sets)
+def llama(*sets: str) -> search.Config:
+    return parse_config(LLAMA, "llama1b.yaml", sets)
 
 
 def test_a_plan_goes_by_what_was_measured() -> None:
@@ -449,7 +449,7 @@ def test_the_search_goes_by_it_too() -> None:
     found = search.search(llama(), "h200")
     best = found.settings[0]
     assert {s.prediction.basis for s in found.settings} == {"calibrated"}
-    again = search.predict(parse(LLAMA, "x").model_copy(update={
+    again = search.predict(parse_config(LLAMA, "x").model_copy(update={
         "with_": dict(best.with_), "batch": best.over(llama()).batch}), "h200")  # fmt: skip
     assert again.tokens_per_s == pytest.approx(best.prediction.tokens_per_s)
     rows = {name: setting for name, _, setting in search.family(llama(), "h200", best)}

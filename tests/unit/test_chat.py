@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from optrush.data import chat_template
 from optrush.data.chat_template import Tokens, _token_bytes
-from optrush.data.schema import Chat, Completion, Message, Pair, Text, Where
+from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, Text
 from optrush.errors import DataError
 from optrush.models import tiny
 
@@ -370,7 +370,7 @@ def test_many_rows_at_once_are_the_same_as_one_by_one(bytelevel, sentencepiece):
     bad = Chat((Message("user", "a"), Message("assistant", "b", reasoning="hm")))
     chats = [talk(ANSWERS), talk(["  a b ", "c\n"], "Be kind."), row(("user", "a"), ("assistant", "b"), ("user", "c"))]
     rows = [Text("Two eggs."), *chats, Completion("Two eggs,", " and salt."), Text("z")]
-    places = [Where("chat.jsonl", n) for n in range(len(rows) + 3)]
+    places = [RowLocation("chat.jsonl", n) for n in range(len(rows) + 3)]
     for tokenizer, source in ((bytelevel, LLAMA3), (bytelevel, SWALLOWING), (sentencepiece, MISTRAL)):
         tokens = Tokens(tokenizer, source)
         everything = [*rows, Pair(chats[0], chats[1]), Pair(rows[-2], Completion("Two eggs,", " or three.")), bad]

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optrush.data import tokenize
-from optrush.data.dataset import Counts, Random, Shelf, fit, held_rows, permutation, view
-from optrush.data.schema import Document, Where, bad_row
+from optrush.data.dataset import Counts, Random, TokenShards, fit, held_rows, permutation, view
+from optrush.data.schema import Document, RowLocation, bad_row
 from optrush.data.tokenize import Builder
 from optrush.errors import DataError
 
 quick = settings(database=None, max_examples=60)
 FILES = (Path("a.jsonl"), Path("b.jsonl"))
-WHERE = Where(Path("some.jsonl"), 5)
+WHERE = RowLocation(Path("some.jsonl"), 5)
 
 
 def document(n, learnt=None, base=0):
@@ -27,11 +27,11 @@ def document(n, learnt=None, base=0):
 
 def shelf(*shards, most=None):
     """A shelf of shards, each a list of rows: documents, or the reason why there are none; row i is line 10 * i + 1."""
-    made, line = Shelf(FILES), 1
+    made, line = TokenShards(FILES), 1
     for s, found in enumerate(shards):
         builder = Builder()
         for row in found:
-            where = Where(FILES[min(s, 1)], line)
+            where = RowLocation(FILES[min(s, 1)], line)
             builder.add(where, min(s, 1), bad_row(where, row) if isinstance(row, str) else row)
             line += 10
         made.add(builder.shard(last=s + 1 == len(shards)), most)
@@ -214,7 +214,7 @@ def test_a_shard_comes_back_from_its_file(tmp_path):
     path = tokenize.commit_shard(made, tmp_path, 7, 2)
     assert path.name == f"000007-002-{tokenize.digest(made)}.safetensors" and tokenize.intact(path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    held = Shelf(FILES)
+    held = TokenShards(FILES)
     held.add(path, None)
     a, b = view(held, T=16, how="error"), view(shelf(rows), T=16, how="error")
     assert pieces(a) == pieces(b) and a.fingerprint == b.fingerprint and a.counts == b.counts
@@ -246,7 +246,7 @@ def test_one_bit_or_byte_less_is_found(tmp_path, where):
 
 def test_many_shards_do_not_keep_many_files_open(tmp_path, monkeypatch):
     monkeypatch.setattr("optrush.data.dataset.OPEN", 3)
-    held = Shelf(FILES)
+    held = TokenShards(FILES)
     for k in range(9):
         held.add(tokenize.commit_shard(shelf([(document(5, base=k),)]).made[0], tmp_path, k, 0), None)
     corpus = view(held, T=8, how="error")

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from optrush.config import Dpo, parse
+from optrush.config import Dpo, parse_config
 from optrush.data import sample, sampler
 from optrush.data.batch import collate
 from optrush.data.packing import Fitted, Packed, Padded, Sorted
-from optrush.data.schema import Chat, Document, Pair, Where
+from optrush.data.schema import Chat, Document, Pair, RowLocation
 from optrush.data.schema import parse as row
 from optrush.objectives import FIGURES, dpo
 from optrush.trainer.run import worst
@@ -164,7 +164,7 @@ def test_the_loss_by_hand():
 def test_the_sample_has_pairs(tmp_path: Path):
     path = tmp_path / "pairs.jsonl"
     sample.write(path, 30, 4, pairs=True)
-    found = [row(Where(path, n), json.loads(line)) for n, line in enumerate(path.read_text().splitlines(), 1)]
+    found = [row(RowLocation(path, n), json.loads(line)) for n, line in enumerate(path.read_text().splitlines(), 1)]
     assert len(found) == 30 and all(isinstance(pair, Pair) for pair in found)
     for pair in found:
         assert isinstance(pair.chosen, Chat) and isinstance(pair.rejected, Chat)
@@ -174,7 +174,7 @@ def test_the_sample_has_pairs(tmp_path: Path):
         assert steps == other and good[2].startswith("1. Prepare the ")
         assert [line.partition(".")[0] for line in bad[2:]] == [str(n) for n in range(1, len(bad) - 1)]
     sample.write(path, 5, 4, pairs=True)
-    again = [row(Where(path, n), json.loads(line)) for n, line in enumerate(path.read_text().splitlines(), 1)]
+    again = [row(RowLocation(path, n), json.loads(line)) for n, line in enumerate(path.read_text().splitlines(), 1)]
     assert again == found[:5]
 
 
@@ -192,8 +192,10 @@ def test_the_largest_micro_batch_is_full_rows_of_pairs():
 
 
 def test_the_block_is_read_and_written():
-    from optrush.config import dump
+    from optrush.config import dump_config
 
     text = "{model: tiny, objective: dpo, dpo: {beta: 1, reference: adapter}, data: {sample: recipes}, output: o}"
-    run = parse(text, "run.yaml")
-    assert run.dpo == Dpo(beta=1.0, reference="adapter") and parse(dump(run), "again.yaml") == run
+    config = parse_config(text, "run.yaml")
+    assert (
+        config.dpo == Dpo(beta=1.0, reference="adapter") and parse_config(dump_config(config), "again.yaml") == config
+    )

@@ -15,7 +15,7 @@ from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, cost, ledger
 from optrush.planner.ledger import FLOAT32, Ledger, Line, Rule, add, cut, freeze, like, live, peak, retype, settle
-from optrush.technique import Part, Setup, Technique, build
+from optrush.technique import Environment, Part, Technique, instantiate
 from optrush.techniques import ALL
 
 LLAMA = ModelShape.read(SHAPES["llama-3.2-1b"])
@@ -24,7 +24,7 @@ N, N_BLOCKS = LLAMA.parameters, LLAMA.parameters - LLAMA.vocab * LLAMA.width - L
 
 
 def members(with_: dict[str, dict[str, Any]]) -> list[Technique]:
-    return build(ALL, with_)
+    return instantiate(ALL, with_)
 
 
 def booked(
@@ -32,13 +32,13 @@ def booked(
     order: list[int] | None = None, shape: ModelShape = LLAMA,
 ) -> Ledger:  # fmt: skip
     """The settled ledger of a set of techniques, their rules in the order asked for."""
-    setup = Setup(NAMED["h200"], ranks, T, rows * accumulation * ranks, rows, 1.0, "float32", True, shape.layers)
+    env = Environment(NAMED["h200"], ranks, T, rows * accumulation * ranks, rows, 1.0, "float32", True, shape.layers)
     chosen = members(with_)
-    setup = technique.settle(chosen, setup)
-    rules = [r for t in chosen for r in t.predict(setup)]
+    env = technique.settle(chosen, env)
+    rules = [r for t in chosen for r in t.predict(env)]
     rules = rules if order is None else [rules[i % len(rules)] for i in order]
     entries = baseline.entries(shape, T, native=True, cuda=True)
-    return settle(entries, FLOAT32, rules, setup.accumulation)
+    return settle(entries, FLOAT32, rules, env.accumulation)
 
 
 def held(book: Ledger, kind: str) -> float:
@@ -47,11 +47,11 @@ def held(book: Ledger, kind: str) -> float:
 
 def test_the_order_of_techniques_never_matters():
     with_ = {"amp": {}, "fused-adamw": {}, "attention": {}, "compile": {}, "recompute": {"every": 2}, "fused-loss": {}}
-    setup = technique.settle(members(with_), Setup(NAMED["h200"], 1, 2048, 16, 4, 1.0, "float32", True, 16))
+    env = technique.settle(members(with_), Environment(NAMED["h200"], 1, 2048, 16, 4, 1.0, "float32", True, 16))
     entries = baseline.entries(LLAMA, 2048, native=True, cuda=True)
     found = set()
     for order in itertools.permutations(members(with_)):
-        book = settle(entries, FLOAT32, [r for t in order for r in t.predict(setup)], 4)
+        book = settle(entries, FLOAT32, [r for t in order for r in t.predict(env)], 4)
         found.add((peak(book, 8192).bytes, cost.seconds(book, NAMED["h200"], 8192)))
     assert len(found) == 1
 
@@ -64,8 +64,8 @@ def test_nor_does_the_order_of_their_rules(seed):
     assert peak(booked(with_, ranks=4, order=order), 8192).bytes == peak(booked(with_, ranks=4), 8192).bytes
 
 
-def setup_of(with_: dict[str, dict[str, Any]]) -> Setup:
-    return technique.settle(members(with_), Setup(NAMED["h200"], 4, 2048, 4, 1, 1.0, "float32", True, 16))
+def setup_of(with_: dict[str, dict[str, Any]]) -> Environment:
+    return technique.settle(members(with_), Environment(NAMED["h200"], 4, 2048, 4, 1, 1.0, "float32", True, 16))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_gradients_that_end_where_they_are_made():
         book = settle(lines, FLOAT32, rules)
         return [ledger._there(book, line, 0.0, phase)[0] for line in book.lines]
 
-    stepped = live("g.*", "updated at once", stepped=True)
+    stepped = live("g.*", "updated at once", freed_on_update=True)
     assert held_in("backward, last block", stepped) == [3, 0, 0, 12]
     assert held_in("backward, first block", stepped) == [3, 0, 0, 12]
     assert held_in("backward, embedding", stepped) == [0, 0, 12, 12]
@@ -221,10 +221,10 @@ def test_the_largest_micro_batch_is_solved(with_, room, accumulation, unit):
 @pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)
 def test_every_technique_predicts(cls):
     """Its rules match lines of the baseline, and each says why; on one device and on four."""
-    for given_options in cls.variants(Setup(NAMED["h200"], 4, 2048, 16, 1, 1.0, "float32", True, 16)):
-        t = build([cls], {cls.name: given_options})[0]
+    for given_options in cls.variants(Environment(NAMED["h200"], 4, 2048, 16, 1, 1.0, "float32", True, 16)):
+        t = instantiate([cls], {cls.name: given_options})[0]
         ranks = 4 if Part.DATA in cls.claims else 1
-        setup = Setup(NAMED["h200"], ranks, 2048, 16, 1, 1.0, "float32", True, 16, cls.claims)
-        rules = list(t.predict(setup))
+        env = Environment(NAMED["h200"], ranks, 2048, 16, 1, 1.0, "float32", True, 16, cls.claims)
+        rules = list(t.predict(env))
         assert rules and all(r.reason for r in rules)
         settle(baseline.entries(LLAMA, 2048, native=True, cuda=True), FLOAT32, rules)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from optrush.config import Run, parse
+from optrush.config import Config, parse_config
 from optrush.kernels import attention
 from optrush.planner import baseline, search
 
@@ -52,7 +52,7 @@ SCORES = [
 ]
 
 
-def run(box: Path, shape: str, implementation: str, withs: tuple[str, ...], rows: int, T: int, times: int) -> Run:
+def run(box: Path, shape: str, implementation: str, withs: tuple[str, ...], rows: int, T: int, times: int) -> Config:
     text = f"""
 model: {{shape: {shape}, implementation: {implementation}}}
 objective: pretrain
@@ -61,7 +61,7 @@ batch: {{seq: {T}, tokens: {rows * T * times}, micro_tokens: {rows * T}}}
 train: {{steps: 4}}
 output: {box / "output"}
 """
-    return parse(text, "case", (), withs)
+    return parse_config(text, "case", (), withs)
 
 
 @pytest.mark.parametrize(

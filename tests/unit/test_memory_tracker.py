@@ -21,7 +21,7 @@ from trials import assembled
 KIB = 2**10
 
 
-def run(box: Path, implementation: str = "native", withs: tuple[str, ...] = (), accumulation: int = 1) -> config.Run:
+def run(box: Path, implementation: str = "native", withs: tuple[str, ...] = (), accumulation: int = 1) -> config.Config:
     """A model of 1.3 million parameters on 2 x 64 random tokens."""
     text = f"""
 model: {{shape: small, implementation: {implementation}}}
@@ -31,7 +31,7 @@ batch: {{seq: 64, tokens: {128 * accumulation}, micro_tokens: 128}}
 train: {{steps: 4}}
 output: {box / "output"}
 """
-    return config.parse(text, "run.yaml", (), withs)
+    return config.parse_config(text, "run.yaml", (), withs)
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ train: {{steps: 2}}
 output: {tmp_path / "output"}
 with: {{amp: , fused-adamw: , attention: }}
 """
-    with supposed(config.parse(text, "run.yaml")) as job:
+    with supposed(config.parse_config(text, "run.yaml")) as job:
         found = track(job, 1, supposed=True)
     assert found.phase == "backward"
     assert (found.peak + 2 * 32 * KIB * KIB) / 2**30 == pytest.approx(23.09, abs=0.01)

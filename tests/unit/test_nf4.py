@@ -11,7 +11,7 @@ import torch
 import interpreter
 from optrush.kernels import int8, nf4
 from optrush.models.decoder import Linear
-from optrush.peft.quantized import Form, Quantised, dense
+from optrush.peft.quantized import Form, QuantizedLinear, dense
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 64), (48, 48), (7, 9), (3, 65), (1, 1), (1000, 100), (130, 896)]  # blocks that cross rows, odd ends
@@ -54,12 +54,12 @@ def test_bytes_and_values_are_those_of_bitsandbytes(bnb, shape, double):
     for dtype in DTYPES:
         values = drawn(shape, dtype)
         codes, state = bnb.quantize_4bit(values, compress_statistics=double, quant_type="nf4")
-        parts = nf4.quantise(values, double)
+        parts = nf4.quantize(values, double)
         assert torch.equal(parts["codes"], codes.view(-1)) and torch.equal(parts["absmax"], state.absmax)
         if double:
             assert torch.equal(parts["nested"], torch.cat((state.state2.absmax, state.offset[None])))
         out = torch.empty(shape, dtype=dtype)
-        nf4.dequantise(parts, out)
+        nf4.dequantize(parts, out)
         assert torch.equal(out.view(-1), back(bnb, codes, state, dtype))
         assert {n: p.numel() * p.element_size() for n, p in parts.items()} == nf4.sizes(*shape, double)
 
@@ -68,10 +68,10 @@ def test_bytes_and_values_are_those_of_bitsandbytes(bnb, shape, double):
 def test_bytes_of_a_row_are_those_of_bitsandbytes(bnb, shape):
     values = drawn(shape)
     codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(values.clone())
-    parts = int8.quantise(values)
+    parts = int8.quantize(values)
     assert torch.equal(parts["codes"], codes) and torch.equal(parts["scales"], scales)
     out = torch.empty(shape)
-    int8.dequantise(parts, out)
+    int8.dequantize(parts, out)
     assert torch.equal(out, torch.ops.bitsandbytes.int8_vectorwise_dequant(codes, scales))
 
 
@@ -89,7 +89,7 @@ def test_zeros_stay_zeros():
 def test_the_nearest_of_sixteen():
     values = drawn((40, 80), seed=3)
     out = torch.empty(values.shape)
-    nf4.dequantise(nf4.quantise(values, False), out)
+    nf4.dequantize(nf4.quantize(values, False), out)
     flat = values.double().numpy().reshape(-1, 64)
     most = np.abs(flat).max(1, keepdims=True)
     table = np.array(nf4.VALUES)
@@ -102,7 +102,7 @@ def test_what_double_costs_and_saves():
     errors = []
     for double in (False, True):
         out = torch.empty(values.shape)
-        nf4.dequantise(nf4.quantise(values, double), out)
+        nf4.dequantize(nf4.quantize(values, double), out)
         errors.append(((out - values).norm() / values.norm()).item())
     assert errors[0] < errors[1] < 1.02 * errors[0] and 0.05 < errors[0] < 0.15
     bits = [8 * sum(nf4.sizes(4096, 4096, double).values()) / 4096**2 for double in (False, True)]
@@ -111,9 +111,9 @@ def test_what_double_costs_and_saves():
 
 def test_chunks_change_nothing(monkeypatch):
     values = drawn((37, 91))
-    want = nf4.quantise(values, True)
+    want = nf4.quantize(values, True)
     monkeypatch.setattr(nf4, "CHUNK", 256)
-    assert all(torch.equal(part, want[name]) for name, part in nf4.quantise(values, True).items())
+    assert all(torch.equal(part, want[name]) for name, part in nf4.quantize(values, True).items())
 
 
 # The operator: pieces of a fused linear, each where its rows are.
@@ -135,7 +135,7 @@ def test_rows_lie_where_the_linear_has_them(form, width, pieces):
         for part in made.values():
             raw = part.flatten().view(torch.uint8)
             parts.append(torch.nn.functional.pad(raw, (0, raw.numel() % 2)).view(torch.bfloat16))
-    layout = Quantised(linear, form, torch.bfloat16).layout
+    layout = QuantizedLinear(linear, form, torch.bfloat16).layout
     found = dense(parts, layout.bits, list(layout.rows), layout.groups, width, torch.float32, "test", [0, 0])
     want = torch.cat(wanted, 1).flatten(0, 1)
     assert torch.equal(found, want)

@@ -42,10 +42,10 @@ def test_every_token_is_learnt_once_and_no_row_is_too_full(lengths, layout, rows
     seen = [np.zeros(n, int) for n in lengths]
     for row in per_row(placed):
         assert row and sum(last - first for _, first, _, last in row) <= T
-        assert not layout.single or len(row) == 1
+        assert not layout.one_doc or len(row) == 1
         for sample, first, fresh, last in row:
             assert 0 <= first <= fresh < last <= lengths[sample]
-            assert not layout.whole or (first, fresh, last) == (0, 0, lengths[sample])
+            assert not layout.uncut or (first, fresh, last) == (0, 0, lengths[sample])
             seen[sample][fresh:last] += 1
     assert all((count == 1).all() for count in seen)
     assert placed.tokens().tolist() == [sum(p[3] - p[1] for p in row) for row in per_row(placed)]

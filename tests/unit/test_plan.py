@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from optrush import hardware
-from optrush.config import dump, parse
+from optrush.config import dump_config, parse_config
 from optrush.data.length_estimate import estimate, held
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.planner import cost, search
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import Numerics, Part
 from optrush.techniques import ALL
 
@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 LLAMA = (ROOT / "benchmarks" / "llama1b.yaml").read_text()
 
 
-def llama(*sets: str, **with_: dict) -> search.Run:
-    run = parse(LLAMA, "llama1b.yaml", sets)
-    return run.model_copy(update={"with_": {k.replace("_", "-"): v for k, v in with_.items()}}) if with_ else run
+def llama(*sets: str, **with_: dict) -> search.Config:
+    config = parse_config(LLAMA, "llama1b.yaml", sets)
+    return config.model_copy(update={"with_": {k.replace("_", "-"): v for k, v in with_.items()}}) if with_ else config
 
 
 def test_the_lines_are_the_peak():
@@ -115,9 +115,9 @@ def test_a_technique_that_wants_the_whole_step_stays_in_the_search():
 
 
 def test_a_file_that_is_not_there(tmp_path):
-    run = parse(f"model: tiny\nobjective: sft\ndata: {{path: {tmp_path}/none.jsonl}}\noutput: o\n", "x")
+    config = parse_config(f"model: tiny\nobjective: sft\ndata: {{path: {tmp_path}/none.jsonl}}\noutput: o\n", "x")
     with pytest.raises(DataError, match="no such file"):
-        search.predict(run, "h200")
+        search.predict(config, "h200")
 
 
 # --- the search
@@ -129,8 +129,8 @@ def test_the_best_is_a_run_that_can_be_prepared_and_fits():
         found = search.search(run, name)
         device, ranks = hardware.named(name)
         for setting in found.settings:
-            chosen = parse(dump(setting.over(run)), "plan.yaml")
-            prepare(chosen, ranks=ranks, device=device)
+            chosen = parse_config(dump_config(setting.over(run)), "plan.yaml")
+            resolve(chosen, ranks=ranks, device=device)
             again = search.predict(chosen, name)
             assert again.fits and again.peak_bytes == setting.prediction.peak_bytes
             assert again.tokens_per_s == pytest.approx(setting.prediction.tokens_per_s)
@@ -169,8 +169,8 @@ def test_keeping_the_maths():
 
 
 def test_nothing_fits():
-    run = parse(LLAMA.replace("llama-3.2-1b", "llama-3.1-8b"), "x.yaml")
-    assert search.search(run, "t4").settings == ()
+    config = parse_config(LLAMA.replace("llama-3.2-1b", "llama-3.1-8b"), "x.yaml")
+    assert search.search(config, "t4").settings == ()
 
 
 def test_the_family():
@@ -199,12 +199,12 @@ def test_what_rows_hold(tmp_path):
     rows = [{"text": "x" * 400}, {"messages": turns}, "a bad row"]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)) + "\nno json at all\n\n")
-    run = parse(f"model: tiny\nobjective: sft\ndata: {{path: {file}}}\nbatch: {{seq: 200}}\noutput: o\n", "x")
-    lengths = estimate(run.data, 0)
+    config = parse_config(f"model: tiny\nobjective: sft\ndata: {{path: {file}}}\nbatch: {{seq: 200}}\noutput: o\n", "x")
+    lengths = estimate(config.data, 0)
     assert lengths == pytest.approx([100, 100], abs=0.6)
-    assert held(run) == pytest.approx((1 - sum(lengths) / 400, sum(n * n for n in lengths) / (200 * sum(lengths))))
+    assert held(config) == pytest.approx((1 - sum(lengths) / 400, sum(n * n for n in lengths) / (200 * sum(lengths))))
     assert held(llama()) == (0.0, 1.0)
-    sample = parse("model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: o\n", "x")
+    sample = parse_config("model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: o\n", "x")
     assert 0.5 < held(sample).padding < 0.95
 
 
@@ -217,8 +217,10 @@ def test_attention_knows_the_documents_of_a_row(tmp_path):
     data = f"model: {model}\nobjective: pretrain\ndata: {{path: {file}}}\noutput: o\n"
 
     def scores(*more):
-        run = parse(data + "batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}\n", "x", (), (*asked, *more))
-        return next(e for e in search.predict(run, "h200").work if e.name == "forward.scores")
+        config = parse_config(
+            data + "batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}\n", "x", (), (*asked, *more)
+        )
+        return next(e for e in search.predict(config, "h200").work if e.name == "forward.scores")
 
     dense, documents = scores("attention:impl=sdpa"), scores("attention:impl=fa4")
     assert documents.flop == pytest.approx(dense.flop / 2 / 8)
@@ -254,20 +256,20 @@ def test_a_kernel_for_older_devices_is_slower_on_newer_ones():
 def test_pairs_are_two_documents_and_padding_is_one():
     """Packed, each of a pair is a document; alone in its row, what lies behind a pair is seen by itself."""
     text = "model: {shape: llama-3.2-1b, tokenizer: t}\nobjective: dpo\ndata: {sample: recipes}\noutput: o\n"
-    run = parse(text + "batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}\n", "x")
-    lengths = estimate(run.data, run.seed, pairs=True)
-    assert held(run).reach == pytest.approx(sum(2 * (n / 2) ** 2 for n in lengths) / (2048 * sum(lengths)))
-    owned = frozenset({Part.SHARING})
-    setup = dataclasses.replace(prepare(llama()).setup, reach=held(run).reach, owned=owned)
-    assert setup.span == setup.seq
-    assert dataclasses.replace(setup, owned=owned | {Part.ROWS}).span == pytest.approx(setup.seq * setup.reach)
-    assert dataclasses.replace(setup, owned=owned | {Part.ROWS, Part.WIDTH}).span == setup.seq
+    config = parse_config(text + "batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}\n", "x")
+    lengths = estimate(config.data, config.seed, pairs=True)
+    assert held(config).reach == pytest.approx(sum(2 * (n / 2) ** 2 for n in lengths) / (2048 * sum(lengths)))
+    owned = frozenset({Part.PACKED_ROWS})
+    env = dataclasses.replace(resolve(llama()).env, reach=held(config).reach, claimed=owned)
+    assert env.span == env.seq
+    assert dataclasses.replace(env, claimed=owned | {Part.BATCH_LAYOUT}).span == pytest.approx(env.seq * env.reach)
+    assert dataclasses.replace(env, claimed=owned | {Part.BATCH_LAYOUT, Part.ROW_WIDTH}).span == env.seq
 
 
 def test_packing_is_worth_what_padding_wastes():
     text = "model: {shape: llama-3.2-1b}\nobjective: pretrain\ndata: {random: 8}\noutput: o\nwith: {}\n"
-    run = parse(text, "x")
+    config = parse_config(text, "x")
     by = defaultdict(float)
     for name, with_ in (("single", {}), ("packed", {"packing": {}})):
-        by[name] = search.predict(run.model_copy(update={"with_": with_}), "h200").tokens_per_s
+        by[name] = search.predict(config.model_copy(update={"with_": with_}), "h200").tokens_per_s
     assert by["packed"] == pytest.approx(by["single"])  # random documents fill their rows

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from optrush.data.chat_template import Tokens
-from optrush.data.schema import Chat, Completion, Document, Message, Pair, Text, Where
+from optrush.data.schema import Chat, Completion, Document, Message, Pair, RowLocation, Text
 from optrush.data.sources import SAMPLES, probe
 from optrush.errors import DataError
 from optrush.models import tiny
@@ -36,7 +36,7 @@ def talk(*answers):
 
 def look(tokens, rows, train_on="assistant", *, cut=lambda documents: documents, truncated=0, most=0.1):
     """Probes the rows, their documents cut as the run would."""
-    samples = [(Where(Path("d.jsonl"), n + 1), row) for n, row in enumerate(rows)]
+    samples = [(RowLocation(Path("d.jsonl"), n + 1), row) for n, row in enumerate(rows)]
     made = [() if isinstance(found, DataError) else cut(found) for found in tokens.batch(samples, train_on)]
     probe(samples, made, tokens, train_on, rows=len(rows), truncated=truncated, most_truncated=most)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from optrush.data.batch import IGNORE
 from optrush.errors import NeedsError, RunError
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 from optrush.technique import Part
 from optrush.techniques import ALL
 from optrush.trainer import distributed
@@ -36,7 +36,7 @@ STEPPING = [  # whoever owns the optimizer, its rounding or its moment, and can 
 
 def trained(run, resume=None):
     """(lines without times, exported weights) of a run, from its start or from a checkpoint."""
-    assert fit(prepare(run, CLASSES), resume).code == 0
+    assert fit(resolve(run, CLASSES), resume).code == 0
     output = Path(run.output)
     lines = [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
     model = {name: w.clone() for name, w in load_file(output / "model/model.safetensors").items()}
@@ -57,9 +57,9 @@ def same(box, monkeypatch, sets, **with_):
     played = []
     inner = rehearse._play
 
-    def play(job, plan):
-        inner(job, plan)
-        played.append(job.world.rank)
+    def play(trainer, plan):
+        inner(trainer, plan)
+        played.append(trainer.world.rank)
 
     monkeypatch.setattr(rehearse, "_play", play)
     with_it = trained(run)
@@ -181,7 +181,7 @@ def _fresh(box):
 
 def refused(run, resume=None):
     with pytest.raises(NeedsError) as caught:
-        fit(prepare(run, CLASSES), resume)
+        fit(resolve(run, CLASSES), resume)
     return str(caught.value).splitlines()
 
 
@@ -233,7 +233,7 @@ def test_a_late_lack_of_memory_says_how_to_go_on(box, saved):
     sets = ["train.steps=4", "train.clean=true", *(["train.save_every=1"] if saved else [])]
     run = golden_run(box, rows=4, packed=True, sets=sets, scarce={"after": 7})  # 4 in the rehearsal, 2 a step
     with pytest.raises(RunError) as caught:
-        fit(prepare(run, CLASSES))
+        fit(resolve(run, CLASSES))
     said = str(caught.value)
     assert said.startswith("out of memory in step 2: CUDA out of memory")
     assert f"--set batch.micro_tokens={2 * T}" in said

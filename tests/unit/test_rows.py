@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from optrush.data.schema import Chat, Completion, Message, Pair, Text, Where, parse, text
+from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, Text, parse, text
 from optrush.errors import DataError
 
-WHERE = Where(Path("data.jsonl"), 3)
+WHERE = RowLocation(Path("data.jsonl"), 3)
 ASK, ANSWER = {"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}
 U, A = Message("user", "ask"), Message("assistant", "answer")
 B = Message("assistant", "worse")

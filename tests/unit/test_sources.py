@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.data import dataset, sample, tokenize
 from optrush.data.chat_template import Tokens
 from optrush.data.dataset import held_rows, permutation
@@ -66,8 +66,8 @@ def texts(first, last):
 
 def read(tokens, path, objective="pretrain", seq=256, vocab=VOCAB, eval_file=None, cut=True, progress=None, **data):
     top = {"model": "tiny", "objective": objective, "output": "o", "batch": {"seq": seq}}
-    run = parse(json.dumps(top | {"data": {"path": path, "workers": 1} | data}), "x")
-    return read_sources(run, tokens, vocab, progress, eval_file, cut=cut)
+    config = parse_config(json.dumps(top | {"data": {"path": path, "workers": 1} | data}), "x")
+    return read_sources(config, tokens, vocab, progress, eval_file, cut=cut)
 
 
 def said(tokens, source):
@@ -466,7 +466,7 @@ def test_the_first_rows_are_looked_at_before_the_rest_is_tokenised(here, tokens,
 
 def test_lengths_are_estimated_from_any_form(here):
     def lengths(path, **data):
-        return estimate(parse(json.dumps({"model": "tiny", "objective": "sft", "output": "o",
+        return estimate(parse_config(json.dumps({"model": "tiny", "objective": "sft", "output": "o",
                                           "data": {"path": path} | data}), "x").data, 0)  # fmt: skip
 
     for i in range(12):

@@ -111,7 +111,7 @@ def test_the_ranks_together_hold_the_step_whatever_their_number(source, seed, la
         assert {len(batch.tokens) for batch in flat} == {micro_rows}
         assert {batch.documents.starts.shape for batch in flat} == {(micro_rows * plan.widest + 1,)}
         assert sum(batch.n_tokens for batch in flat) == sum(len(d) for row in step for _, d in row)
-        assert all(batch.documents.single == (layout.single or not layout.isolated) for batch in flat)
+        assert all(batch.documents.single == (layout.one_doc or not layout.isolated) for batch in flat)
         rows = sorted(row for batch in flat for row in batch.tokens.tolist())
         whole = made.batches(k, plan, rank=0, ranks=1, micro_rows=8)[0]
         assert rows == sorted(whole.tokens.tolist())
@@ -142,7 +142,7 @@ def test_totals_without_walking(source, seed, layout, epochs):
     assert totals.tokens + again == sum(b.n_tokens for step in steps for b in step) and 0 <= again <= plan.rows
     if layout.isolated:
         assert totals.targets == sum(b.n_targets for step in steps for b in step)
-    assert totals.slots >= totals.tokens and (layout.snug or totals.slots == plan.steps * 4 * T)
+    assert totals.slots >= totals.tokens and (layout.pad_to_longest or totals.slots == plan.steps * 4 * T)
 
 
 def ids(rows):

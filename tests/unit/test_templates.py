@@ -16,10 +16,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from optrush.data.chat_template import MEND_EARLIER, Tokens
-from optrush.data.schema import Where, parse
+from optrush.data.schema import RowLocation, parse
 from optrush.errors import DataError
 
-WHERE = Where(Path("chat.jsonl"), 3)
+WHERE = RowLocation(Path("chat.jsonl"), 3)
 TEMPLATES = sorted(Path(find_spec("trl").submodule_search_locations[0]).glob("chat_templates/*.jinja"))
 MARKER = re.compile(r"<[^<>\s'\"{}()=]+>|\[gMASK\]|\[/?INST\]|<</?SYS>>")
 PARTS = ("idefics3", "smolvlm", "llava_next")  # they take a content as a list of parts

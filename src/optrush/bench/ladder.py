@@ -40,12 +40,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from optrush import config
 from optrush.bench import peers
 from optrush.bench.peer import Peer
-from optrush.config import Keys, Run, nearest
+from optrush.config import Config, Keys, Training, dump_config, nearest, parse_config, parse_yaml
 from optrush.errors import ConfigError
-from optrush.technique import Technique, build
+from optrush.technique import Technique, instantiate
 from optrush.techniques import ALL
 
 # --- A ladder as written: its keys, and every mistake in them with file and line. Pure. What it means: ladder.py.
@@ -148,7 +147,7 @@ def parse(text: str, where: str, name: str) -> Ladder:
         ConfigError: naming `where`:line, what was found and the nearest name.
     """
     try:
-        data, lines = config.document(text, where)
+        data, lines = parse_yaml(text, where)
     except ConfigError as error:
         if error.asked == where:  # no mapping: what a training file begins with is no help here
             raise ConfigError(where, error.found, "begin with `title:`, `rungs:`") from None
@@ -262,7 +261,7 @@ class Rung:
     name: str
     mode: Literal["cumulative", "without"]
     since: str | None
-    run: Run
+    config: Config
     changes: str
     case: str
     peer: Peer | None = None  # who trains the run instead of us
@@ -273,14 +272,14 @@ def named() -> list[str]:
     return [OWN, *sorted(path.stem for path in FOLDER.glob("*.yaml"))]
 
 
-def find(name: str, run: Run) -> Ladder:
+def find(name: str, config: Config) -> Ladder:
     """The ladder of a name, or of a YAML file.
 
     Raises:
         ConfigError: no such ladder or file, or a mistake in it, with file and line.
     """
     if name == OWN:
-        return _own(run)
+        return _own(config)
     shipped = FOLDER / f"{name}.yaml"
     path = shipped if name in named() else Path(name)
     if not path.is_file():
@@ -293,18 +292,20 @@ def find(name: str, run: Run) -> Ladder:
     return parse(text, f"ladder {name}" if path == shipped else str(path), path.stem)
 
 
-def rungs(ladder: Ladder, run: Run, cumulative_only: bool, classes: Sequence[type[Technique]] = ALL) -> list[Rung]:
+def rungs(
+    ladder: Ladder, config: Config, cumulative_only: bool, classes: Sequence[type[Technique]] = ALL
+) -> list[Rung]:
     """The resolved runs: first the entries in their order, then the last one without each of its techniques.
 
     Raises:
         ConfigError: an unknown key or technique, or a value of the wrong kind, with file and line.
     """
-    given = {k: v for k, v in run.with_.items() if ladder.base.keep and k not in ladder.base.without}
-    start = run.model_copy(
+    given = {k: v for k, v in config.with_.items() if ladder.base.keep and k not in ladder.base.without}
+    start = config.model_copy(
         update={
             "with_": dict(given),
-            "data": run.data.model_copy(update={"eval": None}),
-            "train": config.Training(steps=ladder.warmup + ladder.steps, log_every=1),
+            "data": config.data.model_copy(update={"eval": None}),
+            "train": Training(steps=ladder.warmup + ladder.steps, log_every=1),
         }
     )
     start = _laid(ladder, start, ladder.base, ("base",), classes)
@@ -315,7 +316,7 @@ def rungs(ladder: Ladder, run: Run, cumulative_only: bool, classes: Sequence[typ
     last: Rung | None = None  # of our own
     for i, entry in enumerate(ladder.rungs):
         since = entry.from_ or (last.name if last else None)
-        before = found[since].run if since else start
+        before = found[since].config if since else start
         resolved = _laid(ladder, before, entry, ("rungs", i), classes)
         peer = _peer(ladder, entry, i)
         changes = differences(before, resolved) if since else "the baseline"
@@ -330,15 +331,15 @@ def rungs(ladder: Ladder, run: Run, cumulative_only: bool, classes: Sequence[typ
         last = last if peer is not None else found[entry.name]
     assert last is not None, "the first rung is our own"
     if ladder.all_but_one and not cumulative_only:
-        for name in (c.name for c in classes if c.name in last.run.with_):
-            left = last.run.model_copy(update={"with_": {k: v for k, v in last.run.with_.items() if k != name}})
+        for name in (c.name for c in classes if c.name in last.config.with_):
+            left = last.config.model_copy(update={"with_": {k: v for k, v in last.config.with_.items() if k != name}})
             found[WITHOUT + name] = Rung(
-                WITHOUT + name, "without", last.name, left, differences(last.run, left), last.case
+                WITHOUT + name, "without", last.name, left, differences(last.config, left), last.case
             )
     return list(found.values())
 
 
-def differences(before: Run, after: Run) -> str:
+def differences(before: Config, after: Config) -> str:
     """What differs, for people: `+ amp`, `- bf16`, `compile: scope model -> blocks`, `batch.seq 2048 -> 4096`."""
     old, new = before.with_, after.with_
     said = [f"- {name}" for name in old if name not in new]
@@ -359,14 +360,14 @@ def differences(before: Run, after: Run) -> str:
     return ", ".join(said) or "nothing"
 
 
-def only_load(before: Run, after: Run) -> bool:
+def only_load(before: Config, after: Config) -> bool:
     """Whether two runs differ in T and in sizes of batches, and in nothing else."""
     one, other = flat(before), flat(after)
     changed = {k for k in {**one, **other} if one.get(k) != other.get(k)}
     return before.with_ == after.with_ and bool(changed) and changed <= set(LOAD_KEYS)
 
 
-def flat(run: Run) -> dict[str, Any]:
+def flat(config: Config) -> dict[str, Any]:
     """Every value of a run but its techniques, by dotted key."""
 
     def walk(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -375,28 +376,31 @@ def flat(run: Run) -> dict[str, Any]:
             found |= walk(value, f"{path}{key}.") if isinstance(value, dict) else {path + key: value}
         return found
 
-    return walk({k: v for k, v in run.model_dump(mode="json", by_alias=True).items() if k != "with"}, "")
+    return walk({k: v for k, v in config.model_dump(mode="json", by_alias=True).items() if k != "with"}, "")
 
 
-def case(run: Run) -> str:
+def case(config: Config) -> str:
     """The load, for people: which model on which data."""
-    m, d = run.model, run.data
+    m, d = config.model, config.data
     data = "random tokens" if d.random is not None else d.sample or ", ".join(Path(o.path).name for o in d.origins)
     return f"{m.shape or Path(m.path or '').name}, {data}"
 
 
-def size(run: Run) -> str:
+def size(config: Config) -> str:
     """The model in a case's name: 1b of llama-3.2-1b, else the whole name."""
-    name = run.model.shape or Path(run.model.path or "").name
+    name = config.model.shape or Path(config.model.path or "").name
     found = re.search(r"(?<![a-z\d.])\d+(\.\d+)?[bm](?![a-z\d])", name.lower())
     return found[0] if found else name
 
 
-def _own(run: Run) -> Ladder:
+def _own(config: Config) -> Ladder:
     """CONFIG without any technique, then its own one by one, in the order of `techniques.ALL`."""
-    names = [c.name for c in ALL if c.name in run.with_]
-    entries = [Entry(name="baseline"), *(Entry.model_validate({"name": n, "with": {n: run.with_[n]}}) for n in names)]
-    unknown = [n for n in run.with_ if n not in names]
+    names = [c.name for c in ALL if c.name in config.with_]
+    entries = [
+        Entry(name="baseline"),
+        *(Entry.model_validate({"name": n, "with": {n: config.with_[n]}}) for n in names),
+    ]
+    unknown = [n for n in config.with_ if n not in names]
     if unknown:
         raise ConfigError(
             f"the technique `{unknown[0]}`", "no such technique", nearest(unknown[0], [c.name for c in ALL])
@@ -404,15 +408,15 @@ def _own(run: Run) -> Ladder:
     return Ladder(title="The techniques of the configuration, one by one", rungs=entries, name=OWN, where="CONFIG")
 
 
-def _laid(ladder: Ladder, run: Run, part: Base | Entry, keys: Keys, classes: Sequence[type[Technique]]) -> Run:
+def _laid(ladder: Ladder, config: Config, part: Base | Entry, keys: Keys, classes: Sequence[type[Technique]]) -> Config:
     """The run with an entry's changes laid over it, checked as if they stood in the YAML."""
     for key, value in part.set_.items():
         where = f"{ladder.at(*keys, 'set', key)}: `{key}`"
         try:
-            run = config.parse(config.dump(run), "CONFIG", [f"{key}={json.dumps(value)}"])
+            config = parse_config(dump_config(config), "CONFIG", [f"{key}={json.dumps(value)}"])
         except ConfigError as error:
             raise ConfigError(where, error.found, error.do) from None
-    techniques = dict(run.with_)
+    techniques = dict(config.with_)
     for n, name in enumerate(part.without if isinstance(part, Entry) else []):
         if name not in techniques:
             known = ", ".join(techniques) or "nothing"
@@ -423,10 +427,10 @@ def _laid(ladder: Ladder, run: Run, part: Base | Entry, keys: Keys, classes: Seq
     for name, options in part.with_.items():
         techniques[name] = options or {}
         try:
-            build(classes, {name: techniques[name]})
+            instantiate(classes, {name: techniques[name]})
         except ConfigError as error:
             raise ConfigError(f"{ladder.at(*keys, 'with', name)}: {error.asked}", error.found, error.do) from None
-    return run.model_copy(update={"with_": techniques})
+    return config.model_copy(update={"with_": techniques})
 
 
 def _peer(ladder: Ladder, entry: Entry, i: int) -> Peer | None:
@@ -439,7 +443,7 @@ def _peer(ladder: Ladder, entry: Entry, i: int) -> Peer | None:
     return None
 
 
-def at_length(run: Run, seq: int) -> Run:
+def at_length(config: Config, seq: int) -> Config:
     """The run with one row of so many tokens a step."""
-    batch = run.batch.model_copy(update={"seq": seq, "tokens": seq, "micro_tokens": seq})
-    return run.model_copy(update={"batch": batch})
+    batch = config.batch.model_copy(update={"seq": seq, "tokens": seq, "micro_tokens": seq})
+    return config.model_copy(update={"batch": batch})

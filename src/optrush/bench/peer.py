@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from optrush.config import Run
+from optrush.config import Config
 from optrush.hardware import Device
-from optrush.technique import Need, library
+from optrush.technique import Requirement, library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,17 +51,19 @@ class Peer(BaseModel):
         """Its name and its options, for people."""
         raise AssertionError("each system says it")
 
-    def needs(self, run: Run, device: Device) -> Iterator[Need]:
+    def needs(self, config: Config, device: Device) -> Iterator[Requirement]:
         """What must hold for its run; may import nothing."""
         for name in self.required:
             found = f"{name} is not installed"
-            yield Need(library(name) is not None, f"the system `{self.name}`", found, f"python -m pip install {name}")
-        b = run.batch
+            yield Requirement(
+                library(name) is not None, f"the system `{self.name}`", found, f"python -m pip install {name}"
+            )
+        b = config.batch
         found = f"`batch.tokens: {b.tokens}`, `batch.micro_tokens: {b.micro_tokens}`"
         asked, do = f"the system `{self.name}`, one micro-batch a step", "set both to the same number"
-        yield Need((b.micro_tokens or b.seq) == b.tokens, asked, found, do)
+        yield Requirement((b.micro_tokens or b.seq) == b.tokens, asked, found, do)
         asked = f"the system `{self.name}` on `data.stream`"
-        yield Need(not run.data.stream, asked, "nobody has counted its rows", "set data.stream: false")
+        yield Requirement(not config.data.stream, asked, "nobody has counted its rows", "set data.stream: false")
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -105,7 +107,7 @@ class Rows:
 class Work:
     """What a system is given, and what it tells: `begin` once, `step` after each update, `sees` at the end."""
 
-    run: Run
+    config: Config
     hf: dict[str, Any]  # config.json
     folder: Path  # config.json, safetensors and a tokenizer
     scratch: Path  # an empty folder, gone afterwards

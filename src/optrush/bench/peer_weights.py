@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optrush.config import Run
+from optrush.config import Config
 from optrush.errors import RunError
 from optrush.models.source import locate
 
@@ -28,7 +28,7 @@ SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_t
 TAIL = 5  # lines of what a writer said that failed
 
 
-def ensure(run: Run, dtype: str, device: str) -> tuple[Path, dict[str, Any]]:
+def ensure(config: Config, dtype: str, device: str) -> tuple[Path, dict[str, Any]]:
     """The folder with the run's initial weights in `dtype`, and its config.json; a run on a folder has its own.
 
     Args:
@@ -37,12 +37,12 @@ def ensure(run: Run, dtype: str, device: str) -> tuple[Path, dict[str, Any]]:
     Raises:
         RunError: they could not be written.
     """
-    folder, hf = locate(run)
+    folder, hf = locate(config)
     if folder is not None:
         return folder, hf
-    asked = {"hf": hf, "dtype": dtype, "seed": run.seed, "device": device}
+    asked = {"hf": hf, "dtype": dtype, "seed": config.seed, "device": device}
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
-    target = root() / f"{run.model.shape}-{dtype}-{digest}"
+    target = root() / f"{config.model.shape}-{dtype}-{digest}"
     if not target.is_dir():
         root().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:

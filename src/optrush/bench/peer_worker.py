@@ -20,11 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from optrush import config, hardware
+from optrush import hardware
 from optrush.bench import peers
 from optrush.bench.peer import Peer, Rows, Work
 from optrush.bench.peer_weights import ensure
-from optrush.config import Run
+from optrush.config import Config, parse_config
 from optrush.errors import NeedsError, RunError, UserError
 from optrush.launch import die_with_parent
 from optrush.models.shapes import ModelShape
@@ -37,33 +37,33 @@ QUIET = {
 }  # fmt: skip
 
 
-def check(peer: Peer, run: Run, device: hardware.Device) -> None:
+def check(peer: Peer, config: Config, device: hardware.Device) -> None:
     """Raises NeedsError where the system cannot train the run here."""
-    for need in peer.needs(run, device):
+    for need in peer.needs(config, device):
         if not need.met:
             raise NeedsError(need.asked, need.found, need.do)
 
 
-def measure(peer: Peer, run: Run, warmup: int) -> dict[str, Any]:
+def measure(peer: Peer, config: Config, warmup: int) -> dict[str, Any]:
     """Everything one process finds out about another system's rung."""
     device = next(iter(hardware.probe()), hardware.CPU)
-    check(peer, run, device)
+    check(peer, config, device)
     os.environ.update(QUIET)
     # One device, as ours: some systems spread a step over all that they see.
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    folder, hf = ensure(run, peer.weights, device.kind)
+    folder, hf = ensure(config, peer.weights, device.kind)
     if peer.first is not None:
         importlib.import_module(peer.first)
-    steps = run.train.steps
+    steps = config.train.steps
     assert steps is not None, "a ladder says how many"
     with tempfile.TemporaryDirectory(prefix="optrush-peer-") as scratch:
-        batches = list(rows(run, hf, folder, steps))
-        work = Work(run, hf, folder, Path(scratch), batches, device.kind)
+        batches = list(rows(config, hf, folder, steps))
+        work = Work(config, hf, folder, Path(scratch), batches, device.kind)
         peer.train(work)
     return told(peer, work, device, warmup)
 
 
-def rows(run: Run, hf: dict[str, Any], folder: Path, steps: int) -> Iterator[Rows]:
+def rows(config: Config, hf: dict[str, Any], folder: Path, steps: int) -> Iterator[Rows]:
     """The first documents of the run in its order, one a row, padded to the longest of a step."""
     import torch
 
@@ -73,10 +73,12 @@ def rows(run: Run, hf: dict[str, Any], folder: Path, steps: int) -> Iterator[Row
     from optrush.data.sampler import Stream
     from optrush.data.sources import read_sources
 
-    source = read_sources(run, open_tokens(run, folder if run.model.path else None), int(hf["vocab_size"])).train
+    source = read_sources(
+        config, open_tokens(config, folder if config.model.path else None), int(hf["vocab_size"])
+    ).train
     assert not isinstance(source, Streamed), "the system's needs refuse it"
-    T, count = run.batch.seq, run.batch.tokens // run.batch.seq
-    stream = Stream(source, Padded(), T=T, rows=count, seed=run.seed)
+    T, count = config.batch.seq, config.batch.tokens // config.batch.seq
+    stream = Stream(source, Padded(), T=T, rows=count, seed=config.seed)
     plan = stream.plan(steps=steps)
     for k in range(steps):
         held = [document for row in stream.step(k, plan) for _, document in row]
@@ -142,8 +144,8 @@ def main() -> None:
     found: dict[str, Any]
     try:
         ((name, options),) = request["peer"].items()
-        run = config.parse(request["run"], "run")
-        found = measure(peers.build(name, options), run, request["warmup"])
+        config = parse_config(request["run"], "run")
+        found = measure(peers.build(name, options), config, request["warmup"])
     except UserError as error:
         found = {"error": str(error), "refused": [error.asked, error.found, error.do]}
     except RunError as error:

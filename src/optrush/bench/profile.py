@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from optrush.planner.cost import PARTS
 from optrush.report.bench import GAPS
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 # An operator on one number puts a mark into the queue, and into a graph that is being recorded: one that no training
 # uses, so that its name is enough. (region, whether it begins); and the end of a step.
@@ -47,14 +47,14 @@ class Span(NamedTuple):
 class Marks:
     """Wraps the job's head and update for good; they leave marks while they are watched or recorded."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.watched = False
-        self.cuda = job.world.device.type == "cuda"
-        self.place = torch.zeros(1, device=job.world.device)
-        job.model.head.register_forward_pre_hook(lambda *_: self.put("asinh"))
-        job.model.head.register_forward_hook(self._backward)
-        job.update = self._around(job.update, ends=STEP)
-        job.optimizer.step = self._around(job.optimizer.step)  # type: ignore[method-assign]
+        self.cuda = trainer.world.device.type == "cuda"
+        self.place = torch.zeros(1, device=trainer.world.device)
+        trainer.model.head.register_forward_pre_hook(lambda *_: self.put("asinh"))
+        trainer.model.head.register_forward_hook(self._backward)
+        trainer.optimizer_step = self._around(trainer.optimizer_step, ends=STEP)
+        trainer.optimizer.step = self._around(trainer.optimizer.step)  # type: ignore[method-assign]
 
     def put(self, name: str) -> None:
         if self.watched or (self.cuda and torch.cuda.is_current_stream_capturing()):

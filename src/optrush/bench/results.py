@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from optrush import config
 from optrush.bench import ladder
 from optrush.bench.ladder import Ladder, Rung
 from optrush.bench.peer import UNCOMPARED
 from optrush.bench.record import Record, Verdict
-from optrush.config import Run
-from optrush.technique import Numerics, Part, Technique, build
+from optrush.config import Config, dump_config, parse_yaml
+from optrush.technique import Numerics, Part, Technique, instantiate
 from optrush.techniques import ALL
 
 # --- What figures say: medians and their spread, whether a difference is more than noise, and when a rung is red. Pure.
@@ -103,24 +102,24 @@ def faster(a: Figures, b: Figures) -> bool:
 # --- the proof
 
 
-def weakest(before: Run, after: Run, classes: Sequence[type[Technique]]) -> Numerics:
+def weakest(before: Config, after: Config, classes: Sequence[type[Technique]]) -> Numerics:
     """The weakest promise among the techniques in which two runs differ; of another implementation: the same maths."""
     differing = {
-        n: o for run in (before, after) for n, o in run.with_.items() if before.with_.get(n) != after.with_.get(n)
+        n: o for config in (before, after) for n, o in config.with_.items() if before.with_.get(n) != after.with_.get(n)
     }
-    found = [t.numerics for t in build(classes, differing)]
+    found = [t.numerics for t in instantiate(classes, differing)]
     if before.model.implementation != after.model.implementation:
         found.append(Numerics.SAME_MATHS)
     return max(found, key=list(Numerics).index, default=Numerics.EXACT)
 
 
-def tolerances(before: Run, after: Run, classes: Sequence[type[Technique]]) -> dict[str, float]:
+def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]) -> dict[str, float]:
     """By series: float32's where both runs multiply in float32 and promise the same maths, else wider ones."""
     if weakest(before, after, classes) is Numerics.DIFFERENT_MATHS:
         return DIFFERENT
     lower = any(
-        run.model.dtype != "float32" or any(Part.PRECISION in t.claims for t in build(classes, run.with_))
-        for run in (before, after)
+        config.model.dtype != "float32" or any(Part.PRECISION in t.claims for t in instantiate(classes, config.with_))
+        for config in (before, after)
     )
     return LOWER if lower else FLOAT32
 
@@ -351,7 +350,7 @@ class Climb:
     source: dict[str, Any]
     machine: dict[str, str]
     refused: dict[str, str] = field(default_factory=dict)  # by rung: why it cannot even begin
-    predict: Callable[[Rung, Run], dict[str, Any]] = lambda rung, run: {}
+    predict: Callable[[Rung, Config], dict[str, Any]] = lambda rung, run: {}
     predicted: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # by rung and T, what it said
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by rung, a result a repeat
 
@@ -374,10 +373,10 @@ class Climb:
             predicted["predicted_tokens_per_s"],
         )
 
-    def run(self, rung: Rung) -> Run:
+    def run(self, rung: Rung) -> Config:
         """What the rung's figures are of: its run, or that with the longest row that trained."""
         found = next((r["longest_seq"] for r in self.counted(rung) if "longest_seq" in r), None)
-        return rung.run if found is None else ladder.at_length(rung.run, found)
+        return rung.config if found is None else ladder.at_length(rung.config, found)
 
     def counted(self, rung: Rung) -> list[dict[str, Any]]:
         """The repeats that figures are made of: all, or those that reached no longer row than the others."""
@@ -387,17 +386,19 @@ class Climb:
 
     def plan(self, rung: Rung) -> dict[str, Any]:
         """What the plan says of that."""
-        run = self.run(rung)
-        place = (rung.name, run.batch.seq)
+        config = self.run(rung)
+        place = (rung.name, config.batch.seq)
         if place not in self.predicted:
-            self.predicted[place] = self.predict(rung, run)
+            self.predicted[place] = self.predict(rung, config)
         return self.predicted[place]
 
 
 def baseline(whole: Climb, rung: Rung) -> Rung:
     """Whose documents the rung's proof is made of: the first of our own rungs on the same model."""
-    m = rung.run.model
-    same = (r for r in whole.rungs if (r.run.model.path, r.run.model.shape) == (m.path, m.shape) and r.peer is None)
+    m = rung.config.model
+    same = (
+        r for r in whole.rungs if (r.config.model.path, r.config.model.shape) == (m.path, m.shape) and r.peer is None
+    )
     return next(same, rung)
 
 
@@ -413,20 +414,23 @@ def _record(whole: Climb, rung: Rung) -> Record:
     first = results[0]
     proof = None if error else _proof(whole, rung)
     verdict, red = _judged(whole, rung, since, proof)
-    run = whole.run(rung)
-    changes = rung.changes if since is None or since.name == rung.since else ladder.differences(since.run, rung.run)
+    config = whole.run(rung)
+    changes = (
+        rung.changes if since is None or since.name == rung.since else ladder.differences(since.config, rung.config)
+    )
     if note := first.get("proof", {}).get("note"):
         changes += f"; {note}"
     plan = whole.plan(rung)
     if whole.ladder.warmup == 0:
         changes += "; its speed is that of first steps, which compile"
         plan = {**plan, "predicted_tokens_per_s": None, "ceiling_s": {}}  # of steps that do not
-    micro = first.get("micro_tokens", run.batch.micro_tokens)
+    micro = first.get("micro_tokens", config.batch.micro_tokens)
     return Record(
         ladder=whole.ladder.name, rung=rung.name, case=rung.case, mode=rung.mode,
         since=since.name if since else None, changes=changes, device=_device(whole, rung), ranks=1,
-        seq=run.batch.seq, micro_tokens=micro if isinstance(micro, int) else run.batch.seq, verdict=verdict, red=red,
-        config={**config.document(config.dump(run), "the run")[0], **_options(rung)},
+        seq=config.batch.seq, micro_tokens=micro if isinstance(micro, int) else config.batch.seq,
+        verdict=verdict, red=red,
+        config={**parse_yaml(dump_config(config), "the run")[0], **_options(rung)},
         environment={**whole.machine, **first.get("environment", {})}, source=whole.source, command=whole.command,
         date=first.get("date", datetime.datetime.now().astimezone().isoformat("T", "seconds")),
         proof=proof, error=error, **_measured(whole, rung), **plan, tries=first.get("tries", []),
@@ -484,7 +488,7 @@ def _judged(whole: Climb, rung: Rung, since: Rung | None, proof: Mapping[str, An
     if whole.ladder.longest is not None:
         longest_before = None if since is None or before is None else (whole.run(since).batch.seq, before)
         return judge_longest(whole.run(rung).batch.seq, after, longest_before, whole.ladder.longest.factor, said)
-    same = rung.peer is not None or (since is not None and ladder.only_load(since.run, rung.run))
+    same = rung.peer is not None or (since is not None and ladder.only_load(since.config, rung.config))
     return judge(after, before, said, only_load=same, alone=rung.mode == "without")
 
 
@@ -529,8 +533,8 @@ def _proof(whole: Climb, rung: Rung) -> dict[str, Any] | None:
     told = _told(whole, rung)
     if not told or told[0] is rung or rung not in told:
         return None
-    allowed = tolerances(told[0].run, rung.run, ALL)
-    numerics = weakest(told[0].run, rung.run, ALL).name
+    allowed = tolerances(told[0].config, rung.config, ALL)
+    numerics = weakest(told[0].config, rung.config, ALL).name
     wanted = whole.results[told[0].name][0]["proof"]
     found = [r["proof"] for r in whole.results[rung.name]]
     angles = [cosine(f.get("gradient"), wanted.get("gradient")) for f in found]
@@ -550,7 +554,7 @@ def _turned(whole: Climb, rung: Rung) -> Iterator[str]:
         return
     gradients = {r.name: whole.results[r.name][0]["proof"].get("gradient") for r in told}
     before = told[: told.index(rung)]
-    promised = {r.name: tolerances(r.run, rung.run, ALL) for r in before}
+    promised = {r.name: tolerances(r.config, rung.config, ALL) for r in before}
     for result in whole.results[rung.name]:
         mine = result["proof"].get("gradient")
         angles = {n: cosine(mine, gradients[n]) for n, t in promised.items() if t is not DIFFERENT}
@@ -572,8 +576,8 @@ def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
 def _unsound(whole: Climb, rung: Rung) -> Iterator[str | None]:
     """What is wrong with a rung by itself, in any repeat."""
-    allowed = tolerances(rung.run, rung.run, ALL)
-    different = [r for r in _told(whole, rung)[:1] if tolerances(r.run, rung.run, ALL) is DIFFERENT]
+    allowed = tolerances(rung.config, rung.config, ALL)
+    different = [r for r in _told(whole, rung)[:1] if tolerances(r.config, rung.config, ALL) is DIFFERENT]
     baselines = [whole.results[r.name][0]["proof"].get("gradient") for r in different]
     for result in whole.results[rung.name]:
         yield dead(result.get("losses", []), result.get("grad_norms", []))

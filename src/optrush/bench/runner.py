@@ -30,16 +30,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from optrush import config, hardware
+from optrush import hardware
 from optrush.bench import ladder, peer_worker, record
 from optrush.bench.ladder import Ladder, Longest, Rung
 from optrush.bench.record import RUNGS, Record, put
 from optrush.bench.results import Climb, baseline, make
-from optrush.config import Run
+from optrush.config import Config, dump_config
 from optrush.console import err
 from optrush.errors import ConfigError, UserError
 from optrush.planner import calibration
-from optrush.resolve import prepare
+from optrush.resolve import resolve
 
 # --- A fresh process for one rung, with a time limit, and why it ended where it left no answer. Pure.
 
@@ -228,7 +228,7 @@ class Show(Protocol):
 
 def climb(
     climbed: Ladder,
-    run: Run,
+    config: Config,
     out: Path,
     show: Show,
     *,
@@ -248,7 +248,7 @@ def climb(
     Raises:
         UserError: the ladder, the baseline or the folder must be changed; nothing was written.
     """
-    rungs = ladder.rungs(climbed, run, cumulative_only)
+    rungs = ladder.rungs(climbed, config, cumulative_only)
     limit_s = limit_s or climbed.limit_s
     whole = Climb(climbed, rungs, out, repeats or climbed.repeats, limit_s, command, record.source(), record.machine())
     _look(out, resume)
@@ -328,9 +328,9 @@ def _prepare(whole: Climb, show: Show) -> None:
     kept = []
     for rung in whole.rungs:
         try:
-            prepared = prepare(rung.run, ranks=1)
+            prepared = resolve(rung.config, ranks=1)
             if rung.peer is not None:
-                peer_worker.check(rung.peer, rung.run, prepared.setup.device)
+                peer_worker.check(rung.peer, rung.config, prepared.env.device)
         except UserError as error:
             if rung is whole.rungs[0]:
                 raise
@@ -342,7 +342,7 @@ def _prepare(whole: Climb, show: Show) -> None:
     whole.rungs = kept
 
 
-def _predict(rung: Rung, run: Run) -> dict[str, Any]:
+def _predict(rung: Rung, config: Config) -> dict[str, Any]:
     """What the plan says of a run; nulls where it cannot say anything, and of another system."""
     from optrush.planner.search import predict
 
@@ -350,7 +350,7 @@ def _predict(rung: Rung, run: Run) -> dict[str, Any]:
     if rung.peer is not None:
         return nothing
     try:
-        said = predict(run, ranks=1)
+        said = predict(config, ranks=1)
     except UserError:
         return nothing
     return {
@@ -361,11 +361,11 @@ def _predict(rung: Rung, run: Run) -> dict[str, Any]:
     }
 
 
-def _fits(run: Run) -> bool | None:
+def _fits(config: Config) -> bool | None:
     """Whether the plan says that a run fits; None where it knows no capacity."""
     from optrush.planner.search import predict
 
-    said = predict(run, ranks=1)
+    said = predict(config, ranks=1)
     return None if said.capacity_bytes is None else said.fits
 
 
@@ -441,12 +441,12 @@ def _result(whole: Climb, rung: Rung, request: dict[str, Any], show: Show) -> di
 
     def attempt(seq: int) -> dict[str, Any]:
         unproved = {"steps": 0, "documents": 0}
-        asked = {**request, "run": config.dump(ladder.at_length(rung.run, seq)), "proof": unproved}
+        asked = {**request, "run": dump_config(ladder.at_length(rung.config, seq)), "proof": unproved}
         result = _tried(whole, rung, asked, seq)
         show.says(f"  rows of {seq:,} tokens: {'failed: ' + result['error'] if 'error' in result else 'trained'}")
         return result
 
-    begin = guess(span, lambda seq: _fits(ladder.at_length(rung.run, seq)))
+    begin = guess(span, lambda seq: _fits(ladder.at_length(rung.config, seq)))
     return search(span, begin, first, attempt)
 
 
@@ -467,12 +467,12 @@ def _tried(whole: Climb, rung: Rung, request: dict[str, Any], seq: int) -> dict[
 
 def _request(whole: Climb, rung: Rung) -> dict[str, Any]:
     """What a process is asked: the rung's run, and the proof on the baseline's documents; or who else trains it."""
-    asked: dict[str, Any] = {"run": config.dump(rung.run), "warmup": whole.ladder.warmup}
+    asked: dict[str, Any] = {"run": dump_config(rung.config), "warmup": whole.ladder.warmup}
     if whole.ladder.longest is not None:
         asked["longest"] = whole.ladder.longest.model_dump(by_alias=True)
     if rung.peer is not None:
         return {**asked, "peer": {rung.peer.name: rung.peer.model_dump()}}
-    return {**asked, "baseline": config.dump(baseline(whole, rung).run), "proof": whole.ladder.proof.model_dump()}
+    return {**asked, "baseline": dump_config(baseline(whole, rung).config), "proof": whole.ladder.proof.model_dump()}
 
 
 def _file(whole: Climb, rung: Rung, repeat: int) -> str:

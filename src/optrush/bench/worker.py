@@ -27,11 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optrush import config
 from optrush.bench import profile
 from optrush.bench.peer import facts
 from optrush.bench.record import put
-from optrush.config import Run
+from optrush.config import Config, parse_config
 from optrush.data import sampler
 from optrush.data.batch import Batch
 from optrush.data.chat_template import open_tokens
@@ -41,14 +40,14 @@ from optrush.data.schema import Document
 from optrush.data.sources import read_sources
 from optrush.errors import RunError, UserError
 from optrush.launch import die_with_parent
-from optrush.models.hf import Adapter
-from optrush.resolve import Prepared, prepare
+from optrush.models.hf import HFModel
+from optrush.resolve import ResolvedConfig, resolve
 from optrush.technique import Part
-from optrush.trainer import dpo_reference, trainer
-from optrush.trainer.build import assemble
+from optrush.trainer import dpo_reference
+from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter, resident
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Job, Plan, Trained, train
+from optrush.trainer.trainer import Plan, TrainedParam, Trainer, exhausted, set_step, train
 
 # --- Some thousand numbers in place of a gradient of billions, which tell the angle between two gradients.
 #
@@ -66,17 +65,17 @@ PIECE = 1024 * WIDTH  # values at a time
 
 
 @torch.no_grad()
-def sketch(job: Job) -> dict[str, str]:
+def sketch(trainer: Trainer) -> dict[str, str]:
     """Of the gradients that lie there; an update in the backward pass has left none.
 
     Returns:
         {"of": a digest of the tensors' names, the device and torch, "sums": (WIDTH,) float32, in base64}; stats.cosine
         reads it.
     """
-    sums = torch.zeros(WIDTH, dtype=torch.float64, device=job.world.device)
-    names = [job.setup.device.name, torch.__version__]
-    for t in job.trained:
-        for name, values in tensors(job, t):
+    sums = torch.zeros(WIDTH, dtype=torch.float64, device=trainer.world.device)
+    names = [trainer.env.device.name, torch.__version__]
+    for t in trainer.trained:
+        for name, values in tensors(trainer, t):
             names.append(name)
             seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
             generator = torch.Generator(values.device).manual_seed(seed)
@@ -88,10 +87,10 @@ def sketch(job: Job) -> dict[str, str]:
     return {"of": digest, "sums": base64.b64encode(sums.float().cpu().numpy().tobytes()).decode()}
 
 
-def tensors(job: Job, t: Trained) -> Iterator[tuple[str, Tensor]]:
+def tensors(trainer: Trainer, t: TrainedParam) -> Iterator[tuple[str, Tensor]]:
     """The gradient of a parameter as an export would write it; of one that no export has, as it is."""
-    if t.grad is not None and t.name in job.recipe.entries:
-        yield from job.recipe.split(t.name, t.grad)
+    if t.grad is not None and t.name in trainer.weight_map.entries:
+        yield from trainer.weight_map.split(t.name, t.grad)
     elif t.grad is not None:
         yield t.name, t.grad
 
@@ -105,23 +104,23 @@ PROFILED, PROFILED_S = 3, 1.0  # steps at most, and seconds of steps: of which t
 class Start:
     """The state a job begins with, on the host: what the proof changes, timing must not begin with."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.weights = [t.local.to("cpu", copy=True) for t in job.trained]
-        self.techniques = {name: state.save() for name, state in job.state.items()}
-        states = [s for by_name in job.optimizer.state().values() for s in by_name.values()]
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.weights = [t.local.to("cpu", copy=True) for t in trainer.trained]
+        self.techniques = {name: state.save() for name, state in trainer.state.items()}
+        states = [s for by_name in trainer.optimizer.state().values() for s in by_name.values()]
         assert not any(bool(s.any()) for s in states), "an optimizer's states begin at zero"
 
     @torch.no_grad()
     def restore(self) -> None:
         """Weights as they were, the optimizer's states zero, as at assembly, and what techniques keep."""
-        for t, saved in zip(self.job.trained, self.weights, strict=True):
+        for t, saved in zip(self.trainer.trained, self.weights, strict=True):
             t.local.copy_(saved)
-        for states in self.job.optimizer.state().values():
+        for states in self.trainer.optimizer.state().values():
             for state in states.values():
                 state.zero_()
         for name, kept in self.techniques.items():
-            self.job.state[name].load(kept)
+            self.trainer.state[name].load(kept)
 
 
 class Lines(Meter):
@@ -134,7 +133,12 @@ class Lines(Meter):
 
 
 def measure(
-    run: Run, baseline: Run, warmup: int, proof_steps: int, proof_documents: int, keep: Keep = lambda found: None
+    config: Config,
+    baseline: Config,
+    warmup: int,
+    proof_steps: int,
+    proof_documents: int,
+    keep: Keep = lambda found: None,
 ) -> dict[str, Any]:
     """Everything one process finds out about one rung.
 
@@ -144,37 +148,37 @@ def measure(
         proof_steps: 0: no proof is asked for.
         keep: told of all figures before a profiler is let near them.
     """
-    prepared = prepare(run)
-    job = assemble(prepared)
-    marks = profile.Marks(job)
-    dpo_reference.fill(job, prepared)
-    plan = Plan(job, job.stream.plan(None, run.train.steps))
+    prepared = resolve(config)
+    trainer = build(prepared)
+    marks = profile.Marks(trainer)
+    dpo_reference.fill(trainer, prepared)
+    plan = Plan(trainer, trainer.stream.plan(None, config.train.steps))
     documents: list[tuple[int, Document]] = []
     proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": UNASKED}
     if proof_steps:
-        documents = first_documents(job, prepared, baseline, proof_documents)
-        proof["note"] = obstacle(job, documents)
-    start = Start(job) if proof["note"] is None else None
+        documents = first_documents(trainer, prepared, baseline, proof_documents)
+        proof["note"] = obstacle(trainer, documents)
+    start = Start(trainer) if proof["note"] is None else None
     fills: list[float] = []
-    job.batches = filled(batches(job, plan), fills)
-    with reading(job.batches):
+    trainer.batches = filled(batches(trainer, plan), fills)
+    with reading(trainer.batches):
         if start is not None:
-            laid = lay(job, documents, most=plan.length.widest)
-            if len(laid) > 1 and Part.UPDATE in job.setup.owned:
+            laid = lay(trainer, documents, most=plan.length.widest)
+            if len(laid) > 1 and Part.UPDATE in trainer.env.claimed:
                 many = f"the baseline's documents take {len(laid)} micro-batches"
                 proof["note"] = f"no proof: {many}, and this rung updates in each"
                 start = None
             else:
-                proof |= prove(job, laid, proof_steps)
+                proof |= prove(trainer, laid, proof_steps)
                 start.restore()
-        if job.world.device.type == "cuda":
+        if trainer.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung
-        meter = loop(job, plan)
+        meter = loop(trainer, plan)
     timed = [line for line in meter.lines if line["step"] > warmup]
     memory = {**meter.memory(), "host_peak_bytes": resident()}
     if start is not None:  # who behaves while he is watched is watched once more
         start.restore()
-        proof["again"] = prove(job, laid, 1)
+        proof["again"] = prove(trainer, laid, 1)
     seconds = [line["step_s"] for line in timed]
     shares = [line["mfu"] for line in timed if line["mfu"] is not None]
     found = {
@@ -190,10 +194,10 @@ def measure(
         "fill": statistics.mean(fills[warmup:]),
         "data_wait": statistics.median(line["data_wait_s"] / line["step_s"] for line in timed),
         **memory,
-        "micro_tokens": job.setup.micro_rows * job.setup.seq,
-        "seen": seen(job),
-        "device": job.setup.device.name,
-        "changed": job.describe(),
+        "micro_tokens": trainer.env.micro_rows * trainer.env.seq,
+        "seen": seen(trainer),
+        "device": trainer.env.device.name,
+        "changed": trainer.describe(),
         "environment": {
             "torch": torch.__version__,
             "threads": str(torch.get_num_threads()),
@@ -203,28 +207,28 @@ def measure(
     if not warmup:  # then these were first steps, which compile
         return found
     keep({**found, "parts_note": ENDED})
-    return {**found, **profiled(job, marks, plan, statistics.median(seconds))}
+    return {**found, **profiled(trainer, marks, plan, statistics.median(seconds))}
 
 
-def loop(job: Job, plan: Plan) -> Lines:
+def loop(trainer: Trainer, plan: Plan) -> Lines:
     """Trains as a run does, on `job.batches`; the lines that it would have written."""
-    meter = Lines(job, None, plan.total, lambda _: None)
+    meter = Lines(trainer, None, plan.total, lambda _: None)
     meter.lines = []
-    job.begin = partial(trainer.begin, job, steps=plan.total)
-    train(job, meter, plan, lambda _: None)
+    trainer.set_step = partial(set_step, trainer, steps=plan.total)
+    train(trainer, meter, plan, lambda _: None)
     if meter.failure is not None:
         raise meter.failure
     return meter
 
 
-def profiled(job: Job, marks: profile.Marks, plan: Plan, step_s: float) -> dict[str, Any]:
+def profiled(trainer: Trainer, marks: profile.Marks, plan: Plan, step_s: float) -> dict[str, Any]:
     """Seconds of a step by part, under the profiler; or why there are none. All other figures have been taken."""
     steps = max(1, min(PROFILED, plan.total - 1, int(PROFILED_S / step_s)))
-    short = Plan(job, plan.length._replace(steps=1 + steps))
+    short = Plan(trainer, plan.length._replace(steps=1 + steps))
     try:
-        job.batches = batches(job, short)
-        with reading(job.batches), marks.watching() as spans:
-            loop(job, short)
+        trainer.batches = batches(trainer, short)
+        with reading(trainer.batches), marks.watching() as spans:
+            loop(trainer, short)
         held, seen = profile.steady(spans)
         if seen != steps:
             return {"parts_note": f"the profiler saw {seen} whole steps of {steps}"}
@@ -233,10 +237,10 @@ def profiled(job: Job, marks: profile.Marks, plan: Plan, step_s: float) -> dict[
         return {"parts_note": explain(error)}
 
 
-def seen(job: Job) -> dict[str, str]:
+def seen(trainer: Trainer) -> dict[str, str]:
     """What is trained and in which precision, in the words that another system's rung has."""
-    states = (s for by_name in job.optimizer.state().values() for s in by_name.values())
-    return facts(sum(t.parameter.numel() for t in job.trained), [t.local for t in job.trained], states)
+    states = (s for by_name in trainer.optimizer.state().values() for s in by_name.values())
+    return facts(sum(t.parameter.numel() for t in trainer.trained), [t.local for t in trainer.trained], states)
 
 
 def filled(steps: Iterator[list[Batch]], fills: list[float]) -> Iterator[list[Batch]]:
@@ -249,12 +253,14 @@ def filled(steps: Iterator[list[Batch]], fills: list[float]) -> Iterator[list[Ba
 # --- the proof
 
 
-def first_documents(job: Job, prepared: Prepared, baseline: Run, count: int) -> list[tuple[int, Document]]:
+def first_documents(
+    trainer: Trainer, prepared: ResolvedConfig, baseline: Config, count: int
+) -> list[tuple[int, Document]]:
     """The first documents that the baseline trains on, by sample index: read again only where the rung reads others."""
-    run, source = job.run, job.stream.source
+    config, source = trainer.config, trainer.stream.source
     same = ("data", "objective", "batch", "seed")
-    if not job.layout.whole or any(getattr(run, name) != getattr(baseline, name) for name in same):
-        weight = job.model.embedding.weight
+    if not trainer.layout.uncut or any(getattr(config, name) != getattr(baseline, name) for name in same):
+        weight = trainer.model.embedding.weight
         assert isinstance(weight, Tensor)
         source = read_sources(baseline, open_tokens(baseline, prepared.folder), weight.shape[0]).train
     order = sampler.epoch_order(source.spans, baseline.seed, 0)[:count].tolist()
@@ -262,29 +268,29 @@ def first_documents(job: Job, prepared: Prepared, baseline: Run, count: int) -> 
     return [(n, document) for n, samples in zip(order, rows) for sample in samples for document in sample]
 
 
-def obstacle(job: Job, documents: Sequence[tuple[int, Document]]) -> str | None:
+def obstacle(trainer: Trainer, documents: Sequence[tuple[int, Document]]) -> str | None:
     """Why these documents cannot prove anything of this rung, if so."""
-    longest = int(Few(documents, job.stream.source.parts).lengths().max())
-    if longest > job.setup.seq:
-        return f"no proof: the baseline's documents have up to {longest} tokens, a row here {job.setup.seq}"
-    settings = job.model.config.to_dict() if isinstance(job.model, Adapter) else {}  # our decoder drops nothing
+    longest = int(Few(documents, trainer.stream.source.parts).lengths().max())
+    if longest > trainer.env.seq:
+        return f"no proof: the baseline's documents have up to {longest} tokens, a row here {trainer.env.seq}"
+    settings = trainer.model.config.to_dict() if isinstance(trainer.model, HFModel) else {}  # our decoder drops nothing
     drops = [k for k, v in settings.items() if "drop" in k and isinstance(v, float) and v > 0]
     if drops:
         return f"no proof: the model drops values at random ({', '.join(drops)}), so that two layouts differ by chance"
     return None
 
 
-def lay(job: Job, documents: Sequence[tuple[int, Document]], most: int) -> list[Batch]:
+def lay(trainer: Trainer, documents: Sequence[tuple[int, Document]], most: int) -> list[Batch]:
     """The documents in whole micro-batches of the rung, by its own layout; empty rows fill the last one up.
 
     Args:
         most: documents that a row of the rung has room for: with it, compiled code sees the same shapes.
     """
-    rows = job.setup.micro_rows
-    source = Few(documents, job.stream.source.parts)
-    laid = sampler.Stream(source, job.layout, T=job.setup.seq, rows=rows, seed=0, shuffle=False)
-    if job.stream.reference is not None:
-        laid.reference = dpo_reference.passed(job, source, "pairs of the proof")
+    rows = trainer.env.micro_rows
+    source = Few(documents, trainer.stream.source.parts)
+    laid = sampler.Stream(source, trainer.layout, T=trainer.env.seq, rows=rows, seed=0, shuffle=False)
+    if trainer.stream.reference is not None:
+        laid.reference = dpo_reference.passed(trainer, source, "pairs of the proof")
     plan = laid.plan(epochs=1)
     plan = plan._replace(widest=max(most, plan.widest))
     return [b for k in range(plan.steps) for b in laid.batches(k, plan, rank=0, ranks=1, micro_rows=rows)]
@@ -315,7 +321,7 @@ class Few:
         return tuple(document for _, document in self.held[i * self.parts : (i + 1) * self.parts])
 
 
-def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, Any]:
+def prove(trainer: Trainer, batches: list[Batch], steps: int) -> dict[str, Any]:
     """Loss and gradient norm of training steps on one and the same window, at a constant rate, and the first gradient.
 
     A skipped update has changed the loss scale at most: the step is taken again.
@@ -323,15 +329,15 @@ def prove(job: Job, batches: list[Batch], steps: int) -> dict[str, Any]:
     gradient: dict[str, str] | None = None
     losses: list[float | None] = []
     norms: list[float | None] = []
-    terms = job.total(sum(b.n_terms for b in batches))
+    terms = trainer.all_reduce_int(sum(b.n_terms for b in batches))
     for n in range(1, steps + 1):
-        for _ in range(job.patience):
-            trainer.begin(job, n, steps)
-            job.lr.fill_(job.run.optim.lr)
-            loss = job.gradients(batches, terms)
+        for _ in range(trainer.max_skipped_updates):
+            set_step(trainer, n, steps)
+            trainer.lr.fill_(trainer.config.optim.lr)
+            loss = trainer.forward_backward(batches, terms)
             if n == 1:
-                gradient = sketch(job)
-            norm, skipped = job.update()
+                gradient = sketch(trainer)
+            norm, skipped = trainer.optimizer_step()
             if not skipped.item():
                 break
         for value, kept in ((loss.item(), losses), (norm.item(), norms)):
@@ -353,9 +359,9 @@ def main() -> None:
         put(Path(sys.argv[2]), json.dumps({**found, "seconds": time.monotonic() - begun}, allow_nan=False))
 
     try:
-        run, baseline = (config.parse(request[key], key) for key in ("run", "baseline"))
+        config, baseline = (parse_config(request[key], key) for key in ("run", "baseline"))
         steps, documents = request["proof"]["steps"], request["proof"]["documents"]
-        found = measure(run, baseline, request["warmup"], steps, documents, keep)
+        found = measure(config, baseline, request["warmup"], steps, documents, keep)
     except UserError as error:
         found = {"error": str(error), "refused": [error.asked, error.found, error.do]}
     except RunError as error:
@@ -369,7 +375,7 @@ def main() -> None:
 def explain(error: Exception) -> str:
     """An unexpected error in a line, and where it came from."""
     text = next(iter(str(error).splitlines()), "")
-    if trainer.exhausted(error):
+    if exhausted(error):
         return f"out of memory: {text or type(error).__name__}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"

@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from optrush.cli.options import Config, Json, Set, With, Without, read_run
+from optrush.cli.options import ConfigFile, Json, Set, With, Without, read_run
 from optrush.errors import ConfigError
 from optrush.launch import launched
 
 
 def bench(
-    config: Config,
+    config: ConfigFile,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="where records and report go", show_default=False)],
     ladder: Annotated[
         str,

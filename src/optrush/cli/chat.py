@@ -117,9 +117,9 @@ class Session:
         Args:
             told: gets (speaker, piece); None: the terminal.
         """
-        from optrush.data.schema import Message, Where
+        from optrush.data.schema import Message, RowLocation
 
-        where = Where(Path("this conversation"), self.asked + 1)
+        where = RowLocation(Path("this conversation"), self.asked + 1)
         user = Message("user", text)
         prompts: list[Any] = [t + text for t in self.texts] if self.plain else [[*t, user] for t in self.talks]
         ids = [s.ids(p, where) for s, p in zip(self.speakers, prompts, strict=True)]

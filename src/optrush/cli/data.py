@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from optrush.cli.options import Config, Json, Set, With, Without, read_run
+from optrush.cli.options import ConfigFile, Json, Set, With, Without, read_run
 from optrush.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from optrush.config import Run
+    from optrush.config import Config
     from optrush.data.chat_template import Tokens
-    from optrush.data.dataset import Corpus
+    from optrush.data.dataset import Dataset
     from optrush.data.packing import Layout
     from optrush.data.sources import Sources
-    from optrush.resolve import Prepared
+    from optrush.resolve import ResolvedConfig
 
 
 STREAMED = 1000  # rows that are read of data that is never tokenised as a whole
@@ -33,7 +33,7 @@ LEARNT, READ, SPECIAL, PLAIN = "1;32", "2", ";7", "\x1b[0m"  # bold green, dim; 
 
 
 def show(
-    config: Config,
+    config: ConfigFile,
     rows: Annotated[int, typer.Option("--rows", min=1, metavar="N", help="how many samples, or rows")] = 5,
     first: Annotated[int, typer.Option("--from", min=0, metavar="K", help="the first one's number, from 0")] = 0,
     random: Annotated[bool, typer.Option("--random", help="samples in the run's random order")] = False,
@@ -67,7 +67,7 @@ def show(
 
     tokens = _tokens(prepared)
     whole = _whole(prepared, tokens)
-    source = cast("Corpus", whole.train)
+    source = cast("Dataset", whole.train)
     lengths, T = source.lengths(), run.batch.seq
     facts: dict[str, Any] = {
         "summary": (f"data.stream, the first {STREAMED} rows: " if run.data.stream else "") + whole.summary,
@@ -89,7 +89,7 @@ def show(
 
 
 def pack(
-    config: Config,
+    config: ConfigFile,
     set_: Set = [],  # noqa: B006
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -106,8 +106,8 @@ def pack(
         raise ConfigError("to tokenise ahead of a run", found, "leave data.stream out")
     prepared = _prepare(run)
     tokens = _tokens(prepared)
-    sources = _read(run, prepared, tokens, cut=_layout(prepared).whole)
-    parts = {"train": cast("Corpus", sources.train), "held_out": cast("Corpus | None", sources.held_out)}
+    sources = _read(run, prepared, tokens, cut=_layout(prepared).uncut)
+    parts = {"train": cast("Dataset", sources.train), "held_out": cast("Dataset | None", sources.held_out)}
     made = {path for part in parts.values() if part is not None for path in part.shelf.made if isinstance(path, Path)}
     facts = {
         "summary": sources.summary,
@@ -115,96 +115,98 @@ def pack(
         "refused": [{"where": str(where), "reason": why.found} for where, why in sources.refused[:REFUSED]],
         "cache": sorted({str(path.parent) for path in made}),
         "cache_bytes": sum(path.stat().st_size for path in made),
-        "fills": _fills(prepared, cast("Corpus", _whole(prepared, tokens).train)),
+        "fills": _fills(prepared, cast("Dataset", _whole(prepared, tokens).train)),
     }
     _print(json.dumps(facts) if as_json else "\n".join(_packed(facts)))
 
 
-def _prepare(run: Run) -> Prepared:
+def _prepare(config: Config) -> ResolvedConfig:
     """The run with those of its techniques that lay out rows: looking at data needs no GPU, whatever training needs."""
-    from optrush.resolve import prepare
-    from optrush.technique import Part, build
+    from optrush.resolve import resolve
+    from optrush.technique import Part, instantiate
     from optrush.techniques import ALL
 
-    if run.data.random is not None:
+    if config.data.random is not None:
         raise DataError("to look at the data", "`data.random`: nothing to show", "give data.path or data.sample")
-    laying = {t.name: run.with_[t.name] for t in build(ALL, run.with_) if Part.ROWS in t.claims}
-    return prepare(run.model_copy(update={"with_": laying}), ranks=1)
+    laying = {t.name: config.with_[t.name] for t in instantiate(ALL, config.with_) if Part.BATCH_LAYOUT in t.claims}
+    return resolve(config.model_copy(update={"with_": laying}), ranks=1)
 
 
-def _layout(prepared: Prepared) -> Layout:
+def _layout(prepared: ResolvedConfig) -> Layout:
     """How the run's samples become rows: what its data stage sets."""
     from optrush.data.packing import Padded
     from optrush.objectives import check_layout
 
-    job = cast(Any, SimpleNamespace(run=prepared.run, layout=Padded()))
+    job = cast(Any, SimpleNamespace(config=prepared.config, layout=Padded()))
     for technique in prepared.techniques:
         technique.data(job)
     layout: Layout = job.layout
-    check_layout(prepared.run, layout)
+    check_layout(prepared.config, layout)
     return layout
 
 
-def _tokens(prepared: Prepared) -> Tokens:
+def _tokens(prepared: ResolvedConfig) -> Tokens:
     from optrush.data.chat_template import open_tokens
 
-    tokens = open_tokens(prepared.run, prepared.folder)
+    tokens = open_tokens(prepared.config, prepared.folder)
     assert tokens is not None, "text without a tokenizer is refused before"
     return tokens
 
 
-def _whole(prepared: Prepared, tokens: Tokens) -> Sources:
+def _whole(prepared: ResolvedConfig, tokens: Tokens) -> Sources:
     """The data with no sample cut to T; of a stream the beginning."""
-    run = prepared.run
-    if run.data.stream:
-        most = min(STREAMED, run.data.max_samples or STREAMED)
-        run = run.model_copy(update={"data": run.data.model_copy(update={"stream": False, "max_samples": most})})
-    return _read(run, prepared, tokens, cut=False)
+    config = prepared.config
+    if config.data.stream:
+        most = min(STREAMED, config.data.max_samples or STREAMED)
+        config = config.model_copy(
+            update={"data": config.data.model_copy(update={"stream": False, "max_samples": most})}
+        )
+    return _read(config, prepared, tokens, cut=False)
 
 
-def _read(run: Run, prepared: Prepared, tokens: Tokens, cut: bool) -> Sources:
+def _read(config: Config, prepared: ResolvedConfig, tokens: Tokens, cut: bool) -> Sources:
     from optrush import console
     from optrush.data.sources import read_sources
 
     vocab = prepared.hf.get("vocab_size") or len(tokens.tokenizer)
-    return read_sources(run, tokens, vocab, lambda line: console.err.print(line, markup=False), cut=cut)
+    return read_sources(config, tokens, vocab, lambda line: console.err.print(line, markup=False), cut=cut)
 
 
-def _fills(prepared: Prepared, source: Corpus) -> list[dict[str, Any]]:
+def _fills(prepared: ResolvedConfig, source: Dataset) -> list[dict[str, Any]]:
     from optrush.data import preview
 
-    setup = prepared.setup
-    return preview.fills(source.lengths(), setup.seq, setup.rows, setup.micro_rows, prepared.run)
+    env = prepared.env
+    return preview.fills(source.lengths(), env.seq, env.rows, env.micro_rows, prepared.config)
 
 
 def _samples(
-    prepared: Prepared, tokens: Tokens, source: Corpus, first: int, count: int, random: bool
+    prepared: ResolvedConfig, tokens: Tokens, source: Dataset, first: int, count: int, random: bool
 ) -> list[dict[str, Any]]:
     from optrush.data import preview
     from optrush.data.sampler import epoch_order
 
     order: Sequence[int] = range(len(source))
     if random:
-        order = cast(Sequence[int], epoch_order(source.spans, prepared.run.seed, 0))
+        order = cast(Sequence[int], epoch_order(source.spans, prepared.config.seed, 0))
     _check(first, len(order), "samples")
     wanted = ((int(i), source.documents(int(i))) for i in order[first : first + count])
-    return list(preview.samples(source, tokens.tokenizer, wanted, prepared.setup.seq))
+    return list(preview.samples(source, tokens.tokenizer, wanted, prepared.env.seq))
 
 
-def _rows(prepared: Prepared, tokens: Tokens, source: Corpus, first: int, count: int) -> list[dict[str, Any]]:
+def _rows(prepared: ResolvedConfig, tokens: Tokens, source: Dataset, first: int, count: int) -> list[dict[str, Any]]:
     from optrush.data import preview
     from optrush.data.sampler import Stream
 
-    run, setup, layout = prepared.run, prepared.setup, _layout(prepared)
-    if layout.whole:
-        source = cast("Corpus", _read(run, prepared, tokens, cut=True).train)
-    stream = Stream(source, layout, T=setup.seq, rows=setup.rows, seed=run.seed)
-    plan = stream.plan(None if run.train.steps else run.train.epochs, run.train.steps)
+    config, env, layout = prepared.config, prepared.env, _layout(prepared)
+    if layout.uncut:
+        source = cast("Dataset", _read(config, prepared, tokens, cut=True).train)
+    stream = Stream(source, layout, T=env.seq, rows=env.rows, seed=config.seed)
+    plan = stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
     _check(first, plan.rows, "rows")
-    steps = range(first // setup.rows, min(plan.steps, (first + count - 1) // setup.rows + 1))
-    found = [(k * setup.rows + b, row) for k in steps for b, row in enumerate(stream.step(k, plan)) if row]
+    steps = range(first // env.rows, min(plan.steps, (first + count - 1) // env.rows + 1))
+    found = [(k * env.rows + b, row) for k in steps for b, row in enumerate(stream.step(k, plan)) if row]
     wanted = [(g, row) for g, row in found if first <= g < first + count]
-    return list(preview.rows(source, tokens.tokenizer, wanted, setup.seq))
+    return list(preview.rows(source, tokens.tokenizer, wanted, env.seq))
 
 
 def _check(first: int, n: int, what: str) -> None:
@@ -346,8 +348,8 @@ def clean(
     if not sources or out is None:
         found = "nothing to clean" if not sources else "no folder to write"
         raise ConfigError("optrush data clean", found, "optrush data clean SOURCE... --out DIR")
-    run = _run(sources, set_)
-    record = _clean(run, out)
+    config = _run(sources, set_)
+    record = _clean(config, out)
     if as_json:
         print(json.dumps(record))
         return
@@ -358,7 +360,7 @@ def clean(
     print(f"{record['kept']['rows']:,} of {record['rows']:,} rows stay: {out / 'rows.jsonl'}, {out / PAGE}")
 
 
-def _run(sources: Sequence[str], sets: list[str]) -> Run:
+def _run(sources: Sequence[str], sets: list[str]) -> Config:
     """What is to be cleaned, as a run's configuration: the YAML, or one made of the files named."""
     if Path(sources[0]).suffix not in (".yaml", ".yml"):
         return _bare({"path": list(sources)}, {}, sets)
@@ -367,16 +369,16 @@ def _run(sources: Sequence[str], sets: list[str]) -> Run:
     return read_run(Path(sources[0]), sets, [], [])
 
 
-def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str]) -> Run:
+def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str]) -> Config:
     import yaml
 
-    from optrush.config import parse
+    from optrush.config import parse_config
 
     document = {"model": dict(model), "objective": "pretrain", "data": dict(data), "output": "."}
-    return parse(yaml.safe_dump(document), "the command line", sets)
+    return parse_config(yaml.safe_dump(document), "the command line", sets)
 
 
-def _clean(run: Run, folder: Path) -> dict[str, Any]:
+def _clean(config: Config, folder: Path) -> dict[str, Any]:
     """Cleans what the run names and writes the folder; returns the record."""
     from optrush.data import readers
     from optrush.data.chat_template import open_tokens
@@ -385,7 +387,7 @@ def _clean(run: Run, folder: Path) -> dict[str, Any]:
     from optrush.models.source import locate
     from optrush.report import data
 
-    d = run.data
+    d = config.data
     if d.path is None or d.clean is None:
         found = "no `data.path`" if d.path is None else "no `data.clean`"
         do = "say what and how: --set data.clean.exact_duplicates=true, or `clean:` under `data:`"
@@ -394,15 +396,15 @@ def _clean(run: Run, folder: Path) -> dict[str, Any]:
     named = [p if isinstance(p, str) else p.path for p in ([d.path] if isinstance(d.path, str) else d.path)]
     reads = list(dict.fromkeys(file for path in named for file in readers.find(path, cache)))
     tokens = None
-    if d.clean.tokens is not None and (run.model.path or run.model.tokenizer):
-        tokens = open_tokens(run, None if run.model.path is None else locate(run, weights=False)[0])
+    if d.clean.tokens is not None and (config.model.path or config.model.tokenizer):
+        tokens = open_tokens(config, None if config.model.path is None else locate(config, weights=False)[0])
     evaluation = [] if d.clean.decontaminate is None else readers.find(d.clean.decontaminate, cache)
     with folder_for(folder, [*reads, *evaluation]) as new, _bar() as progress:
         cleaned = clean(
             reads, d.clean, tokens=tokens, text_rows=d.text_rows, bad_rows=d.bad_rows, most_bad=d.most_bad,
             workers=d.workers, progress=progress, folder=new, cache=cache,
         )  # fmt: skip
-        model = run.model.model_dump(include={"path", "tokenizer"}, exclude_none=True) if tokens else {}
+        model = config.model.model_dump(include={"path", "tokenizer"}, exclude_none=True) if tokens else {}
         record = {**write_rows(cleaned, new), "model": model}
         data.write_cleaning_page(record, new)
     return record
@@ -421,7 +423,9 @@ def _check_cleaning(folder: Path) -> None:
         record = json.loads((folder / RECORD).read_bytes())
         settings = {key: record[key] for key in ("text_rows", "bad_rows", "most_bad")}
         output, inputs, held = record["output"], record["inputs"], record["evaluation"]
-        run = _bare({"path": [i["file"] for i in inputs], "clean": record["settings"], **settings}, record["model"], [])
+        config = _bare(
+            {"path": [i["file"] for i in inputs], "clean": record["settings"], **settings}, record["model"], []
+        )
         if record["format"] != FORMAT:
             raise DataError(asked, f"a record of format {record['format']}", "clean again with --out")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -432,7 +436,7 @@ def _check_cleaning(folder: Path) -> None:
         if not file.is_file() or sha256(file) != digest:
             raise DataError(asked, f"{file} is not there, or not as it was", "restore it, or clean again with --out")
     with tempfile.TemporaryDirectory(prefix="optrush-check-", dir=folder.absolute().parent) as name:
-        again = _clean(run, Path(name) / "again")
+        again = _clean(config, Path(name) / "again")
     differing = [name for name, held in output.items() if again["output"].get(name) != held]
     if differing:
         versions = {k: (v, again["versions"].get(k)) for k, v in record["versions"].items()}

@@ -13,10 +13,10 @@ import typer
 from optrush.errors import ConfigError
 
 if TYPE_CHECKING:
-    from optrush.config import Run
+    from optrush.config import Config
 
 
-Config = Annotated[Path, typer.Argument(help="the run's YAML", metavar="CONFIG", show_default=False)]
+ConfigFile = Annotated[Path, typer.Argument(help="the run's YAML", metavar="CONFIG", show_default=False)]
 Set = Annotated[
     list[str],
     typer.Option("--set", metavar="KEY=VALUE", help="change a value of the YAML: optim.lr=1e-4; may be repeated"),
@@ -34,9 +34,9 @@ Ranks = Annotated[int, typer.Option("--ranks", min=1, help="processes on this ma
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document, for programs")]
 
 
-def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str]) -> Run:
+def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str]) -> Config:
     """The YAML with its flags, checked."""
-    from optrush.config import parse, refuse
+    from optrush.config import parse_config, refuse_secrets
 
     if not path.is_file():
         raise ConfigError(f"the configuration {path}", "no such file", "name a YAML file; examples/ has some")
@@ -44,9 +44,9 @@ def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str])
         text = path.read_text()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
-    run = parse(text, str(path), sets, withs, withouts)
-    refuse(run)  # whatever a verb does with it, it may write it down
-    return run
+    config = parse_config(text, str(path), sets, withs, withouts)
+    refuse_secrets(config)  # whatever a verb does with it, it may write it down
+    return config
 
 
 def launches(ranks: int) -> bool:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from optrush.cli.options import Config, Json, Set, With, Without, read_run
+from optrush.cli.options import ConfigFile, Json, Set, With, Without, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
 from optrush.launch import launched
 
 if TYPE_CHECKING:
-    from optrush.config import Run
+    from optrush.config import Config
     from optrush.planner.calibration import Calibration
-    from optrush.planner.search import Found, Prediction, Setting
+    from optrush.planner.search import Candidate, Prediction, SearchResult
 
 
 GIB = 2**30
@@ -28,7 +28,7 @@ SMALL = 0.01  # of the peak: lines below are shown as one
 
 
 def plan(
-    config: Config,
+    config: ConfigFile,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -70,21 +70,22 @@ def plan(
         _write(run, hardware, found, out)
 
 
-def _write(run: Run, name: str, found: Found, out: Path) -> None:
-    from optrush import config, hardware
+def _write(config: Config, name: str, found: SearchResult, out: Path) -> None:
+    from optrush import hardware
+    from optrush.config import dump_config
 
     if not found.settings:
         raise ConfigError(f"--out {out}", "no setting fits", "take a smaller model, shorter rows or other hardware")
     _, ranks = hardware.named(name)
     launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
     try:
-        out.write_text(f"# {launch}\n{config.dump(found.settings[0].over(run))}")
+        out.write_text(f"# {launch}\n{dump_config(found.settings[0].over(config))}")
     except OSError as error:
         raise ConfigError(f"--out {out}", f"{error.strerror}", "give a path that can be written") from None
     print(f"the best setting: {launch}", file=sys.stderr)
 
 
-def _document(prediction: Prediction | None, refused: UserError | None, found: Found) -> dict[str, Any]:
+def _document(prediction: Prediction | None, refused: UserError | None, found: SearchResult) -> dict[str, Any]:
     """The document of --json: the prediction's fields, null where it was refused, and the alternatives."""
     from optrush.planner.search import Prediction
 
@@ -110,11 +111,11 @@ def _document(prediction: Prediction | None, refused: UserError | None, found: F
 
 
 def _text(
-    run: Run,
+    config: Config,
     hardware: str,
     prediction: Prediction | None,
     refused: UserError | None,
-    found: Found,
+    found: SearchResult,
 ) -> list[str]:
     """For people: the configuration's memory as a bar, its speed, better settings, other models."""
     from optrush.planner import search as planner
@@ -135,7 +136,7 @@ def _text(
     width = max((len(what) for what, _ in found.lost), default=0)
     lines += [f"  {what:<{width}}  {why}" for what, why in found.lost]
     lines += ["", "the same on models of the family"]
-    rows = list(planner.family(run, hardware, found.settings[0]))
+    rows = list(planner.family(config, hardware, found.settings[0]))
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, parameters, other in rows:
         cost = "does not fit" if other is None else f"{_short(other)}{_hours(other)}"
@@ -192,12 +193,12 @@ def _speed(p: Prediction) -> str:
     return f"about {p.tokens_per_s:,.0f} tokens/s (basis: {p.basis})"
 
 
-def _short(s: Setting) -> str:
+def _short(s: Candidate) -> str:
     rows = f"{s.micro_rows} row{'s' * (s.micro_rows > 1)} a micro-batch"
     return f"{_speed(s.prediction)}, {s.prediction.peak_bytes / GIB:.1f} GiB, {rows}"
 
 
-def _hours(s: Setting) -> str:
+def _hours(s: Candidate) -> str:
     speed = s.prediction.tokens_per_s
     return "" if not speed else f", {1e9 / speed / 3600:,.1f} h a billion tokens"
 

@@ -22,11 +22,21 @@ from optrush import hardware
 from optrush.cli.options import Json
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import Device
-from optrush.technique import COMPILERS, Need, Part, Setup, Technique, compilers, installed, library, missing
+from optrush.technique import (
+    COMPILERS,
+    Environment,
+    Part,
+    Requirement,
+    Technique,
+    compilers,
+    installed,
+    library,
+    missing,
+)
 from optrush.techniques import ALL
 
 if TYPE_CHECKING:
-    from optrush.technique import Need
+    from optrush.technique import Requirement
 
 
 MODEL, DATA = "tiny", "sample:recipes"  # what --yes takes
@@ -197,7 +207,7 @@ def _standing(standing: Standing) -> list[str]:
     return lines
 
 
-def _lacks(need: Need, indent: str, option: str = "") -> list[str]:
+def _lacks(need: Requirement, indent: str, option: str = "") -> list[str]:
     what = f"{option}: " if option else ""
     word = _coloured("lacks", "red")
     return [
@@ -279,8 +289,10 @@ class Standing:
     summary: str
     runs: bool
     several: bool  # it needs more than one rank
-    lacks: tuple[Need, ...]
-    options: tuple[tuple[str, tuple[Need, ...]], ...]  # of its options' other values: `impl=varlen`, and what it lacks
+    lacks: tuple[Requirement, ...]
+    options: tuple[
+        tuple[str, tuple[Requirement, ...]], ...
+    ]  # of its options' other values: `impl=varlen`, and what it lacks
 
 
 @dataclass(frozen=True)
@@ -295,7 +307,7 @@ class Machine:
     python: str
     packages: dict[str, str | None]
     compiler: str | None
-    problems: tuple[Need, ...]
+    problems: tuple[Requirement, ...]
     techniques: tuple[Standing, ...]
 
 
@@ -318,20 +330,20 @@ def examine(classes: Sequence[type[Technique]] = ALL) -> Machine:
     )
 
 
-def problems(devices: Sequence[Device], packages: dict[str, str | None]) -> Iterator[Need]:
+def problems(devices: Sequence[Device], packages: dict[str, str | None]) -> Iterator[Requirement]:
     """What no technique needs in particular, and every run does."""
     for name in REQUIRED:
         if packages[name] is None:
-            yield Need(False, f"the package {name}", "not installed", f"python -m pip install {name}")
+            yield Requirement(False, f"the package {name}", "not installed", f"python -m pip install {name}")
     torch = packages["torch"]
     if devices and torch is not None and "+cpu" in torch:
-        yield Need(
+        yield Requirement(
             False, f"torch on {devices[0].name}", f"torch {torch}, built without CUDA",
             "python -m pip uninstall torch, then install the build for CUDA: https://pytorch.org/get-started/locally",
         )  # fmt: skip
     if len({d.name for d in devices}) > 1:
         found = ", ".join(d.name for d in devices)
-        yield Need(False, "devices of one kind", found, "choose with CUDA_VISIBLE_DEVICES")
+        yield Requirement(False, "devices of one kind", found, "choose with CUDA_VISIBLE_DEVICES")
 
 
 def standing(cls: type[Technique], devices: Sequence[Device]) -> Standing:
@@ -359,17 +371,17 @@ def choices(cls: type[Technique]) -> Iterator[tuple[str, Any]]:
             yield from ((field.name, v) for v in get_args(hints[field.name]) if v != field.default)
 
 
-def lacking(technique: Technique, device: Device, ranks: int) -> list[Need]:
+def lacking(technique: Technique, device: Device, ranks: int) -> list[Requirement]:
     """What a technique lacks on a device, whatever else is in the run: the fewest unmet over the owners of parts."""
     # An ordinary run, and one of whole steps without clipping: what a technique asks of the model (blocks, dtype,
     # positions) or of the step is met, what it asks of the machine is what is left.
-    plain = Setup(
+    plain = Environment(
         device=device, ranks=ranks, seq=2048, rows=8 * ranks, micro_rows=1, clip=1.0, dtype="float32", native=True,
         blocks=16,
     )  # fmt: skip
     owners = [frozenset[Part](), *(frozenset({p}) for p in Part), frozenset(Part)]
     runs = (plain, dataclasses.replace(plain, micro_rows=8, clip=None))
-    setups = [dataclasses.replace(run, owned=owned | technique.claims) for run in runs for owned in owners]
+    setups = [dataclasses.replace(run, claimed=owned | technique.claims) for run in runs for owned in owners]
     unmet = min(([n for n in technique.needs(s) if not n.met] for s in setups), key=len)
     unmet += missing(technique)
     if type(technique).compile is not Technique.compile:

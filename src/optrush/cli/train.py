@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from optrush.cli.options import Config, Json, Ranks, Set, With, Without, launches, read_run
+from optrush.cli.options import ConfigFile, Json, Ranks, Set, With, Without, launches, read_run
 from optrush.errors import ConfigError
 from optrush.launch import launched
 
 if TYPE_CHECKING:
-    from optrush.config import Run
+    from optrush.config import Config
 
 
 def train(
-    config: Config,
+    config: ConfigFile,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -69,7 +69,7 @@ def train(
         raise ConfigError("--json", found, "give both, or neither")
     _alone(overfit, overfit_steps, dry_run, resume)
     go_on: Literal["auto"] | Path | None = "auto" if resume == "auto" else Path(resume) if resume else None
-    from optrush.resolve import prepare
+    from optrush.resolve import resolve
 
     if dry_run:
         return _rehearse(run, ranks if launches(ranks) else None, go_on, as_json)
@@ -79,13 +79,13 @@ def train(
         from optrush import launch
         from optrush.trainer.run import look
 
-        look(prepare(run, ranks=ranks), go_on)  # what can be refused is refused once, here
+        look(resolve(run, ranks=ranks), go_on)  # what can be refused is refused once, here
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush.trainer import distributed
     from optrush.trainer.run import fit
 
     with distributed.leaving():
-        outcome = fit(prepare(run), go_on, frozenset(allow_change))
+        outcome = fit(resolve(run), go_on, frozenset(allow_change))
     if outcome.code == 0 and launched()[0] == 0:
         if outcome.evals:
             shown = " -> ".join(f"{loss:.4f}" for loss in dict.fromkeys((outcome.evals[0], outcome.evals[-1])))
@@ -105,40 +105,40 @@ def _alone(overfit: int | None, steps: int | None, dry_run: bool, resume: str | 
         raise ConfigError("--overfit with --resume", "it begins with the model, and leaves no checkpoint", do)
 
 
-def _overfit(run: Run, ranks: int, count: int, steps: int | None, as_json: bool) -> None:
+def _overfit(config: Config, ranks: int, count: int, steps: int | None, as_json: bool) -> None:
     """Exit code 1 where the batches were not learnt."""
-    from optrush.resolve import prepare
+    from optrush.resolve import resolve
     from optrush.trainer import distributed
 
     if launches(ranks):
         from optrush import launch
 
-        prepare(run, ranks=ranks)
+        resolve(config, ranks=ranks)
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush.trainer.overfit import STEPS, overfit
 
     with distributed.leaving():
-        verdict = overfit(prepare(run), count, steps or STEPS)
+        verdict = overfit(resolve(config), count, steps or STEPS)
     if launched()[0] == 0:
         print(json.dumps(dataclasses.asdict(verdict)) if as_json else verdict.text())
     raise typer.Exit(0 if verdict.reached else 1)
 
 
-def _rehearse(run: Run, ranks: int | None, go_on: Literal["auto"] | Path | None, as_json: bool) -> None:
+def _rehearse(config: Config, ranks: int | None, go_on: Literal["auto"] | Path | None, as_json: bool) -> None:
     """Every rank of it in this one process; under a launcher the first speaks for all."""
     if launched()[0] != 0:
         return
-    from optrush.resolve import prepare
+    from optrush.resolve import resolve
     from optrush.trainer import dry_run
 
-    facts = dry_run.rehearse(prepare(run, ranks=ranks), go_on, dry_run.launch_line(sys.argv[1:]))
-    shown = json.dumps(facts) if as_json else dry_run.text(facts, run, dry_run.colours())
+    facts = dry_run.rehearse(resolve(config, ranks=ranks), go_on, dry_run.launch_line(sys.argv[1:]))
+    shown = json.dumps(facts) if as_json else dry_run.text(facts, config, dry_run.colours())
     # The rows are the user's text, whatever the terminal can write.
     print(shown.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8"))
 
 
 def evaluate(
-    config: Config,
+    config: ConfigFile,
     set_: Set = [],  # noqa: B006
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -163,16 +163,16 @@ def evaluate(
     if run.objective == "dpo" and model is None:
         alone = "no --model: CONFIG's would be compared with itself"
         raise ConfigError("`optrush eval` of `objective: dpo`", alone, "give the trained one: --model OUTPUT/model")
-    from optrush.resolve import dense, prepare
+    from optrush.resolve import dense, resolve
     from optrush.trainer import distributed, dpo_reference
-    from optrush.trainer.build import assemble
+    from optrush.trainer.build import build
     from optrush.trainer.trainer import evaluate as measure
 
     run, gone = dense(run) if model else (run, [])
     if launches(ranks):
         from optrush import launch
 
-        prepare(run, ranks=ranks)
+        resolve(run, ranks=ranks)
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     from optrush.console import say
 
@@ -182,18 +182,18 @@ def evaluate(
         data = run.data.eval
     with distributed.leaving():
         if run.objective == "dpo":
-            job = dpo_reference.against(prepare(run), prepare(before), data, say)
+            trainer = dpo_reference.against(resolve(run), resolve(before), data, say)
         else:
-            job = assemble(prepare(run), training=False, data=data, progress=say)
-        loss, targets, figures = measure(job)
-    if job.world.rank == 0:
-        assert job.evaluation is not None
+            trainer = build(resolve(run), training=False, data=data, progress=say)
+        loss, targets, figures = measure(trainer)
+    if trainer.world.rank == 0:
+        assert trainer.evaluation is not None
         found = {
             "loss": loss,
             "target_tokens": targets,
-            "documents": job.evaluation.documents,
-            "rows": job.evaluation.rows,
-            "too_long": job.sources.too_long,
+            "documents": trainer.evaluation.documents,
+            "rows": trainer.evaluation.rows,
+            "too_long": trainer.sources.too_long,
             **figures,
         }
         print(json.dumps(found) if as_json else "\n".join(f"{k:<14} {v}" for k, v in found.items()))

@@ -23,9 +23,9 @@ from unicodedata import is_normalized
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from optrush.config import Run
+from optrush.config import Config
 from optrush.data import schema
-from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, Text, Where
+from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, RowLocation, Text
 from optrush.data.words import Unknown, Words
 from optrush.errors import ConfigError, DataError, NeedsError
 
@@ -73,7 +73,9 @@ class Template:
             shown["content"] = _parts(message.content)
         return shown
 
-    def render(self, turns: Sequence[Shown], where: Where, tools: Sequence[Any] = (), prompt: bool = False) -> str:
+    def render(
+        self, turns: Sequence[Shown], where: RowLocation, tools: Sequence[Any] = (), prompt: bool = False
+    ) -> str:
         """The conversation as text.
 
         Args:
@@ -94,7 +96,7 @@ class Template:
             raise DataError(f"to render the messages at {where}", found, MEND)
         return rendered
 
-    def check(self, chat: Chat, where: Where) -> None:
+    def check(self, chat: Chat, where: RowLocation) -> None:
         """Raises DataError where the template leaves out the tools, a call, or a turn that is not the assistant's.
 
         What is left out depends on roles and places, so each shape of a conversation is looked at once.
@@ -128,7 +130,7 @@ class Template:
         if len(shape) <= LONGEST_SHAPE:
             self._whole.add(shape)
 
-    def around(self, chat: Chat, where: Where) -> list[str] | None:
+    def around(self, chat: Chat, where: RowLocation) -> list[str] | None:
         """What is written before, between and behind the contents of a conversation like this, by its roles alone.
 
         None where something but contents is said, or the template does not write each of them once and in order.
@@ -285,7 +287,7 @@ class Masker:
         DataError: the template fails, or leaves out something that the assistant did not write.
     """
 
-    def __init__(self, template: Template, marks: Marks, chat: Chat, turns: Sequence[int], where: Where) -> None:
+    def __init__(self, template: Template, marks: Marks, chat: Chat, turns: Sequence[int], where: RowLocation) -> None:
         self._template, self._marks, self._where = template, marks, where
         self._chat, self._turns = chat, turns
         template.check(chat, where)
@@ -564,7 +566,7 @@ def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(tokens, key=lambda t: (-len(t), t)))) or "(?!)")
 
 
-def refuse(chat: Chat, controls: re.Pattern[str], where: Where) -> None:
+def refuse(chat: Chat, controls: re.Pattern[str], where: RowLocation) -> None:
     """Raises DataError where a message, a call or a tool holds a control token as text."""
     for name, text in _said(chat):
         if found := controls.search(text):
@@ -608,7 +610,7 @@ COMPOSING = {"Sequence", "NFC"}
 class _Draft(NamedTuple):
     """A row's text before it is tokenised, and the characters that are learnt of it."""
 
-    where: Where
+    where: RowLocation
     text: str
     special: bool  # the tokenizer's special tokens belong around it: the template writes none
     seam: int = 0  # learnt from this character on
@@ -675,7 +677,9 @@ class Tokens:
         self._control = frozenset(control) & frozenset(self._marks.tokens) - REASONING_MARKS
         self._controls = any_of(self._control)
 
-    def batch(self, samples: Sequence[tuple[Where, Row]], train_on: str) -> list[tuple[Document, ...] | DataError]:
+    def batch(
+        self, samples: Sequence[tuple[RowLocation, Row]], train_on: str
+    ) -> list[tuple[Document, ...] | DataError]:
         """Each row's document, the two of a pair (chosen, rejected), or the error that names the row.
 
         Args:
@@ -703,7 +707,7 @@ class Tokens:
                 made.append(error)
         return made
 
-    def document(self, row: Row, train_on: str, where: Where) -> Document:
+    def document(self, row: Row, train_on: str, where: RowLocation) -> Document:
         """The token ids of a row that is no pair, and which are learnt; DataError with its place if none would be."""
         assert not isinstance(row, Pair)
         made = self.batch([(where, row)], train_on)[0]
@@ -725,7 +729,7 @@ class Tokens:
         """The chat template's source; DataError where there is none, or a monstrous one."""
         return self._template.source
 
-    def masker(self, chat: Chat, turns: Sequence[int], where: Where) -> Masker:
+    def masker(self, chat: Chat, turns: Sequence[int], where: RowLocation) -> Masker:
         """The conversation under the template; DataError where it cannot be rendered, or loses something."""
         return Masker(self._template, self._marks, chat, turns, where)
 
@@ -733,7 +737,7 @@ class Tokens:
     def _forgers(self) -> re.Pattern[str]:
         """Tokens that no message may hold: special ones, and those that the template writes around plain turns."""
         plain = (Message("system", "a"), Message("user", "b"), Message("assistant", "c"), Message("user", "d"))
-        written, nowhere = "", Where(Path("the template"), 0)
+        written, nowhere = "", RowLocation(Path("the template"), 0)
         for turns in (plain, plain[1:]):
             with suppress(DataError):  # a template may know no system turn
                 written += self._template.render([self._template.shown(turn) for turn in turns], nowhere)
@@ -760,7 +764,7 @@ class Tokens:
         source = source if self._today is None else _dated(source, self._today)
         return Template(source, self.tokenizer.special_tokens_map)
 
-    def _draft(self, row: Text | Chat | Completion, train_on: str, where: Where) -> _Draft:
+    def _draft(self, row: Text | Chat | Completion, train_on: str, where: RowLocation) -> _Draft:
         assert train_on in TRAIN_ON, train_on
         if isinstance(row, Text):
             return _Draft(where, row.text, special=True)
@@ -966,22 +970,22 @@ CHATML = (
 AROUND = ("{}", "a{}b", "a {} b\n")  # texts in which an added token must come out as it went in
 
 
-def open_tokens(run: Run, folder: Path | None, today: datetime.date | None = None) -> Tokens | None:
+def open_tokens(config: Config, folder: Path | None, today: datetime.date | None = None) -> Tokens | None:
     """The model's tokenizer, as the run changes it, with its chat template; None for a shape without one.
 
     Raises:
         ConfigError: no such template, or tokens that cannot be added.
         NeedsError: no tokenizer there.
     """
-    if run.model.tokenizer is not None:
-        folder = Path(run.model.tokenizer)
+    if config.model.tokenizer is not None:
+        folder = Path(config.model.tokenizer)
     if folder is None:
         return None
-    if run.data.random is not None and not (folder / "tokenizer.json").exists():
+    if config.data.random is not None and not (folder / "tokenizer.json").exists():
         return None  # random tokens need none
     tokenizer = open_tokenizer(folder)
-    add_tokens(tokenizer, run.model.add_tokens)
-    given = None if run.model.chat_template is None else _template(run.model.chat_template, tokenizer)
+    add_tokens(tokenizer, config.model.add_tokens)
+    given = None if config.model.chat_template is None else _template(config.model.chat_template, tokenizer)
     if given is not None:
         tokenizer.chat_template = given
     return Tokens(tokenizer, given, today)
@@ -1040,7 +1044,7 @@ def turn_ends(tokenizer: Any) -> list[int]:
     """The ids with which an answer ends under the tokenizer's template; none where that cannot be told."""
     chat = Chat((Message("user", "a"), Message("assistant", "b")))
     with suppress(DataError):
-        (span,) = Tokens(tokenizer).masker(chat, [1], Where(Path("the template"), 0)).spans()
+        (span,) = Tokens(tokenizer).masker(chat, [1], RowLocation(Path("the template"), 0)).spans()
         return [int(tokenizer.convert_tokens_to_ids(stop)) for stop in span.stops[:1]]
     return []
 

@@ -33,7 +33,7 @@ from optrush import __version__
 from optrush.config import Bounds, Cleaning, Items, nearest
 from optrush.data import schema
 from optrush.data.readers import LINES, Chunk, attempts, chunks, find, form, lines, opened, read
-from optrush.data.schema import Chat, Completion, Pair, Row, Where, bad_row, decode
+from optrush.data.schema import Chat, Completion, Pair, Row, RowLocation, bad_row, decode
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.launch import die_with_parent
 
@@ -194,7 +194,7 @@ class Evaluation:
 
     hashes: np.ndarray
     owners: np.ndarray
-    places: Sequence[Where]
+    places: Sequence[RowLocation]
 
     def shared(self, hashes: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """For each row the number (from 1) of a text that it shares a run with, or 0; (N,) int32.
@@ -229,7 +229,7 @@ def read_evaluation(files: Sequence[Path], text_rows: str) -> Evaluation:
     Raises:
         DataError: at the first row that is none.
     """
-    places: list[Where] = []
+    places: list[RowLocation] = []
     held: list[tuple[np.ndarray, np.ndarray]] = []
     found = (pair for file in files for pair in read(file, text_rows))
     while batch := list(islice(found, BATCH)):
@@ -784,14 +784,14 @@ class Table:
         self.parts: list[Chunk] = []
         self.stamps: dict[Path, tuple[int, int]] = {}  # of the files, when they were first read
         self.begins = [0]  # the first row of each part, and N
-        self.bad: list[tuple[int, Where, str]] = []  # bad rows and why
+        self.bad: list[tuple[int, RowLocation, str]] = []  # bad rows and why
         self.columns: dict[str, np.ndarray] = {}
         self._added: defaultdict[str, list[np.ndarray]] = defaultdict(list)
 
     def add(self, part: Chunk, measured: Measured) -> None:
         """The next part's rows."""
         begin = self.begins[-1]
-        self.bad += [(begin + place, Where(part.file, line), why) for place, line, why in measured.bad]
+        self.bad += [(begin + place, RowLocation(part.file, line), why) for place, line, why in measured.bad]
         for name, values in measured.columns.items():
             self._added[name].append(values)
         for name, path in measured.files.items():
@@ -901,9 +901,9 @@ class Table:
         """Which part row i lies in."""
         return int(np.searchsorted(self.begins, i, "right")) - 1
 
-    def where(self, i: int) -> Where:
+    def where(self, i: int) -> RowLocation:
         """The place of row i."""
-        return Where(self.parts[self.part(i)].file, int(self.columns["line"][i]))
+        return RowLocation(self.parts[self.part(i)].file, int(self.columns["line"][i]))
 
     def reread(self, wanted: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         """These good rows as they stand in their files; ascending."""
@@ -1239,7 +1239,7 @@ def clean(
         if len(table.bad) > most_bad * len(table):
             from optrush.data import tokenize
 
-            refused = [tokenize.Refused(where, bad_row(where, why)) for _, where, why in table.bad]
+            refused = [tokenize.BadRow(where, bad_row(where, why)) for _, where, why in table.bad]
             tokenize.check(refused, len(table), most_bad)
         for share in table.apply():
             tell(reading + (1 - reading) * share, len(table))

@@ -20,11 +20,11 @@ import numpy as np
 
 from optrush.data import readers
 from optrush.data.readers import PARQUET, TEXT, Chunk, attempts, chunks, form
-from optrush.data.schema import Document, Row, Where
+from optrush.data.schema import Document, Row, RowLocation
 from optrush.data.tokenize import (
+    BadRow,
     BATCH_rows,
     Builder,
-    Refused,
     Shard,
     SHARD_tok,
     Work,
@@ -89,7 +89,7 @@ class Counts:
 
 
 @dataclass
-class Shelf:
+class TokenShards:
     """The shards of some data, one after another; a row's number counts through all of them."""
 
     files: Sequence[Path]
@@ -99,18 +99,18 @@ class Shelf:
     parts: int = 1
     cleaned: int = 0
     marked: int = 0
-    refused: list[tuple[int, Refused]] = field(default_factory=list)
+    refused: list[tuple[int, BadRow]] = field(default_factory=list)
     total: int = 0  # rows of the data: all in the shards, or the first so many
     names: list[str] = field(default_factory=list)
     _open: dict[int, Shard] = field(default_factory=dict)
 
-    def add(self, made: Path | Shard, most: int | None) -> tuple[Shard, list[tuple[int, Refused]]]:
+    def add(self, made: Path | Shard, most: int | None) -> tuple[Shard, list[tuple[int, BadRow]]]:
         """Takes the next shard, of which the data ends with row `most`; (the shard, its refused rows by number)."""
         shard = mapped(made) if isinstance(made, Path) else made
         before = self.rows_before[-1]
         if len(shard):
             if self.tokens_before[-1] and shard.parts != self.parts:
-                raise mixed(Where(self.files[shard.files[0]], int(shard.lines[0])))
+                raise mixed(RowLocation(self.files[shard.files[0]], int(shard.lines[0])))
             self.parts = shard.parts
         self.made.append(made)
         self.names.append(made.stem.rsplit("-", 1)[1] if isinstance(made, Path) else digest(shard))
@@ -134,22 +134,22 @@ class Shelf:
             self._open[k] = mapped(made)
         return self._open[k]
 
-    def where(self, row: int) -> Where:
+    def where(self, row: int) -> RowLocation:
         """The place of a row that has a sample."""
         k = bisect_right(self.rows_before, row) - 1
         shard = self.shard(k)
         at = int(np.searchsorted(shard.numbers, row - self.rows_before[k]))
-        return Where(self.files[shard.files[at]], int(shard.lines[at]))
+        return RowLocation(self.files[shard.files[at]], int(shard.lines[at]))
 
 
 # --- the view
 
 
 @dataclass(frozen=True)
-class Corpus:
+class Dataset:
     """The samples of a view; `row[i]` is the number of the row that sample i comes from."""
 
-    shelf: Shelf
+    shelf: TokenShards
     at: np.ndarray  # (N,) int64: of the first token, counted through all shards
     length: np.ndarray  # (N,) int64
     learnt: np.ndarray  # (N,) int64
@@ -182,20 +182,20 @@ class Corpus:
         middle = start + int(self.first[i])
         return shard.document(start, middle), shard.document(middle, end)
 
-    def where(self, i: int) -> Where:
+    def where(self, i: int) -> RowLocation:
         """The place of the row that sample i comes from."""
         return self.shelf.where(int(self.row[i]))
 
 
 def view(
-    shelf: Shelf,
+    shelf: TokenShards,
     *,
     T: int | None,
     how: str,
     keep: np.ndarray | None = None,
     named: str = "all",
     origins: Sequence[tuple[int, float]] = (),
-) -> Corpus:
+) -> Dataset:
     """The samples of some rows, of at most T tokens each.
 
     Args:
@@ -237,7 +237,7 @@ def view(
     few, weighed = shelf.total < shelf.rows_before[-1], any(weight != 1 for weight in weights)
     said = [*shelf.names, named, few and shelf.total, counts.too_long and (T, how), weighed and spans]
     fingerprint = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-    return Corpus(shelf, at, length, learnt, row, first[0] if first else None, counts, fingerprint, spans)
+    return Dataset(shelf, at, length, learnt, row, first[0] if first else None, counts, fingerprint, spans)
 
 
 def _pieces(
@@ -252,7 +252,9 @@ def _pieces(
     long = np.flatnonzero(whole[1] > T)
     if how == "error" or (parts > 1 and how != "drop"):
         i = chosen[long[0]]
-        raise overlong(Where(files[shard.files[i]], int(shard.lines[i])), int(whole[1, long[0]]), T, pair=parts > 1)
+        raise overlong(
+            RowLocation(files[shard.files[i]], int(shard.lines[i])), int(whole[1, long[0]]), T, pair=parts > 1
+        )
     cut = [cuts(shard.document(at, at + n).targets, T, how, counts) for at, n in whole[:2, long].T.tolist()]
     times = np.ones(len(chosen), np.int64)
     times[long] = [piece.shape[1] for piece in cut]
@@ -280,7 +282,9 @@ def cuts(targets: np.ndarray, T: int, how: str, counts: Counts) -> np.ndarray:
     return np.vstack([begin, np.minimum(T, len(targets) - begin), learnt])[:, kept]
 
 
-def fit(documents: tuple[Document, ...], T: int, how: str, where: Where, counts: Counts) -> list[tuple[Document, ...]]:
+def fit(
+    documents: tuple[Document, ...], T: int, how: str, where: RowLocation, counts: Counts
+) -> list[tuple[Document, ...]]:
     """One row's documents as samples of at most T tokens, as `view` makes them.
 
     Raises:
@@ -305,7 +309,7 @@ def fit(documents: tuple[Document, ...], T: int, how: str, where: Where, counts:
     return pieces
 
 
-def overlong(where: Where, n: int, T: int, *, pair: bool) -> DataError:
+def overlong(where: RowLocation, n: int, T: int, *, pair: bool) -> DataError:
     """The error of a row that is longer than T and must not be."""
     what, ways = ("pairs", "drop") if pair else ("documents", "split, drop or truncate")
     return DataError(
@@ -395,7 +399,7 @@ class Index:
             return len(self.chosen)
         return int(self.starts[-1]) if self.groups else len(self.starts) - 1
 
-    def read(self, wanted: Iterable[int]) -> Iterator[tuple[int, Where, dict[str, Any] | DataError]]:
+    def read(self, wanted: Iterable[int]) -> Iterator[tuple[int, RowLocation, dict[str, Any] | DataError]]:
         """The rows of these numbers, from 0, in rising order, each with its number."""
         number = {p: n for n in sorted(set(wanted)) for p in [n if self.chosen is None else int(self.chosen[n])]}
         for chunk, last in self._chunks(list(number)):
@@ -476,7 +480,7 @@ class Streamed:
     rows: np.ndarray | None = None  # the numbers of those that are trained on; None: all
     named: str = "all"
     counts: Counts = field(default_factory=Counts)  # of what was read, each time that it was
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[BadRow] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.work = replace(self.work, say=silent)  # what says something belongs to the process that began
@@ -489,7 +493,7 @@ class Streamed:
     @property
     def most_bad(self) -> float:
         """The share of the rows that may be bad."""
-        return self.work.run.data.most_bad
+        return self.work.config.data.most_bad
 
     @property
     def spans(self) -> tuple[tuple[int, float], ...]:
@@ -502,9 +506,10 @@ class Streamed:
     @property
     def fingerprint(self) -> str:
         """SHA-256 over the files and all that decides about samples."""
-        data = self.work.run.data
+        data = self.work.config.data
         said = [
-            readers.fingerprint(self.work.files, root(data.cache)), identity(self.work.tokens), learnt(self.work.run),
+            readers.fingerprint(self.work.files, root(data.cache)), identity(self.work.tokens),
+            learnt(self.work.config),
             self.work.cleaning, data.text_rows, data.too_long, self.T, self.total, self.named,
             [weight for _, weight in self.origins],
         ]  # fmt: skip
@@ -523,9 +528,9 @@ class Streamed:
         """The rows but those of a mask (rows,) bool."""
         return replace(self, rows=np.flatnonzero(~held), named=named)
 
-    def shelf(self, held: np.ndarray) -> Shelf:
+    def shelf(self, held: np.ndarray) -> TokenShards:
         """The rows of a mask (rows,) bool, tokenised now and kept in memory."""
-        numbers, shelf, builder = np.flatnonzero(held), Shelf(self.work.files), Builder()
+        numbers, shelf, builder = np.flatnonzero(held), TokenShards(self.work.files), Builder()
         for first in range(0, len(numbers), BATCH_rows):
             for file, where, made in self.made(numbers[first : first + BATCH_rows].tolist()):
                 if isinstance(made, DataError):
@@ -538,23 +543,23 @@ class Streamed:
                 builder = Builder()
         return shelf
 
-    def made(self, numbers: Sequence[int]) -> list[tuple[int, Where, tuple[Document, ...] | DataError]]:
+    def made(self, numbers: Sequence[int]) -> list[tuple[int, RowLocation, tuple[Document, ...] | DataError]]:
         """(file, place, documents or why there are none) of rows of the data, in the order asked for."""
         file = (np.searchsorted(self._before, numbers, "right") - 1).tolist()
-        found: dict[int, tuple[int, Where, Row | DataError]] = {}
+        found: dict[int, tuple[int, RowLocation, Row | DataError]] = {}
         for f in sorted(set(file)):
             before = int(self._before[f])
             wanted = [n - before for n, of in zip(numbers, file, strict=True) if of == f]
             for n, where, row in self.indexes[f].read(wanted):
                 found[before + n] = f, where, row if isinstance(row, DataError) else meaning(where, row)
         good = {n: (where, row) for n, (_, where, row) in found.items() if not isinstance(row, DataError)}
-        made = dict(zip(good, self.work.tokens.batch(list(good.values()), learnt(self.work.run)), strict=True))
+        made = dict(zip(good, self.work.tokens.batch(list(good.values()), learnt(self.work.config)), strict=True))
         if len(found) < len(set(numbers)):
             asked = f"a row of {', '.join(map(str, self.work.files[:3]))}"
             raise DataError(asked, "it is not where it was", "leave the files alone while a run reads them")
         return [(found[n][0], found[n][1], made.get(n) or found[n][2]) for n in numbers]  # type: ignore[misc]
 
-    def _samples(self, where: Where, made: tuple[Document, ...] | DataError) -> list[tuple[Document, ...]]:
+    def _samples(self, where: RowLocation, made: tuple[Document, ...] | DataError) -> list[tuple[Document, ...]]:
         self.counts.rows += 1
         if isinstance(made, DataError):
             self._refuse(where, made)
@@ -564,14 +569,14 @@ class Streamed:
         highest = max(int(document.ids.max()) for document in made)
         if highest >= self.vocab:
             raise foreign(str(where), highest, self.vocab)
-        return [made] if self.T is None else fit(made, self.T, self.work.run.data.too_long, where, self.counts)
+        return [made] if self.T is None else fit(made, self.T, self.work.config.data.too_long, where, self.counts)
 
-    def _refuse(self, where: Where, error: DataError) -> None:
-        data = self.work.run.data
+    def _refuse(self, where: RowLocation, error: DataError) -> None:
+        data = self.work.config.data
         if data.bad_rows == "error":
             raise error
         self.counts.refused += 1
-        self.refused.append(Refused(where, error))
+        self.refused.append(BadRow(where, error))
 
 
 def foreign(where: str, highest: int, vocab: int) -> DataError:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from optrush.config import Data, Run
+from optrush.config import Config, Data
 from optrush.errors import DataError
 
 ROWS = 200  # looked at
@@ -25,21 +25,21 @@ class Held(NamedTuple):
     reach: float  # a token's document as a share of T, on average over the tokens; a pair is two documents
 
 
-def held(run: Run) -> Held:
+def held(config: Config) -> Held:
     """Of the run's data; where lengths cannot be told, rows are taken to be full of one document.
 
     Raises:
         DataError: a local file is not there.
     """
-    for path in (o.path for o in run.data.origins):
+    for path in (o.path for o in config.data.origins):
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
             raise DataError(f"`data.path: {path}`", "no such file", "name the file with the run's rows")
-    T = run.batch.seq
-    lengths = [min(n, T) for n in estimate(run.data, run.seed, pairs=run.objective == "dpo")]
+    T = config.batch.seq
+    lengths = [min(n, T) for n in estimate(config.data, config.seed, pairs=config.objective == "dpo")]
     if not any(lengths):
         return Held(0.0, 1.0)
     reach = sum(n * n for n in lengths) / (T * sum(lengths))
-    return Held(1 - sum(lengths) / (T * len(lengths)), reach / 2 if run.objective == "dpo" else reach)
+    return Held(1 - sum(lengths) / (T * len(lengths)), reach / 2 if config.objective == "dpo" else reach)
 
 
 def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:

@@ -60,10 +60,10 @@ class Layout(Protocol):
     def window(self) -> int:
         """Samples it looks at together."""
 
-    single: ClassVar[bool]  # no row ever holds two samples
+    one_doc: ClassVar[bool]  # no row ever holds two samples
     isolated: ClassVar[bool]  # documents of a row do not see each other
-    whole: ClassVar[bool]  # it cuts no sample, so none may be longer than T
-    snug: ClassVar[bool]  # a micro-batch is only as wide as its longest row (to a multiple of BUCKET), not T
+    uncut: ClassVar[bool]  # it cuts no sample, so none may be longer than T
+    pad_to_longest: ClassVar[bool]  # a micro-batch is only as wide as its longest row (to a multiple of BUCKET), not T
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
         """Rows of one window.
@@ -81,10 +81,10 @@ class Padded:
     """One sample a row; what it does not fill of the T slots is padding."""
 
     window: int = WINDOW
-    single: ClassVar[bool] = True
+    one_doc: ClassVar[bool] = True
     isolated: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
-    snug: ClassVar[bool] = False
+    uncut: ClassVar[bool] = True
+    pad_to_longest: ClassVar[bool] = False
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
         return _alone(lengths, np.arange(len(lengths)))
@@ -102,10 +102,10 @@ class Sorted:
     """One sample a row; a window is sorted by length, cut into steps, and the steps are shuffled."""
 
     window: int = WINDOW
-    single: ClassVar[bool] = True
+    one_doc: ClassVar[bool] = True
     isolated: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
-    snug: ClassVar[bool] = True
+    uncut: ClassVar[bool] = True
+    pad_to_longest: ClassVar[bool] = True
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
         """Steps are aligned with the run's: the window's first may lie in a step that has begun."""
@@ -130,10 +130,10 @@ class Wrapped:
 
     overlap: int = 1
     window: int = WINDOW
-    single: ClassVar[bool] = False
+    one_doc: ClassVar[bool] = False
     isolated: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
-    snug: ClassVar[bool] = False
+    uncut: ClassVar[bool] = False
+    pad_to_longest: ClassVar[bool] = False
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
         """Row after row, each from where the one before ended, less the overlap."""
@@ -166,10 +166,10 @@ class Packed:
     """
 
     window: int = WINDOW
-    single: ClassVar[bool] = False
+    one_doc: ClassVar[bool] = False
     isolated: ClassVar[bool] = True
-    whole: ClassVar[bool] = True
-    snug: ClassVar[bool] = False
+    uncut: ClassVar[bool] = True
+    pad_to_longest: ClassVar[bool] = False
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
         row, count = _best_fit(lengths, T)
@@ -290,7 +290,7 @@ def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 
     """
     found = []
     for name, layout in LAYOUTS.items():
-        fitting = np.minimum(lengths, T) if layout.whole else lengths
+        fitting = np.minimum(lengths, T) if layout.uncut else lengths
         n, parts, seconds = 0, [], 0.0
         mixed = fitting[shuffled(len(fitting), np.random.PCG64(np.random.SeedSequence([seed])))]
         for number, window in enumerate(np.array_split(mixed, -(-len(mixed) // layout.window))):
@@ -301,7 +301,7 @@ def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 
             parts.append(placed)
         used = np.concatenate([p.tokens() for p in parts])
         slots = n * T
-        if layout.snug:
+        if layout.pad_to_longest:
             slots = snug_slots(used, micro_rows, T)
         squares = sum(int(p.squares().sum()) for p in parts) if layout.isolated else int((used**2).sum())
         tokens = int(fitting.sum())

@@ -19,8 +19,8 @@ from optrush.data.packing import LAYOUTS, survey
 from optrush.data.schema import Document
 
 if TYPE_CHECKING:
-    from optrush.config import Run
-    from optrush.data.dataset import Corpus
+    from optrush.config import Config
+    from optrush.data.dataset import Dataset
 
 OPEN, CLOSE = "⟦", "⟧"  # around what is learnt
 OPEN_SPECIAL, CLOSE_SPECIAL = "⟪", "⟫"  # around a special token
@@ -113,7 +113,7 @@ def sample(tokenizer: Any, documents: Sequence[Document], special: frozenset[int
 
 
 def samples(
-    source: Corpus, tokenizer: Any, found: Iterable[tuple[int, Sequence[Document]]], T: int
+    source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[Document]]], T: int
 ) -> Iterator[dict[str, Any]]:
     """Each sample (its number, its documents) with its place, and whether it is longer than a row."""
     special = special_ids(tokenizer)
@@ -126,7 +126,7 @@ def samples(
 
 
 def rows(
-    source: Corpus, tokenizer: Any, found: Iterable[tuple[int, Sequence[tuple[int, Document]]]], T: int
+    source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[tuple[int, Document]]]], T: int
 ) -> Iterator[dict[str, Any]]:
     """Each row (its number, its documents) with its samples, which may be pieces of one."""
     for number, row in found:
@@ -162,20 +162,20 @@ def spread(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:
     }
 
 
-def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, run: Run) -> list[dict[str, Any]]:
+def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, config: Config) -> list[dict[str, Any]]:
     """What each layout makes of the samples, how many it plans a second, and whether the run takes it.
 
     Args:
         lengths: (N,) tokens of each sample, before anything is cut to T.
         rows, micro_rows: of a step, and of a micro-batch.
     """
-    cut = fitting(lengths, T, run.data.too_long)
+    cut = fitting(lengths, T, config.data.too_long)
     found = {}
     for samples in (lengths, cut) if lengths.max() > T and len(cut) else (lengths,):
-        for s in survey(samples, T, rows, micro_rows, run.seed):
-            if s.name not in found or LAYOUTS[s.name].whole:
+        for s in survey(samples, T, rows, micro_rows, config.seed):
+            if s.name not in found or LAYOUTS[s.name].uncut:
                 speed = len(samples) / max(s.seconds, 1e-9)
-                found[s.name] = {**asdict(s), "samples_per_s": speed, "chosen": s.name in run.with_}
+                found[s.name] = {**asdict(s), "samples_per_s": speed, "chosen": s.name in config.with_}
     return list(found.values())
 
 

@@ -30,7 +30,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from optrush.data.schema import MEANT, Where, bad_row, decode, kind, show
+from optrush.data.schema import MEANT, RowLocation, bad_row, decode, kind, show
 from optrush.errors import DataError, NeedsError
 
 # --- Compressed files as streams of bytes, with every cut or foreign end found.
@@ -337,7 +337,7 @@ def form(path: Path) -> tuple[str, str] | None:
     return (inner, packing) if inner in KNOWN and inner != PARQUET else None
 
 
-def read(path: Path, text_rows: str = "file") -> Iterator[tuple[Where, dict[str, Any]]]:
+def read(path: Path, text_rows: str = "file") -> Iterator[tuple[RowLocation, dict[str, Any]]]:
     """Every row of a file with its place; raises DataError at the first that is none."""
     for where, found in attempts(path, text_rows):
         if isinstance(found, DataError):
@@ -345,7 +345,7 @@ def read(path: Path, text_rows: str = "file") -> Iterator[tuple[Where, dict[str,
         yield where, found
 
 
-def attempts(source: Path | Chunk, text_rows: str = "file") -> Iterator[tuple[Where, dict[str, Any] | DataError]]:
+def attempts(source: Path | Chunk, text_rows: str = "file") -> Iterator[tuple[RowLocation, dict[str, Any] | DataError]]:
     """Every row of a file, or of a part of it, or the error that says why it is none; goes on after a bad one.
 
     A place is a line in files of lines and of text, and the row's number (from 1) in Parquet, CSV and JSON arrays.
@@ -368,7 +368,7 @@ def attempts(source: Path | Chunk, text_rows: str = "file") -> Iterator[tuple[Wh
         suffix, packing = _checked(path)
         try:
             for number, found in _rows(chunk, suffix, packing, text_rows):
-                where = Where(path, number)
+                where = RowLocation(path, number)
                 yield where, bad_row(where, found) if isinstance(found, str) else found
         except Damaged as damage:
             raise Damaged(f"{damage}; the last row that could be read: {where or 'none'}") from damage

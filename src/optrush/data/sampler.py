@@ -33,8 +33,8 @@ from optrush.data import tokenize
 from optrush.data.batch import Batch, collate
 from optrush.data.dataset import Source, permutation
 from optrush.data.packing import Layout, Packed, Padded, Rows, deal, snug, snug_slots
-from optrush.data.schema import Document, Where
-from optrush.data.tokenize import Refused
+from optrush.data.schema import Document, RowLocation
+from optrush.data.tokenize import BadRow
 from optrush.errors import ConfigError, DataError, RunError, UserError
 from optrush.launch import die_with_parent
 
@@ -231,7 +231,7 @@ class Stream:
         self.samples: int = sum(drawn(n, weight) for n, weight in source.spans)  # of an epoch
         self.reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
         self._lengths = source.lengths()
-        assert self._lengths.min() > 0 and (not layout.whole or self._lengths.max() <= T), "samples are cut before"
+        assert self._lengths.min() > 0 and (not layout.uncut or self._lengths.max() <= T), "samples are cut before"
         self._windows = -(-self.samples // layout.window)  # of an epoch
         self._before = [0]  # rows before each window of the run
         self._order: tuple[int, np.ndarray] = (-1, self._lengths)
@@ -273,8 +273,8 @@ class Stream:
             fresh = placed.fresh[pieces]
             tokens += int((placed.last[pieces] - fresh).sum())
             targets += int(learnt[ids[placed.samples[pieces]]][fresh == 0].sum())  # at a sample's first piece
-            slots += snug_slots(used, micro_rows, self.T) if self.layout.snug else count * self.T
-        if not self.layout.snug:
+            slots += snug_slots(used, micro_rows, self.T) if self.layout.pad_to_longest else count * self.T
+        if not self.layout.pad_to_longest:
             slots = plan.steps * self.rows * self.T
         self._reach(self._windows)
         return Totals(plan.rows / self._before[self._windows], tokens, targets, slots)
@@ -362,9 +362,9 @@ def batches(
     for first in range(0, len(mine), micro_rows):
         part = mine[first : first + micro_rows]
         T = stream.T
-        if stream.layout.snug:
+        if stream.layout.pad_to_longest:
             T = snug(max(tokens[r] for r in part), T)
-        single = (stream.layout.single and stream.source.parts == 1) or not isolated
+        single = (stream.layout.one_doc and stream.source.parts == 1) or not isolated
         held = [rows[r] for r in part]
         made = collate(
             held, T, single=single, most=micro_rows * widest, isolated=isolated, parts=stream.source.parts,
@@ -446,7 +446,7 @@ def evaluation(source: Source, *, T: int, micro_rows: int, rank: int, ranks: int
     rows, used = len(placed), laid.tokens()
     placed += [[] for _ in range(-rows % (ranks * micro_rows))]
     most = micro_rows * max(len(row) * source.parts + (n < T) for row, n in zip(placed, used))
-    single = layout.single and source.parts == 1
+    single = layout.one_doc and source.parts == 1
     batches = len(placed) // (ranks * micro_rows)
     return Evaluation(
         len(source) * source.parts, rows, batches, source, single, placed, T, (rank, ranks, micro_rows), most
@@ -473,7 +473,7 @@ class Part(NamedTuple):
 
     samples: list[Sample]
     rows: int
-    refused: Sequence[Refused]
+    refused: Sequence[BadRow]
 
 
 class Live:
@@ -497,7 +497,7 @@ class Live:
         self.reference: np.ndarray | None = None  # nobody has read the rows: never known before
         self.aside: Path | None = None  # where bad rows are written down
         self.read = 0  # rows, by this process and its workers
-        self._refused: dict[Where, Refused] = {}
+        self._refused: dict[RowLocation, BadRow] = {}
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> Plan:
         """Raises ConfigError without a number of steps: nobody has counted the rows."""

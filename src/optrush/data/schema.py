@@ -123,7 +123,7 @@ class _Bad(Exception):
     """Why a row is none."""
 
 
-class Where(NamedTuple):
+class RowLocation(NamedTuple):
     """The place of a row; lines count from 1."""
 
     file: Path
@@ -189,7 +189,7 @@ class Pair:
 Row = Text | Chat | Completion | Pair
 
 
-def bad_row(where: Where, reason: str) -> DataError:
+def bad_row(where: RowLocation, reason: str) -> DataError:
     """The error of one row: every reader and cleaner words it the same way."""
     return DataError(f"a row of training data at {where}", reason, "mend that line, or take it out")
 
@@ -215,7 +215,7 @@ def _read(messages: Iterable[Message]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def parse(where: Where, found: dict[str, Any]) -> Row:
+def parse(where: RowLocation, found: dict[str, Any]) -> Row:
     """A row's meaning: exactly one kind must be recognised by its keys.
 
     text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected

@@ -19,17 +19,17 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from optrush.config import Run
+from optrush.config import Config
 from optrush.data import readers, sample, tokenize
 from optrush.data.chat_template import MEND_EARLIER, Tokens, answers
 from optrush.data.cleaning import clean
 from optrush.data.dataset import (
-    Corpus,
     Counts,
+    Dataset,
     Random,
-    Shelf,
     Source,
     Streamed,
+    TokenShards,
     fit,
     foreign,
     held_rows,
@@ -37,9 +37,9 @@ from optrush.data.dataset import (
     overlong,
     view,
 )
-from optrush.data.schema import Chat, Document, Pair, Row, Text, Where
+from optrush.data.schema import Chat, Document, Pair, Row, RowLocation, Text
 from optrush.data.tokenize import (
-    Refused,
+    BadRow,
     Say,
     Shard,
     Telling,
@@ -73,13 +73,13 @@ class Kept(NamedTuple):
     record: dict[str, Any]
 
 
-def kept(run: Run, tokens: Tokens, paths: Sequence[Path], say: Say) -> Kept:
+def kept(config: Config, tokens: Tokens, paths: Sequence[Path], say: Say) -> Kept:
     """Cleans, or finds what an earlier run found. One process of a machine cleans; small data is cleaned by each.
 
     Raises:
         UserError: as `clean`.
     """
-    data, settings = run.data, run.data.clean
+    data, settings = config.data, config.data.clean
     assert settings is not None
     told = Telling(say, "cleaning", 1.0)
 
@@ -127,7 +127,7 @@ SAMPLES = 200  # rows that are looked at
 HEAD, TAIL = 60, 30  # tokens of a sample that are shown, from its beginning and its end
 SHOWN = 100  # characters of a difference that are shown
 
-Samples = Sequence[tuple[Where, Row]]
+Samples = Sequence[tuple[RowLocation, Row]]
 Made = Sequence[Sequence[Document]]  # the documents of each sample
 
 
@@ -240,7 +240,7 @@ def _chats(row: Row) -> Iterator[Chat]:
             yield part
 
 
-def _show(tokens: Tokens, sample: tuple[Where, Row], documents: Sequence[Document]) -> str:
+def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[Document]) -> str:
     """A row's place and its first and last tokens as text, in one line."""
     if not documents:
         return f"at {sample[0]}"
@@ -266,12 +266,12 @@ class Sources:
     fingerprint: str
     summary: str  # counts, for people
     too_long: int = 0  # rows longer than T, of what is evaluated (of all, where nothing is held out)
-    refused: Sequence[Refused] = ()  # bad rows, set aside
+    refused: Sequence[BadRow] = ()  # bad rows, set aside
     cleaned: dict[str, Any] | None = None  # the record of data.clean
 
 
 def read_sources(
-    run: Run,
+    config: Config,
     tokens: Tokens | None,
     vocab: int,
     progress: Say | None = None,
@@ -290,11 +290,11 @@ def read_sources(
     Raises:
         DataError: with file and line.
     """
-    d, T = run.data, run.batch.seq
+    d, T = config.data, config.batch.seq
     if d.random is not None and data is None:
-        return _random(run, vocab)
+        return _random(config, vocab)
     assert tokens is not None
-    reading = Reading(run, tokens, vocab, progress or silent)
+    reading = Reading(config, tokens, vocab, progress or silent)
     how = d.too_long if cut else "split"  # of what is evaluated: no row of T tokens holds more
     if data is not None:
         only = reading.evaluation(data, how)
@@ -302,15 +302,15 @@ def read_sources(
     if isinstance(d.eval, str) and not (Path(d.eval).exists() or glob.glob(d.eval, recursive=True)):
         raise DataError(f"`data.eval: {d.eval}`", "no such file", "give a JSONL file, or a fraction such as 0.1")
     limit, held_out = T if cut else None, None
-    with _places(run) as (paths, origins):
+    with _places(config) as (paths, origins):
         work = reading.work(paths, d.clean is not None)
         reading.look(work, limit)
         rows = reading.streamed(work, origins, limit) if d.stream else reading.shelf(work, limit, d.max_samples)
         held = np.zeros(rows.total, bool)
         if isinstance(d.eval, float):
-            held = held_rows(rows.total, d.eval, run.seed)
-        named = f"{held.sum()} of {rows.total} by {run.seed}" if held.any() else "none"
-        train: Corpus | Streamed
+            held = held_rows(rows.total, d.eval, config.seed)
+        named = f"{held.sum()} of {rows.total} by {config.seed}" if held.any() else "none"
+        train: Dataset | Streamed
         if isinstance(rows, Streamed):
             train = rows
             if held.any():
@@ -329,23 +329,23 @@ def read_sources(
     return reading.sources(train, held_out)
 
 
-def _random(run: Run, vocab: int) -> Sources:
-    d, T = run.data, run.batch.seq
+def _random(config: Config, vocab: int) -> Sources:
+    d, T = config.data, config.batch.seq
     n = RANDOM_DOCUMENTS if d.random is True or d.random is None else d.random
     n = min(n, d.max_samples or n)
-    train = Random(n, T, vocab, run.seed)
-    held = Random(max(1, round(n * d.eval)), T, vocab, run.seed + 1) if isinstance(d.eval, float) else None
+    train = Random(n, T, vocab, config.seed)
+    held = Random(max(1, round(n * d.eval)), T, vocab, config.seed + 1) if isinstance(d.eval, float) else None
     return Sources(train, held, train.fingerprint, f"{n} documents of {T} random tokens")
 
 
 @contextmanager
-def _places(run: Run) -> Iterator[tuple[list[Path], list[tuple[int, float]]]]:
+def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]]]]:
     """The training files, and (files, weight) of each origin; those of a sample are gone afterwards."""
-    d = run.data
+    d = config.data
     if d.sample is not None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{d.sample}.jsonl"
-            sample.write(path, d.max_samples or SAMPLE_ROWS, run.seed, pairs=run.objective == "dpo")
+            sample.write(path, d.max_samples or SAMPLE_ROWS, config.seed, pairs=config.objective == "dpo")
             yield [path], [(1, 1.0)]
         return
     found = [(readers.find(origin.path, root(d.cache)), origin.weight) for origin in d.origins]
@@ -360,31 +360,31 @@ def _places(run: Run) -> Iterator[tuple[list[Path], list[tuple[int, float]]]]:
 class Reading:
     """One call of read_sources."""
 
-    run: Run
+    config: Config
     tokens: Tokens
     vocab: int
     say: Say
     parts: int = 1
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[BadRow] = field(default_factory=list)
     kept: Kept | None = None
-    _first: tuple[list[tuple[Where, Row]], list[list[Document]]] = field(default=([], []))
+    _first: tuple[list[tuple[RowLocation, Row]], list[list[Document]]] = field(default=([], []))
 
     def work(self, paths: Sequence[Path], clean: bool) -> Work:
         """What is to be tokenised."""
         if not clean:
-            return Work(self.run, self.tokens, tuple(paths), say=self.say)
-        self.kept = kept(self.run, self.tokens, paths, self.say)
-        return Work(self.run, self.tokens, tuple(paths), self.kept.rows, self.kept.key, self.say)
+            return Work(self.config, self.tokens, tuple(paths), say=self.say)
+        self.kept = kept(self.config, self.tokens, paths, self.say)
+        return Work(self.config, self.tokens, tuple(paths), self.kept.rows, self.kept.key, self.say)
 
     def look(self, work: Work, T: int | None) -> None:
         """Looks at the first rows before all others are tokenised: are they what one wants to train on?"""
-        d, counts = self.run.data, Counts()
+        d, counts = self.config.data, Counts()
         rows = (entry for job in jobs(work.files, d.text_rows) for entry in parsed(job, d.text_rows, work.kept))
         most = min(SAMPLES, d.max_samples or SAMPLES)
         first = list(islice(((where, row) for _, where, row in rows if row is not None), most))
         good = [(where, row) for where, row in first if not isinstance(row, DataError)]
-        made = iter(self.tokens.batch(good, learnt(self.run)))
-        samples, documents = list[tuple[Where, Row]](), list[list[Document]]()
+        made = iter(self.tokens.batch(good, learnt(self.config)))
+        samples, documents = list[tuple[RowLocation, Row]](), list[list[Document]]()
         for where, row in first:
             found = row if isinstance(row, DataError) else next(made)
             if isinstance(found, DataError):
@@ -402,17 +402,17 @@ class Reading:
 
     def _probe(self, rows: int, truncated: int) -> None:
         """Raises the first doubt; `rows` 0: how many are truncated is not known yet."""
-        most = self.run.data.most_truncated
-        probe(*self._first, self.tokens, learnt(self.run), rows=rows, truncated=truncated, most_truncated=most)
+        most = self.config.data.most_truncated
+        probe(*self._first, self.tokens, learnt(self.config), rows=rows, truncated=truncated, most_truncated=most)
 
     def look_again(self, counts: Counts) -> None:
         """Raises DataError if too many rows of all lost their end."""
         self._probe(counts.rows, counts.truncated)
 
-    def _suits(self, parts: int, where: Where) -> None:
+    def _suits(self, parts: int, where: RowLocation) -> None:
         """Raises DataError for a row of so many documents if the objective cannot learn from it."""
         self.parts = parts
-        asked, pairs = f"`objective: {self.run.objective}`", self.run.objective == "dpo"
+        asked, pairs = f"`objective: {self.config.objective}`", self.config.objective == "dpo"
         if parts > 1 and not pairs:
             do = "give rows of messages, of prompt and completion, or of text; or take objective: dpo"
             raise DataError(asked, f"a pair of a chosen and a rejected answer at {where}", do)
@@ -420,14 +420,14 @@ class Reading:
             found = f"a row at {where} that is no pair of a chosen and a rejected answer"
             raise DataError(asked, found, 'give rows {"prompt": ..., "chosen": ..., "rejected": ...}')
 
-    def shelf(self, work: Work, T: int | None, most: int | None) -> Shelf:
+    def shelf(self, work: Work, T: int | None, most: int | None) -> TokenShards:
         """The shards, looked at as they come: what stops the run stops it before the rest is tokenised.
 
         Args:
             T: rows longer than this are an error, where the run says so.
             most: rows, of which no more than needed are tokenised.
         """
-        d, shelf = self.run.data, Shelf(work.files)
+        d, shelf = self.config.data, TokenShards(work.files)
         with closing(tokenised(work, most)) as shards:
             for made in shards:
                 shard, refused = shelf.add(made, most)
@@ -442,17 +442,17 @@ class Reading:
     def streamed(self, work: Work, origins: Sequence[tuple[int, float]], T: int | None) -> Streamed:
         """The rows, to be tokenised when they are asked for."""
         kept: Sequence[np.ndarray | None] = work.kept or [None] * len(work.files)
-        d = self.run.data
+        d = self.config.data
         indexes = [index(path, keep, d.text_rows) for path, keep in zip(work.files, kept, strict=True)]
         return Streamed(work, indexes, origins, T, self.vocab, self.parts, d.max_samples)
 
-    def _check(self, shelf: Shelf, shard: Shard, refused: Sequence[tuple[int, Refused]], T: int | None) -> None:
+    def _check(self, shelf: TokenShards, shard: Shard, refused: Sequence[tuple[int, BadRow]], T: int | None) -> None:
         """Raises the first error of a shard's rows, in their order."""
-        d = self.run.data
+        d = self.config.data
         if shard.highest >= self.vocab:
             raise foreign(", ".join(map(str, shelf.files[:3])), shard.highest, self.vocab)
         if len(shard):
-            self._suits(shard.parts, Where(shelf.files[shard.files[0]], int(shard.lines[0])))
+            self._suits(shard.parts, RowLocation(shelf.files[shard.files[0]], int(shard.lines[0])))
         first = refused[0][0] if refused and d.bad_rows == "error" else shelf.total
         if T is not None and d.too_long == "error":
             long = np.flatnonzero(shard.lengths() > T)[:1]
@@ -464,13 +464,13 @@ class Reading:
         if shelf.total >= tokenize.EARLY_rows:
             tokenize.check([why for _, why in shelf.refused], shelf.total, d.most_bad)
 
-    def evaluation(self, path: str, how: str) -> Corpus:
+    def evaluation(self, path: str, how: str) -> Dataset:
         """All of a file, to be evaluated on."""
-        T = self.run.batch.seq
-        work = self.work(readers.find(path, root(self.run.data.cache)), clean=False)
+        T = self.config.batch.seq
+        work = self.work(readers.find(path, root(self.config.data.cache)), clean=False)
         return view(self.shelf(work, T if how == "error" else None, None), T=T, how=how)
 
-    def sources(self, train: Corpus | Streamed, held_out: Corpus | None) -> Sources:
+    def sources(self, train: Dataset | Streamed, held_out: Dataset | None) -> Sources:
         """All that was read, with its counts in a line."""
         evaluated = train if held_out is None else held_out
         record = self.kept and self.kept.record
@@ -484,7 +484,7 @@ class Reading:
         if held_out is not None and held_out is not train:
             said += f"; held out: {describe(held_out.counts)}"
             fingerprint += held_out.fingerprint
-        names = sorted({name for origin in self.run.data.origins for name in readers.about(origin.path)})
+        names = sorted({name for origin in self.config.data.origins for name in readers.about(origin.path)})
         if names:
             said += f"; not read as data: {', '.join(names)}"
         return Sources(train, held_out, fingerprint, said, evaluated.counts.too_long, self.refused, record)

@@ -38,11 +38,11 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 
 from optrush import __version__, errors
-from optrush.config import Run
+from optrush.config import Config
 from optrush.data import readers, schema
 from optrush.data.chat_template import Tokens
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
-from optrush.data.schema import Document, Row, Where
+from optrush.data.schema import Document, Row, RowLocation
 from optrush.errors import DataError, UserError
 from optrush.objectives import learnt
 
@@ -66,10 +66,10 @@ _ARRAYS = (  # widest elements first, so that each array lies aligned
 _FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
 
 
-class Refused(NamedTuple):
+class BadRow(NamedTuple):
     """A row that is no training data, and the error that says why."""
 
-    where: Where
+    where: RowLocation
     error: DataError
 
 
@@ -109,12 +109,12 @@ class Shard:
         targets[:1] = False
         return Document(np.asarray(self.ids[start:end]), targets)
 
-    def refusals(self, files: Sequence[Path]) -> list[tuple[int, Refused]]:
+    def refusals(self, files: Sequence[Path]) -> list[tuple[int, BadRow]]:
         """The refused rows in order, by their number."""
         found = []
         for number, file, line, *said in json.loads(self.refused.tobytes() or b"[]"):
-            where = Where(files[file], line)
-            found.append((number, Refused(where, DataError(*(text.replace(HERE, str(where)) for text in said)))))
+            where = RowLocation(files[file], line)
+            found.append((number, BadRow(where, DataError(*(text.replace(HERE, str(where)) for text in said)))))
         return found
 
     def encoded(self) -> list[bytes | memoryview]:
@@ -145,7 +145,7 @@ class Builder:
     _samples: list[tuple[int, int, int, int]] = field(default_factory=list)  # number, line, file, learnt
     _refused: list[list[Any]] = field(default_factory=list)
 
-    def add(self, where: Where, file: int, found: tuple[Document, ...] | DataError) -> None:
+    def add(self, where: RowLocation, file: int, found: tuple[Document, ...] | DataError) -> None:
         """The next row: its documents, or why it has none. Raises DataError where a pair meets rows that are none."""
         if isinstance(found, DataError):
             said = (text.replace(str(where), HERE) for text in (found.asked, found.found, found.do))
@@ -281,7 +281,7 @@ Kept = Sequence[np.ndarray] | None
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """Consecutive chunks that are tokenised together, each with its file's position in the list of files."""
 
     number: int
@@ -290,11 +290,11 @@ class Job:
     marks: tuple[list[int], ...] = ()  # of each chunk's file when it was hashed (files.mark)
 
 
-Found = tuple[int, Where, Row | DataError | None]  # position of the file, place, row; None: cleaning took it out
+Found = tuple[int, RowLocation, Row | DataError | None]  # position of the file, place, row; None: cleaning took it out
 
 
 def shards(
-    job: Job,
+    job: TokenizeJob,
     tokens: Tokens,
     train_on: str,
     text_rows: str,
@@ -341,7 +341,7 @@ def shards(
     yield builder.shard(last=True)
 
 
-def parsed(job: Job, text_rows: str, kept: Kept) -> Iterator[Found]:
+def parsed(job: TokenizeJob, text_rows: str, kept: Kept) -> Iterator[Found]:
     """The job's rows with their meaning, or why they have none."""
     for file, chunk in job.chunks:
         keep = None if kept is None else kept[file]
@@ -354,7 +354,7 @@ def parsed(job: Job, text_rows: str, kept: Kept) -> Iterator[Found]:
                 yield file, where, meaning(where, found)
 
 
-def meaning(where: Where, found: dict[str, Any]) -> Row | DataError:
+def meaning(where: RowLocation, found: dict[str, Any]) -> Row | DataError:
     """The row, or the error that says why it is none."""
     try:
         return schema.parse(where, found)
@@ -386,7 +386,7 @@ def no_room(folder: Path, error: OSError) -> DataError:
 
 
 def commit_chunk(
-    job: Job, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int
+    job: TokenizeJob, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int
 ) -> tuple[list[str], int]:
     """Writes what is missing of a job's shards; (their names, rows). What is written stays, whatever happens next.
 
@@ -494,7 +494,7 @@ def _begin(order: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     def work(task: dict[str, Any]) -> dict[str, Any]:
         chunks = tuple((file, Chunk(Path(path), *rest)) for file, path, *rest in task["chunks"])
-        job = Job(task["number"], chunks, marks=tuple(task["marks"]))
+        job = TokenizeJob(task["number"], chunks, marks=tuple(task["marks"]))
         names, n = commit_chunk(
             job, tokens, order["train_on"], order["text_rows"], kept, folder, task["skip"], task["piece"]
         )
@@ -531,7 +531,7 @@ def silent(_: str) -> None:
 class Work:
     """What is tokenised, and how."""
 
-    run: Run
+    config: Config
     tokens: Tokens
     files: tuple[Path, ...]
     kept: Kept = None  # by file
@@ -542,12 +542,12 @@ class Work:
     def folder(self) -> Path:
         """Where its shards lie."""
         said = {
-            "format": FORMAT, "files": readers.fingerprint(self.files, root(self.run.data.cache)),
-            "tokens": identity(self.tokens), "train_on": learnt(self.run), "text_rows": self.run.data.text_rows,
+            "format": FORMAT, "files": readers.fingerprint(self.files, root(self.config.data.cache)),
+            "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.text_rows,
             "cleaning": self.cleaning,
             "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
         }  # fmt: skip
-        return root(self.run.data.cache) / "tokens" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+        return root(self.config.data.cache) / "tokens" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 
 
 def root(cache: str | None) -> Path:
@@ -568,9 +568,11 @@ def tokenised(work: Work, most: int | None = None) -> Generator[Made]:
     """
     told = Telling(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
     if small(work.files):
-        data = work.run.data
+        data = work.config.data
         for job in jobs(work.files, data.text_rows):
-            yield from shards(job, work.tokens, learnt(work.run), data.text_rows, work.kept, most=most, told=told.done)
+            yield from shards(
+                job, work.tokens, learnt(work.config), data.text_rows, work.kept, most=most, told=told.done
+            )
         return
     marks = [readers.mark(path) for path in work.files]
     folder = work.folder
@@ -639,7 +641,7 @@ class Store:
         sync_folder(self.folder)
 
 
-def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[Job]:
+def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[TokenizeJob]:
     """The data in jobs of about CHUNK_bytes, from the files alone: a part of a large file, or several small ones."""
     number, held, size = 0, list[tuple[int, Chunk]](), 0.0
     whole: float
@@ -651,12 +653,12 @@ def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[Job]:
         for chunk in parts:
             part = chunk.end - chunk.start if plain(path) and chunk.end is not None else whole
             if held and size + part > CHUNK_bytes:
-                yield Job(number, tuple(held), size)
+                yield TokenizeJob(number, tuple(held), size)
                 number, held, size = number + 1, [], 0.0
             held.append((file, chunk))
             size += part
     if held:
-        yield Job(number, tuple(held), size)
+        yield TokenizeJob(number, tuple(held), size)
 
 
 def made(work: Work, store: Store, told: Telling, first: int, marks: Sequence[list[int]]) -> Iterator[list[Path]]:
@@ -665,9 +667,9 @@ def made(work: Work, store: Store, told: Telling, first: int, marks: Sequence[li
     Args:
         marks: of each file before its contents were hashed: one that changes meanwhile belongs to another folder.
     """
-    waiting: deque[tuple[Job, Future[tuple[list[Path], int]] | None]] = deque()
-    most = work.run.data.workers or cores()
-    todo, number = jobs(work.files, work.run.data.text_rows), 0
+    waiting: deque[tuple[TokenizeJob, Future[tuple[list[Path], int]] | None]] = deque()
+    most = work.config.data.workers or cores()
+    todo, number = jobs(work.files, work.config.data.text_rows), 0
     with Workers(work, store, min(most, 1 + int(told.total) // CHUNK_bytes), marks) as workers:
         while True:
             while len(waiting) < AHEAD * most and (job := next(todo, None)) is not None:
@@ -689,8 +691,8 @@ class Workers:
     def __init__(self, work: Work, store: Store, count: int, marks: Sequence[list[int]]) -> None:
         self.store = store
         self._marks = marks
-        data = work.run.data
-        self._order = order(work.tokens, work.kept, learnt(work.run), data.text_rows, store.folder)
+        data = work.config.data
+        self._order = order(work.tokens, work.kept, learnt(work.config), data.text_rows, store.folder)
         self._count = count
         self._pool = ThreadPoolExecutor(count)  # a thread waits for each
         self._processes: list[subprocess.Popen[str]] = []
@@ -715,11 +717,11 @@ class Workers:
             process.communicate()
         sweep(self.store.folder)  # what they were about to write
 
-    def start(self, job: Job) -> Future[tuple[list[Path], int]]:
+    def start(self, job: TokenizeJob) -> Future[tuple[list[Path], int]]:
         """Makes what is missing of a job: the paths of all its shards, and the rows that were read for it."""
         return self._pool.submit(self._make, job)
 
-    def _make(self, job: Job) -> tuple[list[Path], int]:
+    def _make(self, job: TokenizeJob) -> tuple[list[Path], int]:
         there = self.store.begun.get(job.number, [])
         skip = sum(made.rows + made.cleaned for made in map(mapped, there))
         chunks = [(file, str(chunk.file), chunk.first, chunk.start, chunk.end) for file, chunk in job.chunks]
@@ -745,7 +747,7 @@ def _tell(process: subprocess.Popen[str], what: dict[str, Any]) -> None:
         process.stdin.flush()
 
 
-def _died(job: Job, code: int) -> DataError:
+def _died(job: TokenizeJob, code: int) -> DataError:
     by = f"was killed by signal {-code}" if code < 0 else f"ended with code {code} (what it said stands above)"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
     at = f"{job.chunks[0][1].file} from row {job.chunks[0][1].first} on"
@@ -814,7 +816,7 @@ EARLY_rows = 10_000  # read before the rate is looked at for the first time, unl
 NAMED = 3
 
 
-def check(refused: Sequence[Refused], rows: int, most: float) -> None:
+def check(refused: Sequence[BadRow], rows: int, most: float) -> None:
     """Raises DataError if more than the share `most` of so many rows are bad."""
     if len(refused) <= most * rows:
         return
@@ -826,7 +828,7 @@ def check(refused: Sequence[Refused], rows: int, most: float) -> None:
     )
 
 
-def append(path: Path, refused: Iterable[Refused]) -> None:
+def append(path: Path, refused: Iterable[BadRow]) -> None:
     """Adds a line of JSON a row to a file (quarantine.jsonl); several processes may."""
     lines = [
         json.dumps({"file": str(where.file), "line": where.line, "reason": error.found}, ensure_ascii=False) + "\n"

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.kernels.lora_matmul import empty_with_room
+from optrush.kernels.lora_matmul import empty_padded
 
 # --- FlashAttention 4 for Hopper and later as two operators of our own, so that a compiled block stays one graph.
 #
@@ -99,7 +99,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, room
 def _empty(q: Tensor, room: int) -> Tensor:
     """For the output."""
     *tokens, H, E = q.shape
-    return empty_with_room(q, *tokens, H * E, columns=room).view(q.shape)
+    return empty_padded(q, *tokens, H * E, columns=room).view(q.shape)
 
 
 @torch.library.custom_op("optrush::flash4_backward", mutates_args=(), device_types="cuda")

@@ -28,7 +28,7 @@ def sizes(rows: int, width: int) -> dict[str, int]:
     return {"codes": rows * width, "scales": 4 * rows}
 
 
-def quantise(values: Tensor) -> dict[str, Tensor]:
+def quantize(values: Tensor) -> dict[str, Tensor]:
     """The parts of a matrix of any floating type."""
     wide = values.float()
     scales = wide.abs().amax(1)
@@ -36,7 +36,7 @@ def quantise(values: Tensor) -> dict[str, Tensor]:
     return {"codes": (wide * factor[:, None]).round_().to(torch.int8), "scales": scales}
 
 
-def dequantise(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
+def dequantize(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
     """Writes the values into `out`.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor
 from optrush.peft.ledger import TILE, tiles
 
 
-class Room(NamedTuple):
+class Padding(NamedTuple):
     """Where there is room for the small matrices of an adapter.
 
     x and grad come from kernels of our own as they are: who cuts something out of them must take back what is said
@@ -30,23 +30,23 @@ class Room(NamedTuple):
     grad: bool = False  # beside the gradient of what it gives
 
 
-def with_room(weight: Tensor, rows: int, columns: int) -> Tensor:
+def with_padding(weight: Tensor, rows: int, columns: int) -> Tensor:
     """A copy of weight (R, C), with room for so many rows below it and columns (one at least) beside it."""
     assert columns
     wide = weight.new_empty(weight.shape[0] + tiles(rows), weight.shape[1] + tiles(columns))
     return wide[: weight.shape[0], : weight.shape[1]].copy_(weight)
 
 
-def empty_with_room(like: Tensor, *shape: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+def empty_padded(like: Tensor, *shape: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
     """Of that shape, and like another tensor otherwise, with room for so many columns beside the last dimension."""
     *rows, width = shape
     return like.new_empty(*rows, width + columns, dtype=dtype or like.dtype)[..., :width]
 
 
-def copied_with_room(t: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+def copied_padded(t: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
     """t (..., D) in a type, or a copy where there is room for columns."""
     dtype = dtype or t.dtype
-    return empty_with_room(t, *t.shape, columns=columns, dtype=dtype).copy_(t) if columns else t.to(dtype)
+    return empty_padded(t, *t.shape, columns=columns, dtype=dtype).copy_(t) if columns else t.to(dtype)
 
 
 def joined(wide: Tensor, narrow: Tensor, dim: int) -> Tensor:

@@ -64,7 +64,7 @@ def sizes(rows: int, width: int, double: bool) -> dict[str, int]:
     return {"codes": codes, "absmax": blocks, "nested": 4 * (math.ceil(blocks / NESTED) + 1)}
 
 
-def quantise(values: Tensor, double: bool) -> dict[str, Tensor]:
+def quantize(values: Tensor, double: bool) -> dict[str, Tensor]:
     """The parts of a tensor of any floating type and shape."""
     flat = values.reshape(-1)
     found = [_encode4(flat[at : at + CHUNK].float()) for at in range(0, flat.numel(), CHUNK)]
@@ -119,7 +119,7 @@ def scales(absmax: Tensor, nested: Tensor | None) -> Tensor:
     return dynamic_map(absmax.device)[absmax.int()] * of_block + nested[-1]
 
 
-def dequantise(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
+def dequantize(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
     """Writes the values into `out`.
 
     Args:

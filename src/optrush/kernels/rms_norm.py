@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush.kernels.lora_matmul import copied_with_room, empty_with_room
+from optrush.kernels.lora_matmul import copied_padded, empty_padded
 
 Norm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 """(x (..., D), branch (..., D) or None, weight (D,), eps) -> x + branch (..., D), and that normed (..., D)"""
@@ -83,7 +83,7 @@ class _AddNorm(torch.autograd.Function):
         dx, dw = norm_backward(
             *ctx.saved_tensors, *incoming, ctx.needs_input_grad[2], ctx.back if first == second else 0
         )
-        branch = dx if first == second else copied_with_room(dx, ctx.back, second)
+        branch = dx if first == second else copied_padded(dx, ctx.back, second)
         return dx.to(first), branch, dw if ctx.needs_input_grad[2] else None, None, None, None, None
 
 
@@ -97,12 +97,12 @@ def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int = 
         return normed, scale
     wide = _wide(x)
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return copied_with_room((weight * (wide * scale).to(x.dtype)).to(dtype), room), scale.flatten()
+    return copied_padded((weight * (wide * scale).to(x.dtype)).to(dtype), room), scale.flatten()
 
 
 @norm.register_fake
 def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int = 0) -> tuple[Tensor, Tensor]:
-    return empty_with_room(x, *x.shape, columns=room, dtype=dtype), _scales(x)
+    return empty_padded(x, *x.shape, columns=room, dtype=dtype), _scales(x)
 
 
 @torch.library.custom_op("optrush::add_norm", mutates_args=())
@@ -124,7 +124,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kind = torch.promote_types(x.dtype, branch.dtype)
     total = torch.empty_like(x, dtype=kind, memory_format=torch.contiguous_format)
-    return total, empty_with_room(x, *x.shape, columns=room, dtype=dtype), _scales(x)
+    return total, empty_padded(x, *x.shape, columns=room, dtype=dtype), _scales(x)
 
 
 @torch.library.custom_op("optrush::norm_backward", mutates_args=())
@@ -147,14 +147,14 @@ def norm_backward(
     unit, inner = _wide(x) * scale, _wide(grad) * weight
     dx = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True)) + past
     dw = (_wide(grad) * unit.to(x.dtype)).flatten(0, -2).sum(0) if learns else weight.new_empty(0)
-    return copied_with_room(dx.to(x.dtype), room), dw.to(weight.dtype)
+    return copied_padded(dx.to(x.dtype), room), dw.to(weight.dtype)
 
 
 @norm_backward.register_fake
 def _(
     x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, learns: bool, room: int = 0
 ) -> tuple[Tensor, Tensor]:
-    return empty_with_room(x, *x.shape, columns=room), weight.new_empty(len(weight) if learns else 0)
+    return empty_padded(x, *x.shape, columns=room), weight.new_empty(len(weight) if learns else 0)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optrush.kernels.lora_matmul import empty_with_room
+from optrush.kernels.lora_matmul import empty_padded
 
 TILE = 4096  # values a program looks at together: whole rows, at least one
 BACKWARD = 2048  # likewise in the backward pass, which has more of them in registers: 8 a thread
@@ -30,7 +30,7 @@ def forward(
     branch = x if (alone := branch is None) else branch.contiguous()
     total = x if alone else torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
     D, N = x.shape[-1], x.shape[:-1].numel()
-    normed = empty_with_room(x, *x.shape, columns=room, dtype=dtype)
+    normed = empty_padded(x, *x.shape, columns=room, dtype=dtype)
     scale = torch.empty(N, dtype=torch.float32, device=x.device)
     rows, width, warps = _tile(D, TILE, 16)
     if N:
@@ -50,7 +50,7 @@ def backward(
     D, N = x.shape[-1], x.shape[:-1].numel()
     rows, width, warps = _tile(D, BACKWARD, 8)
     programs = min(triton.cdiv(N, rows), EACH * _multiprocessors(x.device))
-    dx = empty_with_room(x, *x.shape, columns=room)
+    dx = empty_padded(x, *x.shape, columns=room)
     parts = torch.empty(programs if learns else 0, D, dtype=torch.float32, device=x.device)
     if N:
         _backward[(programs,)](

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optrush.kernels.lora_matmul import copied_with_room, empty_with_room
+from optrush.kernels.lora_matmul import copied_padded, empty_padded
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, H, E), k and v (B, T, K, E)
 HeadNorm = Callable[[Tensor], Tensor]
@@ -96,7 +96,7 @@ def rotation_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tens
     B, T, K, E = dk.shape
     dq = dq.view(B, T, K, dq.shape[2] // K, E)
     d_qkv = torch.cat((dq, dk[:, :, :, None], dv[:, :, :, None]), 3).to(dv.dtype)
-    return copied_with_room(d_qkv.flatten(2), room).view(d_qkv.shape)
+    return copied_padded(d_qkv.flatten(2), room).view(d_qkv.shape)
 
 
 @rotation_backward.register_fake
@@ -108,7 +108,7 @@ def _empty(dq: Tensor, dk: Tensor, room: int) -> Tensor:
     """For the gradient of qkv."""
     B, T, K, E = dk.shape
     group = dq.shape[2] // K + 2
-    return empty_with_room(dq, B, T, K * group * E, columns=room).view(B, T, K, group, E)
+    return empty_padded(dq, B, T, K * group * E, columns=room).view(B, T, K, group, E)
 
 
 def _wide(x: Tensor) -> Tensor:

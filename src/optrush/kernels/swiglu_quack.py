@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.kernels.lora_matmul import beside, empty_with_room, plus_product, summed
+from optrush.kernels.lora_matmul import beside, empty_padded, plus_product, summed
 
 
 def feed(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
@@ -118,7 +118,7 @@ def _(
 
 
 def _product(x: Tensor, weight: Tensor, room: int) -> Tensor:
-    return empty_with_room(x, len(x), len(weight) // 2, columns=room)
+    return empty_padded(x, len(x), len(weight) // 2, columns=room)
 
 
 @torch.library.custom_op("optrush::gated_backward", mutates_args=(), device_types="cuda")

@@ -46,7 +46,7 @@ class Stored(Protocol):
         ...
 
 
-class Adapted(Protocol):
+class AdapterModule(Protocol):
     """A submodule of a linear that holds what an adapter learns beside the weight."""
 
     def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -65,16 +65,16 @@ class Linear(nn.Linear):
     What multiplies is `product`, which adapters wrap and stored weights replace.
     """
 
-    stored: Stored | None
-    adapter: Adapted | None
+    quantized: Stored | None
+    adapter: AdapterModule | None
 
     def __init__(
         self, width: int, pieces: Pieces, *, groups: int = 1, bias: bool, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__(width, groups * sum(rows for _, rows in pieces), bias=bias, device=device, dtype=dtype)
-        self.groups, self.pieces = groups, pieces
-        self.product: Product = F.linear
-        self.stored = self.adapter = None
+        self.groups, self.output_splits = groups, pieces
+        self.matmul: Product = F.linear
+        self.quantized = self.adapter = None
 
     @classmethod
     def of(cls, linear: nn.Linear, role: str) -> Linear:
@@ -86,11 +86,11 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., width) -> (..., rows)."""
-        return self.product(x, self.weight, self.bias)
+        return self.matmul(x, self.weight, self.bias)
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight (rows, width), however it is stored."""
-        return self.weight.to(dtype) if self.stored is None else self.stored.dense(dtype)
+        return self.weight.to(dtype) if self.quantized is None else self.quantized.dense(dtype)
 
 
 class RMSNorm(nn.Module):
@@ -103,15 +103,15 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
         self.eps = eps
-        self.kernel: rms_norm.Norm = rms_norm.plain
+        self.impl: rms_norm.Norm = rms_norm.plain
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
-        return self.added(x)[1]
+        return self.add_and_norm(x)[1]
 
-    def added(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The residual stream x (..., D) with what a branch adds to it, and that normed."""
-        return self.kernel(x, branch, self.weight, self.eps)
+        return self.impl(x, branch, self.weight, self.eps)
 
 
 def frequencies(rope: RopeShape, head_width: int) -> Tensor:
@@ -150,18 +150,18 @@ class Block(nn.Module):
         self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
-        self.separate: rope.Separate = rope.plain
-        self.attend: attention.Attend = attention.masked
-        self.feed: swiglu.Feed = swiglu.gated
+        self.split_and_rope: rope.Separate = rope.plain
+        self.attention: attention.Attend = attention.masked
+        self.mlp: swiglu.Feed = swiglu.gated
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
         """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D)."""
         B, T, _ = x.shape
-        x, h = self.norm1.added(x)
+        x, h = self.norm1.add_and_norm(x)
         qkv = self.qkv(h).view(B, T, -1, self.group + 2, self.head_width)  # (B, T, K, H/K + 2, E)
-        q, k, v = self.separate(qkv, cos, sin, self.q_norm, self.k_norm)  # (B, T, H or K, E)
-        x, h = self.norm2.added(x, self.o(self.attend(q, k, v, documents).reshape(B, T, -1)))
-        return self.feed(x, h, self.gate_up, self.down)
+        q, k, v = self.split_and_rope(qkv, cos, sin, self.q_norm, self.k_norm)  # (B, T, H or K, E)
+        x, h = self.norm2.add_and_norm(x, self.o(self.attention(q, k, v, documents).reshape(B, T, -1)))
+        return self.mlp(x, h, self.gate_up, self.down)
 
 
 class Head(nn.Module):
@@ -198,8 +198,8 @@ class Head(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks and the last norm; the head lies beside them and is called by the objective."""
 
-    isolates = True  # documents of one row do not see each other
-    spare = 0  # `spared`, once all is built: it walks all modules, and steps ask for FLOPs row by row
+    supports_packing = True  # documents of one row do not see each other
+    frozen_flops = 0  # `spared`, once all is built: it walks all modules, and steps ask for FLOPs row by row
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Decoder(nn.Module):
         weight = self.embedding.weight
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
         self.ties: tuple[tuple[str, str], ...] = (("head.weight", "embedding.weight"),) if shape.tied else ()
-        self.through: Callable[..., Any] = call
+        self.block_call: Callable[..., Any] = call
         # Kept once a device, outside the parameters and buffers: made on the host like the published models do (a
         # device's own pow differs in the last bit), and copying it every step would stop a graph capture.
         self._frequencies: dict[torch.device, Tensor] = {}
@@ -221,7 +221,7 @@ class Decoder(nn.Module):
         x = self.embedding(tokens)
         cos, sin = self.angles(positions, x.dtype)
         for block in self.blocks.values():
-            x = self.through(block, x, cos, sin, documents)
+            x = self.block_call(block, x, cos, sin, documents)
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -250,12 +250,12 @@ class Decoder(nn.Module):
             raise NeedsError(f"attention {name!r}", f"known: {', '.join(attention.ATTENTIONS)}", "choose one of them")
         for block in self.blocks.values():
             assert isinstance(block, Block)
-            block.attend = attention.ATTENTIONS[name]
+            block.attention = attention.ATTENTIONS[name]
         return len(self.blocks)
 
     def flops(self, tokens: int, attended: int) -> int:
         """Training FLOPs: see `ModelShape.flops`, and `spared` for weights that are not trained."""
-        return self.shape.flops(tokens, attended) - self.spare * tokens
+        return self.shape.flops(tokens, attended) - self.frozen_flops * tokens
 
     def tie(self) -> None:
         """Make every alias in `ties` its parameter again: allocating memory gives each its own."""
@@ -265,14 +265,14 @@ class Decoder(nn.Module):
         """Nothing: this model has no buffers."""
 
 
-def spared(model: Any) -> int:
+def frozen_flops(model: Any) -> int:
     """FLOPs a token that a model with frozen or adapted linears needs less than 6 for each weight of its matrices.
 
     A frozen weight has no gradient of its own: 4 instead of 6; what an adapter adds counts 6 (docs/notation.md).
     """
     flop = 0 if model.head.weight.requires_grad else 2 * model.head.weight.numel()
     for _, linear in model.linears():
-        if linear.stored is not None or not linear.weight.requires_grad:
+        if linear.quantized is not None or not linear.weight.requires_grad:
             flop += 2 * linear.in_features * linear.out_features
         if isinstance(linear.adapter, nn.Module):
             flop -= 6 * sum(p.numel() for p in linear.adapter.parameters() if p.dim() > 1)

@@ -19,7 +19,7 @@ from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.models.decoder import Head, Linear, call, redo_ties
 from optrush.models.shapes import HF
-from optrush.models.weights import Entry, Folder, Memory, Recipe, Source, drawn, enlarge, widened
+from optrush.models.weights import Folder, Memory, Source, WeightEntry, WeightMap, drawn, enlarge, widened
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
@@ -39,7 +39,7 @@ def unsupported(config: Any, found: str) -> NeedsError:
 
 
 @torch.no_grad()
-def probe(adapter: Adapter, hf_model: Any, dtype: torch.dtype) -> None:
+def probe(adapter: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     """Compare on the CPU: a packed row with its documents one by one, and our head with the model's own logits.
 
     Packed and alone agree to rounding only, which in bfloat16 could hide a faint leak; so the first document is also
@@ -72,7 +72,7 @@ def probe(adapter: Adapter, hf_model: Any, dtype: torch.dtype) -> None:
     adapter.train(was)
 
 
-def _maskless(adapter: Adapter, tokens: Tensor, documents: Documents, want: Tensor, close: float) -> bool:
+def _maskless(adapter: HFModel, tokens: Tensor, documents: Documents, want: Tensor, close: float) -> bool:
     """Whether one document through sdpa without a mask is what it is through masked attention.
 
     Chunks of attention could be longer than the probe's document, so they count as a difference.
@@ -90,7 +90,7 @@ def _maskless(adapter: Adapter, tokens: Tensor, documents: Documents, want: Tens
     return _apart(found, want) <= close
 
 
-def _both_logits(adapter: Adapter, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+def _both_logits(adapter: HFModel, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Logits of one document by our head and by the model itself, its hidden states multiplied by `factor`."""
     kept: list[Tensor] = []
 
@@ -107,7 +107,7 @@ def _both_logits(adapter: Adapter, hf_model: Any, tokens: Tensor, factor: float)
     return adapter.head.logits(kept[0]), theirs
 
 
-def _probe_row(adapter: Adapter) -> tuple[Tensor, Tensor, Documents]:
+def _probe_row(adapter: HFModel) -> tuple[Tensor, Tensor, Documents]:
     """One row of PROBE_LENGTHS documents, of tokens spread over the vocabulary."""
     T, vocab = sum(PROBE_LENGTHS), adapter.head.weight.shape[0]
     tokens = (torch.arange(T) * 7919 + 13)[None] % vocab
@@ -145,15 +145,15 @@ ALONE = "optrush_sdpa"  # what `_alone` is called in transformers' registers
 NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations that do not ask how long the row is
 
 
-class Adapter(nn.Module):
+class HFModel(nn.Module):
     """A transformers model behind our attributes; see `model.decoder.Decoder` for what each means.
 
     Args:
         hf_model: ...ForCausalLM with real values on the CPU; its modules are taken over, its class is left alone.
     """
 
-    isolates = True
-    spare = 0  # as Decoder's
+    supports_packing = True
+    frozen_flops = 0  # as Decoder's
 
     def __init__(self, hf_model: Any) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Adapter(nn.Module):
         self.head = Head(output.weight, output.bias)
         self.head.scale = _logit_scale(config)
         self.head.softcap = getattr(config, "final_logit_softcapping", None)
-        self.through: Callable[..., Any] = call
+        self.block_call: Callable[..., Any] = call
         self.maskless = False  # sdpa was seen to need no mask where rows hold one document
         self._told: dict[str, Any] = {}  # what the attention function is told about such rows
         self._numbered = _numbered(config)
@@ -196,7 +196,7 @@ class Adapter(nn.Module):
         original = layer.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.through(original, *args, **kwargs)
+            return self.block_call(original, *args, **kwargs)
 
         layer.forward = forward
 
@@ -287,7 +287,7 @@ class Adapter(nn.Module):
         c = self.config
         head_width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         attention = 6 * attended * c.num_attention_heads * head_width * len(self._blocks)
-        return (6 * self.matrix_parameters - self.spare) * tokens + int(attention)
+        return (6 * self.matrix_parameters - self.frozen_flops) * tokens + int(attention)
 
     def tie(self) -> None:
         """Make every alias in `ties` its parameter again."""
@@ -312,7 +312,7 @@ class Adapter(nn.Module):
 
 def adapt(
     folder: Path | None, hf: HF, dtype: torch.dtype, seed: int, growth: Growth | None = None
-) -> tuple[Adapter, Recipe]:
+) -> tuple[HFModel, WeightMap]:
     """Load or draw a transformers model on the CPU, prove it, and hand it over on the meta device with its recipe.
 
     Args:
@@ -326,21 +326,21 @@ def adapt(
     if growth is not None and folder is not None:
         enlarge(hf_model, growth)
     names = {id(p): name for name, p in hf_model.named_parameters()}
-    adapter = Adapter(hf_model)
-    entries: dict[str, Entry] = {}
+    adapter = HFModel(hf_model)
+    entries: dict[str, WeightEntry] = {}
     for name, parameter in adapter.named_parameters():
         if parameter.ndim == 0:
             raise unsupported(adapter.config, f"a parameter without dimensions ({name})")
-        entries[name] = Entry(tuple(parameter.shape), ((names[id(parameter)], parameter.shape[0]),))
+        entries[name] = WeightEntry(tuple(parameter.shape), ((names[id(parameter)], parameter.shape[0]),))
     source = None if folder is not None else _draw(adapter, entries, hf, seed, growth)
     probe(adapter, hf_model, dtype)
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
     buffers = {name: hf_model.state_dict()[name].clone() for name in sorted(persistent)}
     values = adapter.to_meta()
     if source is not None:
-        return adapter, Recipe(entries, source, buffers)
+        return adapter, WeightMap(entries, source, buffers)
     held = {entries[name].pieces[0][0]: value for name, value in values.items()}
-    return adapter, Recipe(entries, Memory(held), buffers)
+    return adapter, WeightMap(entries, Memory(held), buffers)
 
 
 def _config(hf: HF) -> Any:
@@ -407,7 +407,7 @@ def _from_folder(folder: Path, hf: HF, dtype: torch.dtype) -> Any:
     return model.eval()
 
 
-def _draw(adapter: Adapter, entries: dict[str, Entry], hf: HF, seed: int, growth: Growth | None) -> Source:
+def _draw(adapter: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, growth: Growth | None) -> Source:
     """Replace the values of a fresh model by the draw that every model class shares.
 
     What transformers makes constant (norms that start at 1, or at 0 where a family adds 1; biases) stays constant.
@@ -418,7 +418,7 @@ def _draw(adapter: Adapter, entries: dict[str, Entry], hf: HF, seed: int, growth
         if low == high or parameter.ndim < 2:
             constants[entries[name].pieces[0][0]] = float(low)
     source = widened(drawn(hf, seed, constants), adapter, entries, growth)
-    recipe = Recipe(entries, source)
+    recipe = WeightMap(entries, source)
     for name, parameter in adapter.named_parameters():
         recipe.fill(name, parameter.data, (0,) * parameter.ndim)
     return source

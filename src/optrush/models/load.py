@@ -8,11 +8,11 @@ from typing import Literal
 import torch
 
 from optrush.models.decoder import Decoder, build
-from optrush.models.hf import Adapter, adapt
+from optrush.models.hf import HFModel, adapt
 from optrush.models.shapes import HF, native_obstacle, refuse_foreign
 from optrush.models.source import Growth
 from optrush.models.weights import (
-    Recipe,
+    WeightMap,
     _constants,
     drawn,
     native_entries,
@@ -30,7 +30,7 @@ def load(
     dtype: torch.dtype,
     seed: int,
     growth: Growth | None = None,
-) -> tuple[Decoder | Adapter, Recipe]:
+) -> tuple[Decoder | HFModel, WeightMap]:
     """A model on the meta device, and the recipe of its values.
 
     Args:
@@ -53,11 +53,11 @@ def load(
     model = build(hf, dtype)
     entries = native_entries(model)
     if folder is None:
-        return model, Recipe(entries, widened(drawn(hf, seed, _constants(entries)), model, entries, growth))
+        return model, WeightMap(entries, widened(drawn(hf, seed, _constants(entries)), model, entries, growth))
     source = opened(folder)
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in vocabulary_names(model, entries)}
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.shape.tied else {}
     source.check(needed, tied)
-    return model, Recipe(entries, widened(source, model, entries, growth))
+    return model, WeightMap(entries, widened(source, model, entries, growth))

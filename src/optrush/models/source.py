@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from optrush.config import Run, nearest
+from optrush.config import Config, nearest
 from optrush.errors import ConfigError
 from optrush.models.shapes import SHAPES
 
@@ -19,7 +19,7 @@ TOKENIZER = ["*.json", "*.jinja", "*.model"]
 WEIGHTS = ["*.safetensors", *TOKENIZER]
 
 
-def locate(run: Run, weights: bool = True) -> tuple[Path | None, dict[str, Any]]:
+def locate(run: Config, weights: bool = True) -> tuple[Path | None, dict[str, Any]]:
     """The model's folder (None: a shape with random weights) and its config.json.
 
     Args:
@@ -123,20 +123,20 @@ class Growth(NamedTuple):
         return f"model.add_tokens: {', '.join(self.tokens)}: {grown}; new rows are the mean of the {self.first}{held}"
 
 
-def grow(run: Run, folder: Path | None, hf: dict[str, Any]) -> Growth | None:
+def grow(config: Config, folder: Path | None, hf: dict[str, Any]) -> Growth | None:
     """What `model.add_tokens` asks for; None: nothing is asked.
 
     Raises:
         ConfigError: there is no tokenizer to give them to, or no size to grow; a token that cannot be one.
         NeedsError: the tokenizer cannot be opened.
     """
-    asked = run.model.add_tokens
+    asked = config.model.add_tokens
     if not asked:
         return None
-    folder = folder if run.model.tokenizer is None else Path(run.model.tokenizer)
+    folder = folder if config.model.tokenizer is None else Path(config.model.tokenizer)
     if folder is None:
         do = "name a folder that has one: model.tokenizer"
-        raise ConfigError("`model.add_tokens`", f"`model.shape: {run.model.shape}` has no tokenizer", do)
+        raise ConfigError("`model.add_tokens`", f"`model.shape: {config.model.shape}` has no tokenizer", do)
     rows = hf.get("vocab_size")
     if not isinstance(rows, int):
         raise ConfigError("`model.add_tokens`", "config.json has no vocab_size to raise", "name another model")

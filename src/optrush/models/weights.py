@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 Shape = tuple[int, ...]
-Filler = Callable[[Tensor, Shape], None]
+Initializer = Callable[[Tensor, Shape], None]
 """Writes the rectangle of one parameter that begins at an offset and has the given tensor's shape into that tensor."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPARED_ROWS = 8192  # rows of a duplicated head compared at a time
@@ -144,7 +144,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RandomInit:
     """Random weights: a normal draw for matrices, a constant where one is named (norms, biases).
 
     Each tensor is drawn whole in float32 on the target device from a generator of its own, seeded by (seed, name): the
@@ -174,7 +174,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Entry:
+class WeightEntry:
     """How one parameter is made: `groups` groups of rows, in each group `rows` rows of every piece in turn."""
 
     shape: Shape
@@ -187,17 +187,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class WeightMap:
     """Values of every parameter by canonical name.
 
     `entries` say what is read, and what an export writes. Parameters that techniques add, and the published model has
     not (of adapters, of weights stored in another form), have a filler instead.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, WeightEntry]
     source: Source
     buffers: dict[str, Tensor] = field(default_factory=dict)  # persistent ones, by Hugging Face name: exported as is
-    fillers: dict[str, Filler] = field(default_factory=dict)  # by canonical name
+    fillers: dict[str, Initializer] = field(default_factory=dict)  # by canonical name
 
     def fill(self, name: str, local: Tensor, offset: Shape) -> None:
         """Copy the rectangle of parameter `name` that begins at `offset` and has `local`'s shape into `local`.
@@ -224,7 +224,7 @@ class Recipe:
                 values = values.narrow(dim, offset[dim], local.shape[dim])
             local.copy_(values)
 
-    def _rows(self, entry: Entry, first: int, last: int, device: torch.device) -> Tensor:
+    def _rows(self, entry: WeightEntry, first: int, last: int, device: torch.device) -> Tensor:
         if len(entry.pieces) == 1:
             return self.source.rows(entry.pieces[0][0], first, last, entry.shape, device)
         rows = sum(n for _, n in entry.pieces)
@@ -266,23 +266,23 @@ _BLOCK_NAMES = {
 _OUTER_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
-def native_entries(model: Decoder) -> dict[str, Entry]:
+def native_entries(model: Decoder) -> dict[str, WeightEntry]:
     """The entry of every parameter of a decoder, in the order of its named_parameters."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, WeightEntry] = {}
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
         shape = tuple(parameter.shape)
         if owner in _OUTER_NAMES:
-            entries[name] = Entry(shape, ((f"{_OUTER_NAMES[owner]}.{kind}", shape[0]),))
+            entries[name] = WeightEntry(shape, ((f"{_OUTER_NAMES[owner]}.{kind}", shape[0]),))
             continue
         _, number, part = owner.split(".")
         names = [f"model.layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
         module = model.get_submodule(owner)
         if isinstance(module, Linear):
-            rows = [n for _, n in module.pieces]
-            entries[name] = Entry(shape, tuple(zip(names, rows, strict=True)), module.groups)
+            rows = [n for _, n in module.output_splits]
+            entries[name] = WeightEntry(shape, tuple(zip(names, rows, strict=True)), module.groups)
         else:
-            entries[name] = Entry(shape, ((names[0], shape[0]),))
+            entries[name] = WeightEntry(shape, ((names[0], shape[0]),))
     return entries
 
 
@@ -319,12 +319,12 @@ def value_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(Folder(folder).files.values()))]
 
 
-def drawn(hf: HF, seed: int, constants: Mapping[str, float]) -> Drawn:
+def drawn(hf: HF, seed: int, constants: Mapping[str, float]) -> RandomInit:
     """The draw of a config.json: its initializer_range, 0.02 where it names none."""
-    return Drawn(seed, float(hf.get("initializer_range") or 0.02), constants)
+    return RandomInit(seed, float(hf.get("initializer_range") or 0.02), constants)
 
 
-def _constants(entries: Mapping[str, Entry]) -> dict[str, float]:
+def _constants(entries: Mapping[str, WeightEntry]) -> dict[str, float]:
     names = [name for entry in entries.values() for name, _ in entry.pieces]
     biases = {name: 0.0 for name in names if name.endswith(".bias")}
     return biases | {name: 1.0 for name in names if name.endswith("norm.weight")}
@@ -380,7 +380,7 @@ class _Shards:
 
 
 def export(
-    folder: Path, tensors: Iterator[tuple[str, Tensor]], recipe: Recipe, hf: HF, max_shard_bytes: float = 5e9
+    folder: Path, tensors: Iterator[tuple[str, Tensor]], recipe: WeightMap, hf: HF, max_shard_bytes: float = 5e9
 ) -> None:
     """Write a folder that transformers' AutoModelForCausalLM loads: config.json and safetensors, in its own layout.
 
@@ -430,7 +430,7 @@ def export(
 CHUNK_rows = 32768  # that are read at a time
 
 
-class Grown:
+class WithNewTokens:
     """A source that gives embedding and head the rows of new tokens, under any cutting; all else is as it is."""
 
     def __init__(self, source: Source, names: frozenset[str], growth: Growth) -> None:
@@ -461,12 +461,12 @@ class Grown:
         return self._means[name]
 
 
-def widened(source: Source, model: Any, entries: dict[str, Entry], growth: Growth | None) -> Source:
+def widened(source: Source, model: Any, entries: dict[str, WeightEntry], growth: Growth | None) -> Source:
     """The source, or where tokens are new the one that has rows for them."""
-    return source if growth is None else Grown(source, vocabulary_names(model, entries), growth)
+    return source if growth is None else WithNewTokens(source, vocabulary_names(model, entries), growth)
 
 
-def refuse_frozen(model: Any, recipe: Recipe, growth: Growth) -> None:
+def refuse_frozen(model: Any, recipe: WeightMap, growth: Growth) -> None:
     """Raises NeedsError where new tokens have rows that are not trained: they would mean the average token forever."""
     both = {id(model.embedding.weight), id(model.head.weight)}
     rows = [name for name, p in model.named_parameters() if id(p) in both and not p.requires_grad]
@@ -480,7 +480,7 @@ def refuse_frozen(model: Any, recipe: Recipe, growth: Growth) -> None:
     raise NeedsError(f"`model.add_tokens: [{', '.join(growth.tokens)}]`", found, do)
 
 
-def vocabulary_names(model: Any, entries: dict[str, Entry]) -> frozenset[str]:
+def vocabulary_names(model: Any, entries: dict[str, WeightEntry]) -> frozenset[str]:
     """The published names of a model's parameters that have a row for each token: embedding, head, its bias."""
     wide = {id(model.embedding.weight), id(model.head.weight), id(model.head.bias)}
     return frozenset(entries[name].pieces[0][0] for name, p in model.named_parameters() if id(p) in wide)

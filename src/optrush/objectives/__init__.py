@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optrush.config import Run
+from optrush.config import Config
 from optrush.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin")
 
 
-def unit(run: Run) -> str:
+def unit(config: Config) -> str:
     """What a loss is counted in."""
-    return "a pair" if run.objective == "dpo" else "nats a target token"
+    return "a pair" if config.objective == "dpo" else "nats a target token"
 
 
-def learnt(run: Run) -> str:
+def learnt(config: Config) -> str:
     """Which tokens of a conversation are targets: in pre-training all of them, in fine-tuning what the run says."""
-    return "all" if run.objective == "pretrain" else run.data.train_on
+    return "all" if config.objective == "pretrain" else config.data.train_on
 
 
-def check_layout(run: Run, layout: Layout) -> None:
+def check_layout(config: Config, layout: Layout) -> None:
     """Refuses rows that the objective cannot learn from.
 
     Raises:
         ConfigError: pairs in rows whose documents are torn, and see each other.
     """
-    if run.objective == "dpo" and not (layout.isolated and layout.whole):
+    if config.objective == "dpo" and not (layout.isolated and layout.uncut):
         found = "rows whose documents are torn and see each other, where two answers must stand apart"
         raise ConfigError("`objective: dpo` with --with wrap", found, "take --with packing instead")

@@ -84,10 +84,10 @@ class Adam8bit:
         Raises:
             NeedsError: they would be, but rows are cut.
         """
-        coded = len(t.whole) > 1 and math.prod(t.whole) >= SMALL
-        if coded and tuple(t.local.shape[1:]) != tuple(t.whole[1:]):
+        coded = len(t.full_shape) > 1 and math.prod(t.full_shape) >= SMALL
+        if coded and tuple(t.local.shape[1:]) != tuple(t.full_shape[1:]):
             asked = f"{self.codes.bits}-bit AdamW, whose blocks lie in whole rows"
-            found = f"this rank holds {tuple(t.local.shape)} of the {tuple(t.whole)} of {t.name}"
+            found = f"this rank holds {tuple(t.local.shape)} of the {tuple(t.full_shape)} of {t.name}"
             raise NeedsError(asked, found, "take another optimizer: fused-adamw")
         return coded
 
@@ -103,7 +103,7 @@ class Adam8bit:
                 [optim.weight_decay if t.decays else 0.0 for t in mine], dtype=torch.float64, device=device
             ),
             words=torch.tensor([key_words(seed, t.name) for t in mine], dtype=torch.int64, device=device),
-            spans=[span(t.whole, t.local.shape, t.offset) for t in mine],
+            spans=[span(t.full_shape, t.local.shape, t.offset) for t in mine],
             betas=optim.betas,
             eps=torch.tensor(optim.eps).item(),
             rounding=self.rounding,

@@ -31,7 +31,7 @@ class Learnt(Protocol):
     @property
     def grad(self) -> Tensor | None: ...
     @property
-    def whole(self) -> tuple[int, ...]: ...
+    def full_shape(self) -> tuple[int, ...]: ...
     @property
     def offset(self) -> tuple[int, ...]: ...
 
@@ -145,7 +145,7 @@ class AdamW:
             remainders=[self.remainders[i] for i in at] if rounding == "kahan" else None,
             decays=torch.tensor(decays, dtype=torch.float64, device=device),
             words=torch.tensor(words, dtype=torch.int64, device=device),
-            spans=[kernel.span(t.whole, t.local.shape, t.offset) for t in mine],
+            spans=[kernel.span(t.full_shape, t.local.shape, t.offset) for t in mine],
             betas=self.optim.betas,
             eps=torch.tensor(self.optim.eps).item(),
             rounding=rounding,

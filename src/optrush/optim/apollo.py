@@ -59,9 +59,9 @@ class Apollo:
         self.sketched: dict[int, Sketched] = {}
         self.signs: dict[int, Tensor] = {}  # by columns C: (C, r) of -1 and 1, in the weights' type
         for i, t in enumerate(self.trained):
-            if len(t.whole) == 2 and t.whole[1] > rank:
+            if len(t.full_shape) == 2 and t.full_shape[1] > rank:
                 self.sketched[i] = self._sketch(t, len(self.sketched))
-                self.signs.setdefault(t.whole[1], _signs(t.whole[1], rank, seed, t.local))
+                self.signs.setdefault(t.full_shape[1], _signs(t.full_shape[1], rank, seed, t.local))
         if not self.sketched:
             found = f"no matrix of this model has more than {rank} columns"
             raise NeedsError(f"APOLLO with a sketch of {rank} values a row", found, "take a smaller rank")
@@ -76,8 +76,8 @@ class Apollo:
         self.store = store(rounding, device)
 
     def _sketch(self, t: Learnt, at: int) -> Sketched:
-        if t.local.shape[1] != t.whole[1]:
-            found = f"this rank holds {tuple(t.local.shape)} of the {tuple(t.whole)} of {t.name}"
+        if t.local.shape[1] != t.full_shape[1]:
+            found = f"this rank holds {tuple(t.local.shape)} of the {tuple(t.full_shape)} of {t.name}"
             raise NeedsError("APOLLO, which sketches whole rows", found, "take another optimizer: fused-adamw")
         mean, square = (torch.zeros(len(t.local), self.rank, device=t.local.device) for _ in range(2))
         return Sketched(at, mean, square)

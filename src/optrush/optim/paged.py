@@ -85,8 +85,8 @@ class Rows:
         return None if (grad := self.of.grad) is None else grad[self.first : self.last]
 
     @property
-    def whole(self) -> tuple[int, ...]:
-        return self.of.whole
+    def full_shape(self) -> tuple[int, ...]:
+        return self.of.full_shape
 
     @property
     def offset(self) -> tuple[int, ...]:

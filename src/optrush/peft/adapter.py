@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from optrush.errors import NeedsError
-from optrush.kernels.lora_matmul import By, Room
+from optrush.kernels.lora_matmul import By, Padding
 from optrush.models.decoder import Linear
-from optrush.models.weights import Filler, Recipe, Shape
+from optrush.models.weights import Initializer, Shape, WeightMap
 from optrush.peft.ledger import EMBEDDING, HEAD, last, named, whole
 
 if TYPE_CHECKING:
     from optrush.models.decoder import Decoder
-    from optrush.models.hf import Adapter
+    from optrush.models.hf import HFModel
 
-    Model = Decoder | Adapter
+    Model = Decoder | HFModel
 
 
-class Switch:
+class AdapterToggle:
     """Whether adapters act: one for all of a model."""
 
     on = True
@@ -52,18 +52,18 @@ class Beside(nn.Module, ABC):
     """
 
     by: By = "cublas"  # who multiplies by the frozen weight
-    room = Room()
+    room = Padding()
 
-    def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: Switch) -> None:
+    def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle) -> None:
         """modules: Hugging Face's, one a piece; names: the last parts of those that are chosen."""
         super().__init__()
-        self.groups, self.sizes = linear.groups, [rows for _, rows in linear.pieces]
+        self.groups, self.sizes = linear.groups, [rows for _, rows in linear.output_splits]
         self.width, self.rows = linear.in_features, linear.out_features
         self.chosen = [last(m) in names for m in modules]
         self.hf = [m for m, yes in zip(modules, self.chosen, strict=True) if yes]
         self.chosen_sizes = [n for n, yes in zip(self.sizes, self.chosen, strict=True) if yes]
         self.chosen_rows = self.groups * sum(self.chosen_sizes)
-        self.inner, self.switch = linear.product, switch
+        self.inner, self.switch = linear.matmul, switch
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x (..., width) -> (..., rows): what the linear multiplies by from now on."""
@@ -117,29 +117,29 @@ class Beside(nn.Module, ABC):
         return torch.cat(parts, 1).flatten()
 
 
-def known(model: Model, recipe: Recipe) -> list[str]:
+def known(model: Model, recipe: WeightMap) -> list[str]:
     """Names that adapters may go to: the last parts of the modules of the blocks' linears."""
     return list(dict.fromkeys(last(m) for name, _ in model.linears() for m in _modules(recipe, f"{name}.weight")))
 
 
-def outside(model: Model, recipe: Recipe) -> dict[str, str]:
+def outside(model: Model, recipe: WeightMap) -> dict[str, str]:
     """Hugging Face's module of every parameter that no linear of the blocks has; a tied head is its embedding's."""
     linears = {name for name, _ in model.linears()}
     free = [name for name in recipe.entries if name.rpartition(".")[0] not in linears]
     return {name: _modules(recipe, name)[0] for name in free}
 
 
-def places(model: Model, recipe: Recipe, names: Collection[str]) -> list[tuple[str, Linear, list[str]]]:
+def places(model: Model, recipe: WeightMap, names: Collection[str]) -> list[tuple[str, Linear, list[str]]]:
     """(canonical name, linear, Hugging Face's modules, one a piece) of each linear that has some of these names."""
     found = [(name, linear, _modules(recipe, f"{name}.weight")) for name, linear in model.linears()]
     return [each for each in found if {last(m) for m in each[2]} & {*names}]
 
 
-def _modules(recipe: Recipe, parameter: str) -> list[str]:
+def _modules(recipe: WeightMap, parameter: str) -> list[str]:
     return [hf.rpartition(".")[0] for hf, _ in recipe.entries[parameter].pieces]
 
 
-def check(technique: str, model: Model, recipe: Recipe, targets: str | Sequence[str], save: Sequence[str]) -> None:
+def check(technique: str, model: Model, recipe: WeightMap, targets: str | Sequence[str], save: Sequence[str]) -> None:
     """Refuses names that this model has not.
 
     Raises:
@@ -153,7 +153,7 @@ def check(technique: str, model: Model, recipe: Recipe, targets: str | Sequence[
             raise NeedsError(need.asked, need.found, need.do)
 
 
-def freeze(model: Model, recipe: Recipe, save: Collection[str], precision: torch.dtype | None) -> set[str]:
+def freeze(model: Model, recipe: WeightMap, save: Collection[str], precision: torch.dtype | None) -> set[str]:
     """Nothing but the modules `save` learns; canonical names of their parameters.
 
     Frozen float32 matrices of linears, embedding and head take the products' type, to which each use would cast them;
@@ -164,7 +164,7 @@ def freeze(model: Model, recipe: Recipe, save: Collection[str], precision: torch
         p.requires_grad_(name in trained)
     if precision is None:
         return trained
-    linears = [linear for _, linear in model.linears() if linear.stored is None]
+    linears = [linear for _, linear in model.linears() if linear.quantized is None]
     for module in (*linears, model.head, model.embedding):
         weight = module.weight
         assert isinstance(weight, nn.Parameter)
@@ -177,14 +177,16 @@ def freeze(model: Model, recipe: Recipe, save: Collection[str], precision: torch
     return trained
 
 
-def place(name: str, linear: Linear, adapter: Beside, recipe: Recipe, fillers: Iterable[tuple[str, Filler]]) -> None:
+def place(
+    name: str, linear: Linear, adapter: Beside, recipe: WeightMap, fillers: Iterable[tuple[str, Initializer]]
+) -> None:
     """Puts an adapter beside the linear of that name, with the first values of its parameters."""
     linear.adapter = adapter
-    linear.product = adapter.product
+    linear.matmul = adapter.product
     recipe.fillers.update({f"{name}.adapter.{own}": fill for own, fill in fillers})
 
 
-def filled(values: Tensor) -> Filler:
+def filled(values: Tensor) -> Initializer:
     """Fills any rectangle from the whole."""
 
     def fill(local: Tensor, offset: Shape) -> None:
@@ -193,7 +195,7 @@ def filled(values: Tensor) -> Filler:
     return fill
 
 
-def constant(value: float) -> Filler:
+def constant(value: float) -> Initializer:
     def fill(local: Tensor, offset: Shape) -> None:
         local.fill_(value)
 

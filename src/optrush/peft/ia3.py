@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from optrush.models.decoder import Linear
-from optrush.models.weights import Filler
-from optrush.peft.adapter import Beside, Switch, constant
+from optrush.models.weights import Initializer
+from optrush.peft.adapter import AdapterToggle, Beside, constant
 
 
 class Ia3(Beside):
     """feedforward: the chosen modules whose input is scaled; the others' output is, with its bias."""
 
     def __init__(
-        self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: Switch, feedforward: bool
+        self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle, feedforward: bool
     ) -> None:
         super().__init__(linear, modules, names, switch)
         assert not feedforward or len(self.sizes) == 1, "pieces of one linear share what enters"
@@ -53,6 +53,6 @@ class Ia3(Beside):
     def settings(self) -> dict[str, Any]:
         return {"peft_type": "IA3", "fan_in_fan_out": False, "init_ia3_weights": True}
 
-    def fillers(self) -> Iterator[tuple[str, Filler]]:
+    def fillers(self) -> Iterator[tuple[str, Initializer]]:
         """First values of its parameters."""
         yield "scale", constant(1.0)

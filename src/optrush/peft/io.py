@@ -19,7 +19,7 @@ from optrush.peft.ledger import EMBEDDING, HEAD, last
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.models.weights import Recipe
+    from optrush.models.weights import WeightMap
     from optrush.peft.adapter import Beside, Model
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -41,7 +41,7 @@ def adapters(model: Model) -> dict[str, Beside]:
     return {name: linear.adapter for name, linear in model.linears() if linear.adapter is not None}  # type: ignore[misc]
 
 
-def write(folder: Path, model: Model, recipe: Recipe, trained: Mapping[str, Tensor], base: str) -> None:
+def write(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, Tensor], base: str) -> None:
     """Writes both files into a folder that is there.
 
     Args:
@@ -118,7 +118,7 @@ def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
             raise NeedsError(asked, f"{field} {there!r} in {CONFIG}, which is not known here", "start without")
 
 
-def read(technique: str, folder: str, model: Model, recipe: Recipe, trained: Collection[str]) -> dict[str, Tensor]:
+def read(technique: str, folder: str, model: Model, recipe: WeightMap, trained: Collection[str]) -> dict[str, Tensor]:
     """An adapter's tensors as whole parameters of a model that has adapters, by canonical name.
 
     Args:

@@ -12,7 +12,7 @@ from optrush.config import nearest
 from optrush.errors import NeedsError
 from optrush.hardware import Device
 from optrush.planner.ledger import OURS, Line, Rule, Work, add, freeze, like, live, retype
-from optrush.technique import Need, Part, Setup, compilers
+from optrush.technique import Environment, Part, Requirement, compilers
 
 if TYPE_CHECKING:
     from optrush.models.shapes import ModelShape
@@ -48,7 +48,7 @@ def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...
     return tuple(asked)
 
 
-def named(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Need:
+def named(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Requirement:
     """Whether a model has what an option names."""
     names = chosen(asked, known)
     wrong = next((n for n in names if n not in known), None)
@@ -58,17 +58,17 @@ def named(technique: str, option: str, asked: str | Sequence[str], known: Collec
     elif not names:
         found, do = "no linears to choose from", f"name some: {', '.join(known)}" if known else "take another model"
     text = asked if isinstance(asked, str) else f"[{', '.join(asked)}]"
-    return Need(wrong is None and bool(names), f"`{technique}:{option}={text}`", found, do)
+    return Requirement(wrong is None and bool(names), f"`{technique}:{option}={text}`", found, do)
 
 
-def whole(technique: str, save: Sequence[str], known: Collection[str], tied: bool) -> Iterator[Need]:
+def whole(technique: str, save: Sequence[str], known: Collection[str], tied: bool) -> Iterator[Requirement]:
     """Whether modules that are to be trained whole are there, and not one half of a tied pair."""
     if save:
         yield named(technique, "save", save, known)
     alone = {EMBEDDING, HEAD} & set(save)
     found = "embedding and head are one weight in this model"
     asked = f"`{technique}:save=[{', '.join(save)}]`"
-    yield Need(not tied or len(alone) != 1, asked, found, f"name both, {EMBEDDING} and {HEAD}, or neither")
+    yield Requirement(not tied or len(alone) != 1, asked, found, f"name both, {EMBEDDING} and {HEAD}, or neither")
 
 
 def sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
@@ -83,7 +83,7 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
 
 
 def predict_frozen(
-    setup: Setup, save: Sequence[str], learnt: Sequence[int], keep: Collection[str], added: Collection[str] = ()
+    env: Environment, save: Sequence[str], learnt: Sequence[int], keep: Collection[str], added: Collection[str] = ()
 ) -> Iterator[Rule]:
     """Rules for a frozen model beside whose linears adapters learn.
 
@@ -96,11 +96,11 @@ def predict_frozen(
     trained = {"embedding": EMBEDDING in save, "head": HEAD in save}
     why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
     yield freeze(f"[!a{''.join(name[0] for name, learns in trained.items() if learns)}]*", why)
-    if Part.LINEARS not in setup.owned:  # else their owner says how they are stored
+    if Part.LINEARS not in env.claimed:  # else their owner says how they are stored
         yield live("weights.blocks", stays, role="product")
     if not trained["embedding"]:
         yield live("weights.embedding", stays, role="product")
-    if not trained["head"] and setup.shape is not None and not setup.shape.tied:
+    if not trained["head"] and env.shape is not None and not env.shape.tied:
         yield live("weights.head", stays, role="product")
     if not any(trained.values()):
         yield live("tied.*", why, gone=True)
@@ -108,40 +108,40 @@ def predict_frozen(
     if not trained["head"]:
         yield live("casts*", stays, gone=True)
         yield live("head.products", "the head's own gradient is not made", times=4 / 6)
-        if Part.HEAD in setup.owned:
+        if Part.HEAD in env.claimed:
             yield live("head.gradient", "the head has none", gone=True)
     yield live("backward.[qogd]*", "the weights' gradients are not made", times=0.5)
     yield live("saved.normalised", "only the norms' own gradients read it", gone=True)
-    if setup.shape is not None:
-        yield from _inputs(setup, setup.shape, keep)
-        yield from _learnt(setup, setup.shape, list(trained.values()), learnt)
-        yield from _added(setup, setup.shape, added)
+    if env.shape is not None:
+        yield from _inputs(env, env.shape, keep)
+        yield from _learnt(env, env.shape, list(trained.values()), learnt)
+        yield from _added(env, env.shape, added)
 
 
-def _inputs(setup: Setup, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
+def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
     """A frozen product does not keep what enters it; an adapter may."""
     yield live("saved.normed", "no frozen product keeps what enters it", gone=True)
     if "down" not in keep:
         yield live("saved.product", "no frozen product keeps what enters it", gone=True)
-    if "o" not in keep and Part.ATTENTION not in setup.owned:  # kernels keep what they gave
+    if "o" not in keep and Part.ATTENTION not in env.claimed:  # kernels keep what they gave
         yield live("saved.attended", "no frozen product keeps what enters it", gone=True)
-    L, widths = setup.blocks, {name: width for name, (width, _) in sizes(shape).items()}
+    L, widths = env.blocks, {name: width for name, (width, _) in sizes(shape).items()}
     for name in sorted(set(keep) - {"o", "down"}):
         why = f"what enters {name}, kept for its adapter"
         yield add(Line(f"saved.enters.{name}", why, L * widths[name], "product", "saved", True, L))
 
 
-def _added(setup: Setup, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:
+def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:
     """Work of adding, for each linear, if only as 0: who owns its product may do the adding, too."""
     for name, (_, pieces) in sizes(shape).items():
-        values = 2.0 * setup.blocks * sum(pieces.values()) * (name in added)
+        values = 2.0 * env.blocks * sum(pieces.values()) * (name in added)
         why = "what a linear gave, read and written"
         yield add(Work(f"forward.added.{name}", why, "token", values=values, role="product"))
 
 
-def _learnt(setup: Setup, s: ModelShape, outer: Sequence[bool], learnt: Sequence[int]) -> Iterator[Rule]:
+def _learnt(env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[int]) -> Iterator[Rule]:
     """Lines of what is trained, and the update's share."""
-    L, values = setup.blocks, setup.blocks * sum(learnt)
+    L, values = env.blocks, env.blocks * sum(learnt)
     beside = s.vocab * s.width * (any(outer) if s.tied else sum(outer))
     why = f"{values:,} parameters of adapters, in float32"
     yield add(
@@ -150,10 +150,10 @@ def _learnt(setup: Setup, s: ModelShape, outer: Sequence[bool], learnt: Sequence
         Line("states.adapters", f"{why}: a mean and a mean square each", 2 * values, "wide", "always", blocks=L),
     )
     share = (values + beside) / s.parameters
-    update = "update*" if Part.OPTIMIZER in setup.owned else "update"  # or update.adapters, below
-    for name in (update, "norm", *(["reduce"] if Part.DATA in setup.owned else [])):
+    update = "update*" if Part.OPTIMIZER in env.claimed else "update"  # or update.adapters, below
+    for name in (update, "norm", *(["reduce"] if Part.DATA in env.claimed else [])):
         yield live(name, "of what is trained", times=share)
-    if Part.OPTIMIZER not in setup.owned:
+    if Part.OPTIMIZER not in env.claimed:
         largest = s.vocab * s.width if beside else max(learnt)
         tensors = float(L * len(learnt) + sum(outer))
         yield live("update.loop", "of what is trained, see update.adapters", gone=True)
@@ -179,22 +179,22 @@ def demand_compilers(technique: str, device: Device) -> None:
             raise NeedsError(need.asked.replace("torch.compile", f"`{technique}`"), need.found, need.do)
 
 
-def predict_quantized(setup: Setup, width_bytes: float) -> Iterator[Rule]:
+def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     """Rules for blocks whose weights take `width_bytes` each; the few values of their norms are counted as if theirs
     did too."""
     why = f"frozen, in {8 * width_bytes:.3f} bits each"
     yield retype({"stored": width_bytes}, why)
     yield live("weights.blocks", why, role="stored")
     yield live("casts.blocks", "made dense in the products' type, never cast", gone=True)
-    launches = OURS * 7.0 * setup.blocks  # one for each of q, k, v, o, gate, up, down
+    launches = OURS * 7.0 * env.blocks  # one for each of q, k, v, o, gate, up, down
     for way in ("forward", "backward"):
         why = "codes of a linear read, to make it dense"
         yield like("casts.blocks", Work(f"{way}.packed", why, "micro", values=1.0, role="stored"))
         why = "the dense weight of a linear written"
         yield like("casts.blocks", Work(f"{way}.unpacked", why, "micro", values=1.0, role="product"))
         yield add(Work(f"{way}.unpacking.launches", "a kernel for each piece", "micro", launches=launches))
-    if setup.shape is not None:
-        s = setup.shape
+    if env.shape is not None:
+        s = env.shape
         largest = s.width * max(2 * s.ff_width, (s.heads + 2 * s.kv_heads) * s.head_width)
         for live_in in ("forward", "backward"):
             why = "the largest linear, dense while it multiplies"

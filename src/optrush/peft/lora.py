@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from optrush.kernels import rms_norm, rope
 from optrush.kernels.attention import flash4
-from optrush.kernels.lora_matmul import By, Room, gradients, joined, low_rank, with_room
+from optrush.kernels.lora_matmul import By, Padding, gradients, joined, low_rank, with_padding
 from optrush.kernels.swiglu_quack import gated, gated_backward
 from optrush.models.decoder import Block, Linear
-from optrush.models.weights import Filler, Recipe, Shape
-from optrush.peft.adapter import Beside, Switch, constant
+from optrush.models.weights import Initializer, Shape, WeightMap
+from optrush.peft.adapter import AdapterToggle, Beside, constant
 from optrush.peft.ledger import TILE, tiles
-from optrush.peft.quantized import Layout, Quantised, unpacked
+from optrush.peft.quantized import Layout, QuantizedLinear, unpacked
 
 # --- A frozen linear with a low-rank sum beside it as one function, W x + U A x, both ways.
 #
@@ -47,7 +47,9 @@ def dense(layout: Layout | None, parts: Sequence[Tensor], dtype: torch.dtype, us
     return parts[0] if layout is None else unpacked(parts, layout, dtype, use)
 
 
-def weight_of(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int, room: Room) -> Tensor:
+def weight_of(
+    layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int, room: Padding
+) -> Tensor:
     """As `dense`; where it shall have room, a stored one has it for `narrow` below it (0) or right of it (1)."""
     many = tiles(narrow.shape[dim])
     if layout is None or not (many and room.weight):
@@ -58,7 +60,7 @@ def weight_of(layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: 
 
 def linear(
     x: Tensor, a: Tensor, u: Tensor, bias: Tensor | None, layout: Layout | None, parts: Sequence[Tensor], by: By,
-    room: Room,
+    room: Padding,
 ) -> Tensor:  # fmt: skip
     """x (..., D), A (r, D), U (rows, r), bias (rows,) or None, the weight's layout and parts -> (..., rows).
 
@@ -113,7 +115,7 @@ class Lora(Beside):
     """Legend: r rank, n chosen pieces, D the linear's width."""
 
     def __init__(
-        self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: Switch, settings: Settings
+        self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle, settings: Settings
     ) -> None:
         super().__init__(linear, modules, names, switch)
         self.s, n = settings, len(self.hf)
@@ -121,10 +123,10 @@ class Lora(Beside):
         self.a = nn.Parameter(torch.empty(n * settings.rank, self.width, **at))  # (n r, D)
         self.b = nn.Parameter(torch.empty(self.chosen_rows, settings.rank, **at))  # (chosen rows, r)
         self.magnitude = nn.Parameter(torch.empty(self.chosen_rows, **at)) if settings.dora else None
-        self._dense, stored = linear.dense, linear.stored
+        self._dense, stored = linear.dequantized, linear.quantized
         # Settled here, for torch 2.11 compiles no comparison of methods; in a tuple, for the module is the linear's.
-        held = isinstance(stored, Quantised) and linear.product == stored.product
-        self._stored, self._matrix = (stored if held else None,), linear.product is F.linear
+        held = isinstance(stored, QuantizedLinear) and linear.matmul == stored.product
+        self._stored, self._matrix = (stored if held else None,), linear.matmul is F.linear
 
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         kind = x.device.type
@@ -151,7 +153,7 @@ class Lora(Beside):
     def _base(self, weight: Tensor | None, dtype: torch.dtype) -> tuple[Layout | None, list[Tensor]] | None:
         """Layout and parts of a frozen matrix that the inner product multiplies by; None: it does something else."""
         (stored,) = self._stored
-        if isinstance(stored, Quantised):
+        if isinstance(stored, QuantizedLinear):
             return stored.layout, [*stored.parameters()]
         if weight is None or weight.requires_grad or not self._matrix:
             return None
@@ -212,15 +214,15 @@ class Lora(Beside):
             "fan_in_fan_out": False, "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {},
         }  # fmt: skip
 
-    def fillers(self, name: str, linear: Linear, recipe: Recipe, seed: int) -> Iterator[tuple[str, Filler]]:
+    def fillers(self, name: str, linear: Linear, recipe: WeightMap, seed: int) -> Iterator[tuple[str, Initializer]]:
         """First values of its parameters; name: the linear's."""
         yield "a", self._drawn(seed)
         yield "b", constant(0.0)
         if self.magnitude is not None:
-            held = torch.float32 if linear.stored is not None else linear.weight.dtype
+            held = torch.float32 if linear.quantized is not None else linear.weight.dtype
             yield "magnitude", self._measured(recipe, f"{name}.weight", held)
 
-    def _drawn(self, seed: int) -> Filler:
+    def _drawn(self, seed: int) -> Initializer:
         """As kaiming_uniform_ with a = sqrt(5), each piece from its own name: equal whatever is fused or cut."""
 
         def fill(local: Tensor, offset: Shape) -> None:
@@ -235,7 +237,7 @@ class Lora(Beside):
 
         return fill
 
-    def _measured(self, recipe: Recipe, weight: str, dtype: torch.dtype) -> Filler:
+    def _measured(self, recipe: WeightMap, weight: str, dtype: torch.dtype) -> Initializer:
         """Lengths of the rows of the weight in that type; of one stored in another form, of what it stands for."""
 
         def fill(local: Tensor, offset: Shape) -> None:
@@ -272,13 +274,13 @@ def fits(linear: nn.Module) -> bool:
     """Whether a linear is a frozen matrix, dense or stored, with a low-rank sum beside it or nothing."""
     if type(linear) is not Linear or linear.bias is not None:
         return False
-    product, beside = linear.product, linear.adapter
+    product, beside = linear.matmul, linear.adapter
     if beside is not None:
         if not isinstance(beside, Beside) or product != beside.product or beside.low_rank(torch.float32) is None:
             return False
         product = beside.inner
-    if linear.stored is not None:
-        return isinstance(linear.stored, Quantised) and product == linear.stored.product
+    if linear.quantized is not None:
+        return isinstance(linear.quantized, QuantizedLinear) and product == linear.quantized.product
     return product is F.linear and not linear.weight.requires_grad
 
 
@@ -294,8 +296,8 @@ def feed(x: Tensor, h: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     return out
 
 
-def _room(linear: Linear) -> Room:
-    return linear.adapter.room if isinstance(linear.adapter, Beside) else Room()
+def _room(linear: Linear) -> Padding:
+    return linear.adapter.room if isinstance(linear.adapter, Beside) else Padding()
 
 
 def _low(h: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
@@ -310,8 +312,8 @@ def _low(h: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
 
 def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
     """What the weight is made of: its layout, or None and the weight itself."""
-    if isinstance(linear.stored, Quantised):
-        return linear.stored.layout, *linear.stored.parameters()
+    if isinstance(linear.quantized, QuantizedLinear):
+        return linear.quantized.layout, *linear.quantized.parameters()
     # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
     return None, linear.weight.to(dtype)
 
@@ -380,35 +382,35 @@ def make_room(block: Block, *, whole: bool = True) -> int:
     linears = block.qkv, block.o, block.gate_up, block.down
     qkv, o, gate_up, _ = columns = [_columns(linear, whole) for linear in linears]
     changed = 0
-    before, after = block.norm1.kernel is rms_norm.fused, block.norm2.kernel is rms_norm.fused
-    attends, turns = block.attend is flash4, block.separate is rope.fused
+    before, after = block.norm1.impl is rms_norm.fused, block.norm2.impl is rms_norm.fused
+    attends, turns = block.attention is flash4, block.split_and_rope is rope.fused
     if before and qkv:
-        block.norm1.kernel = partial(rms_norm.fused, room=qkv)
+        block.norm1.impl = partial(rms_norm.fused, room=qkv)
         changed += 1
     if after and (gate_up or o):
-        block.norm2.kernel = partial(rms_norm.fused, room=gate_up, back=o)
+        block.norm2.impl = partial(rms_norm.fused, room=gate_up, back=o)
         changed += 1
     if attends and o:
-        block.attend = partial(flash4, room=o)
+        block.attention = partial(flash4, room=o)
         changed += 1
     if turns and qkv:
-        block.separate = partial(rope.fused, back=qkv)
+        block.split_and_rope = partial(rope.fused, back=qkv)
         changed += 1
     # The gradient of gate and up needs none: its product makes d_z, too (kernels/products.py).
-    rooms = Room(True, before, turns), Room(True, attends, after), Room(True, after), Room(True, True)
+    rooms = Padding(True, before, turns), Padding(True, attends, after), Padding(True, after), Padding(True, True)
     for linear, many, room in zip(linears, columns, rooms, strict=True):
         if many:
             changed += lay(linear, many, room, below=linear is not block.gate_up)
     return changed
 
 
-def lay(linear: Linear, many: int, room: Room, *, below: bool = True) -> bool:
+def lay(linear: Linear, many: int, room: Padding, *, below: bool = True) -> bool:
     """Tells a linear with an adapter what room there is, and lays a dense weight where there is; whether it did."""
     assert isinstance(linear.adapter, Beside)
     linear.adapter.room = room
-    if linear.stored is None:
-        linear.weight.data = with_room(linear.weight.data, many if below else 0, many)
-    return linear.stored is None
+    if linear.quantized is None:
+        linear.weight.data = with_padding(linear.weight.data, many if below else 0, many)
+    return linear.quantized is None
 
 
 def _columns(linear: Linear, whole: bool) -> int:
@@ -417,4 +419,4 @@ def _columns(linear: Linear, whole: bool) -> int:
     if not isinstance(adapter, Beside) or adapter.by != "quack" or linear.bias is not None:
         return 0
     low = adapter.low_rank(torch.float32)
-    return 0 if low is None or not (whole or linear.stored is not None) else tiles(len(low[0]))
+    return 0 if low is None or not (whole or linear.quantized is not None) else tiles(len(low[0]))

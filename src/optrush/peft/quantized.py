@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from optrush.errors import NeedsError
 from optrush.kernels import int8, nf4
 from optrush.models.decoder import Decoder, Linear
-from optrush.models.hf import Adapter
-from optrush.models.weights import Entry, Grown, Packed, Recipe, Shape, Source
+from optrush.models.hf import HFModel
+from optrush.models.weights import Packed, Shape, Source, WeightEntry, WeightMap, WithNewTokens
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Form:
         return nf4.sizes(rows, width, self.double) if self.bits == 4 else int8.sizes(rows, width)
 
     def quantise(self, values: Tensor) -> dict[str, Tensor]:
-        return nf4.quantise(values, self.double) if self.bits == 4 else int8.quantise(values)
+        return nf4.quantize(values, self.double) if self.bits == 4 else int8.quantize(values)
 
 
 class Layout(NamedTuple):
@@ -53,18 +53,18 @@ class Layout(NamedTuple):
     width: int
 
 
-class Quantised(nn.Module):
+class QuantizedLinear(nn.Module):
     """A linear's weight in another form; a `model.decoder.Stored`."""
 
     def __init__(self, linear: Linear, form: Form, carrier: torch.dtype) -> None:
         super().__init__()
-        for role, rows in linear.pieces:
+        for role, rows in linear.output_splits:
             piece = nn.Module()
             for name, size in form.sizes(linear.groups * rows, linear.in_features).items():
                 held = torch.empty(-(-size // 2), dtype=carrier, device="meta")
                 piece.register_parameter(name, nn.Parameter(held, requires_grad=False))
             self.add_module(role, piece)
-        rows_of = tuple(rows for _, rows in linear.pieces)
+        rows_of = tuple(rows for _, rows in linear.output_splits)
         self.layout = Layout(form.bits, len(form.sizes(1, 1)), rows_of, linear.groups, linear.in_features)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -131,11 +131,11 @@ def dense(
     for i, target in enumerate(torch.split(grouped, list(rows), 1)):
         first, *rest = (p.detach().view(torch.uint8) for p in parts[each * i : each * (i + 1)])
         if bits == 8:
-            int8.dequantise((first.view(torch.int8), rest[0].view(torch.float32)), target)
+            int8.dequantize((first.view(torch.int8), rest[0].view(torch.float32)), target)
         elif len(rest) == 2:
-            nf4.dequantise((first, rest[0], rest[1].view(torch.float32)), target)
+            nf4.dequantize((first, rest[0], rest[1].view(torch.float32)), target)
         else:
-            nf4.dequantise((first, rest[0].view(torch.float32)), target)
+            nf4.dequantize((first, rest[0].view(torch.float32)), target)
     return out
 
 
@@ -147,7 +147,7 @@ def _(
     return parts[0].new_empty((groups * sum(rows) + room[0], width + room[1]), dtype=dtype)
 
 
-def quantise(model: Decoder | Adapter, recipe: Recipe, form: Form, precision: torch.dtype | None) -> int:
+def quantise(model: Decoder | HFModel, recipe: WeightMap, form: Form, precision: torch.dtype | None) -> int:
     """Replace the weights of all linears of the blocks, on the meta device; how many linears changed.
 
     Args:
@@ -159,19 +159,19 @@ def quantise(model: Decoder | Adapter, recipe: Recipe, form: Form, precision: to
     carrier = torch.float16 if precision == torch.float16 else torch.bfloat16
     changed = 0
     for name, linear in list(model.linears()):
-        stored = Quantised(linear, form, carrier)
+        stored = QuantizedLinear(linear, form, carrier)
         entry = recipe.entries[f"{name}.weight"]
-        for (role, _), (hf, shape) in zip(linear.pieces, entry.hf_shapes(), strict=True):
+        for (role, _), (hf, shape) in zip(linear.output_splits, entry.hf_shapes(), strict=True):
             for part in form.sizes(*shape):
                 recipe.fillers[f"{name}.stored.{role}.{part}"] = partial(reader.part, hf, shape, part)
         recipe.fillers[f"{name}.weight"] = partial(reader.weight, entry, stored.layout)
         linear.weight = None  # type: ignore[assignment]
-        linear.stored, linear.product = stored, stored.product
+        linear.quantized, linear.matmul = stored, stored.product
         changed += 1
     return changed
 
 
-def _check(model: Decoder | Adapter, recipe: Recipe, source: Source, form: Form) -> None:
+def _check(model: Decoder | HFModel, recipe: WeightMap, source: Source, form: Form) -> None:
     """Raises NeedsError where a folder has packed what is no weight of a block's linear, or in another form."""
     if not isinstance(source, Packed):
         return
@@ -192,8 +192,8 @@ class _Reader:
     """Fills parts of quantised tensors. One tensor is held at a time, and always read whole, however little of it a
     rank has: the offset of its scales is a mean over all of it."""
 
-    def __init__(self, recipe: Recipe, form: Form) -> None:
-        self.source = recipe.source.source if isinstance(recipe.source, Grown) else recipe.source
+    def __init__(self, recipe: WeightMap, form: Form) -> None:
+        self.source = recipe.source.source if isinstance(recipe.source, WithNewTokens) else recipe.source
         self.form = form
         self.name, self.parts = "", dict[str, Tensor]()
 
@@ -208,7 +208,7 @@ class _Reader:
         if part == list(self.parts)[-1]:  # they are asked for in this order
             self.name, self.parts = "", {}
 
-    def weight(self, entry: Entry, layout: Layout, local: Tensor, offset: Shape) -> None:
+    def weight(self, entry: WeightEntry, layout: Layout, local: Tensor, offset: Shape) -> None:
         """A filler of the dense weight, for whoever measures it: the values that the parts stand for."""
         parts = [p for hf, shape in entry.hf_shapes() for p in self._read(hf, shape, local.device).values()]
         rectangle = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from optrush.models.shapes import ModelShape
 from optrush.planner import ledger
 from optrush.planner.ledger import Entry, Line, Live, Made, Role, Rule, Side, Work
-from optrush.technique import Part, Setup, Technique
+from optrush.technique import Environment, Part, Technique
 
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
 # On a CPU the resident set is counted: the process with Python, torch and a tokenizer, and the C library's heap, which
@@ -197,31 +197,31 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[Work]
     yield Work("norm", "gradients read for their norm", "step", values=s.parameters, role="gradient")
 
 
-def rounded_update(setup: Setup) -> Iterator[Rule]:
+def rounded_update(env: Environment) -> Iterator[Rule]:
     """What replaces the baseline's update where bfloat16 weights are not rounded to the nearest."""
     yield ledger.live("update.loop", "float32 inside, and no temporaries of whole parameters", gone=True)
-    if setup.device.kind == "cpu":
+    if env.device.kind == "cpu":
         # 100 ns a weight on one core, torch 2.13; as values moved at the rate that a CPU is taken to have.
         why = "random bits and roundings, one operator at a time"
         yield ledger.like("weights.*", Work("update.rounding", why, "step", values=400, role="wide"))
-    elif Part.OPTIMIZER not in setup.owned:
-        launches = 3.0 * (setup.blocks * 9 + 2)
+    elif Part.OPTIMIZER not in env.claimed:
+        launches = 3.0 * (env.blocks * 9 + 2)
         yield ledger.add(Work("update.launches", "a kernel for each parameter", "step", launches=launches))
 
 
-def rules(techniques: Iterable[Technique], setup: Setup, shape: ModelShape) -> list[Rule]:
+def rules(techniques: Iterable[Technique], env: Environment, shape: ModelShape) -> list[Rule]:
     """All that edits the baseline: of the objective and of the techniques."""
-    return [*_asked(setup, shape), *(rule for t in techniques for rule in t.predict(setup))]
+    return [*_asked(env, shape), *(rule for t in techniques for rule in t.predict(env))]
 
 
-def _asked(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
+def _asked(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """What the objective asks for beside one forward and one backward pass."""
-    if setup.dpo is None:
+    if env.dpo is None:
         return
     flop = 2 * shape.width * shape.vocab
-    if Part.HEAD in setup.owned:
+    if Part.HEAD in env.claimed:
         why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
         yield ledger.add(Work("head.again", why, "token", flop))
-    if setup.dpo.reference != "precomputed" and setup.undoable:
+    if env.dpo.reference != "precomputed" and env.undoable:
         yield ledger.live("forward.*", "and once more without what is trained, as the reference", times=2)
         yield ledger.add(Work("reference.head", "the head of that pass, 2 a weight of it", "token", flop))

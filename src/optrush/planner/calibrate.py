@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optrush import hardware
-from optrush.config import Run, parse
+from optrush.config import Config, parse_config
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import GIB, Device
 from optrush.models.shapes import ModelShape
@@ -210,25 +210,25 @@ def _measured(bench: Bench, loads: Sequence[Load], seconds: float, tell: Tell) -
     )
 
 
-def loads(run: Run | None, device: Device) -> list[Load]:
+def loads(config: Config | None, device: Device) -> list[Load]:
     """The shapes to measure: a run's, or those that suit the device.
 
     Raises:
         UserError: a model that the plan does not know, or a micro-batch that is not a number yet.
     """
-    if run is not None:
-        return [_load(run)]
+    if config is not None:
+        return [_load(config)]
     here = MODELS[device.kind]
-    return [_load(parse(DEFAULT.format(model, seq, tokens=tokens), "defaults")) for model, seq, tokens in here]
+    return [_load(parse_config(DEFAULT.format(model, seq, tokens=tokens), "defaults")) for model, seq, tokens in here]
 
 
-def _load(run: Run) -> Load:
-    tokens = run.batch.micro_tokens or run.batch.seq
+def _load(config: Config) -> Load:
+    tokens = config.batch.micro_tokens or config.batch.seq
     if not isinstance(tokens, int):
         do = "give a number: --set batch.micro_tokens=16384"
         raise ConfigError(f"`batch.micro_tokens: {tokens}`", "it is found with these rates", do)
-    shape = ModelShape.read(locate(run, weights=False)[1])
-    return Load(str(run.model.shape or run.model.path), shape, run.batch.seq, tokens)
+    shape = ModelShape.read(locate(config, weights=False)[1])
+    return Load(str(config.model.shape or config.model.path), shape, config.batch.seq, tokens)
 
 
 # --- products and attention

@@ -79,7 +79,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Effort:
+class WorkTime:
     """One item of work of a step on this rank: what is done, what is moved or sent, and how long that takes alone."""
 
     name: str
@@ -246,22 +246,22 @@ def _together(rates: Iterable[float]) -> float:
 # --- what work takes
 
 
-def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> list[Effort]:
+def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> list[WorkTime]:
     """Of one step of `ledger.accumulation` micro-batches of `tokens` slots; empty where the rates are unknown."""
     found = []
     for work, times, alone, started in _each(ledger, tokens, rates or of(device)):
-        flop, moved = work.flop * times, work.values * ledger.widths[work.role] * times
+        flop, moved = work.flop * times, work.values * ledger.bytes_per_value[work.role] * times
         place: Literal["device", "link"] = "link" if work.unit == "link" else "device"
         if alone and math.isfinite(alone):
-            found.append(Effort(work.name, flop, moved, 0.0, alone, place, work.reason))
+            found.append(WorkTime(work.name, flop, moved, 0.0, alone, place, work.reason))
         if started:
-            found.append(Effort(work.name, 0.0, 0.0, work.launches * times, started, "host", work.reason))
+            found.append(WorkTime(work.name, 0.0, 0.0, work.launches * times, started, "host", work.reason))
     moved, taken = _offloaded(ledger, tokens, rates or of(device))
     if taken and math.isfinite(taken):
-        found.append(Effort("offload", 0.0, moved, 0.0, taken, "link", "what waits on the host, there and back"))
+        found.append(WorkTime("offload", 0.0, moved, 0.0, taken, "link", "what waits on the host, there and back"))
     moved, taken = _paged(ledger, rates or of(device))
     if taken and math.isfinite(taken):
-        found.append(Effort("paging", 0.0, moved, 0.0, taken, "device", "what lives on the host, there and back"))
+        found.append(WorkTime("paging", 0.0, moved, 0.0, taken, "device", "what lives on the host, there and back"))
     return found
 
 
@@ -324,12 +324,12 @@ def _each(ledger: Ledger, tokens: float, rates: Rates | None) -> Iterator[tuple[
     if rates is None:
         return
     counts = {"token": tokens * ledger.accumulation, "micro": float(ledger.accumulation), "step": 1.0}
-    narrow = ledger.widths["product"] < 4
+    narrow = ledger.bytes_per_value["product"] < 4
     for work in ledger.work:
         if not work.gone:
             times = work.times * counts[work.per]
             speed = rates.link_bytes_s if work.unit == "link" else rates.bytes_s
-            moved = work.values * ledger.widths[work.role] * times
+            moved = work.values * ledger.bytes_per_value[work.role] * times
             alone = 0.0 if not moved else math.inf if speed is None else moved / speed
             if work.flop:
                 alone += work.flop * times / rates.flop_s(work, narrow)

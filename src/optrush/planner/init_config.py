@@ -18,15 +18,15 @@ from typing import Any
 import yaml
 
 from optrush import hardware
-from optrush.config import Run, nearest, parse, scalar
+from optrush.config import Config, nearest, parse_config, parse_scalar
 from optrush.errors import ConfigError, UserError
 from optrush.hardware import Device
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
 from optrush.models.source import locate
 from optrush.planner import search
 from optrush.planner.search import Prediction
-from optrush.resolve import prepare
-from optrush.technique import Need, Part, Setup, Technique, build, compilers
+from optrush.resolve import resolve
+from optrush.technique import Environment, Part, Requirement, Technique, compilers, instantiate
 from optrush.techniques import ALL
 
 # --- A run's first YAML as text: every block with what it means, its default, and when to change it. Pure.
@@ -40,7 +40,7 @@ def write(
     file: str,
     device: Device,
     techniques: dict[str, dict[str, Any]],
-    left: Sequence[tuple[str, Need]],
+    left: Sequence[tuple[str, Requirement]],
     said: str,
     ranks: int,
     classes: Sequence[type[Technique]] = ALL,
@@ -177,7 +177,7 @@ def _train_lines(train: dict[str, Any]) -> list[str]:
 
 
 def _technique_lines(
-    techniques: dict[str, dict[str, Any]], left: Sequence[tuple[str, Need]], classes: Sequence[type[Technique]]
+    techniques: dict[str, dict[str, Any]], left: Sequence[tuple[str, Requirement]], classes: Sequence[type[Technique]]
 ) -> list[str]:
     known = {c.name: c for c in classes}
     lines = [
@@ -204,7 +204,7 @@ def _flow(value: Any) -> str:
 
 def _text(value: str) -> str:
     """Text that `parse` reads back as itself: plain where that is safe, else in quotes."""
-    if re.fullmatch(r"[\w./][\w./~+@-]*", value, re.ASCII) and scalar(value) == value:
+    if re.fullmatch(r"[\w./][\w./~+@-]*", value, re.ASCII) and parse_scalar(value) == value:
         return value
     return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=2**31).removesuffix("\n")
 
@@ -258,7 +258,7 @@ class Begun:
     """The text, the run that it parses to, and with how many ranks it runs."""
 
     text: str
-    run: Run
+    config: Config
     ranks: int
 
 
@@ -275,36 +275,36 @@ def compose(wanted: Wanted, file: str, classes: Sequence[type[Technique]] = ALL)
     check_objective(wanted.objective)
     check_data(wanted.data)
     check_output(wanted.output)
-    asked = parse(SMALLEST, file, withs=wanted.withs).with_
-    if ranks == 1 and any(Part.DATA in t.claims for t in build(classes, asked)):
+    asked = parse_config(SMALLEST, file, withs=wanted.withs).with_
+    if ranks == 1 and any(Part.DATA in t.claims for t in instantiate(classes, asked)):
         ranks = max(2, len(hardware.probe())) if here else 2
     tree = choose(wanted, device, ranks)
-    setup = prepare(Run.model_validate(tree), classes, 1, device).setup
-    techniques, left = pick(wanted, asked, setup, classes, here)
-    run = Run.model_validate(tree | {"with": techniques})
-    prepare(run, classes, ranks, device)
-    tree["batch"]["micro_tokens"], said = fitting(run, wanted.hardware, ranks, classes)
+    env = resolve(Config.model_validate(tree), classes, 1, device).env
+    techniques, left = pick(wanted, asked, env, classes, here)
+    config = Config.model_validate(tree | {"with": techniques})
+    resolve(config, classes, ranks, device)
+    tree["batch"]["micro_tokens"], said = fitting(config, wanted.hardware, ranks, classes)
     text = write(tree, file, device, techniques, left, said, ranks, classes)
-    run = parse(text, file)
-    prepare(run, classes, ranks, device)
-    return Begun(text, run, ranks)
+    config = parse_config(text, file)
+    resolve(config, classes, ranks, device)
+    return Begun(text, config, ranks)
 
 
-def fitting(run: Run, hardware_name: str, ranks: int, classes: Sequence[type[Technique]]) -> tuple[int, str]:
+def fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[type[Technique]]) -> tuple[int, str]:
     """The micro-batch to take, and what the plan says of it; on a CPU one row, as small as it gets.
 
     It grows while it fits and that makes it faster; where the plan does not know the model, one row.
     """
-    T, most = run.batch.seq, run.batch.tokens // ranks
+    T, most = config.batch.seq, config.batch.tokens // ranks
     cpu = hardware.named(hardware_name)[0].kind == "cpu"
     best: Prediction | None = None
     micro = T
     for rows in (2**k for k in range(20)):
         if most % (rows * T) or (cpu and rows > 1):
             break
-        batch = run.batch.model_copy(update={"micro_tokens": rows * T})
+        batch = config.batch.model_copy(update={"micro_tokens": rows * T})
         try:
-            found = search.predict(run.model_copy(update={"batch": batch}), hardware_name, ranks, classes)
+            found = search.predict(config.model_copy(update={"batch": batch}), hardware_name, ranks, classes)
         except UserError as error:
             return T, f"no prediction of memory: {error.found}"
         faster = best is None or (found.tokens_per_s or 0.0) > (best.tokens_per_s or 0.0) * FASTER
@@ -341,25 +341,25 @@ def choose(wanted: Wanted, device: Device, ranks: int = 1) -> dict[str, Any]:
 
 
 def pick(
-    wanted: Wanted, asked: dict[str, Any], setup: Setup, classes: Sequence[type[Technique]], here: bool
-) -> tuple[dict[str, dict[str, Any]], list[tuple[str, Need]]]:
+    wanted: Wanted, asked: dict[str, Any], env: Environment, classes: Sequence[type[Technique]], here: bool
+) -> tuple[dict[str, dict[str, Any]], list[tuple[str, Requirement]]]:
     """The techniques of the run with their options, in the ladder's order, and what was left out with its reason."""
     known = {c.name: c for c in classes}
-    taken = {part for t in build(classes, asked) for part in t.claims}
+    taken = {part for t in instantiate(classes, asked) for part in t.claims}
     text = not wanted.data.startswith(RANDOM)
     chosen: dict[str, tuple[dict[str, Any], ...]] = {}
-    for name, options in ON_GPU if setup.device.kind == "cuda" else ON_CPU:
-        if name in asked or known[name].claims & taken or (not text and Part.ROWS in known[name].claims):
+    for name, options in ON_GPU if env.device.kind == "cuda" else ON_CPU:
+        if name in asked or known[name].claims & taken or (not text and Part.BATCH_LAYOUT in known[name].claims):
             continue
         if not text and name == "attention":  # rows of one document need no mask
             options = options[-1:]
         chosen[name] = options
-    left: list[tuple[str, Need]] = []
+    left: list[tuple[str, Requirement]] = []
     while True:
         owned = frozenset(taken.union(*(known[name].claims for name in chosen)))
-        settled = dataclasses.replace(setup, owned=owned)
+        settled = dataclasses.replace(env, claimed=owned)
         found = {name: _first(known[name], options, settled, here) for name, options in chosen.items()}
-        lacks = {name: f for name, f in found.items() if isinstance(f, Need)}
+        lacks = {name: f for name, f in found.items() if isinstance(f, Requirement)}
         if not lacks:
             break
         for name, need in lacks.items():
@@ -369,14 +369,16 @@ def pick(
     return {c.name: techniques[c.name] for c in classes if c.name in techniques}, left
 
 
-def _first(cls: type[Technique], options: Sequence[dict[str, Any]], setup: Setup, here: bool) -> dict[str, Any] | Need:
+def _first(
+    cls: type[Technique], options: Sequence[dict[str, Any]], env: Environment, here: bool
+) -> dict[str, Any] | Requirement:
     """The first of these options whose needs are met, or what the last lacks."""
-    unmet: list[Need] = []
+    unmet: list[Requirement] = []
     for option in options:
-        technique = build([cls], {cls.name: option})[0]
-        unmet = [n for n in technique.needs(setup) if not n.met]
+        technique = instantiate([cls], {cls.name: option})[0]
+        unmet = [n for n in technique.needs(env) if not n.met]
         compiles = type(technique).compile is not Technique.compile
-        unmet += [n for n in compilers(setup.device) if not n.met] if here and compiles else []
+        unmet += [n for n in compilers(env.device) if not n.met] if here and compiles else []
         if not unmet:
             return option
     return unmet[0]
@@ -456,7 +458,7 @@ def count(path: Path) -> int:
 def _longest(tree: dict[str, Any], seq: int) -> int:
     """T, at most what the model was made for."""
     bare = {"model": tree["model"], "objective": tree["objective"], "data": tree["data"], "output": "runs/new"}
-    _, hf = locate(Run.model_validate(bare))
+    _, hf = locate(Config.model_validate(bare))
     refuse_foreign(hf)
     window = ModelShape.read(hf).window if native_obstacle(hf) is None else None
     limits = [hf.get("max_position_embeddings"), hf.get("n_positions"), window]

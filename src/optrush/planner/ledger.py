@@ -71,9 +71,9 @@ class Line:
     side: Side = ""
     # what rules change
     gone: bool = False
-    stepped: bool = False  # a gradient that is there only while it is made
+    freed_on_update: bool = False  # a gradient that is there only while it is made
     recomputed: float = 0.0  # share of the blocks that keep it only while they run again
-    stays: float = math.inf  # of so many blocks on the device, of the others on the host
+    blocks_on_device: float = math.inf  # of so many blocks on the device, of the others on the host
     cut: Mapping[str, int] = field(default_factory=dict)  # axis -> ranks
     gathered: int = 0  # parts that are whole at a time, of a line that is cut
 
@@ -110,7 +110,7 @@ class Rule:
     reason: str
     match: str = ""  # a pattern over names
     entries: tuple[Entry, ...] = ()
-    widths: Mapping[Role, float] = field(default_factory=dict)
+    bytes_per_value: Mapping[Role, float] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
     fusable: bool = False  # of what matches, only what is fusable
 
@@ -127,7 +127,7 @@ def like(match: str, entry: Entry) -> Rule:
 
 def retype(widths: Mapping[Role, float], reason: str) -> Rule:
     """Other bytes a value, by role."""
-    return Rule(Kind.RETYPE, reason, widths=widths)
+    return Rule(Kind.RETYPE, reason, bytes_per_value=widths)
 
 
 def freeze(match: str, reason: str) -> Rule:
@@ -141,9 +141,19 @@ def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0) -> Ru
 
 
 def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> Rule:
-    """What matches is `gone`, `recomputed` in a share of the blocks, `stays` on the device in so many, held for
-    `most_tokens` at once, done `times` over, `stepped` when made, `live` at another time, of other `unit` or `role`."""
-    known = {"gone", "recomputed", "stays", "most_tokens", "times", "unit", "stepped", "live", "role"}
+    """What matches is `gone`, `recomputed` in a share of the blocks, `blocks_on_device` of them, held for
+    `most_tokens` at once, done `times` over, `freed_on_update`, `live` at another time, of other `unit` or `role`."""
+    known = {
+        "gone",
+        "recomputed",
+        "blocks_on_device",
+        "most_tokens",
+        "times",
+        "unit",
+        "freed_on_update",
+        "live",
+        "role",
+    }
     assert changes.keys() <= known, changes
     return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable)
 
@@ -154,12 +164,12 @@ class Ledger:
 
     lines: tuple[Line, ...]
     work: tuple[Work, ...]
-    widths: Mapping[Role, float]
+    bytes_per_value: Mapping[Role, float]
     accumulation: int  # micro-batches of a step
 
     def width(self, line: Line) -> float:
         """Bytes a value of this line."""
-        return 0.0 if line.gone else self.widths[line.role]
+        return 0.0 if line.gone else self.bytes_per_value[line.role]
 
     @cached_property
     def forms(self) -> dict[str, tuple[float, float, dict[float, float]]]:
@@ -194,7 +204,7 @@ def settle(
         if rule.kind is Kind.ADD:
             entries += _added(rule, baseline)
         elif rule.kind is Kind.RETYPE:
-            for role, width in rule.widths.items():
+            for role, width in rule.bytes_per_value.items():
                 if given.setdefault(role, width) != width:
                     raise ValueError(f"two rules give {role!r} different widths ({rule.reason})")
                 if not any(e.role == role for e in entries):
@@ -245,7 +255,7 @@ def _edited(rule: Rule, entry: Entry) -> Entry:
         old = getattr(entry, name)
         if name == "times":
             changed[name] = old * value
-        elif name in ("most_tokens", "stays"):
+        elif name in ("most_tokens", "blocks_on_device"):
             changed[name] = min(old, value)
         elif name == "cut":
             changed[name] = {**old, **value}
@@ -337,7 +347,7 @@ def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float
     there = bytes_ > 0 and phase.startswith("backward") if line.live == "gradient" else phase != "update"
     if not (line.gathered and there):
         return bytes_, 0.0
-    used = min(ledger.width(line), ledger.widths["product"])
+    used = min(ledger.width(line), ledger.bytes_per_value["product"])
     return bytes_, used * line.values * min(line.gathered, line.blocks) / line.blocks
 
 
@@ -358,16 +368,16 @@ def paged(ledger: Ledger) -> float:
 
 def _on_host(ledger: Ledger, live: Live, tokens: float) -> float:
     return sum(
-        held(ledger, line, tokens) * (1 - line.recomputed) * (1 - line.stays / line.blocks)
+        held(ledger, line, tokens) * (1 - line.recomputed) * (1 - line.blocks_on_device / line.blocks)
         for line in ledger.lines
-        if line.live == live and line.stays < line.blocks
+        if line.live == live and line.blocks_on_device < line.blocks
     )
 
 
 def _near(line: Line, phase: str) -> float:
     """Of how many blocks the device holds what was saved. Beside those that stay one is on its way, but at the head;
     where none stays, one in use and one on its way."""
-    return line.stays if phase == "head" else max(2.0, line.stays + 1)
+    return line.blocks_on_device if phase == "head" else max(2.0, line.blocks_on_device + 1)
 
 
 def _share(line: Line, phase: str, accumulation: int) -> float:
@@ -375,8 +385,8 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
     one = 1 / line.blocks
     scores = phase.endswith(SCORES)
     if line.live == "always":
-        return min(1.0, line.stays * one)
-    if line.live == "gradient" and line.stepped:
+        return min(1.0, line.blocks_on_device * one)
+    if line.live == "gradient" and line.freed_on_update:
         # Before the blocks' it is gone when theirs begin: the head's is made where the head's logits are.
         last = float(phase == "backward, embedding")
         parts: dict[Made, float] = {"block": one * (1 - last), "before": 0.0, "after": last, "throughout": 1.0}

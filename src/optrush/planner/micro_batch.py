@@ -17,10 +17,10 @@ from optrush.hardware import Device
 from optrush.models.shapes import ModelShape, native_obstacle
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.cost import CLOSE, room
-from optrush.technique import Setup, Technique, settle
+from optrush.technique import Environment, Technique, settle
 
 
-def choose(techniques: Sequence[Technique], setup: Setup, hf: Mapping[str, Any]) -> int:
+def choose(techniques: Sequence[Technique], env: Environment, hf: Mapping[str, Any]) -> int:
     """Rows of one micro-batch.
 
     Args:
@@ -30,22 +30,22 @@ def choose(techniques: Sequence[Technique], setup: Setup, hf: Mapping[str, Any])
         UserError: what `settle` raises of every size, or no prediction of this model on a CPU, where what is too large
             is killed by the system instead of failing.
     """
-    possible: list[Setup] = []
+    possible: list[Environment] = []
     refused: NeedsError | None = None
-    for n in sizes(setup.rows // setup.ranks):
+    for n in sizes(env.rows // env.ranks):
         try:
-            possible.append(settle(techniques, dataclasses.replace(setup, micro_rows=n)))
+            possible.append(settle(techniques, dataclasses.replace(env, micro_rows=n)))
         except NeedsError as error:  # some techniques want a step in one micro-batch
             refused = error
     if not possible:
         assert refused is not None
         raise refused
     if (obstacle := native_obstacle(hf)) is not None:
-        if setup.device.kind == "cpu":
-            do = f"give a multiple of {setup.seq}"
+        if env.device.kind == "cpu":
+            do = f"give a multiple of {env.seq}"
             raise ConfigError("`batch.micro_tokens: auto` on a CPU", f"no prediction of memory: {obstacle}", do)
         return possible[-1].micro_rows  # the rehearsal halves it until it fits
-    shape, device, T = ModelShape.read(hf), _device(possible[0]), setup.seq
+    shape, device, T = ModelShape.read(hf), _device(possible[0]), env.seq
     known = cost.of(device, calibration.find(device), shape, T)
     speeds: list[tuple[float, int]] = []
     for made in possible:
@@ -68,12 +68,12 @@ def sizes(share: int) -> list[int]:
     return sorted({2**k for k in range(share.bit_length()) if share % 2**k == 0} | {share})
 
 
-def _device(setup: Setup) -> Device:
+def _device(env: Environment) -> Device:
     """Where the run trains, with rates and memory: of a CPU, this machine's, which its ranks share."""
-    if setup.device.kind != "cpu" or setup.device.memory_bytes is not None:
-        return setup.device
+    if env.device.kind != "cpu" or env.device.memory_bytes is not None:
+        return env.device
     here = hardware.cpu()
     if here.memory_bytes is None:
         return here
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", setup.ranks))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", env.ranks))
     return dataclasses.replace(here, memory_bytes=here.memory_bytes // ranks)

@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from optrush import technique
-from optrush.config import Run
+from optrush.config import Config
 from optrush.data.length_estimate import held
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import named
@@ -27,8 +27,8 @@ from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
 from optrush.planner.cost import CLOSE, Rates, room
 from optrush.planner.ledger import Item, Ledger
-from optrush.resolve import prepare
-from optrush.technique import Need, Numerics, Part, Setup, Technique, build, in_order
+from optrush.resolve import resolve
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, in_order, instantiate
 from optrush.techniques import ALL
 
 # --- The best of very many combinations without trying them all: one choice changed at a time, until none betters it.
@@ -42,8 +42,8 @@ T = TypeVar("T")
 Chosen = tuple[T | None, ...]  # one option of each group
 Groups = Sequence[Sequence[T | None]]
 Clash = Callable[[Any, Any], bool]  # two options that cannot stand together: who comes puts the other out
-Worth = tuple[float, ...]  # whether it is good for anything, then what is larger is better; compared in order
-Value = Callable[[Chosen[T]], Worth | None]  # of a combination; None: it is not possible
+Score = tuple[float, ...]  # whether it is good for anything, then what is larger is better; compared in order
+Value = Callable[[Chosen[T]], Score | None]  # of a combination; None: it is not possible
 
 
 def climb(
@@ -127,7 +127,7 @@ class Prediction:
     tokens_per_s: float | None  # useful ones, of all ranks; None where the device's rates are unknown
     basis: str  # "datasheet" or "calibrated"
     rates_from: str = ""  # where the rates come from, for people
-    work: tuple[cost.Effort, ...] = ()  # of one step on one rank
+    work: tuple[cost.WorkTime, ...] = ()  # of one step on one rank
     room_bytes: int | None = None  # of the capacity, what a peak may have: less the CUDA context and the gaps
     parameters: int = 0
     a_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)  # bytes of each kind
@@ -137,17 +137,17 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Candidate:
     """One set of techniques with a micro-batch."""
 
     with_: Mapping[str, Mapping[str, Any]]
     micro_rows: int
     prediction: Prediction
 
-    def over(self, run: Run) -> Run:
+    def over(self, config: Config) -> Config:
         """The run with this setting."""
-        batch = run.batch.model_copy(update={"micro_tokens": self.micro_rows * run.batch.seq})
-        return run.model_copy(update={"with_": {k: dict(v) for k, v in self.with_.items()}, "batch": batch})
+        batch = config.batch.model_copy(update={"micro_tokens": self.micro_rows * config.batch.seq})
+        return config.model_copy(update={"with_": {k: dict(v) for k, v in self.with_.items()}, "batch": batch})
 
     @property
     def title(self) -> str:
@@ -156,26 +156,26 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found: the best settings, how many sets it tried, and why other techniques are not in the best."""
 
-    settings: tuple[Setting, ...]
+    settings: tuple[Candidate, ...]
     tried: int
     lost: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class _Scene:
+class _Problem:
     """What a search does not vary."""
 
     hf: dict[str, Any]
-    setup: Setup
+    env: Environment
     padding: float
     found: Calibration | None
 
 
 def predict(
-    run: Run, hardware: str = "auto", ranks: int | None = None, classes: Sequence[type[Technique]] = ALL
+    config: Config, hardware: str = "auto", ranks: int | None = None, classes: Sequence[type[Technique]] = ALL
 ) -> Prediction:
     """Peak memory and speed of a run as it is configured.
 
@@ -187,25 +187,25 @@ def predict(
         UserError: the run cannot be prepared there, or the plan does not know its model.
     """
     device, count = named(hardware)
-    prepared = prepare(run, classes, ranks or count, device)
-    holding = held(run)
-    setup = dataclasses.replace(prepared.setup, reach=holding.reach)
-    tokens = setup.micro_rows * setup.seq
-    book = _book(prepared.techniques, setup, prepared.hf, holding.padding)
-    expected, most = cost.known(device, calibration.find(device), prepared.hf, setup.span, setup.seq)
+    prepared = resolve(config, classes, ranks or count, device)
+    holding = held(config)
+    env = dataclasses.replace(prepared.env, reach=holding.reach)
+    tokens = env.micro_rows * env.seq
+    book = _book(prepared.techniques, env, prepared.hf, holding.padding)
+    expected, most = cost.known(device, calibration.find(device), prepared.hf, env.span, env.seq)
     parts = {} if most is None else cost.parts(book, tokens, most)
-    found = _prediction(book, setup, ledger.peak(book, tokens), expected)
+    found = _prediction(book, env, ledger.peak(book, tokens), expected)
     return dataclasses.replace(found, ceiling_s=parts, host_bytes=round(ledger.hosted(book, tokens)))
 
 
 def search(
-    run: Run,
+    config: Config,
     hardware: str = "auto",
     classes: Sequence[type[Technique]] = ALL,
     *,
     keep_maths: bool = False,
     best: int = 3,
-) -> Found:
+) -> SearchResult:
     """The best settings over sets of techniques that go together, and micro-batch; tokens a step stay as they are.
 
     From the run's own set, and from none, one technique is changed at a time until no change is faster (ascent.py).
@@ -214,20 +214,20 @@ def search(
         keep_maths: leave out techniques that change what is computed (`Numerics.DIFFERENT_MATHS`).
         best: so many settings.
     """
-    scene = _scene(run, hardware, classes)
-    options, unmet = _options(scene.setup, classes, keep_maths, run.with_)
-    looked = _Looked(scene)
-    asked = [build([c], {c.name: run.with_[c.name]})[0] for c in classes if c.name in run.with_]
+    scene = _scene(config, hardware, classes)
+    options, unmet = _options(scene.env, classes, keep_maths, config.with_)
+    looked = _Evaluated(scene)
+    asked = [instantiate([c], {c.name: config.with_[c.name]})[0] for c in classes if c.name in config.with_]
     own = tuple(next((t for t in group if t in asked), None) for group in options)
     none = tuple(None if None in group else group[0] for group in options)
     climb((own, none), options, lambda a, b: bool(a.claims & b.claims), looked.worth)
     settings = sorted(looked.settings, key=lambda s: s.prediction.tokens_per_s or 0.0, reverse=True)
-    return Found(tuple(_leading(settings, best)), looked.tried, (*_lost(settings, options, scene.setup), *unmet))
+    return SearchResult(tuple(_leading(settings, best)), looked.tried, (*_lost(settings, options, scene.env), *unmet))
 
 
 def family(
-    run: Run, hardware: str, setting: Setting, classes: Sequence[type[Technique]] = ALL
-) -> Iterator[tuple[str, int, Setting | None]]:
+    config: Config, hardware: str, setting: Candidate, classes: Sequence[type[Technique]] = ALL
+) -> Iterator[tuple[str, int, Candidate | None]]:
     """What the named shapes of the run's family would cost on the same hardware, smallest first.
 
     Each takes the given setting, with or without what keeps less for the backward pass; None: it does not fit.
@@ -235,43 +235,45 @@ def family(
     Yields:
         name, parameters, setting.
     """
-    scene = _scene(run, hardware, classes)
-    chosen: list[Options] = [[t] for t in build(classes, setting.with_)]
-    saving = [t for c in classes if Part.SAVED in c.claims for t in _variants(c, scene.setup)]
-    chosen = [[o for o in group if o and Part.SAVED not in o.claims] or [None] for group in chosen]
+    scene = _scene(config, hardware, classes)
+    chosen: list[Options] = [[t] for t in instantiate(classes, setting.with_)]
+    saving = [t for c in classes if Part.ACTIVATION_CHECKPOINTING in c.claims for t in _variants(c, scene.env)]
+    chosen = [[o for o in group if o and Part.ACTIVATION_CHECKPOINTING not in o.claims] or [None] for group in chosen]
     shapes = {n: ModelShape.read(hf) for n, hf in SHAPES.items() if hf["model_type"] == scene.hf["model_type"]}
     for name, shape in sorted(shapes.items(), key=lambda s: s[1].parameters):
-        setup = dataclasses.replace(scene.setup, blocks=shape.layers, vocab=shape.vocab, shape=shape)
-        other = dataclasses.replace(scene, hf=copy.deepcopy(SHAPES[name]), setup=setup)
-        looked = _Looked(other)
+        env = dataclasses.replace(scene.env, blocks=shape.layers, vocab=shape.vocab, shape=shape)
+        other = dataclasses.replace(scene, hf=copy.deepcopy(SHAPES[name]), env=env)
+        looked = _Evaluated(other)
         for one in itertools.product(*chosen, [None, *saving]):
             looked.worth(one)
         yield name, shape.parameters, max(looked.settings, key=lambda s: s.prediction.tokens_per_s or 0.0, default=None)
 
 
-def _scene(run: Run, hardware: str, classes: Sequence[type[Technique]]) -> _Scene:
+def _scene(config: Config, hardware: str, classes: Sequence[type[Technique]]) -> _Problem:
     """Everything but the micro-batch and the techniques (save who says what is trained), checked."""
     device, ranks = named(hardware)
-    batch = run.batch.model_copy(update={"micro_tokens": run.batch.seq})
-    kept = {c.name: run.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in run.with_}
-    prepared = prepare(run.model_copy(update={"with_": kept, "batch": batch}), classes, 1, device)
-    if prepared.setup.rows % ranks:
-        rows = prepared.setup.rows
-        do = f"take {max(1, rows // ranks) * ranks * run.batch.seq}"
-        raise ConfigError(f"`batch.tokens: {run.batch.tokens}`", f"{rows} rows, which {ranks} ranks cannot share", do)
-    holding = held(run)
-    setup = dataclasses.replace(prepared.setup, ranks=ranks, reach=holding.reach)
-    return _Scene(prepared.hf, setup, holding.padding, calibration.find(device))
+    batch = config.batch.model_copy(update={"micro_tokens": config.batch.seq})
+    kept = {c.name: config.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in config.with_}
+    prepared = resolve(config.model_copy(update={"with_": kept, "batch": batch}), classes, 1, device)
+    if prepared.env.rows % ranks:
+        rows = prepared.env.rows
+        do = f"take {max(1, rows // ranks) * ranks * config.batch.seq}"
+        raise ConfigError(
+            f"`batch.tokens: {config.batch.tokens}`", f"{rows} rows, which {ranks} ranks cannot share", do
+        )
+    holding = held(config)
+    env = dataclasses.replace(prepared.env, ranks=ranks, reach=holding.reach)
+    return _Problem(prepared.hf, env, holding.padding, calibration.find(device))
 
 
-def _book(members: Sequence[Technique], setup: Setup, hf: Mapping[str, Any], empty: float) -> Ledger:
+def _book(members: Sequence[Technique], env: Environment, hf: Mapping[str, Any], empty: float) -> Ledger:
     """The settled ledger of a set of techniques."""
     if (obstacle := native_obstacle(hf)) is not None:
         asked = f"a plan for a model of type {hf.get('model_type')!r}"
         raise NeedsError(asked, obstacle, "train it without a plan")
-    entries = _baseline(shape := ModelShape.read(hf), setup.seq, setup.native, setup.device.kind == "cuda", empty)
-    widths = ledger.BFLOAT16 if setup.dtype == "bfloat16" else ledger.FLOAT32
-    return ledger.settle(entries, widths, baseline.rules(members, setup, shape), setup.accumulation)
+    entries = _baseline(shape := ModelShape.read(hf), env.seq, env.native, env.device.kind == "cuda", empty)
+    widths = ledger.BFLOAT16 if env.dtype == "bfloat16" else ledger.FLOAT32
+    return ledger.settle(entries, widths, baseline.rules(members, env, shape), env.accumulation)
 
 
 @cache  # one for all sets of a search
@@ -279,17 +281,17 @@ def _baseline(shape: ModelShape, T: int, native: bool, cuda: bool, empty: float)
     return baseline.entries(shape, T, native=native, cuda=cuda, padding=empty)
 
 
-def _prediction(book: Ledger, setup: Setup, peak: ledger.Peak, speeds: Rates | None) -> Prediction:
-    tokens = setup.micro_rows * setup.seq
-    seconds = None if speeds is None else cost.seconds(book, setup.device, tokens, speeds)
-    useful = setup.rows * setup.seq * cost.filled(book)
-    most = room(setup.device)
-    kind = "cuda_allocated" if setup.device.kind == "cuda" else "rss"
+def _prediction(book: Ledger, env: Environment, peak: ledger.Peak, speeds: Rates | None) -> Prediction:
+    tokens = env.micro_rows * env.seq
+    seconds = None if speeds is None else cost.seconds(book, env.device, tokens, speeds)
+    useful = env.rows * env.seq * cost.filled(book)
+    most = room(env.device)
+    kind = "cuda_allocated" if env.device.kind == "cuda" else "rss"
     return Prediction(
-        peak.bytes, kind, peak.phase, peak.items, setup.device.name, setup.device.memory_bytes,
+        peak.bytes, kind, peak.phase, peak.items, env.device.name, env.device.memory_bytes,
         most is None or peak.bytes <= most, None if seconds is None else useful / seconds,
         "datasheet" if speeds is None else speeds.basis, "" if speeds is None else speeds.said,
-        () if speeds is None else tuple(cost.efforts(book, setup.device, tokens, speeds)),
+        () if speeds is None else tuple(cost.efforts(book, env.device, tokens, speeds)),
         None if most is None else int(most), *_a_parameter(book),
     )  # fmt: skip
 
@@ -306,7 +308,7 @@ def _a_parameter(book: Ledger) -> tuple[int, dict[str, float]]:
 
 
 def _options(
-    setup: Setup, classes: Sequence[type[Technique]], keep_maths: bool, given: Mapping[str, Mapping[str, Any]]
+    env: Environment, classes: Sequence[type[Technique]], keep_maths: bool, given: Mapping[str, Mapping[str, Any]]
 ) -> tuple[list[Options], list[tuple[str, str]]]:
     """For each technique: leaving it out, or one of its variants; and why some cannot run here at all."""
     options: list[Options] = []
@@ -315,55 +317,55 @@ def _options(
         if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS:
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
-        own = build([cls], {cls.name: given[cls.name]}) if cls.name in given else []
-        tried = _variants(cls, setup)
+        own = instantiate([cls], {cls.name: given[cls.name]}) if cls.name in given else []
+        tried = _variants(cls, env)
         # What the run asks for, too; and what no search tries is not left out by one either.
         options.append([*([None] if tried or not own else []), *dict.fromkeys([*tried, *own])])
     return options, unmet
 
 
-def _variants(cls: type[Technique], setup: Setup) -> list[Technique]:
-    return [build([cls], {cls.name: given})[0] for given in cls.variants(setup)]
+def _variants(cls: type[Technique], env: Environment) -> list[Technique]:
+    return [instantiate([cls], {cls.name: given})[0] for given in cls.variants(env)]
 
 
-class _Looked:
+class _Evaluated:
     """Sets that were looked at, each once."""
 
-    def __init__(self, scene: _Scene) -> None:
-        self.scene, self.found = scene, dict[tuple[Technique | None, ...], Setting | int | None]()
+    def __init__(self, scene: _Problem) -> None:
+        self.scene, self.found = scene, dict[tuple[Technique | None, ...], Candidate | int | None]()
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[Candidate]:
         """Those that fit, each with its fastest micro-batch."""
-        return [s for s in self.found.values() if isinstance(s, Setting)]
+        return [s for s in self.found.values() if isinstance(s, Candidate)]
 
     @property
     def tried(self) -> int:
         """How many go together."""
         return sum(s is not None for s in self.found.values())
 
-    def worth(self, chosen: tuple[Technique | None, ...]) -> Worth | None:
+    def worth(self, chosen: tuple[Technique | None, ...]) -> Score | None:
         """What fits before what does not; by speed, then by memory; what does not fit by memory alone."""
         if chosen not in self.found:
             self.found[chosen] = self._look([t for t in chosen if t is not None])
         found = self.found[chosen]
-        if isinstance(found, Setting):
+        if isinstance(found, Candidate):
             return True, found.prediction.tokens_per_s or 0.0, -found.prediction.peak_bytes
         return None if found is None else (False, -found)
 
-    def _look(self, members: list[Technique]) -> Setting | int | None:
+    def _look(self, members: list[Technique]) -> Candidate | int | None:
         claimed = [part for t in members for part in t.claims]
         if len(claimed) != len(set(claimed)):
             return None
-        one = self.scene.setup
+        one = self.scene.env
         for micro_rows in dict.fromkeys((one.micro_rows, one.rows // one.ranks)):  # some want a step in one
             with suppress(ConflictError, NeedsError):
-                setup = technique.settle(in_order(members), dataclasses.replace(one, micro_rows=micro_rows))
-                return _fastest(members, setup, self.scene)
+                env = technique.settle(in_order(members), dataclasses.replace(one, micro_rows=micro_rows))
+                return _fastest(members, env, self.scene)
         return None
 
 
-def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setting | int:
+def _fastest(members: Sequence[Technique], env: Environment, scene: _Problem) -> Candidate | int:
     """With the micro-batch to take: solved for the largest that fits, then the smallest that is as fast.
 
     Returns:
@@ -372,35 +374,35 @@ def _fastest(members: Sequence[Technique], setup: Setup, scene: _Scene) -> Setti
     hf = copy.deepcopy(scene.hf)
     for t in members:
         t.config(hf)
-    most, rows = room(setup.device), setup.rows // setup.ranks
+    most, rows = room(env.device), env.rows // env.ranks
     speeds: Rates | None = None
-    best: tuple[float, Setup, Ledger] | None = None
+    best: tuple[float, Environment, Ledger] | None = None
     book: Ledger | None = None
     rules: list[ledger.Rule] = []
     for alone in (False, True):  # rules may depend on whether there is accumulation
         sizes = [rows] if alone else [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
         if not sizes:
             continue
-        asked = [r for t in members for r in t.predict(dataclasses.replace(setup, micro_rows=sizes[0]))]
+        asked = [r for t in members for r in t.predict(dataclasses.replace(env, micro_rows=sizes[0]))]
         if book is None or asked != rules:
-            book, rules = _book(members, dataclasses.replace(setup, micro_rows=sizes[0]), hf, scene.padding), asked
-            speeds, _ = cost.known(setup.device, scene.found, hf, setup.span, setup.seq)
-        largest = rows if most is None else ledger.largest(book, most, setup.seq) // setup.seq
+            book, rules = _book(members, dataclasses.replace(env, micro_rows=sizes[0]), hf, scene.padding), asked
+            speeds, _ = cost.known(env.device, scene.found, hf, env.span, env.seq)
+        largest = rows if most is None else ledger.largest(book, most, env.seq) // env.seq
         for n in (n for n in sizes if n <= largest):
-            made = dataclasses.replace(setup, micro_rows=n)
+            made = dataclasses.replace(env, micro_rows=n)
             if any(technique.unmet(members, made)):
                 continue
             book = dataclasses.replace(book, accumulation=made.accumulation)
-            taken = None if speeds is None else cost.seconds(book, setup.device, n * setup.seq, speeds)
+            taken = None if speeds is None else cost.seconds(book, env.device, n * env.seq, speeds)
             speed = 1 / (taken or 1.0)
             if best is None or speed > best[0] * (1 + CLOSE):
                 best = (speed, made, book)
     if best is None:
         assert book is not None
-        return ledger.peak(book, setup.seq * (1 if rows % 2 == 0 else rows)).bytes
-    _, setup, book = best
-    peak = ledger.peak(book, setup.micro_rows * setup.seq)
-    return Setting({t.name: _chosen(t) for t in members}, setup.micro_rows, _prediction(book, setup, peak, speeds))
+        return ledger.peak(book, env.seq * (1 if rows % 2 == 0 else rows)).bytes
+    _, env, book = best
+    peak = ledger.peak(book, env.micro_rows * env.seq)
+    return Candidate({t.name: _chosen(t) for t in members}, env.micro_rows, _prediction(book, env, peak, speeds))
 
 
 def _chosen(t: Technique) -> dict[str, Any]:
@@ -409,7 +411,7 @@ def _chosen(t: Technique) -> dict[str, Any]:
     return {f.name: getattr(t, f.name) for f in fields if getattr(t, f.name) != f.default}
 
 
-def _leading(settings: Sequence[Setting], best: int) -> Iterator[Setting]:
+def _leading(settings: Sequence[Candidate], best: int) -> Iterator[Candidate]:
     """The fastest; of equally fast ones the one that needs least memory, and none that another equals in all."""
     left, given = list(settings), 0
     while left and given < best:
@@ -421,7 +423,7 @@ def _leading(settings: Sequence[Setting], best: int) -> Iterator[Setting]:
         left = [s for s in left if s not in close]
 
 
-def _lost(settings: Sequence[Setting], options: Sequence[Options], setup: Setup) -> Iterator[tuple[str, str]]:
+def _lost(settings: Sequence[Candidate], options: Sequence[Options], env: Environment) -> Iterator[tuple[str, str]]:
     """What the best setting would be with one technique more, less or otherwise, or why it cannot be had."""
     best = next(_leading(settings, 1), None)
     if best is None:
@@ -436,19 +438,19 @@ def _lost(settings: Sequence[Setting], options: Sequence[Options], setup: Setup)
             others = [s for s in settings if s.with_.get(name) == given]
             what = f"with {_titled((name, given))}"
         other = next(_leading(others, 1), None)
-        yield what, _unusable(t, setup) if other is None else _against(other, best)
+        yield what, _unusable(t, env) if other is None else _against(other, best)
 
 
-def _unusable(t: Technique, setup: Setup) -> str:
+def _unusable(t: Technique, env: Environment) -> str:
     """Why no setting has it: what it lacks by itself, else memory."""
     others = (frozenset[Part](), frozenset(Part))  # nobody beside it, or somebody for every part
-    unmet = [[n for n in t.needs(dataclasses.replace(setup, owned=owned)) if not n.met] for owned in others]
-    fewest: list[Need] = min(unmet, key=len)
+    unmet = [[n for n in t.needs(dataclasses.replace(env, claimed=owned)) if not n.met] for owned in others]
+    fewest: list[Requirement] = min(unmet, key=len)
     lacks = fewest[0] if fewest else None
     return "nothing that fits" if lacks is None else f"{lacks.asked}; found {lacks.found}"
 
 
-def _against(other: Setting, best: Setting) -> str:
+def _against(other: Candidate, best: Candidate) -> str:
     gain = (other.prediction.tokens_per_s or 0.0) / (best.prediction.tokens_per_s or 1.0) - 1
     more = (other.prediction.peak_bytes - best.prediction.peak_bytes) / 2**30
     return f"{gain:+.0%} tokens/s, {more:+.1f} GiB at {other.micro_rows} rows"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from optrush import config
+from optrush.config import Config, dump_config, parse_config
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.objectives import FIGURES, unit
 from optrush.report import charts
@@ -35,7 +35,7 @@ class Told:
     """A run's folder, read. `torn`: the last line of its metrics was cut off, as a killed process leaves it."""
 
     name: str
-    run: config.Run
+    config: Config
     text: str
     steps: list[dict[str, Any]]
     evals: list[dict[str, Any]]
@@ -62,12 +62,12 @@ def read(folder: Path) -> Told:
         text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}", f"cannot be read: {error}", "name a run's folder") from None
-    run = config.parse(text, str(path))
+    config = parse_config(text, str(path))
     lines, torn = _lines(folder / METRICS)
     return Told(
         name=clean(folder.resolve().name),
-        run=run,
-        text=clean(config.dump(run), lines=True),
+        config=config,
+        text=clean(dump_config(config), lines=True),
         steps=[m for m in lines if "loss" in m],
         evals=[m for m in lines if "eval_loss" in m],
         notes=[note for m in lines for note in _notes(m)],
@@ -119,9 +119,9 @@ def told(run: Told, ranks: int | None = None) -> dict[str, Any]:
     """Everything that the template lays out."""
     return {
         "title": run.name,
-        "objective": run.run.objective,
-        "model": clean(run.run.model.shape or run.run.model.path),
-        "techniques": ", ".join(clean(n) for n in run.run.with_) or "none",
+        "objective": run.config.objective,
+        "model": clean(run.config.model.shape or run.config.model.path),
+        "techniques": ", ".join(clean(n) for n in run.config.with_) or "none",
         "verdict": _verdict(run),
         "notes": _trouble(run) + run.notes,
         "curves": _curves(run),
@@ -134,9 +134,9 @@ def summary(run: Told) -> dict[str, str]:
     """A run in one row of a page about several folders."""
     return {
         "folder": run.name,
-        "objective": run.run.objective,
-        "model": clean(run.run.model.shape or run.run.model.path),
-        "techniques": ", ".join(clean(n) for n in run.run.with_) or "none",
+        "objective": run.config.objective,
+        "model": clean(run.config.model.shape or run.config.model.path),
+        "techniques": ", ".join(clean(n) for n in run.config.with_) or "none",
         "steps": f"{run.steps[-1]['step']:,.0f}" if run.steps else DASH,
         "loss": _loss(run.steps, "loss"),
         "held_out": _loss(run.evals, "eval_loss"),
@@ -206,9 +206,9 @@ def _curves(run: Told) -> list[tuple[str, str, Markup, list[tuple[Markup, str]]]
     losses = [charts.Series("training loss", run.points("loss"))]
     losses += [charts.Series("held-out loss", held, dots=True)] if held else []
     legend = [(charts.swatch(i), s.name) for i, s in enumerate(losses)]
-    made = [("Loss", unit(run.run), charts.curves("Loss", _ends(losses[0]), losses, height=300), legend)]
+    made = [("Loss", unit(run.config), charts.curves("Loss", _ends(losses[0]), losses, height=300), legend)]
     share = [("MFU", "percent of the device's peak", run.points("mfu", 100))] if run.median("mfu") is not None else []
-    if run.run.objective == "dpo":
+    if run.config.objective == "dpo":
         share += [("Pairs right", "percent of a step's, by their rewards", run.points("reward_accuracy", 100))]
         share += [("Reward margin", "of the chosen over the rejected", run.points("reward_margin"))]
     for heading, words, points in (
@@ -242,7 +242,7 @@ def _against(run: Told, ranks: int | None) -> dict[str, Any]:
     from optrush.planner import search
 
     try:
-        predicted: Prediction = search.predict(run.run, ranks=ranks)
+        predicted: Prediction = search.predict(run.config, ranks=ranks)
     except UserError as error:
         return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {clean(error.found)}."}
     kinds = {clean(m.get("memory_kind")) for m in run.steps}

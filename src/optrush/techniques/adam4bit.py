@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from optrush.planner.ledger import Rule, Work, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton, forgetful
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Adam4bit(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield forgetful(self.name, setup)
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield forgetful(self.name, env)
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("states.*", "half a byte for each moment, and a float32 scale for 128 of them", role="nibble")
         yield live("update.loop", "one kernel makes no temporaries", gone=True)
         yield live("update", "weights and gradients only", times=3 / 7)
@@ -48,13 +48,13 @@ class Adam4bit(Technique):
         yield like("states.*", Work("update.codes", why, "step", values=19.0, role="nibble"))
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()
 
-    def optimizer(self, job: Job) -> int:
-        demand_triton(self.name, job.setup.device)
+    def optimizer(self, trainer: Trainer) -> int:
+        demand_triton(self.name, trainer.env.device)
         from optrush.optim.adam8bit import Adam4bit as Optimizer
 
-        make = partial(Optimizer, optim=job.run.optim, rounding=job.rounding, seed=job.run.seed)
-        job.optimizer = job.housing(job.trained, make)
+        make = partial(Optimizer, optim=trainer.config.optim, rounding=trainer.rounding, seed=trainer.config.seed)
+        trainer.optimizer = trainer.optimizer_factory(trainer.trained, make)
         return 1

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.planner.ledger import Rule, live, retype
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good updates before the scale doubles
@@ -45,28 +45,28 @@ class Amp(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.PRECISION})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(
-            setup.dtype == "float32",
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(
+            env.dtype == "float32",
             "`amp` keeps float32 weights",
-            f"`model.dtype: {setup.dtype}`",
+            f"`model.dtype: {env.dtype}`",
             "leave `model.dtype` out, or `amp`",
         )
-        yield Need(
-            self.stream == "float32" or setup.native,
+        yield Requirement(
+            self.stream == "float32" or env.native,
             "`amp:stream=half` needs the native implementation",
             "the model runs through transformers, whose blocks may be given more than the embedding",
             "leave stream out",
         )
-        if setup.device.kind == "cuda" and self.dtype == "bf16":
-            yield Need(
-                setup.device.capability >= (8, 0),
+        if env.device.kind == "cuda" and self.dtype == "bf16":
+            yield Requirement(
+                env.device.capability >= (8, 0),
                 "`amp` in bf16 needs a device that multiplies in bf16",
-                f"{setup.device.name}, capability {setup.device.capability}",
+                f"{env.device.name}, capability {env.device.capability}",
                 "take --with amp:dtype=fp16",
             )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         yield retype({"product": 2, "cast": 2, "narrowing": 2}, "products and what they save take 2 bytes a value")
         yield live("tied.sum", "the cast gradient is added in place", gone=True)
         if self.stream == "half":
@@ -74,38 +74,38 @@ class Amp(Technique):
             yield live("saved.middle.wide", "the stream is as narrow as the products", gone=True)
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
-        bf16 = setup.device.kind == "cpu" or setup.device.capability >= (8, 0)
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
+        bf16 = env.device.kind == "cpu" or env.device.capability >= (8, 0)
         yield {} if bf16 else {"dtype": "fp16"}
 
-    def model(self, job: Job) -> int:
+    def model(self, trainer: Trainer) -> int:
         import torch
 
-        job.precision = torch.bfloat16 if self.dtype == "bf16" else torch.float16
-        job.autocast = True  # the owner of the data axis may realise it instead
+        trainer.precision = torch.bfloat16 if self.dtype == "bf16" else torch.float16
+        trainer.autocast = True  # the owner of the data axis may realise it instead
         if self.stream == "half":
-            half = job.precision
-            job.model.embedding.register_forward_hook(lambda module, inputs, out: out.to(half))
+            half = trainer.precision
+            trainer.model.embedding.register_forward_hook(lambda module, inputs, out: out.to(half))
         return 1
 
-    def drive(self, job: Job) -> int:
+    def wrap_step(self, trainer: Trainer) -> int:
         import torch
 
         changed = 0
-        if job.autocast:
-            inner = job.loss
+        if trainer.autocast:
+            inner = trainer.loss
 
             def loss(batch: Any) -> Tensor:
-                with torch.autocast(job.world.device.type, job.precision):
+                with torch.autocast(trainer.world.device.type, trainer.precision):
                     return inner(batch)
 
-            job.loss = loss
+            trainer.loss = loss
             changed += 1
         if self.dtype == "fp16":
-            scaler = LossScale(job)
-            job.state["amp"] = scaler
-            job.update = scaler.around(job.update)
-            job.patience += int(FIRST_SCALE).bit_length()  # halving all the way down is no failure yet
+            scaler = LossScale(trainer)
+            trainer.state["amp"] = scaler
+            trainer.optimizer_step = scaler.around(trainer.optimizer_step)
+            trainer.max_skipped_updates += int(FIRST_SCALE).bit_length()  # halving all the way down is no failure yet
             changed += 1
         return changed
 
@@ -113,19 +113,19 @@ class Amp(Technique):
 class LossScale:
     """The scale and how many good updates it has seen, both on the device: adapting it reads nothing on the host."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         import torch
 
-        self.job = job
-        self.good = torch.zeros((), device=job.world.device)
-        job.scale.fill_(FIRST_SCALE)
+        self.trainer = trainer
+        self.good = torch.zeros((), device=trainer.world.device)
+        trainer.scale.fill_(FIRST_SCALE)
 
     def around(self, update: Any) -> Any:
         import torch
 
         def scaled() -> tuple[Tensor, Tensor]:
             norm, skipped = update()
-            scale = self.job.scale
+            scale = self.trainer.scale
             self.good.copy_(torch.where(skipped, 0.0, self.good + 1))
             grown = self.good >= GROWTH_INTERVAL
             factor = torch.where(skipped, 0.5, torch.where(grown, 2.0, 1.0))
@@ -136,8 +136,8 @@ class LossScale:
         return scaled
 
     def save(self) -> dict[str, Any]:
-        return {"scale": self.job.scale.item(), "good": self.good.item()}
+        return {"scale": self.trainer.scale.item(), "good": self.good.item()}
 
     def load(self, saved: dict[str, Any]) -> None:
-        self.job.scale.fill_(saved["scale"])
+        self.trainer.scale.fill_(saved["scale"])
         self.good.fill_(saved["good"])

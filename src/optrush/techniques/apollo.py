@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.planner.ledger import Line, Rule, Work, add, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton, forgetful
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
 
 if TYPE_CHECKING:
     from optrush.models.shapes import ModelShape
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 LAUNCHES = 340  # for all matrices together: powers by squaring
 ROOM = 1 << 24  # elements of a matrix that are updated at a time: their temporaries are small beside a model
@@ -43,23 +43,23 @@ class Apollo(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
+    def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "take fused-adamw or adam8bit instead"
         found = "a technique that freezes them and trains others in their place"
-        yield Need(Part.TRAINED not in setup.owned, "`apollo` updates the model's own matrices", found, do)
+        yield Requirement(Part.TRAINED not in env.claimed, "`apollo` updates the model's own matrices", found, do)
         found = "a technique that keeps them elsewhere"
-        yield Need(Part.STATES not in setup.owned, "`apollo` makes its states where the weights are", found, do)
-        yield forgetful(self.name, setup)
+        yield Requirement(Part.STATES not in env.claimed, "`apollo` makes its states where the weights are", found, do)
+        yield forgetful(self.name, env)
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         """Of a model through transformers the rows are not known here: its states are left as AdamW's, too large."""
         yield live("update.loop", "some rows at a time, and norms in one kernel", gone=True)
         yield live("update", "weights and gradients only", times=3 / 7)
         why = "gradients once more, and steps one operator at a time"
         yield like("weights.*", Work("update.steps", why, "step", values=15.0, role="wide"))
-        if setup.shape is None:
+        if env.shape is None:
             return
-        s, flop = setup.shape, 0.0
+        s, flop = env.shape, 0.0
         whole = {"blocks": [(s.layers * rows, columns) for rows, columns in matrices(s)]}
         whole |= {part: [(s.vocab, s.width)] for part in ("embedding", "head") if part == "embedding" or not s.tied}
         for part, shapes in whole.items():
@@ -75,29 +75,34 @@ class Apollo(Technique):
         yield add(Work("update.sketch", "gradients times signs", "step", flop=flop, launches=launches))
         why = "float32 copies of the rows under way"
         line = Line("update.rows", why, 3.0 * min(ROOM, s.vocab * s.width), "wide", "update")
-        if Part.UPDATE not in setup.owned:
+        if Part.UPDATE not in env.claimed:
             yield add(line)
         else:
             last = dataclasses.replace(line, name="update.rows of the embedding", live="end")
             yield add(dataclasses.replace(line, live="backward"), last)
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # another path of the weights, and another learning rate: the user's to say
 
-    def optimizer(self, job: Job) -> int:
+    def optimizer(self, trainer: Trainer) -> int:
         import torch
 
         from optrush.optim.apollo import Apollo as Optimizer
 
-        if any(t.local.dtype == torch.bfloat16 for t in job.trained):
-            demand_triton(self.name, job.setup.device)
+        if any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
+            demand_triton(self.name, trainer.env.device)
         made = Optimizer(
-            job.trained, job.run.optim, rank=self.rank, room=ROOM, rounding=job.rounding, seed=job.run.seed
+            trainer.trained,
+            trainer.config.optim,
+            rank=self.rank,
+            room=ROOM,
+            rounding=trainer.rounding,
+            seed=trainer.config.seed,
         )
-        job.optimizer = made
-        rest = len(job.trained) - len(made.sketched)
-        job.notes.append(f"apollo sketches {len(made.sketched)} matrices, AdamW steps the other {rest} parameters")
+        trainer.optimizer = made
+        rest = len(trainer.trained) - len(made.sketched)
+        trainer.notes.append(f"apollo sketches {len(made.sketched)} matrices, AdamW steps the other {rest} parameters")
         return len(made.sketched)
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.planner.ledger import Line, Rule, add, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, gpu, library
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand, gpu, library
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -41,53 +41,53 @@ class Attention(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.ATTENTION})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
+    def needs(self, env: Environment) -> Iterator[Requirement]:
         if self.impl in ("masked", "sdpa"):
             return
-        yield gpu(f"attention:impl={self.impl}", setup, (8, 0) if self.impl == "varlen" else (9, 0))
-        half = setup.dtype == "bfloat16" or Part.PRECISION in setup.owned
-        yield Need(
+        yield gpu(f"attention:impl={self.impl}", env, (8, 0) if self.impl == "varlen" else (9, 0))
+        half = env.dtype == "bfloat16" or Part.PRECISION in env.claimed
+        yield Requirement(
             half,
             f"`attention:impl={self.impl}` needs products in bf16 or fp16",
             "weights and products in float32",
             "add --with amp or --with bf16, or take impl=sdpa",
         )
-        yield Need(
-            setup.native,
+        yield Requirement(
+            env.native,
             f"`attention:impl={self.impl}` needs the native implementation",
             "the model runs through transformers, which brings masked and sdpa",
             "take impl=sdpa",
         )
         if self.impl == "cudnn":
-            yield Need(
-                Part.SHARING not in setup.owned,
+            yield Requirement(
+                Part.PACKED_ROWS not in env.claimed,
                 "`attention:impl=cudnn` needs rows of one document",
                 "a technique puts several documents into a row",
                 "take impl=varlen",
             )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         """Of packed rows a mask costs whole scores, a kernel that knows the documents their squares alone."""
         if self.impl == "masked":
             return
-        masked = self.impl == "sdpa" and Part.SHARING in setup.owned
-        spread = not masked and {"sdpa": _ungrouped(setup), "varlen": _older_torch()}.get(self.impl, False)
-        whole = spread and not setup.native  # transformers leaves it to torch, which then takes plain products
+        masked = self.impl == "sdpa" and Part.PACKED_ROWS in env.claimed
+        spread = not masked and {"sdpa": _ungrouped(env), "varlen": _older_torch()}.get(self.impl, False)
+        whole = spread and not env.native  # transformers leaves it to torch, which then takes plain products
         if not whole:
             yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
         yield live("*.scores*.moved", "scores stay on the chip", gone=True)
         if masked:
             why = "the mask of packed rows, T a slot"
-            values = setup.blocks * setup.seq
-            yield add(Line("saved.mask", why, values, "product", "saved", True, setup.blocks))
+            values = env.blocks * env.seq
+            yield add(Line("saved.mask", why, values, "product", "saved", True, env.blocks))
             yield live("*.scores", "whole scores, where the mask lets nothing through too", unit="masked")
         else:
             if not spread:
                 yield live("saved.spread", "the kernel groups the query heads itself", gone=True)
-            between = ", and what lies between documents" if setup.span < setup.seq else ""
+            between = ", and what lies between documents" if env.span < env.seq else ""
             why = f"the half behind the diagonal is skipped{between}"
-            older = self.impl == "varlen" and setup.device.capability >= (9, 0)
-            times, unit = 0.5 * setup.span / setup.seq, "flash2" if older else "attention"
+            older = self.impl == "varlen" and env.device.capability >= (9, 0)
+            times, unit = 0.5 * env.span / env.seq, "flash2" if older else "attention"
             yield live("*.scores", why, times=times, unit=unit)
 
     @property
@@ -98,27 +98,27 @@ class Attention(Technique):
         return (("flash-attn-4", "kernels"),) if self.impl == "fa4" else ()
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield {}
         yield {"impl": "varlen"}  # packed rows without a mask
-        if setup.device.capability >= (9, 0):
+        if env.device.capability >= (9, 0):
             yield {"impl": "fa4"}
 
-    def model(self, job: Job) -> int:
+    def model(self, trainer: Trainer) -> int:
         demand(self)
         if self.impl == "cudnn":
-            job.model.isolates = False  # so that evaluation does not pack either
-            job.notes.append("attention: evaluation takes one document a row, cudnn cannot isolate several")
-        return job.model.set_attention(self.impl)
+            trainer.model.supports_packing = False  # so that evaluation does not pack either
+            trainer.notes.append("attention: evaluation takes one document a row, cudnn cannot isolate several")
+        return trainer.model.set_attention(self.impl)
 
 
-def _ungrouped(setup: Setup) -> bool:
+def _ungrouped(env: Environment) -> bool:
     """Whether no kernel of torch groups query heads: of CUDA's only flash attention does, which `sdpa` takes in bf16.
 
     Mixed precision is taken to be bf16 where the device has it.
     """
-    half = setup.dtype == "bfloat16" or (Part.PRECISION in setup.owned and setup.device.capability >= (8, 0))
-    return setup.device.kind == "cuda" and setup.grouped and not half
+    half = env.dtype == "bfloat16" or (Part.PRECISION in env.claimed and env.device.capability >= (8, 0))
+    return env.device.kind == "cuda" and env.grouped and not half
 
 
 def _older_torch() -> bool:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from optrush.planner.baseline import rounded_update
 from optrush.planner.ledger import Role, Rule, retype
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -37,44 +37,44 @@ class Bf16(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.PRECISION, Part.WEIGHTS})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(
-            setup.dtype == "float32",
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(
+            env.dtype == "float32",
             "`bf16` makes bf16 weights of float32 ones",
-            f"`model.dtype: {setup.dtype}`",
+            f"`model.dtype: {env.dtype}`",
             "leave one of the two out",
         )
-        yield Need(
-            self.rounding == "stochastic" or Part.ROUNDING not in setup.owned,
+        yield Requirement(
+            self.rounding == "stochastic" or Part.ROUNDING not in env.claimed,
             f"`bf16:rounding={self.rounding}`",
             "another technique says how weights are rounded",
             "leave one of the two out",
         )
-        if setup.device.kind == "cuda":
-            yield Need(
-                setup.device.capability >= (8, 0),
+        if env.device.kind == "cuda":
+            yield Requirement(
+                env.device.capability >= (8, 0),
                 "`bf16` needs a device that multiplies in bf16",
-                f"{setup.device.name}, capability {setup.device.capability}",
+                f"{env.device.name}, capability {env.device.capability}",
                 "take --with amp:dtype=fp16",
             )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         everything: dict[Role, float] = {"weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2}
         yield retype(everything, "8 bytes a parameter, and 2 bytes a saved value")
         yield retype({"narrowing": 2, "widening": 2, "plain": 2.5}, "norms and softmax still run in float32")
         if self.rounding == "stochastic":  # or another that is not the nearest
-            yield from rounded_update(setup)
+            yield from rounded_update(env)
 
-    def model(self, job: Job) -> int:
+    def model(self, trainer: Trainer) -> int:
         import torch
 
-        job.model.to(torch.bfloat16)  # still on meta; buffers are restored in their own dtype
-        return sum(1 for _ in job.model.parameters())
+        trainer.model.to(torch.bfloat16)  # still on meta; buffers are restored in their own dtype
+        return sum(1 for _ in trainer.model.parameters())
 
-    def adapt(self, job: Job) -> int:
-        if Part.ROUNDING in job.setup.owned:
+    def peft(self, trainer: Trainer) -> int:
+        if Part.ROUNDING in trainer.env.claimed:
             return 0
-        job.rounding = self.rounding
+        trainer.rounding = self.rounding
         if self.rounding == "stochastic":
-            demand_triton(self.name, job.setup.device)
+            demand_triton(self.name, trainer.env.device)
         return 1

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import COMPILED, Rule, Work, add, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers, digest
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, compilers, digest
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 COMPILATIONS = 64  # of one block, at most
 
@@ -39,17 +39,17 @@ class Compile(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_compile.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.COMPILED, Part.WIDTH})  # one width: each other would be compiled anew
+    claims = frozenset({Part.COMPILED, Part.ROW_WIDTH})  # one width: each other would be compiled anew
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(
-            self.scope == "blocks" or Part.DATA not in setup.owned,
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(
+            self.scope == "blocks" or Part.DATA not in env.claimed,
             "`compile:scope=model`",
             "a technique that shares the work of several ranks: what one graph computes, it could not overlap with",
             "take scope=blocks",
         )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         why = "fused into their neighbours, and computed again where the backward pass needs them"
         yield live("saved.*", why, fusable=True, gone=True)
         yield live("working.*", why, fusable=True, gone=True)
@@ -59,16 +59,16 @@ class Compile(Technique):
         yield live("*.launches", why, fusable=True, gone=True)
         for way, kernels in (("forward", 16), ("backward", 31)):
             why = f"about {kernels} kernels a block"
-            launches = COMPILED * kernels * setup.blocks
+            launches = COMPILED * kernels * env.blocks
             yield add(Work(f"{way}.compiled.launches", why, "micro", launches=launches))
 
-    def compile(self, job: Job) -> int:
+    def compile(self, trainer: Trainer) -> int:
         import torch
         from torch import nn
 
         from optrush.models.decoder import Decoder
 
-        for need in compilers(job.setup.device):
+        for need in compilers(trainer.env.device):
             if not need.met:
                 raise NeedsError(need.asked, need.found, need.do)
         # What torch keeps on the disk knows our operators by their names, not by what they do.
@@ -77,15 +77,15 @@ class Compile(Technique):
         # Where attention asks for it, one for each power of two of the longest document, and again for evaluation;
         # torch gives up after eight.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
-        model, head = job.model, job.model.head
+        model, head = trainer.model, trainer.model.head
         whole = self.scope == "model"
         if whole and isinstance(model, Decoder):
             # The decoder makes its frequencies when it is first asked: inside the graph that would compile it twice.
-            model.angles(torch.zeros(1, 1, device=job.world.device), torch.float32)
+            model.angles(torch.zeros(1, 1, device=trainer.world.device), torch.float32)
         modules: list[nn.Module] = [model] if whole else [*model.blocks.values()]
         if not whole and isinstance(model, Decoder):
             modules.append(model.norm)
         for module in modules:
-            module.compile(fullgraph=job.setup.native, dynamic=False, options=job.compile_options)
-        head.nll = head.nll.compiled(job.compile_options)
+            module.compile(fullgraph=trainer.env.native, dynamic=False, options=trainer.compile_options)
+        head.nll = head.nll.compiled(trainer.compile_options)
         return len(modules) + 1

@@ -9,22 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Rule, Work, add, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optrush.data.batch import Batch
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 Recorder = Callable[[Callable[[], None], Callable[[], None]], tuple[Callable[[], None], int]]
 WARM_UP = 3  # windows before the recording: compilers, kernel choices and workspaces settle in them
 # Whose owner cannot be recorded, what it does, and what to leave out.
 APART = (
     (Part.DATA, "a technique that sums gradients over several ranks", "take one rank, or leave cuda-graphs out"),
-    (Part.SAVED, "a technique that runs blocks again, and asks for the random state of their first run",
+    (Part.ACTIVATION_CHECKPOINTING,
+     "a technique that runs blocks again, and asks for the random state of their first run",
      "leave one of the two out"),
-    (Part.KEEPING, "a technique that moves what is kept to another memory", "leave one of the two out"),
+    (Part.ACTIVATION_STORAGE, "a technique that moves what is kept to another memory", "leave one of the two out"),
     (Part.UPDATE, "a technique that updates inside the window", "leave one of the two out"),
 )  # fmt: skip
 
@@ -51,19 +52,21 @@ class CudaGraphs(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.CAPTURE})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield gpu(self.name, setup)
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield gpu(self.name, env)
         do = "take model.implementation: native, or leave cuda-graphs out"
         found = "the model runs through transformers, whose code may read the device"
-        yield Need(setup.native, "`cuda-graphs` records our own decoder", found, do)
-        fixed = Part.WIDTH not in setup.owned or Part.COMPILED in setup.owned
+        yield Requirement(env.native, "`cuda-graphs` records our own decoder", found, do)
+        fixed = Part.ROW_WIDTH not in env.claimed or Part.COMPILED in env.claimed
         do = "take packing, or leave cuda-graphs out"
-        yield Need(fixed, "`cuda-graphs` records one shape", "a technique that gives each micro-batch its own", do)
+        yield Requirement(
+            fixed, "`cuda-graphs` records one shape", "a technique that gives each micro-batch its own", do
+        )
         for part, found, do in APART:
-            yield Need(part not in setup.owned, "`cuda-graphs` records a window on one device", found, do)
+            yield Requirement(part not in env.claimed, "`cuda-graphs` records a window on one device", found, do)
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
-        n = setup.accumulation
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        n = env.accumulation
         yield live("*.launches", "started as one graph", gone=True)
         yield add(
             Work("window", "one graph, and copies of its batches", "step", launches=1 + 10 * n),
@@ -71,11 +74,11 @@ class CudaGraphs(Technique):
         )
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # no gain where it was measured: the host is ahead of large steps anyway
 
-    def finish(self, job: Job) -> int:
-        job.gradients = Window(job, recorded)
+    def wrap_window(self, trainer: Trainer) -> int:
+        trainer.forward_backward = Window(trainer, recorded)
         return 1
 
 
@@ -92,10 +95,10 @@ class Window:
     finite: Tensor  # () bool
     grads: list[Tensor | None]
 
-    def __init__(self, job: Job, record: Recorder) -> None:
+    def __init__(self, trainer: Trainer, record: Recorder) -> None:
         """`record` calls a function as often as it likes (after each time but the last, the second one, which lets go
         of what it left), and returns what does the same to the same memory, and the bytes that it holds for that."""
-        self.job, self.record, self.plain = job, record, job.gradients
+        self.trainer, self.record, self.plain = trainer, record, trainer.forward_backward
         self.replay: Callable[[], None] | None = None
         self.others = 0  # whole windows in a row that the recording cannot play
 
@@ -110,25 +113,25 @@ class Window:
             self.replay, self.others = None, 0
         if self.replay is None:
             self._begin(batches, terms)
-            self.replay, self.job.recorded_bytes = self.record(self._run, self._forget)
+            self.replay, self.trainer.recorded_bytes = self.record(self._run, self._forget)
             self.weights = self._places()
         assert self.weights == self._places(), "weights have moved since the window was recorded"
         self._fill(batches, terms)
         self.replay()
-        for t, grad in zip(self.job.trained, self.grads, strict=True):  # the update has let go of them
+        for t, grad in zip(self.trainer.trained, self.grads, strict=True):  # the update has let go of them
             t.parameter.grad = grad
-        self.job.finite = self.finite
+        self.trainer.loss_is_finite = self.finite
         return self.mean.clone()
 
     def _whole(self, batches: list[Batch]) -> bool:
-        setup = self.job.setup
+        env = self.trainer.env
         shapes = {tuple(b.tokens.shape) for b in batches}
-        return len(batches) == setup.accumulation and shapes == {(setup.micro_rows, setup.seq)}
+        return len(batches) == env.accumulation and shapes == {(env.micro_rows, env.seq)}
 
     def _begin(self, batches: list[Batch], terms: int | Tensor) -> None:
         import torch
 
-        device, T = self.job.world.device, self.job.setup.seq
+        device, T = self.trainer.world.device, self.trainer.env.seq
         self.inputs = []
         for host in batches:
             batch = host.to(device)
@@ -139,7 +142,7 @@ class Window:
 
     def _fill(self, batches: list[Batch], terms: int | Tensor) -> None:
         """Copies a window to where the recording reads it; waits for nothing."""
-        device = self.job.world.device
+        device = self.trainer.world.device
         for ours, host in zip(self.inputs, batches, strict=True):
             for to, new in zip(tensors(ours), tensors(host.to(device)), strict=True):
                 to.copy_(new)
@@ -151,15 +154,15 @@ class Window:
     def _run(self) -> None:
         """The window on the inputs; what it leaves is held here, or its memory would be given to others."""
         self.mean = self.plain(self.inputs, self.terms)
-        self.finite = self.job.finite
-        self.grads = [t.parameter.grad for t in self.job.trained]
+        self.finite = self.trainer.loss_is_finite
+        self.grads = [t.parameter.grad for t in self.trainer.trained]
 
     def _forget(self) -> None:
-        self.job.discard()
+        self.trainer.zero_grad()
         self.grads = []
 
     def _places(self) -> list[int]:
-        return [t.parameter.data_ptr() for t in self.job.trained]
+        return [t.parameter.data_ptr() for t in self.trainer.trained]
 
 
 def tensors(batch: Batch) -> list[Tensor]:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.planner.ledger import Line, Rule, Work, add, like
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from optrush.trainer.trainer import Job, Trained
+    from optrush.trainer.trainer import TrainedParam, Trainer
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class Ddp(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.DATA})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(
-            setup.ranks > 1,
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(
+            env.ranks > 1,
             "`ddp` shares the work of several ranks",
             "one rank",
             "start it with --ranks 2 or torchrun, or leave ddp out",
         )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
-        n = setup.ranks
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        n = env.ranks
         room = self.bucket_mib << 20
         yield add(Line("buckets", "gradients copied into the bucket under way", room, "byte", "backward"))
         why = "a gradient larger than a bucket is copied alone: the embedding's"
@@ -57,10 +57,10 @@ class Ddp(Technique):
         why = "2 (n-1)/n of the gradients' bytes to other ranks"
         yield like("gradients.*", Work("reduce", why, "step", unit="link", values=2 * (n - 1) / n, role="gradient"))
 
-    def drive(self, job: Job) -> int:
-        assert job.world.mesh is not None
-        buckets = Buckets(job.trained, job.world.mesh["dp"].get_group(), self.bucket_mib << 20)
-        inner, discard = job.syncing, job.discard
+    def wrap_step(self, trainer: Trainer) -> int:
+        assert trainer.world.mesh is not None
+        buckets = Buckets(trainer.trained, trainer.world.mesh["dp"].get_group(), self.bucket_mib << 20)
+        inner, discard = trainer.grad_sync, trainer.zero_grad
 
         @contextmanager
         def syncing(last: bool) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Ddp(Technique):
             buckets.reset()
             discard()
 
-        job.syncing, job.discard = syncing, forget
+        trainer.grad_sync, trainer.zero_grad = syncing, forget
         return len(buckets.members)
 
 
@@ -84,7 +84,7 @@ class Buckets:
     The order of the collectives is fixed, whatever order gradients appear in, so that ranks never disagree.
     """
 
-    def __init__(self, trained: list[Trained], group: Any, most_bytes: int) -> None:
+    def __init__(self, trained: list[TrainedParam], group: Any, most_bytes: int) -> None:
         self.group = group
         self.members: list[list[torch.nn.Parameter]] = []
         room = 0

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.planner.ledger import Line, Role, Rule, Work, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 ALL, MLP = ("qkv", "o", "gate_up", "down"), ("gate_up", "down")
 MLP_SHARE = 0.83  # of the blocks' weights, for F = 4 D and K = H / 4
@@ -45,33 +45,33 @@ class Fp8(Technique):
     claims = frozenset({Part.LINEARS})
     plain_feed = False
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
+    def needs(self, env: Environment) -> Iterator[Requirement]:
         found = "the model runs through transformers"
-        yield Need(setup.native, "`fp8` changes our own linears", found, "take model.implementation: native")
-        if setup.device.kind != "cuda":
+        yield Requirement(env.native, "`fp8` changes our own linears", found, "take model.implementation: native")
+        if env.device.kind != "cuda":
             return
-        found = f"{setup.device.name}, capability {setup.device.capability}"
-        met = setup.device.capability >= (8, 9)
-        yield Need(
+        found = f"{env.device.name}, capability {env.device.capability}"
+        met = env.device.capability >= (8, 9)
+        yield Requirement(
             met, "`fp8` needs a device that multiplies 8-bit floats, from capability 8.9 on", found, "leave it out"
         )
-        half = setup.dtype == "bfloat16" or Part.PRECISION in setup.owned
+        half = env.dtype == "bfloat16" or Part.PRECISION in env.claimed
         found = "weights and products in float32"
-        yield Need(half, "`fp8` stands on products in bf16", found, "add --with amp or --with bf16")
+        yield Requirement(half, "`fp8` stands on products in bf16", found, "add --with amp or --with bf16")
         found = "nobody compiles: each operand would be read and written several times more to be rounded"
-        yield Need(
-            Part.COMPILED in setup.owned, "`fp8` is fast where its rounding is fused", found, "add --with compile"
+        yield Requirement(
+            Part.COMPILED in env.claimed, "`fp8` is fast where its rounding is fused", found, "add --with compile"
         )
-        slots = setup.micro_rows * setup.seq
+        slots = env.micro_rows * env.seq
         do = f"take a batch.seq that is a multiple of {MULTIPLE}"
-        yield Need(slots % MULTIPLE == 0, f"`fp8` sums over multiples of {MULTIPLE} slots", f"{slots} slots", do)
+        yield Requirement(slots % MULTIPLE == 0, f"`fp8` sums over multiples of {MULTIPLE} slots", f"{slots} slots", do)
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         """Products at the other rate, and bytes of rounding, assumed: an operand is read twice and written once; an
         input is laid by columns later (read and written), a gradient at once; a weight is rounded once a pass."""
-        if Part.TRAINED not in setup.owned:  # frozen products keep no input anyway
-            yield from self._kept(setup)
-        if setup.device.kind == "cuda":  # elsewhere the products are float32
+        if Part.TRAINED not in env.claimed:  # frozen products keep no input anyway
+            yield from self._kept(env)
+        if env.device.kind == "cuda":  # elsewhere the products are float32
             for name in self._chosen:
                 yield live(f"*ward.{name}", "multiplied in 8 bits", unit="product8")
         for name in self._chosen:
@@ -82,12 +82,12 @@ class Fp8(Technique):
         share = 1.0 if self.targets == "all" else MLP_SHARE
         yield like("casts.blocks", Work("fp8.weights", why, "micro", values=11.0 * share))
 
-    def _kept(self, setup: Setup) -> Iterator[Rule]:
+    def _kept(self, env: Environment) -> Iterator[Rule]:
         """Inputs that no compiler can make again, in 8 bits; it makes the others, and rounds them, again. What enters
         `o` stays in the products' type, for attention keeps it."""
-        why, again, blocks = "kept in 8 bits", "made and rounded again", setup.blocks
-        compiled = Part.COMPILED in setup.owned
-        product, normed = (not compiled or line in setup.opaque for line in ("saved.product", "saved.normed"))
+        why, again, blocks = "kept in 8 bits", "made and rounded again", env.blocks
+        compiled = Part.COMPILED in env.claimed
+        product, normed = (not compiled or line in env.opaque for line in ("saved.product", "saved.normed"))
         yield live("saved.product", why, role="byte") if product else live("saved.product", again, gone=True)
         if compiled:  # one block's backward pass makes it, or its gradient, in the products' type
             values = (0.5 if product else 1.0) / blocks  # beyond the 8 bits
@@ -109,27 +109,29 @@ class Fp8(Technique):
                 yield like("casts.blocks", others)
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # changes the maths: whoever asks for it has it planned
 
     @property
     def _chosen(self) -> tuple[str, ...]:
         return ALL if self.targets == "all" else MLP
 
-    def model(self, job: Job) -> int:
+    def model(self, trainer: Trainer) -> int:
         from optrush.kernels import float8
         from optrush.models.decoder import Decoder
 
-        assert isinstance(job.model, Decoder)
+        assert isinstance(trainer.model, Decoder)
         changed, left = 0, []
-        for name, linear in job.model.linears():
+        for name, linear in trainer.model.linears():
             if name.rpartition(".")[2] not in self._chosen:
                 continue
             if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
                 left.append(f"{name} ({linear.out_features} x {linear.in_features})")
                 continue
-            linear.product = float8.linear
+            linear.matmul = float8.linear
             changed += 1
         if left:
-            job.notes.append(f"fp8: {len(left)} linears are no multiples of {MULTIPLE} and stay, the first {left[0]}")
+            trainer.notes.append(
+                f"fp8: {len(left)} linears are no multiples of {MULTIPLE} and stay, the first {left[0]}"
+            )
         return changed

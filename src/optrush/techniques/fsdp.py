@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.planner.ledger import Rule, Work, cut, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,25 @@ class Fsdp(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.DATA, Part.CUTS})
+    claims = frozenset({Part.DATA, Part.PARAM_SHARDING})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(
-            setup.ranks > 1,
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(
+            env.ranks > 1,
             "`fsdp` cuts the model over several ranks",
             "one rank",
             "start it with --ranks 2 or torchrun, or leave fsdp out",
         )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         """Shares of everything, whole blocks while they run, and what the link carries."""
-        n, L = setup.ranks, setup.blocks
+        n, L = env.ranks, env.blocks
         blocks = min(L, 2) if self.stage == 3 else L
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
         yield cut("weights.blocks", "dp", n, whole, gathered=blocks)
         yield cut("weights.[!b]*", "dp", n, "embedding and head are whole while they are used", gathered=1)
         yield cut("states.*", "dp", n, "a rank updates its share")
-        each = setup.accumulation == 1 or self.sync == "each"
+        each = env.accumulation == 1 or self.sync == "each"
         if each:
             yield cut("gradients.*", "dp", n, "reduced as soon as a block has made them", gathered=1)
         yield live("casts.*", "the gathered weights are cast, no copies beside them", gone=True)
@@ -72,17 +72,17 @@ class Fsdp(Technique):
         per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
         yield like("gradients.*", Work("reduce", why, per, unit="link", values=share, role="gradient"))
 
-    def shard(self, job: Job) -> int:
+    def shard(self, trainer: Trainer) -> int:
         import torch
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        assert job.world.mesh is not None
+        assert trainer.world.mesh is not None
         policy = MixedPrecisionPolicy()
-        if job.autocast:  # the gathered weights are cast once, instead of at every use
-            policy = MixedPrecisionPolicy(param_dtype=job.precision, reduce_dtype=torch.float32)
-            job.autocast = False
-        cut: dict[str, Any] = {"mesh": job.world.mesh["dp"], "mp_policy": policy}
-        model = job.model
+        if trainer.autocast:  # the gathered weights are cast once, instead of at every use
+            policy = MixedPrecisionPolicy(param_dtype=trainer.precision, reduce_dtype=torch.float32)
+            trainer.autocast = False
+        cut: dict[str, Any] = {"mesh": trainer.world.mesh["dp"], "mp_policy": policy}
+        model = trainer.model
         for block in model.blocks.values():
             fully_shard(block, reshard_after_forward=self.stage == 3, **cut)
         if model.ties:  # one leaf must lie in one group
@@ -90,21 +90,21 @@ class Fsdp(Technique):
         else:
             fully_shard(model.embedding, reshard_after_forward=self.stage == 3, **cut)
             fully_shard(model.head, reshard_after_forward=False, **cut)
-        for root in job.roots:
+        for root in trainer.fsdp_roots:
             if not isinstance(root, FSDPModule):
                 fully_shard(root, reshard_after_forward=False, **cut)
-        groups = [m for root in job.roots for m in root.modules() if isinstance(m, FSDPModule)]
+        groups = [m for root in trainer.fsdp_roots for m in root.modules() if isinstance(m, FSDPModule)]
         groups = list(dict.fromkeys(groups))
         for m in groups:
             m.set_gradient_divide_factor(1.0)  # the contract: collectives sum
             # Not the scaled sum, which FSDP takes for this factor on NCCL: gloo has none, and with bfloat16 weights the
             # gradient norm was 0.0 with it and right without (two H200, torch 2.11; the cause is inferred).
             m.set_force_sum_reduction_for_comms(True)
-        self._slots(job, groups)
+        self._slots(trainer, groups)
         return len(groups)
 
-    def _slots(self, job: Job, groups: list[Any]) -> None:
-        inner, discard, losses = job.syncing, job.discard, job.losses
+    def _slots(self, trainer: Trainer, groups: list[Any]) -> None:
+        inner, discard, losses = trainer.grad_sync, trainer.zero_grad, trainer.eval_loss
         window = {"open": False}  # between a micro-batch that was not reduced and the one that is
 
         @contextmanager
@@ -128,4 +128,4 @@ class Fsdp(Technique):
                 m.reshard()
             return total
 
-        job.syncing, job.discard, job.losses = syncing, forget, resharded
+        trainer.grad_sync, trainer.zero_grad, trainer.eval_loss = syncing, forget, resharded

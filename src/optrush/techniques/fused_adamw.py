@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Numerics, Part, Setup, Technique, compilers, demand_triton
+from optrush.technique import Environment, Numerics, Part, Technique, compilers, demand_triton
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -34,21 +34,23 @@ class FusedAdamW(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("update.loop", "one kernel makes no temporaries", gone=True)
 
-    def optimizer(self, job: Job) -> int:
+    def optimizer(self, trainer: Trainer) -> int:
         import torch
 
         from optrush.optim.adamw import AdamW
 
-        if any(t.local.dtype == torch.bfloat16 for t in job.trained):
-            demand_triton(self.name, job.setup.device)
-        cuda = job.world.device.type == "cuda"
-        lacking = [need for need in compilers(job.setup.device) if not need.met]
+        if any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
+            demand_triton(self.name, trainer.env.device)
+        cuda = trainer.world.device.type == "cuda"
+        lacking = [need for need in compilers(trainer.env.device) if not need.met]
         if cuda and lacking:
-            job.notes.append(f"fused-adamw: torch's kernel, for ours cannot be built here: {lacking[0].found}")
-        make = partial(AdamW, optim=job.run.optim, fused=True, rounding=job.rounding, seed=job.run.seed)
+            trainer.notes.append(f"fused-adamw: torch's kernel, for ours cannot be built here: {lacking[0].found}")
+        make = partial(
+            AdamW, optim=trainer.config.optim, fused=True, rounding=trainer.rounding, seed=trainer.config.seed
+        )
         make = partial(make, launch=cuda and not lacking)
-        job.optimizer = job.housing(job.trained, make)
+        trainer.optimizer = trainer.optimizer_factory(trainer.trained, make)
         return 1

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from optrush.errors import NeedsError
 from optrush.peft.ledger import sizes, tiles
 from optrush.planner.ledger import Line, Rule, Work, add, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, compilers, demand, demand_triton, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, compilers, demand, demand_triton, gpu
 
 if TYPE_CHECKING:
     from optrush.kernels.swiglu import Feed
     from optrush.models.shapes import ModelShape
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -52,70 +52,70 @@ class FusedBlock(Technique):
     verified_on = ("cpu", "gpu")
     opaque = frozenset({"saved.product"})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
+    def needs(self, env: Environment) -> Iterator[Requirement]:
         found = "the model runs through transformers, whose blocks have no such place"
-        yield Need(setup.native, "`fused-block` needs the native implementation", found, "leave it out")
+        yield Requirement(env.native, "`fused-block` needs the native implementation", found, "leave it out")
         if self.impl == "quack":
             asked, do = "fused-block:impl=quack", "take impl=triton"
-            yield gpu(asked, setup, (9, 0))
-            yield Need(setup.device.capability == (9, 0), f"`{asked}` needs Hopper", setup.device.name, do)
-            half = setup.dtype == "bfloat16" or Part.PRECISION in setup.owned
+            yield gpu(asked, env, (9, 0))
+            yield Requirement(env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, do)
+            half = env.dtype == "bfloat16" or Part.PRECISION in env.claimed
             found = "weights and products in float32"
-            yield Need(
+            yield Requirement(
                 half, f"`{asked}` needs products in bf16 or fp16", found, f"add --with amp or --with bf16, or {do}"
             )
             found = "linears that are more than matrices with low-rank sums (8-bit products, IA3, DoRA, dropout)"
-            yield Need(setup.plain_feed, f"`{asked}` makes the products", found, do)
+            yield Requirement(env.plain_feed, f"`{asked}` makes the products", found, do)
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         """What is no longer kept, what one block's backward pass makes instead, and the work in QuACK's products."""
         why = "made again from gate and up where the backward pass wants it"
-        frozen = Part.TRAINED in setup.owned  # and an adapter of `down` may want its input
+        frozen = Part.TRAINED in env.claimed  # and an adapter of `down` may want its input
         inside = frozen and self.impl == "quack"
-        again = inside or not (frozen or Part.LINEARS in setup.owned or _again(setup))
+        again = inside or not (frozen or Part.LINEARS in env.claimed or _again(env))
         if again:
             yield live("saved.product", why, gone=True)
-        if again or (frozen and setup.rows_beside and "down" not in setup.rows_beside):  # which nobody kept
-            product = Line("feed.product", why, 1.0 / setup.blocks, "product", "backward", True, side="feed")
+        if again or (frozen and env.rows_beside and "down" not in env.rows_beside):  # which nobody kept
+            product = Line("feed.product", why, 1.0 / env.blocks, "product", "backward", True, side="feed")
             yield like("saved.product", product)
         yield live("saved.gated", why, gone=True)
         if self.impl == "triton":
             why = "the activation's gradient, which the kernel reads, F"
-            activation = Line("feed.activation", why, 1.0 / setup.blocks, "product", "backward", True, side="feed")
+            activation = Line("feed.activation", why, 1.0 / env.blocks, "product", "backward", True, side="feed")
             yield like("saved.product", activation)
-        if self.impl == "quack" and setup.shape is not None:
-            yield from _hidden(setup.shape)
+        if self.impl == "quack" and env.shape is not None:
+            yield from _hidden(env.shape)
             if inside:
-                yield from _beside(setup, setup.shape)
+                yield from _beside(env, env.shape)
 
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("quack-kernels", "kernels"),) if self.impl == "quack" else ()
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield {}
-        if setup.device.capability == (9, 0):
+        if env.device.capability == (9, 0):
             yield {"impl": "quack"}
 
-    def recompute(self, job: Job) -> int:  # here it is settled what the linears are
+    def recompute(self, trainer: Trainer) -> int:  # here it is settled what the linears are
         from optrush.kernels import swiglu
 
-        blocks = list(job.model.blocks.values())
+        blocks = list(trainer.model.blocks.values())
         if self.impl == "quack":
             demand(self)
             return _in_products(blocks)
-        if job.world.device.type == "cuda":
-            for need in compilers(job.setup.device):
+        if trainer.world.device.type == "cuda":
+            for need in compilers(trainer.env.device):
                 if not need.met:
                     raise NeedsError(need.asked.replace("torch.compile", "`fused-block`"), need.found, need.do)
-        matrices = [_plain(block.down) and not _again(job.setup) for block in blocks]
+        matrices = [_plain(block.down) and not _again(trainer.env) for block in blocks]
         for block, matrix in zip(blocks, matrices, strict=True):
             block.feed = swiglu.fused if matrix else swiglu.activated  # type: ignore[assignment]
         if not all(matrices):
-            job.notes.append("fused-block: `down` is more than a matrix or runs again, so its input is kept")
+            trainer.notes.append("fused-block: `down` is more than a matrix or runs again, so its input is kept")
         return len(blocks)
 
-    def drive(self, job: Job) -> int:  # weights have bytes now
+    def wrap_step(self, trainer: Trainer) -> int:  # weights have bytes now
         """Room for adapters' matrices behind frozen weights that are whole, and beside what the products read."""
         if self.impl != "quack":
             return 0
@@ -123,11 +123,11 @@ class FusedBlock(Technique):
 
         from optrush.peft.lora import make_room
 
-        cut = Part.CUTS in job.setup.owned
-        if Part.TRAINED in job.setup.owned:
-            demand_triton("fused-block:impl=quack", job.setup.device)  # which lays them there
-        made = sum(make_room(block, whole=not cut) for block in cast("Iterable[Any]", job.model.blocks.values()))
-        if made and job.world.device.type == "cuda":
+        cut = Part.PARAM_SHARDING in trainer.env.claimed
+        if Part.TRAINED in trainer.env.claimed:
+            demand_triton("fused-block:impl=quack", trainer.env.device)  # which lays them there
+        made = sum(make_room(block, whole=not cut) for block in cast("Iterable[Any]", trainer.model.blocks.values()))
+        if made and trainer.world.device.type == "cuda":
             torch.cuda.empty_cache()  # where weights lay before is too small for one with room
         return made
 
@@ -138,7 +138,7 @@ def _plain(linear: object) -> bool:
 
     from optrush.models.decoder import Linear
 
-    return type(linear) is Linear and linear.product is F.linear and linear.bias is None
+    return type(linear) is Linear and linear.matmul is F.linear and linear.bias is None
 
 
 def _in_products(blocks: Sequence[Any]) -> int:
@@ -160,7 +160,7 @@ def _in_products(blocks: Sequence[Any]) -> int:
         found = "linears that are more than matrices with low-rank adapters (a bias, DoRA, dropout, other products)"
         raise NeedsError("`fused-block:impl=quack`", found, "take impl=triton")
     for block in blocks:
-        block.feed = feed
+        block.mlp = feed
         for linear in (block.qkv, block.o, block.gate_up, block.down):
             if linear.adapter is not None and linear.in_features % ALIGNED == linear.out_features % ALIGNED == 0:
                 linear.adapter.by = "quack"
@@ -179,21 +179,21 @@ INPUTS = {"qkv": "normed", "o": "attended", "gate_up": "normed"}  # down reads w
 GRADIENTS = {"qkv": "turned", "o": "normed", "down": "the stream's"}  # of gate_up's the product makes d_z
 
 
-def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
+def _beside(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     """What it takes to lay adapters beside what they add to; kernels that leave room for it spare a copy."""
-    L, room, stored = setup.blocks, 0, Part.LINEARS in setup.owned
-    bare = Part.CUTS in setup.owned and not stored  # nothing has room
+    L, room, stored = env.blocks, 0, Part.LINEARS in env.claimed
+    bare = Part.PARAM_SHARDING in env.claimed and not stored  # nothing has room
     ways: tuple[tuple[Literal["forward", "backward"], dict[str, str]], ...]
     ways = ("forward", INPUTS), ("backward", GRADIENTS)
     for name, (width, pieces) in sizes(shape).items():
-        many, rows = tiles(setup.rows_beside.get(name, 0)), sum(pieces.values())
+        many, rows = tiles(env.rows_beside.get(name, 0)), sum(pieces.values())
         feeds, biased = name in ("gate_up", "down"), {"qkv": shape.qkv_bias, "o": shape.o_bias}.get(name, False)
         if not many or biased or (bare and not feeds):
             continue
         if name == "gate_up" or not bare:
             yield live(f"forward.added.{name}", "in the product itself", gone=True)
         for way, by in ways:
-            if name in by and (bare or by[name] not in setup.spacious):
+            if name in by and (bare or by[name] not in env.spacious):
                 n, what = (width, "input") if way == "forward" else (rows, "gradient")
                 why = f"{name}'s {what}, and A x or its gradient"
                 yield add(Work(f"{way}.beside.{name}", why, "token", values=2.0 * L * n, role="product"))
@@ -207,7 +207,7 @@ def _beside(setup: Setup, shape: ModelShape) -> Iterator[Rule]:
         yield add(Line("weights.room", why, L * room, "product", "always", blocks=L))
 
 
-def _again(setup: Setup) -> bool:
+def _again(env: Environment) -> bool:
     """Blocks run again operator by operator, up to the last tensor that is wanted: the down product's input, not its
     output, as long as the two are no single operator."""
-    return Part.SAVED in setup.owned and Part.COMPILED not in setup.owned
+    return Part.ACTIVATION_CHECKPOINTING in env.claimed and Part.COMPILED not in env.claimed

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Rule, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand, demand_triton, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand, demand_triton, gpu
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 CHUNK = 4096
@@ -46,27 +46,31 @@ class FusedLoss(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.HEAD})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
+    def needs(self, env: Environment) -> Iterator[Requirement]:
         if self.impl == "chunked":
             return
         asked = f"fused-loss:impl={self.impl}"
         found = "an objective that wants losses token by token, where this kernel has their sum's gradients at once"
-        yield Need(setup.dpo is None, f"`{asked}`", found, "take impl=chunked")
-        yield gpu(asked, setup, (9, 0) if self.impl == "quack" else (8, 0))
+        yield Requirement(env.dpo is None, f"`{asked}`", found, "take impl=chunked")
+        yield gpu(asked, env, (9, 0) if self.impl == "quack" else (8, 0))
         if self.impl == "liger":
             found, do = f"chunk={self.chunk}, where Liger cuts the rows itself", "leave chunk out"
-            yield Need(self.chunk == CHUNK, f"`{asked}`", found, do)
+            yield Requirement(self.chunk == CHUNK, f"`{asked}`", found, do)
             return
-        yield Need(setup.device.capability == (9, 0), f"`{asked}` needs Hopper", setup.device.name, "take impl=chunked")
-        half = setup.dtype == "bfloat16" or Part.PRECISION in setup.owned
+        yield Requirement(
+            env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, "take impl=chunked"
+        )
+        half = env.dtype == "bfloat16" or Part.PRECISION in env.claimed
         do = "add --with amp or --with bf16, or take impl=chunked"
-        yield Need(half, f"`{asked}` needs products in bf16", "weights and products in float32", do)
-        do, found = "take impl=chunked", f"a vocabulary of {setup.vocab}, no multiple of 128"
-        yield Need(setup.vocab % 128 == 0, f"`{asked}`", found, do)
+        yield Requirement(half, f"`{asked}` needs products in bf16", "weights and products in float32", do)
+        do, found = "take impl=chunked", f"a vocabulary of {env.vocab}, no multiple of 128"
+        yield Requirement(env.vocab % 128 == 0, f"`{asked}`", found, do)
         do = "take a multiple of 128"
-        yield Need(self.chunk % 128 == 0, f"`{asked},chunk={self.chunk}`", "a chunk that is no multiple of 128", do)
+        yield Requirement(
+            self.chunk % 128 == 0, f"`{asked},chunk={self.chunk}`", "a chunk that is no multiple of 128", do
+        )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         most = LIGER_CHUNK if self.impl == "liger" else self.chunk
         yield live("head.logits*", "of one chunk at a time", most_tokens=most)
         yield live("tied.sum", "the head's gradient is added to in place", gone=True)
@@ -87,32 +91,32 @@ class FusedLoss(Technique):
         return {"quack": (("quack-kernels", "kernels"),), "liger": (("liger-kernel", "kernels"),)}.get(self.impl, ())
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield {}
-        if setup.device.capability == (9, 0):
+        if env.device.capability == (9, 0):
             yield {"impl": "quack"}
 
-    def loss(self, job: Job) -> int:
+    def loss(self, trainer: Trainer) -> int:
         import torch
 
         from optrush.kernels.linear_cross_entropy import quack
         from optrush.kernels.loss import Chunked, Package, liger
 
-        head = job.model.head
+        head = trainer.model.head
         if self.impl == "chunked":
             head.nll = Chunked(chunk=self.chunk)
             return 1
         asked = f"fused-loss:impl={self.impl}"
         demand(self)
-        demand_triton(asked, job.setup.device)
+        demand_triton(asked, trainer.env.device)
         if head.bias is not None or head.scale != 1.0 or head.softcap is not None:
             raise NeedsError(f"`{asked}`", "a head with a bias, a scale or a softcap", "take impl=chunked")
         if self.impl == "quack":
             V = head.weight.shape[0]
             if V % 128:
                 raise NeedsError(f"`{asked}`", f"a vocabulary of {V}, no multiple of 128", "take impl=chunked")
-            if job.precision == torch.float16:
+            if trainer.precision == torch.float16:
                 raise NeedsError(f"`{asked}`", "products in fp16", "take bf16, or impl=chunked")
         head.nll = Package(function={"quack": quack, "liger": liger}[self.impl], chunk=self.chunk)
-        job.notes.append("fused-loss: evaluation, which needs no gradients, goes through the chunked kernel")
+        trainer.notes.append("fused-loss: evaluation, which needs no gradients, goes through the chunked kernel")
         return 1

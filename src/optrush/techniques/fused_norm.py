@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Need, Numerics, Setup, Technique, demand_triton
+from optrush.technique import Environment, Numerics, Requirement, Technique, demand_triton
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class FusedNorm(Technique):
     verified_on = ("cpu", "gpu")
     opaque = frozenset({"saved.normed"})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
+    def needs(self, env: Environment) -> Iterator[Requirement]:
         found = "the model runs through transformers, whose blocks have no such place"
-        yield Need(setup.native, "`fused-norm` needs the native implementation", found, "leave it out")
+        yield Requirement(env.native, "`fused-norm` needs the native implementation", found, "leave it out")
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         why = "inside the kernel; made again in the backward pass"
         yield live("saved.widened", why, gone=True)
         yield live("saved.normalised", why, gone=True)
@@ -51,20 +51,20 @@ class FusedNorm(Technique):
         return frozenset({"normed"})
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # less than a percent in pure bf16, nothing or less elsewhere: a search cannot tell
 
-    def recompute(self, job: Job) -> int:  # before anything compiles
+    def recompute(self, trainer: Trainer) -> int:  # before anything compiles
         from optrush.kernels import rms_norm
         from optrush.models.decoder import Block, Decoder
 
-        demand_triton(self.name, job.setup.device)
-        model = job.model
+        demand_triton(self.name, trainer.env.device)
+        model = trainer.model
         assert isinstance(model, Decoder)
         norms = []
         for block in model.blocks.values():
             assert isinstance(block, Block)
             norms += [block.norm1, block.norm2]
         for each in norms:
-            each.kernel = rms_norm.fused
+            each.impl = rms_norm.fused
         return len(norms)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optrush.technique import Need, Numerics, Setup, Technique, demand_triton
+from optrush.technique import Environment, Numerics, Requirement, Technique, demand_triton
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class FusedRotation(Technique):
     proof = "tests/techniques/test_fused_rotation.py"
     verified_on = ("cpu", "gpu")
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
+    def needs(self, env: Environment) -> Iterator[Requirement]:
         found = "the model runs through transformers, whose blocks have no such place"
-        yield Need(setup.native, "`fused-rotation` needs the native implementation", found, "leave it out")
-        normed = setup.shape is not None and setup.shape.qk_norm
+        yield Requirement(env.native, "`fused-rotation` needs the native implementation", found, "leave it out")
+        normed = env.shape is not None and env.shape.qk_norm
         found = "the model norms each of them first"
-        yield Need(
+        yield Requirement(
             not normed, "`fused-rotation` turns queries and keys as the product makes them", found, "leave it out"
         )
 
@@ -45,16 +45,16 @@ class FusedRotation(Technique):
         return frozenset({"turned"})
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # less than a percent: a search cannot tell
 
-    def recompute(self, job: Job) -> int:  # before anything compiles
+    def recompute(self, trainer: Trainer) -> int:  # before anything compiles
         from optrush.kernels import rope
         from optrush.models.decoder import Block, Decoder
 
-        demand_triton(self.name, job.setup.device)
-        assert isinstance(job.model, Decoder)
-        for block in job.model.blocks.values():
+        demand_triton(self.name, trainer.env.device)
+        assert isinstance(trainer.model, Decoder)
+        for block in trainer.model.blocks.values():
             assert isinstance(block, Block)
-            block.separate = rope.fused
-        return len(job.model.blocks)
+            block.split_and_rope = rope.fused
+        return len(trainer.model.blocks)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.peft import io, ledger
 from optrush.planner.ledger import Line, Rule, add
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 OURS = ("k_proj", "v_proj", "down_proj")
 # Of families with other names, what PEFT 0.21 takes (peft/utils/constants.py).
@@ -57,8 +57,8 @@ class Ia3(Technique):
     def plain_feed(self) -> bool:
         return not {*ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS)} & {*ledger.SETS["mlp"]}
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        if setup.native:
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        if env.native:
             yield ledger.named(self.name, "targets", self._targets(ledger.LINEARS), ledger.LINEARS)
             yield from self._apart(ledger.PIECES.values(), self._targets(ledger.LINEARS))
             yield self._within(ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS))
@@ -71,25 +71,25 @@ class Ia3(Technique):
             return self.targets
         return next((names for names in (OURS, *OTHERS) if {*names} <= {*known}), "auto")
 
-    def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Need]:
+    def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Requirement]:
         """Whether no module whose input is to be scaled shares it with another."""
         names = {*ledger.chosen(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
         for name, pieces in ((n, p) for n in sorted(names) for p in linears if n in p):
             found = f"one product makes {', '.join(pieces)} of one input"
             do = "leave it out of feedforward, or take model.implementation: transformers"
-            yield Need(len(pieces) == 1, f"`ia3:feedforward=[{name}]`", found, do)
+            yield Requirement(len(pieces) == 1, f"`ia3:feedforward=[{name}]`", found, do)
 
-    def _within(self, names: Collection[str]) -> Need:
+    def _within(self, names: Collection[str]) -> Requirement:
         """Whether what `feedforward` names is among the targets; its default names more than any model has."""
         wrong = next((n for n in self.feedforward if n not in names), "")
         asked, found = f"`ia3:feedforward=[{', '.join(self.feedforward)}]`", f"{wrong} is none of the targets"
         do = f"take some of {', '.join(names)}, or add it to the targets"
-        return Need(not wrong or self.feedforward == Ia3.feedforward, asked, found, do)
+        return Requirement(not wrong or self.feedforward == Ia3.feedforward, asked, found, do)
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         learnt: list[int] = []
         keep, left, names = set(), 0, {*ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS)}
-        for linear, (width, pieces) in {} if setup.shape is None else ledger.sizes(setup.shape).items():
+        for linear, (width, pieces) in {} if env.shape is None else ledger.sizes(env.shape).items():
             mine = {name: n for name, n in pieces.items() if name in names}
             if not mine:
                 continue
@@ -97,21 +97,21 @@ class Ia3(Technique):
             learnt.append(width if inputs else sum(mine.values()))
             keep |= {linear} if inputs else set()
             left += 0 if inputs else sum(pieces.values())
-        yield from ledger.predict_frozen(setup, (), learnt, keep)
+        yield from ledger.predict_frozen(env, (), learnt, keep)
         if left:
             why = "what a linear gave, before it is scaled"
-            yield add(Line("saved.left", why, setup.blocks * left, "product", "saved", True, setup.blocks))
+            yield add(Line("saved.left", why, env.blocks * left, "product", "saved", True, env.blocks))
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # trains something else: the user's to say
 
-    def adapt(self, job: Job) -> int:
+    def peft(self, trainer: Trainer) -> int:
         from optrush.errors import NeedsError
         from optrush.peft import adapter as adapted
         from optrush.peft.ia3 import Ia3 as Adapter
 
-        model, recipe = job.model, job.recipe
+        model, recipe = trainer.model, trainer.weight_map
         known = adapted.known(model, recipe)
         targets = self._targets(known)
         if targets == "auto":
@@ -121,8 +121,8 @@ class Ia3(Technique):
         names = ledger.chosen(targets, known)
         if not (need := self._within(names)).met:
             raise NeedsError(need.asked, need.found, need.do)
-        adapted.freeze(model, recipe, (), job.precision)
-        switch, places = adapted.Switch(), adapted.places(model, recipe, names)
+        adapted.freeze(model, recipe, (), trainer.precision)
+        switch, places = adapted.AdapterToggle(), adapted.places(model, recipe, names)
         for name, linear, modules in places:
             inputs = bool({ledger.last(m) for m in modules} & {*names} & {*self.feedforward})
             adapter = Adapter(linear, modules, names, switch, inputs)
@@ -130,7 +130,7 @@ class Ia3(Technique):
         if self.init is not None:
             begun = io.read(self.name, self.init, model, recipe, ())
             recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
-        job.untrained = switch.off if self.undoable else None
+        trainer.adapters_disabled = switch.off if self.undoable else None
         scaled = ", ".join(n for n in names if n in self.feedforward) or "none"
-        job.fingerprints["adapters"] = f"ia3 of {', '.join(names)}, inputs of {scaled}"
+        trainer.fingerprints["adapters"] = f"ia3 of {', '.join(names)}, inputs of {scaled}"
         return len(places)

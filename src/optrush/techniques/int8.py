@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.peft import ledger
 from optrush.planner.ledger import Rule
-from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Int8(Technique):
     claims = frozenset({Part.LINEARS})
     wants = frozenset({Part.TRAINED})
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
-        yield from ledger.predict_quantized(setup, 1 + (4 / setup.shape.width if setup.shape else 0))
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        yield from ledger.predict_quantized(env, 1 + (4 / env.shape.width if env.shape else 0))
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # changes what is computed: the user's to say
 
-    def adapt(self, job: Job) -> int:
-        ledger.demand_compilers(self.name, job.setup.device)
+    def peft(self, trainer: Trainer) -> int:
+        ledger.demand_compilers(self.name, trainer.env.device)
         from optrush.peft.quantized import Form, quantise
 
-        return quantise(job.model, job.recipe, Form(8), job.precision)
+        return quantise(trainer.model, trainer.weight_map, Form(8), trainer.precision)

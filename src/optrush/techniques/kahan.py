@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.planner.baseline import rounded_update
 from optrush.planner.ledger import Line, Rule, Work, like
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -31,31 +31,31 @@ class Kahan(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_kahan.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.ROUNDING, Part.REMAINDERS})
+    claims = frozenset({Part.ROUNDING, Part.KAHAN_BUFFER})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(
-            setup.dtype == "bfloat16" or Part.WEIGHTS in setup.owned,
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(
+            env.dtype == "bfloat16" or Part.WEIGHTS in env.claimed,
             "`kahan` keeps what rounding takes from bf16 weights",
             "weights in float32, which keep small updates",
             "add --with bf16, or leave it out",
         )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         why = "what rounding took from each weight"
         yield like("weights.*", Line("states.compensation", why, 1.0, "weight", "always"))
         why = "the same read and written"
         yield like("weights.*", Work("update.compensation", why, "step", values=2.0, role="weight"))
-        if Part.WEIGHTS not in setup.owned:  # else their owner says it
-            yield from rounded_update(setup)
+        if Part.WEIGHTS not in env.claimed:  # else their owner says it
+            yield from rounded_update(env)
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # no faster and larger: nothing for a search
 
-    def adapt(self, job: Job) -> int:
+    def peft(self, trainer: Trainer) -> int:
         import torch
 
-        demand_triton(self.name, job.setup.device)
-        job.rounding = "kahan"
-        return sum(p.dtype == torch.bfloat16 for p in job.model.parameters() if p.requires_grad)
+        demand_triton(self.name, trainer.env.device)
+        trainer.rounding = "kahan"
+        return sum(p.dtype == torch.bfloat16 for p in trainer.model.parameters() if p.requires_grad)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Loader(Technique):
     claims = frozenset({Part.LOADING})
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # the plan does not price the host's work
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
+    def needs(self, env: Environment) -> Iterator[Requirement]:
         if self.pinned:
-            yield gpu("loader: pinned", setup)
+            yield gpu("loader: pinned", env)
 
-    def data(self, job: Job) -> int:
+    def data(self, trainer: Trainer) -> int:
         from optrush.data.sampler import Loading
 
-        pinned = job.setup.device.kind == "cuda" if self.pinned is None else self.pinned
-        job.loading = Loading(self.workers, self.prefetch, pinned)
+        pinned = trainer.env.device.kind == "cuda" if self.pinned is None else self.pinned
+        trainer.loading = Loading(self.workers, self.prefetch, pinned)
         return 1

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from optrush.peft import io, ledger
 from optrush.planner.ledger import OURS, Line, Rule, Work, add
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,21 @@ class Lora(Technique):
         found = {linear: self.rank * len(names & {*pieces}) for linear, pieces in ledger.PIECES.items()}
         return {linear: rows for linear, rows in found.items() if rows}
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        if setup.native:  # others tell the names of their linears when they are there
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        if env.native:  # others tell the names of their linears when they are there
             yield ledger.named(self.name, "targets", self.targets, ledger.LINEARS)
-            tied = setup.shape is not None and setup.shape.tied
+            tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
-        yield Need(
-            not self.dropout or Part.CAPTURE not in setup.owned,
+        yield Requirement(
+            not self.dropout or Part.CAPTURE not in env.claimed,
             f"`lora:dropout={self.dropout:g}`",
             "a technique that records the step: nobody has proved that a replay draws anew",
             "leave dropout out",
         )
-        narrow = Part.WEIGHTS in setup.owned or setup.dtype == "bfloat16"
+        narrow = Part.WEIGHTS in env.claimed or env.dtype == "bfloat16"
         inside = sorted({*self.save} - {ledger.EMBEDDING, ledger.HEAD, "norm"})
-        yield Need(
-            not (inside and narrow and Part.DATA in setup.owned),
+        yield Requirement(
+            not (inside and narrow and Part.DATA in env.claimed),
             f"`lora:save=[{', '.join(self.save)}]` over several ranks",
             f"{inside[0] if inside else ''} in bf16 beside adapters in float32, which are sharded together",
             "leave norms of blocks out, or take --with amp instead of bf16 weights",
@@ -97,12 +97,12 @@ class Lora(Technique):
             "use_dora": self.dora,
         }  # fmt: skip
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         """The frozen model, and beside it: h = A x of r values a piece and token, B laid out over all rows."""
         learnt: list[int] = []
         laid, keep, low, rows, r = 0, set(), 0, 0, self.rank
         weights, crossed = 0, 0
-        for linear, (width, pieces) in {} if setup.shape is None else ledger.sizes(setup.shape).items():
+        for linear, (width, pieces) in {} if env.shape is None else ledger.sizes(env.shape).items():
             mine = [n for name, n in pieces.items() if name in ledger.chosen(self.targets, ledger.LINEARS)]
             if not mine:
                 continue
@@ -113,10 +113,10 @@ class Lora(Technique):
             laid += len(mine) * r * (sum(pieces.values()) + width)
             weights += sum(pieces.values()) * width
             crossed += len(mine) * r * (sum(pieces.values()) * width + len(mine) * r * (sum(pieces.values()) + width))
-        yield from ledger.predict_frozen(setup, self.save, learnt, keep, added=keep)
+        yield from ledger.predict_frozen(env, self.save, learnt, keep, added=keep)
         if not learnt:
             return
-        L = setup.blocks
+        L = env.blocks
         why = "A x of every adapter, n r values" + (", and what is scaled" if self.dora else "")
         copies = "A and B in the products' type, B over all rows"
         yield add(
@@ -126,7 +126,7 @@ class Lora(Technique):
             Work("backward.adapters", "4 likewise", "token", 4 * L * laid),
         )
         for way, kernels in (("forward", 3), ("backward", 7)):
-            each = OURS if Part.COMPILED in setup.owned else 1.0  # else assumed, not measured
+            each = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
             launches = each * kernels * len(keep) * L
             yield add(Work(f"{way}.adapters.launches", f"{kernels} kernels a linear", "micro", launches=launches))
         if self.dora:
@@ -136,7 +136,7 @@ class Lora(Technique):
                 Work("forward.scaled", "the sum read and written", "token", values=2 * L * rows, role="product"),
                 Work("backward.scaled", "both gradients of a product", "token", values=4 * L * rows, role="product"),
             )
-        if self.dora and Part.LINEARS in setup.owned:
+        if self.dora and Part.LINEARS in env.claimed:
             why = "W made dense once more, for the lengths"
             yield add(
                 Work("forward.measured.packed", why, "micro", values=L * weights, role="stored"),
@@ -144,26 +144,31 @@ class Lora(Technique):
             )
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # trains something else: the user's to say
 
-    def adapt(self, job: Job) -> int:
+    def peft(self, trainer: Trainer) -> int:
         from optrush.peft import adapter as adapted
         from optrush.peft.lora import Lora as Adapter
         from optrush.peft.lora import Settings
 
-        model, recipe = job.model, job.recipe
+        model, recipe = trainer.model, trainer.weight_map
         names = ledger.chosen(self.targets, adapted.known(model, recipe))
         adapted.check(self.name, model, recipe, self.targets, self.save)
-        trained = adapted.freeze(model, recipe, self.save, job.precision)
-        settings, switch = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora), adapted.Switch()
+        trained = adapted.freeze(model, recipe, self.save, trainer.precision)
+        settings, switch = (
+            Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora),
+            adapted.AdapterToggle(),
+        )
         places = adapted.places(model, recipe, names)
         for name, linear, modules in places:
             adapter = Adapter(linear, modules, names, switch, settings)
-            adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, job.run.seed))
+            adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, trainer.config.seed))
         if self.init is not None:
             begun = io.read(self.name, self.init, model, recipe, trained)
             recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
-        job.untrained = switch.off if self.undoable else None
-        job.fingerprints["adapters"] = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"
+        trainer.adapters_disabled = switch.off if self.undoable else None
+        trainer.fingerprints["adapters"] = (
+            f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"
+        )
         return len(places)

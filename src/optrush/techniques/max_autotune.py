@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class MaxAutotune(Technique):
     wants = frozenset({Part.COMPILED})
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # which kernels win is known on the machine only: the plan predicts nothing of it
 
-    def model(self, job: Job) -> int:
-        job.compile_options = {"max_autotune": True}  # the compile stage reads them
-        job.notes.append("max-autotune: the first steps compile and time every candidate: minutes, on a GPU many")
+    def model(self, trainer: Trainer) -> int:
+        trainer.compile_options = {"max_autotune": True}  # the compile stage reads them
+        trainer.notes.append("max-autotune: the first steps compile and time every candidate: minutes, on a GPU many")
         return 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.hardware import CONTEXT_BYTES
-from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
 
 if TYPE_CHECKING:
     from optrush.hardware import Device
@@ -41,33 +41,33 @@ class MemoryCap(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.MEMORY})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield gpu(self.name, setup)
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield gpu(self.name, env)
         given = [text for text in (_shown("fraction", self.fraction), _shown("mib", self.mib)) if text]
         found = " and ".join(given) or "neither `fraction` nor `mib`"
         do = "give exactly one: --with memory-cap:mib=24000"
-        yield Need(len(given) == 1, "`memory-cap` needs a size", found, do)
-        size_bytes, memory_bytes = self._bytes(setup.device), setup.device.memory_bytes
+        yield Requirement(len(given) == 1, "`memory-cap` needs a size", found, do)
+        size_bytes, memory_bytes = self._bytes(env.device), env.device.memory_bytes
         if size_bytes is None or memory_bytes is None:
             return
         asked = f"`memory-cap` of {size_bytes >> 20} MiB"
-        found = f"{setup.device.name} has {memory_bytes >> 20} MiB"
-        yield Need(size_bytes <= memory_bytes, asked, found, "take less, or leave memory-cap out")
+        found = f"{env.device.name} has {memory_bytes >> 20} MiB"
+        yield Requirement(size_bytes <= memory_bytes, asked, found, "take less, or leave memory-cap out")
         found = f"{CONTEXT_BYTES >> 20} MiB of it go to the CUDA context"
-        yield Need(size_bytes > CONTEXT_BYTES, asked, found, "take more")
+        yield Requirement(size_bytes > CONTEXT_BYTES, asked, found, "take more")
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()
 
     def card(self, device: Device) -> Device:
         size_bytes = self._bytes(device)
         return device if size_bytes is None else dataclasses.replace(device, memory_bytes=size_bytes)
 
-    def process(self, setup: Setup) -> int:
+    def process(self, env: Environment) -> int:
         import torch
 
-        size_bytes = setup.device.memory_bytes  # the card as the run may use it
+        size_bytes = env.device.memory_bytes  # the card as the run may use it
         assert size_bytes is not None
         at = int(os.environ.get("LOCAL_RANK", "0"))
         total_bytes = torch.cuda.get_device_properties(at).total_memory

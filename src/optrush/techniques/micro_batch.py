@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optrush.data.batch import Batch
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 # Whose owner has changed what a second try of the same window would begin with.
 ONCE = frozenset({Part.UPDATE, Part.CAPTURE})
@@ -41,15 +41,19 @@ class MicroBatch(Technique):
     claims = frozenset({Part.MICRO_BATCH})
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # a search finds its micro-batches itself
 
-    def finish(self, job: Job) -> int:
-        halving = Halving(job)
-        job.smaller = halving.smaller
-        if job.world.ranks > 1 or ONCE & job.setup.owned:
-            why = "several ranks wait for each other" if job.world.ranks > 1 else "it is not run as often as one likes"
-            job.notes.append(f"out of memory after step 0 ends the run, resumably: in the middle of a window {why}")
+    def wrap_window(self, trainer: Trainer) -> int:
+        halving = Halving(trainer)
+        trainer.shrink_micro_batch = halving.smaller
+        if trainer.world.ranks > 1 or ONCE & trainer.env.claimed:
+            why = (
+                "several ranks wait for each other"
+                if trainer.world.ranks > 1
+                else "it is not run as often as one likes"
+            )
+            trainer.notes.append(f"out of memory after step 0 ends the run, resumably: in the middle of a window {why}")
             return 1
         halving.around()
         return 3
@@ -58,17 +62,17 @@ class MicroBatch(Technique):
 class Halving:
     """`job.gradients` and `job.losses` in micro-batches of at most `job.setup.micro_rows`, which shrink on need."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.gradients, self.losses = job, job.gradients, job.losses
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.gradients, self.losses = trainer, trainer.forward_backward, trainer.eval_loss
 
     def around(self) -> None:
-        self.job.gradients, self.job.losses = self._gradients, self._losses
+        self.trainer.forward_backward, self.trainer.eval_loss = self._gradients, self._losses
 
     def smaller(self) -> int | None:
         """The next size: at most half the rows, dividing a rank's rows of a step."""
-        setup = self.job.setup
-        share = setup.rows // setup.ranks
-        return max((n for n in range(1, setup.micro_rows // 2 + 1) if share % n == 0), default=None)
+        env = self.trainer.env
+        share = env.rows // env.ranks
+        return max((n for n in range(1, env.micro_rows // 2 + 1) if share % n == 0), default=None)
 
     def _gradients(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
         while True:
@@ -80,19 +84,21 @@ class Halving:
             self._shrink(said)  # out here, where the error no longer holds what the window had made
 
     def _losses(self, batches: list[Batch]) -> Tensor:
-        figures = {name: figure.clone() for name, figure in self.job.figures.items()}  # an evaluation adds up in them
+        figures = {
+            name: figure.clone() for name, figure in self.trainer.metrics.items()
+        }  # an evaluation adds up in them
         while True:
             said = ""
             try:
                 return self.losses(self._cut(batches))
             except (RuntimeError, MemoryError) as error:
                 said = self._judged(error)
-            for name, figure in self.job.figures.items():
+            for name, figure in self.trainer.metrics.items():
                 figure.copy_(figures[name])
             self._shrink(said)
 
     def _cut(self, batches: list[Batch]) -> list[Batch]:
-        return [part for b in batches for part in b.parts(self.job.setup.micro_rows)]
+        return [part for b in batches for part in b.parts(self.trainer.env.micro_rows)]
 
     def _judged(self, error: BaseException) -> str:
         """What ran out of memory; any other error, or one that no smaller micro-batch mends, goes on its way."""
@@ -108,14 +114,14 @@ class Halving:
 
         import torch
 
-        job, rows = self.job, self.smaller()
+        trainer, rows = self.trainer, self.smaller()
         assert rows is not None
-        job.discard()
+        trainer.zero_grad()
         gc.collect()
-        if job.world.device.type == "cuda":
+        if trainer.world.device.type == "cuda":
             torch.cuda.empty_cache()  # else what is free lies in pieces of the larger size
-        job.setup = dataclasses.replace(job.setup, micro_rows=rows)
-        tokens = rows * job.setup.seq
-        batch = job.run.batch.model_copy(update={"micro_tokens": tokens})
-        job.run = job.run.model_copy(update={"batch": batch})
-        job.told({"micro_tokens": tokens, "after": said})
+        trainer.env = dataclasses.replace(trainer.env, micro_rows=rows)
+        tokens = rows * trainer.env.seq
+        batch = trainer.config.batch.model_copy(update={"micro_tokens": tokens})
+        trainer.config = trainer.config.model_copy(update={"batch": batch})
+        trainer.log_event({"micro_tokens": tokens, "after": said})

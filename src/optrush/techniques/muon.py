@@ -10,11 +10,11 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Rule, Work, add, like, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton, forgetful
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
 
 if TYPE_CHECKING:
     from optrush.models.shapes import ModelShape
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 ROOM = 1 << 25  # elements of the matrices that are updated at a time: their temporaries are small beside a model
 ELSEWHERE = ("`muon` makes its states where the weights are", "a technique that keeps them elsewhere")
@@ -45,20 +45,20 @@ class Muon(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(
-            Part.TRAINED not in setup.owned,
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(
+            Part.TRAINED not in env.claimed,
             "`muon` updates the blocks' own matrices",
             "a technique that freezes them and trains others in their place",
             INSTEAD,
         )
-        yield Need(Part.STATES not in setup.owned, *ELSEWHERE, INSTEAD)
+        yield Requirement(Part.STATES not in env.claimed, *ELSEWHERE, INSTEAD)
         do = "take ddp instead, or another optimizer: fused-adamw"
         found = "a technique that cuts them over the ranks"
-        yield Need(Part.CUTS not in setup.owned, "`muon` makes whole matrices orthogonal", found, do)
-        yield forgetful(self.name, setup)
+        yield Requirement(Part.PARAM_SHARDING not in env.claimed, "`muon` makes whole matrices orthogonal", found, do)
+        yield forgetful(self.name, env)
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         """Of a model through transformers the sizes are not known here: without its FLOPs and temporaries."""
         yield live("states.blocks", "one momentum instead of two moments", gone=True)
         why = "a momentum for each parameter of the blocks"
@@ -66,43 +66,43 @@ class Muon(Technique):
         yield live("update.loop", "all matrices of a shape together, the rest in one kernel", gone=True)
         why = "momenta, and steps before and after the products, one operator at a time"
         yield like("weights.blocks", Work("update.steps", why, "step", values=30.0, role="wide"))
-        if setup.shape is not None:
-            s = setup.shape
+        if env.shape is not None:
+            s = env.shape
             flop = s.layers * sum(2.0 * r * r * (2 * c + r) for r, c in map(sorted, pieces(s))) * self.iterations
             why = f"{self.iterations} iterations of three products for each matrix"
             yield add(Work("update.orthogonal", why, "step", flop=flop, launches=35 * 4 * s.layers))
             why = "float32 steps of the matrices under way, and what makes them orthogonal"
-            width = 3.0 if setup.device.kind == "cuda" else 5.0  # products of bfloat16, or of float32
-            early = Part.UPDATE in setup.owned
+            width = 3.0 if env.device.kind == "cuda" else 5.0  # products of bfloat16, or of float32
+            early = Part.UPDATE in env.claimed
             values = width * at_once(s, alone=early)
             yield add(Line("update.orthogonal", why, values, "wide", "backward" if early else "update"))
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # another path of the weights: the user's to say
 
-    def optimizer(self, job: Job) -> int:
+    def optimizer(self, trainer: Trainer) -> int:
         import torch
 
         from optrush.optim.muon import Muon as Optimizer
         from optrush.optim.muon import Pieces
 
-        names = {t.name: t for t in job.trained}
+        names = {t.name: t for t in trainer.trained}
         found = {}
-        for name, linear in job.model.linears():
+        for name, linear in trainer.model.linears():
             if (t := names.get(f"{name}.weight")) is not None:
-                found[t.name] = Pieces(linear.groups, tuple(rows for _, rows in linear.pieces))
+                found[t.name] = Pieces(linear.groups, tuple(rows for _, rows in linear.output_splits))
         if not found:
-            held = f"no trained linear in the blocks of this {job.hf['model_type']} model"
+            held = f"no trained linear in the blocks of this {trainer.hf['model_type']} model"
             raise NeedsError("`muon` makes the blocks' matrices orthogonal", held, INSTEAD)
-        if any(t.local.dtype == torch.bfloat16 for t in job.trained):
-            demand_triton(self.name, job.setup.device)
-        job.optimizer = Optimizer(
-            job.trained, job.run.optim, found, momentum=self.momentum, iterations=self.iterations, room=ROOM,
-            rounding=job.rounding, seed=job.run.seed,
+        if any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
+            demand_triton(self.name, trainer.env.device)
+        trainer.optimizer = Optimizer(
+            trainer.trained, trainer.config.optim, found, momentum=self.momentum, iterations=self.iterations, room=ROOM,
+            rounding=trainer.rounding, seed=trainer.config.seed,
         )  # fmt: skip
-        rest = len(job.trained) - len(found)
-        job.notes.append(f"muon steps {len(found)} matrices, AdamW the other {rest} parameters")
+        rest = len(trainer.trained) - len(found)
+        trainer.notes.append(f"muon steps {len(found)} matrices, AdamW the other {rest} parameters")
         return len(found)
 
 

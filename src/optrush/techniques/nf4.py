@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from optrush.errors import ConfigError
 from optrush.peft import ledger
 from optrush.planner.ledger import Rule
-from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Nf4(Technique):
     claims = frozenset({Part.LINEARS})
     wants = frozenset({Part.TRAINED})
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
-        yield from ledger.predict_quantized(setup, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        yield from ledger.predict_quantized(env, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # changes what is computed: the user's to say
 
     def config(self, hf: dict[str, Any]) -> int:
@@ -68,8 +68,8 @@ class Nf4(Technique):
         del hf["quantization_config"]
         return 1
 
-    def adapt(self, job: Job) -> int:
-        ledger.demand_compilers(self.name, job.setup.device)
+    def peft(self, trainer: Trainer) -> int:
+        ledger.demand_compilers(self.name, trainer.env.device)
         from optrush.peft.quantized import Form, quantise
 
-        return quantise(job.model, job.recipe, Form(4, self.double), job.precision)
+        return quantise(trainer.model, trainer.weight_map, Form(4, self.double), trainer.precision)

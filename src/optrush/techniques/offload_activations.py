@@ -10,11 +10,11 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
 
 if TYPE_CHECKING:
     from optrush.models.activation_offload import Lane
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -38,56 +38,56 @@ class OffloadActivations(Technique):
     numerics = Numerics.EXACT
     proof = "tests/techniques/test_offload_activations.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.KEEPING})
+    claims = frozenset({Part.ACTIVATION_STORAGE})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield gpu(self.name, setup)
-        yield Need(
-            self.keep < setup.blocks,
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield gpu(self.name, env)
+        yield Requirement(
+            self.keep < env.blocks,
             f"`offload-activations:keep={self.keep}`",
-            f"the model has {setup.blocks} blocks, so none would be moved",
-            f"take keep from 0 to {setup.blocks - 1}",
+            f"the model has {env.blocks} blocks, so none would be moved",
+            f"take keep from 0 to {env.blocks - 1}",
         )
-        yield Need(
-            setup.native or Part.COMPILED not in setup.owned,
+        yield Requirement(
+            env.native or Part.COMPILED not in env.claimed,
             "`offload-activations` sees what blocks save from outside",
             "compiled blocks of a transformers model, which are entered inside their graph",
             "take model.implementation: native, or leave compile out",
         )
-        yield Need(
-            Part.CAPTURE not in setup.owned,
+        yield Requirement(
+            Part.CAPTURE not in env.claimed,
             "`offload-activations` copies while a step runs",
             "a technique that records the step: nobody has proved the two together",
             "take one of the two",
         )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         why = f"of {self.keep} blocks, and of one on its way; the others' lies on the host"
-        yield live("saved.*", why, stays=self.keep)
-        yield live("input", why, stays=self.keep)
-        if Part.COMPILED in setup.owned:  # autocast's copies stay, a compiled block's are saved like any value
-            yield live("casts.blocks*", why, stays=self.keep)
+        yield live("saved.*", why, blocks_on_device=self.keep)
+        yield live("input", why, blocks_on_device=self.keep)
+        if Part.COMPILED in env.claimed:  # autocast's copies stay, a compiled block's are saved like any value
+            yield live("casts.blocks*", why, blocks_on_device=self.keep)
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         """None: it is for rows that fit in no other way."""
         yield from ()
 
-    def lane(self, job: Job) -> Lane:
+    def lane(self, trainer: Trainer) -> Lane:
         """What copies."""
         from optrush.models.activation_offload import Streams
 
-        return Streams(job.world.device)
+        return Streams(trainer.world.device)
 
-    def drive(self, job: Job) -> int:
+    def wrap_step(self, trainer: Trainer) -> int:
         import torch
         from torch import nn
 
         from optrush.models.activation_offload import Offload
 
-        _check(job)
-        blocks, inner = job.model.blocks, job.model.through
-        offload = Offload(self.lane(job), len(blocks), self.keep)
+        _check(trainer)
+        blocks, inner = trainer.model.blocks, trainer.model.block_call
+        offload = Offload(self.lane(trainer), len(blocks), self.keep)
         numbers = {id(block): int(name) for name, block in blocks.items()}
 
         def through(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,20 +97,20 @@ class OffloadActivations(Technique):
             with offload.block(numbers[id(block)], (args[1:], kwargs)):
                 return inner(call, *args, **kwargs)
 
-        job.model.through = through
+        trainer.model.block_call = through
         return len(blocks) - self.keep
 
 
-def _check(job: Job) -> None:
+def _check(trainer: Trainer) -> None:
     """What only the assembled job shows.
 
     Raises:
         NeedsError: the model is one graph, or blocks keep outputs where autograd's hooks do not see them.
     """
-    if job.model._compiled_call_impl is not None:
+    if trainer.model._compiled_call_impl is not None:
         asked, found = "`offload-activations` moves a block at a time", "the model compiled as one graph"
         raise NeedsError(asked, found, "take compile:scope=blocks")
-    for block in job.model.blocks.values():
+    for block in trainer.model.blocks.values():
         if getattr(block, "keeps_outputs", False) and block._compiled_call_impl is None:
             asked = "`offload-activations` sees what autograd saves"
             found = "blocks that keep the outputs of operators beside it"

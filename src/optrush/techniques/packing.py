@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Packing(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.ROWS, Part.SHARING})
+    claims = frozenset({Part.BATCH_LAYOUT, Part.PACKED_ROWS})
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("padding", "rows hold several documents, and little else", times=0.02)
 
-    def data(self, job: Job) -> int:
+    def data(self, trainer: Trainer) -> int:
         from optrush.data.packing import Packed
 
-        job.layout = Packed(self.window)
+        trainer.layout = Packed(self.window)
         return 1

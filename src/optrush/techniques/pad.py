@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,18 @@ class Pad(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_layouts.py"
     verified_on = ("cpu",)
-    claims = frozenset({Part.ROWS, Part.WIDTH})
+    claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # whatever fills rows is faster
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
-        B = setup.micro_rows
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        B = env.micro_rows
         yield live("padding", "up to the longest of a micro-batch, for lengths spread evenly", times=(B - 1) / B)
 
-    def data(self, job: Job) -> int:
+    def data(self, trainer: Trainer) -> int:
         from optrush.data.packing import Fitted
 
-        job.layout = Fitted()
+        trainer.layout = Fitted()
         return 1

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from optrush.errors import NeedsError
 from optrush.hardware import cpu
 from optrush.planner.ledger import Line, Rule, add, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
 
 if TYPE_CHECKING:
     from optrush.optim.paged import Bus
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 PIECE = 1 << 23  # weights whose states pass at once: of 8 bytes each 64 MiB, enough for the link's full rate (assumed)
 LEAST = 1 << 16  # weights of a parameter, below which its states stay on the device
@@ -43,49 +43,53 @@ class PagedStates(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.STATES})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield gpu(self.name, setup)
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield gpu(self.name, env)
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
-        yield live("states.*", "on the host", stays=0)
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        yield live("states.*", "on the host", blocks_on_device=0)
         yield add(Line("paging", "states of two pieces under way", 2 * 2 * PIECE, "state", "always"))
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # for what does not fit in any other way
 
-    def buses(self, job: Job) -> tuple[Bus, Bus]:
+    def buses(self, trainer: Trainer) -> tuple[Bus, Bus]:
         """What copies, to the device and from it."""
         from optrush.optim.paged import Registered
 
-        return Registered(job.world.device), Registered(job.world.device)
+        return Registered(trainer.world.device), Registered(trainer.world.device)
 
-    def adapt(self, job: Job) -> int:
+    def peft(self, trainer: Trainer) -> int:
         from optrush.optim.paged import Paged
 
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", job.setup.ranks))
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.env.ranks))
         memory_bytes = cpu().memory_bytes
         room_bytes = None if memory_bytes is None else memory_bytes // here
-        inward, outward = self.buses(job)
-        job.housing = partial(Paged, inward=inward, outward=outward, room_bytes=room_bytes, piece=PIECE, least=LEAST)
+        inward, outward = self.buses(trainer)
+        trainer.optimizer_factory = partial(
+            Paged, inward=inward, outward=outward, room_bytes=room_bytes, piece=PIECE, least=LEAST
+        )
         return 0  # only what is paged counts
 
-    def optimizer(self, job: Job) -> int:
-        if Part.OPTIMIZER in job.setup.owned:
+    def optimizer(self, trainer: Trainer) -> int:
+        if Part.OPTIMIZER in trainer.env.claimed:
             return 0
         from optrush.optim.adamw import AdamW
 
-        make = partial(AdamW, optim=job.run.optim, fused=False, rounding=job.rounding, seed=job.run.seed)
-        job.optimizer = job.housing(job.trained, make)
+        make = partial(
+            AdamW, optim=trainer.config.optim, fused=False, rounding=trainer.rounding, seed=trainer.config.seed
+        )
+        trainer.optimizer = trainer.optimizer_factory(trainer.trained, make)
         return 0
 
-    def drive(self, job: Job) -> int:
+    def wrap_step(self, trainer: Trainer) -> int:
         from optrush.optim.paged import Paged
 
-        if job.optimizer is None:  # an evaluation has none
+        if trainer.optimizer is None:  # an evaluation has none
             return 0
-        if not isinstance(job.optimizer, Paged):
-            found = f"{type(job.optimizer).__name__} keeps its states where it makes them"
+        if not isinstance(trainer.optimizer, Paged):
+            found = f"{type(trainer.optimizer).__name__} keeps its states where it makes them"
             do = "take fused-adamw, adam8bit or adam4bit, or leave paged-states out"
             raise NeedsError("`paged-states` keeps an optimizer's states", found, do)
-        return len(job.optimizer.pairs)
+        return len(trainer.optimizer.pairs)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -33,34 +33,34 @@ class Recompute(Technique):
     numerics = Numerics.EXACT
     proof = "tests/techniques/test_recompute.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.SAVED})
+    claims = frozenset({Part.ACTIVATION_CHECKPOINTING})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(
-            self.every <= setup.blocks,
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(
+            self.every <= env.blocks,
             f"`recompute:every={self.every}`",
-            f"the model has {setup.blocks} blocks, so none would be recomputed",
-            f"take every from 1 to {setup.blocks}",
+            f"the model has {env.blocks} blocks, so none would be recomputed",
+            f"take every from 1 to {env.blocks}",
         )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
-        share = setup.blocks // self.every / setup.blocks
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        share = env.blocks // self.every / env.blocks
         yield live("saved.*", "kept by one block at a time, while it runs again", recomputed=share)
-        if Part.COMPILED in setup.owned:  # else autocast keeps them until the micro-batch ends
+        if Part.COMPILED in env.claimed:  # else autocast keeps them until the micro-batch ends
             yield live("casts.blocks*", "compiled blocks cast their weights again", recomputed=share)
         yield live("forward.*", "the forward pass of these blocks runs twice", times=1 + share)
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield {}
         yield {"every": 2}
 
-    def recompute(self, job: Job) -> int:
+    def recompute(self, trainer: Trainer) -> int:
         from torch import nn
         from torch.utils.checkpoint import checkpoint
 
-        through, chosen = job.model.through, 0
-        for name, block in job.model.blocks.items():
+        through, chosen = trainer.model.block_call, 0
+        for name, block in trainer.model.blocks.items():
             again = (int(name) + 1) % self.every == 0
             # Said by the block itself: of a set of blocks a compiler does not see that it holds one and not the other.
             block.runs_again = again  # type: ignore[assignment]
@@ -83,5 +83,5 @@ class Recompute(Technique):
 
             return checkpoint(run, states, use_reentrant=False)
 
-        job.model.through = recomputed
+        trainer.model.block_call = recomputed
         return chosen

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 # Operators by name, as "namespace::name" begins: a kernel's own operator is known before it is imported.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
@@ -53,32 +53,32 @@ class SelectiveRecompute(Technique):
     numerics = Numerics.EXACT
     proof = "tests/techniques/test_selective_recompute.py"
     verified_on = ("cpu", "gpu")
-    claims = frozenset({Part.SAVED})
+    claims = frozenset({Part.ACTIVATION_CHECKPOINTING})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(
             self.ops is None or self.budget is None,
             "`selective-recompute` by operator or by budget",
             f"both, ops={self.ops} and budget={self.budget}",
             "give one of the two",
         )
-        yield Need(
-            self.budget is None or Part.COMPILED in setup.owned,
+        yield Requirement(
+            self.budget is None or Part.COMPILED in env.claimed,
             f"`selective-recompute:budget={self.budget}`",
             "no compiled blocks, whose partitioner alone knows a budget",
             "add --with compile, or take ops=products",
         )
-        yield Need(
-            self.ops == "attention" or Part.TRAINED not in setup.owned,
+        yield Requirement(
+            self.ops == "attention" or Part.TRAINED not in env.claimed,
             "`selective-recompute` keeps the output of products, all of them or those that are dear",
             "adapters, which make several of each, in place: nobody prices those",
             "take ops=attention, or recompute",
         )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         """What is not kept lies in one block at a time; what makes it runs twice. Names: the baseline's."""
         if self.budget is not None:
-            yield from _by_budget(self.budget, setup)
+            yield from _by_budget(self.budget, env)
             return
         why = "kept by one block at a time, while it runs again"
         again = "these operators of the forward pass run twice"
@@ -91,17 +91,17 @@ class SelectiveRecompute(Technique):
             yield live("saved.[mg]a*[dk]", why, recomputed=1.0)  # ... gated, and a mask where there is one
             yield live("forward.e*", again, times=2)
             yield live("forward.launches", again, times=1.5)
-        if Part.COMPILED in setup.owned:  # else autocast holds the copies until the loss is there
+        if Part.COMPILED in env.claimed:  # else autocast holds the copies until the loss is there
             yield live("casts.blocks*", "compiled blocks cast their weights again", recomputed=1.0)
-        if Part.ATTENTION not in setup.owned:  # plain products, which are not kept
+        if Part.ATTENTION not in env.claimed:  # plain products, which are not kept
             yield live("forward.scores*", "attention by plain products runs twice", times=2)
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield {}
         yield {"ops": "attention"}
 
-    def recompute(self, job: Job) -> int:
+    def recompute(self, trainer: Trainer) -> int:
         """By operator: inside the block, so that a compiler sees it."""
         if self.budget is not None:
             return 0
@@ -109,11 +109,11 @@ class SelectiveRecompute(Technique):
 
         from torch.utils.checkpoint import checkpoint
 
-        blocks, through = job.model.blocks, job.model.through
+        blocks, through = trainer.model.blocks, trainer.model.block_call
         contexts = _kept(_products(blocks.values()) if self.ops != "attention" else 0)
 
         # All but the hidden states is enclosed, as a compiler looks at arguments field by field.
-        if not job.setup.native:  # the slot lies inside a block's forward
+        if not trainer.env.native:  # the slot lies inside a block's forward
 
             def selective(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 def run(*first: Any) -> Any:
@@ -121,7 +121,7 @@ class SelectiveRecompute(Technique):
 
                 return checkpoint(run, *args[:1], use_reentrant=False, context_fn=contexts)
 
-            job.model.through = selective
+            trainer.model.block_call = selective
             for block in blocks.values():
                 block.keeps_outputs = True  # type: ignore[assignment]  # as below
             return len(blocks)
@@ -138,25 +138,25 @@ class SelectiveRecompute(Technique):
             block.keeps_outputs = True  # type: ignore[assignment]  # not among what autograd saves, unless compiled
         return len(blocks)
 
-    def drive(self, job: Job) -> int:
+    def wrap_step(self, trainer: Trainer) -> int:
         """By budget: around what was compiled, whose graph is cut in two when it is first called."""
         if self.budget is None:
             return 0
         changed = 0
-        for module in (job.model, *job.model.blocks.values()):
+        for module in (trainer.model, *trainer.model.blocks.values()):
             if (call := module._compiled_call_impl) is not None:
                 module._compiled_call_impl = _within(self.budget, call)
                 changed += 1
         return changed
 
 
-def _by_budget(budget: float, setup: Setup) -> Iterator[Rule]:
+def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
     """The partitioner keeps an operator's output whole or not at all; of what norms make nothing, once it must choose.
 
     What it keeps is taken to be the dearest set of three that fits, and what the feed-forward part adds to if there is
     room for all. Whole scores are taken to be kept: at some budgets they are not, at some smaller ones they are.
     """
-    shape = setup.shape
+    shape = env.shape
     if shape is None or budget == 1:  # assumed, not measured: an even share, and cheap operators run again first
         cheap = min(1.0, 3 * (1 - budget))
         yield live("saved.*", f"of all but {budget:g}, kept by one block at a time", recomputed=1 - budget)
@@ -171,7 +171,7 @@ def _by_budget(budget: float, setup: Setup) -> Iterator[Rule]:
         "attended": (shape.heads * shape.head_width, 8 * shape.width**2, "scores"),
         "gate_up": (2 * shape.ff_width, 4 * shape.width * shape.ff_width, "gate_up"),
     }
-    cheap = 3 * shape.width + (0 if "saved.product" in setup.opaque else shape.ff_width)
+    cheap = 3 * shape.width + (0 if "saved.product" in env.opaque else shape.ff_width)
     all_three = sum(size for size, *_ in outputs.values())
     room = budget * (all_three + cheap)
     sets = [kept for n in range(4) for kept in combinations(outputs, n) if sum(outputs[k][0] for k in kept) <= room]

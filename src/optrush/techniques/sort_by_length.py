@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class SortByLength(Technique):
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_layouts.py"
     verified_on = ("cpu",)
-    claims = frozenset({Part.ROWS, Part.WIDTH})
+    claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # packing fills rows better, and keeps the order random
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("padding", "documents of a micro-batch are nearly as long as each other", times=0.1)
 
-    def data(self, job: Job) -> int:
+    def data(self, trainer: Trainer) -> int:
         from optrush.data.packing import Sorted
 
-        job.layout = Sorted(self.window)
+        trainer.layout = Sorted(self.window)
         return 1

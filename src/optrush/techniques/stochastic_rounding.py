@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.planner.baseline import rounded_update
 from optrush.planner.ledger import Rule
-from optrush.technique import Need, Numerics, Part, Setup, Technique, demand_triton
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -34,25 +34,25 @@ class StochasticRounding(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.ROUNDING})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        yield Need(
-            setup.dtype == "bfloat16" or Part.WEIGHTS in setup.owned,
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield Requirement(
+            env.dtype == "bfloat16" or Part.WEIGHTS in env.claimed,
             "`stochastic-rounding` rounds bf16 weights",
             "weights in float32, which keep small updates",
             "add --with bf16, or leave it out",
         )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
-        if Part.WEIGHTS not in setup.owned:  # else their owner says it
-            yield from rounded_update(setup)
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        if Part.WEIGHTS not in env.claimed:  # else their owner says it
+            yield from rounded_update(env)
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # no faster and no smaller: nothing for a search
 
-    def adapt(self, job: Job) -> int:
+    def peft(self, trainer: Trainer) -> int:
         import torch
 
-        demand_triton(self.name, job.setup.device)
-        job.rounding = "stochastic"
-        return sum(p.dtype == torch.bfloat16 for p in job.model.parameters() if p.requires_grad)
+        demand_triton(self.name, trainer.env.device)
+        trainer.rounding = "stochastic"
+        return sum(p.dtype == torch.bfloat16 for p in trainer.model.parameters() if p.requires_grad)

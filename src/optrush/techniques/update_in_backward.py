@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optrush.data.batch import Batch
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -39,60 +39,64 @@ class UpdateInBackward(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.UPDATE})
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        n = setup.accumulation
-        yield Need(
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        n = env.accumulation
+        yield Requirement(
             n == 1,
             "`update-in-backward` steps on the gradient of one micro-batch",
             f"{n} micro-batches a step",
-            f"set batch.micro_tokens to {setup.rows // setup.ranks * setup.seq}, or batch.tokens lower",
+            f"set batch.micro_tokens to {env.rows // env.ranks * env.seq}, or batch.tokens lower",
         )
-        yield Need(
-            setup.clip is None,
+        yield Requirement(
+            env.clip is None,
             "`update-in-backward` steps before the norm of all gradients is known",
-            f"`optim.clip: {setup.clip}`",
+            f"`optim.clip: {env.clip}`",
             "set optim.clip to null",
         )
-        yield Need(
-            Part.DATA not in setup.owned,
+        yield Requirement(
+            Part.DATA not in env.claimed,
             "`update-in-backward` on one device",
             "a technique that sums gradients over ranks, after the backward pass or behind its back",
             "leave one of the two out",
         )
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
-        yield live("gradients.*", "freed as soon as its parameter was updated", stepped=True)
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        yield live("gradients.*", "freed as soon as its parameter was updated", freed_on_update=True)
         yield live("update.loop", "of the embedding, which is updated last", live="end")
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # no clipping is the user's to say
 
-    def drive(self, job: Job) -> int:
+    def wrap_step(self, trainer: Trainer) -> int:
         import torch
 
-        if job.precision is torch.float16:
+        if trainer.precision is torch.float16:
             found = "products in fp16, whose loss scale is found by skipping whole updates"
             raise NeedsError("`update-in-backward` without a loss scale", found, "take bf16 products, or leave it out")
-        stepping = Stepping(job)
-        job.loss, job.gradients, job.update = stepping.loss, stepping.gradients, stepping.update
-        return len(job.trained)
+        stepping = Stepping(trainer)
+        trainer.loss, trainer.forward_backward, trainer.optimizer_step = (
+            stepping.loss,
+            stepping.gradients,
+            stepping.update,
+        )
+        return len(trainer.trained)
 
 
 class Stepping:
     """`job.gradients` that updates, and a `job.update` that only says how it went. Reads nothing on the host."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self._loss, self._gradients = job, job.loss, job.gradients
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self._loss, self._gradients = trainer, trainer.loss, trainer.forward_backward
         self.armed = False  # in the window; a backward pass of somebody else updates nothing
         self._begin()
-        for i, t in enumerate(job.trained):
+        for i, t in enumerate(trainer.trained):
             t.parameter.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
 
     def _begin(self) -> None:
         import torch
 
-        device = self.job.world.device
+        device = self.trainer.world.device
         wide = torch.float32 if device.type == "cuda" else torch.float64
         self.squares = torch.zeros((), dtype=wide, device=device)  # of the gradients so far, scaled
         self.skipped = torch.zeros((), dtype=torch.bool, device=device)
@@ -101,7 +105,7 @@ class Stepping:
     def loss(self, batch: Batch) -> Tensor:
         found = self._loss(batch)
         if self.armed:
-            self.bad = ~(found.detach() * self.job.scale).isfinite()
+            self.bad = ~(found.detach() * self.trainer.scale).isfinite()
         return found
 
     def gradients(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
@@ -114,13 +118,13 @@ class Stepping:
             self.armed = False
 
     def update(self) -> tuple[Tensor, Tensor]:
-        self.job.discard()
-        return (self.squares.sqrt() / self.job.scale).float(), self.skipped
+        self.trainer.zero_grad()
+        return (self.squares.sqrt() / self.trainer.scale).float(), self.skipped
 
     def _hook(self, i: int) -> Callable[[Tensor], None]:
         import torch
 
-        trained = self.job.trained[i]
+        trained = self.trainer.trained[i]
 
         @torch.no_grad()
         def whole(_: Tensor) -> None:
@@ -131,7 +135,7 @@ class Stepping:
             squares = self._squares(grad)
             skip = self.bad | ~squares.isfinite()
             self.squares, self.skipped = self.squares + squares, self.skipped | skip
-            self.job.optimizer.step(self.job.lr, self.job.scale, skip, only=[i])
+            self.trainer.optimizer.step(self.trainer.lr, self.trainer.scale, skip, only=[i])
             trained.parameter.grad = None
 
         return whole

@@ -10,10 +10,10 @@ from pydantic import Field
 
 from optrush.errors import ConfigError
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Need, Numerics, Part, Setup, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,25 @@ class Wrap(Technique):
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/techniques/test_layouts.py"
     verified_on = ("cpu",)
-    claims = frozenset({Part.ROWS})
+    claims = frozenset({Part.BATCH_LAYOUT})
 
     @classmethod
-    def variants(cls, setup: Setup) -> Iterator[dict[str, Any]]:
+    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # packing fills rows as well, and keeps documents whole
 
-    def needs(self, setup: Setup) -> Iterator[Need]:
-        do = f"take fewer than {setup.seq}, or a longer batch.seq"
-        yield Need(self.overlap < setup.seq, f"`wrap: overlap {self.overlap}`", f"rows of {setup.seq} tokens", do)
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        do = f"take fewer than {env.seq}, or a longer batch.seq"
+        yield Requirement(self.overlap < env.seq, f"`wrap: overlap {self.overlap}`", f"rows of {env.seq} tokens", do)
 
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("padding", "rows are full, but for what overlap repeats", times=0.02)
 
-    def data(self, job: Job) -> int:
+    def data(self, trainer: Trainer) -> int:
         from optrush.data.packing import Wrapped
 
-        how = job.run.data.too_long
+        how = trainer.config.data.too_long
         if how in ("drop", "truncate"):
             found = "rows that cut documents themselves: none is too long"
             raise ConfigError(f"`wrap` with `data.too_long: {how}`", found, "leave data.too_long out, or take packing")
-        job.layout = Wrapped(self.overlap, self.window)
+        trainer.layout = Wrapped(self.overlap, self.window)
         return 1

@@ -35,7 +35,7 @@ from optrush.trainer import storage
 from optrush.trainer.distributed import agree, from_first, gather
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 # --- A checkpoint's manifest: what was saved, under which bytes, and whether those bytes are still there.
@@ -239,7 +239,7 @@ def fresh_id() -> str:
 # Saving
 
 
-def save(job: Job, step: int, meta: Meta, spared: int | None = None) -> Path:
+def save(trainer: Trainer, step: int, meta: Meta, spared: int | None = None) -> Path:
     """Writes and commits a checkpoint of the job after `step` updates; every rank calls it.
 
     Saving the same state again leaves the committed folder alone. The checkpoint of the step `spared` is not pruned.
@@ -247,14 +247,14 @@ def save(job: Job, step: int, meta: Meta, spared: int | None = None) -> Path:
     Raises:
         SaveFailed: on every rank, whichever rank's disk failed; the half save is gone.
     """
-    first = job.world.rank == 0
-    folder = Path(job.run.output) / FOLDER
+    first = trainer.world.rank == 0
+    folder = Path(trainer.config.output) / FOLDER
     final = folder / f"step-{step:06d}"
     half = folder / f"{final.name}.tmp-{from_first(secrets.token_hex(4))}"
     _attempt(lambda: _begin(folder, half) if first else None, half)
-    reports = _attempt(lambda: _write_own(job, half), half)
-    _attempt(lambda: _commit(job, step, meta, reports, half, final) if first else None, half)
-    _attempt(lambda: _prune(folder, step, job.run.train.keep, spared) if first else None, half)
+    reports = _attempt(lambda: _write_own(trainer, half), half)
+    _attempt(lambda: _commit(trainer, step, meta, reports, half, final) if first else None, half)
+    _attempt(lambda: _prune(folder, step, trainer.config.train.keep, spared) if first else None, half)
     return final
 
 
@@ -269,18 +269,18 @@ def _begin(folder: Path, half: Path) -> None:
     storage.mkdir(half)
 
 
-def _write_own(job: Job, half: Path) -> dict[str, Any]:
+def _write_own(trainer: Trainer, half: Path) -> dict[str, Any]:
     """This rank's file; the report tells rank 0 what lies in it. A rank that has nothing to save writes no file."""
-    mine = [s for s in storage.slices(job) if s.saves]
+    mine = [s for s in storage.slices(trainer) if s.saves]
     if not mine:
         return {}
-    name = f"rank-{job.world.rank}.safetensors"
+    name = f"rank-{trainer.world.rank}.safetensors"
     sha, size = storage.write_tensors(half / name, [(s.name, s.local) for s in mine])
     pieces = [[s.name, storage.DTYPES[s.local.dtype], s.whole, s.offset, s.shape] for s in mine]
     return {"file": name, "sha256": sha, "bytes": size, "pieces": pieces}
 
 
-def _commit(job: Job, step: int, meta: Meta, reports: list[Any], half: Path, final: Path) -> None:
+def _commit(trainer: Trainer, step: int, meta: Meta, reports: list[Any], half: Path, final: Path) -> None:
     body: dict[str, Any] = {
         "format": FORMAT,
         "step": step,
@@ -288,14 +288,14 @@ def _commit(job: Job, step: int, meta: Meta, reports: list[Any], half: Path, fin
         "position": meta.position,
         "skipped": meta.skipped,
         "skipped_in_a_row": meta.skipped_in_a_row,
-        "ranks": job.world.ranks,
-        "state": {name: state.save() for name, state in job.state.items()},
+        "ranks": trainer.world.ranks,
+        "state": {name: state.save() for name, state in trainer.state.items()},
         "versions": {
             "optrush": optrush.__version__,
             "torch": torch.__version__,
             "transformers": library("transformers"),
         },
-        "config": job.run.model_dump(mode="json", by_alias=True),
+        "config": trainer.config.model_dump(mode="json", by_alias=True),
         "fingerprints": dict(meta.fingerprints),
         "files": {r["file"]: {"sha256": r["sha256"], "bytes": r["bytes"]} for r in reports if r},
         "tensors": _table(reports),
@@ -392,7 +392,7 @@ def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
 
 
 def restore(
-    job: Job, found: Manifest | Path, fingerprints: Mapping[str, str], allow: frozenset[str] = frozenset()
+    trainer: Trainer, found: Manifest | Path, fingerprints: Mapping[str, str], allow: frozenset[str] = frozenset()
 ) -> Manifest:
     """Fills parameters, optimizer states and `job.state` from a checkpoint, whatever cutting it was saved under.
 
@@ -408,27 +408,27 @@ def restore(
     error: CheckpointError | None = None
     try:
         _check_fingerprints(manifest, fingerprints, allow)
-        _check_names(manifest, "state", set(manifest.state), set(job.state))
-        _load(job, manifest)
+        _check_names(manifest, "state", set(manifest.state), set(trainer.state))
+        _load(trainer, manifest)
     except CheckpointError as e:
         error = e
     agree(error)
-    for name, state in job.state.items():
+    for name, state in trainer.state.items():
         state.load(manifest.state[name])
     return manifest
 
 
-def put_back(job: Job, step: int) -> None:
+def put_back(trainer: Trainer, step: int) -> None:
     """The trained parameters as they were after `step` updates, and nothing else; every rank calls it.
 
     Raises:
         CheckpointError: on every rank; that checkpoint of the run is damaged.
     """
-    manifest, _ = choose(job.run.output, Path(job.run.output) / FOLDER / f"step-{step:06d}")
+    manifest, _ = choose(trainer.config.output, Path(trainer.config.output) / FOLDER / f"step-{step:06d}")
     assert manifest is not None, "a folder was asked for"
     error: CheckpointError | None = None
     try:
-        _load(job, manifest, "param/")
+        _load(trainer, manifest, "param/")
     except CheckpointError as e:
         error = e
     agree(error)
@@ -483,9 +483,9 @@ def _foreign(manifest: Manifest, found: str) -> CheckpointError:
 
 
 @torch.no_grad()
-def _load(job: Job, manifest: Manifest, kind: str = "") -> None:
+def _load(trainer: Trainer, manifest: Manifest, kind: str = "") -> None:
     """Fills the tensors whose names begin with `kind`."""
-    mine = [s for s in storage.slices(job) if s.name.startswith(kind)]
+    mine = [s for s in storage.slices(trainer) if s.name.startswith(kind)]
     saved = {name for name in manifest.tensors if name.startswith(kind)}
     _check_names(manifest, "tensor", saved, {s.name for s in mine})
     with ExitStack() as stack:

@@ -29,16 +29,16 @@ from optrush.data.tokenize import no_room, root
 from optrush.errors import ConfigError, UserError
 from optrush.models.weights import value_files
 from optrush.objectives import dpo
-from optrush.resolve import Prepared
+from optrush.resolve import ResolvedConfig
 from optrush.technique import Numerics
 from optrush.trainer import distributed
-from optrush.trainer.build import assemble
-from optrush.trainer.trainer import Job
+from optrush.trainer.build import build
+from optrush.trainer.trainer import Trainer
 
 FORMAT = 2  # part of every key
 
 
-def fill(job: Job, prepared: Prepared, *, training: bool = True) -> None:
+def fill(trainer: Trainer, prepared: ResolvedConfig, *, training: bool = True) -> None:
     """Gives the batches of a run of pairs their reference, where they need one; every rank calls it.
 
     Args:
@@ -49,34 +49,34 @@ def fill(job: Job, prepared: Prepared, *, training: bool = True) -> None:
         ConfigError: the rows to train on are not there before the run.
         DataError: what was found cannot be kept.
     """
-    held = job.evaluation
-    if not _asked(job):
+    held = trainer.evaluation
+    if not _asked(trainer):
         return
     if training:
-        job.stream.reference = _found(job, prepared, _counted(job), "pairs to train on")
+        trainer.stream.reference = _found(trainer, prepared, _counted(trainer), "pairs to train on")
     if held is not None:
-        job.evaluation = replace(held, reference=_found(job, prepared, held.source, "pairs held out"))
+        trainer.evaluation = replace(held, reference=_found(trainer, prepared, held.source, "pairs held out"))
 
 
-def blank(job: Job, prepared: Prepared) -> None:
+def blank(trainer: Trainer, prepared: ResolvedConfig) -> None:
     """As `fill`, with zeros: for who takes few batches and asks `beside`. The rehearsal needs no more than room."""
-    if _asked(job):
-        job.stream.reference = np.zeros((len(_counted(job)), 2), np.float32)
-        if (held := job.evaluation) is not None:
-            job.evaluation = replace(held, reference=np.zeros((len(held.source), 2), np.float32))
+    if _asked(trainer):
+        trainer.stream.reference = np.zeros((len(_counted(trainer)), 2), np.float32)
+        if (held := trainer.evaluation) is not None:
+            trainer.evaluation = replace(held, reference=np.zeros((len(held.source), 2), np.float32))
 
 
-def beside(job: Job, windows: list[list[Batch]]) -> list[list[Batch]]:
+def beside(trainer: Trainer, windows: list[list[Batch]]) -> list[list[Batch]]:
     """These batches with the reference of their own pairs, by the model as it is; every rank calls it. Keeps nothing.
 
     Args:
         windows: on each rank as many batches.
     """
-    if not _asked(job):
+    if not _asked(trainer):
         return windows
     samples = dict.fromkeys(s for window in windows for batch in window for s in batch.samples)
     places = {sample: n for n, sample in enumerate(samples)}
-    found = _scored(job, (batch for window in windows for batch in window), len(places), places.__getitem__).cpu()
+    found = _scored(trainer, (batch for window in windows for batch in window), len(places), places.__getitem__).cpu()
 
     def filled(batch: Batch) -> Batch:
         there, known = batch.extra["pairs"], torch.zeros_like(batch.extra["reference"])  # (B, P), (B, P, 2)
@@ -86,20 +86,20 @@ def beside(job: Job, windows: list[list[Batch]]) -> list[list[Batch]]:
     return [[filled(batch) for batch in window] for window in windows]
 
 
-def _asked(job: Job) -> bool:
+def _asked(trainer: Trainer) -> bool:
     """Whether batches need a reference."""
-    return job.run.dpo is not None and not dpo.by_adapter(job.run.dpo, job.untrained)
+    return trainer.config.dpo is not None and not dpo.by_adapter(trainer.config.dpo, trainer.adapters_disabled)
 
 
-def _counted(job: Job) -> Source:
+def _counted(trainer: Trainer) -> Source:
     """The pairs to train on; ConfigError where they are not there before the run."""
-    if isinstance(job.sources.train, Streamed):
+    if isinstance(trainer.sources.train, Streamed):
         found = "`data.stream`: nobody has read its rows before step 0, and what is trained cannot be undone"
         raise ConfigError("a reference for `objective: dpo`", found, "leave data.stream out, or train an adapter")
-    return job.sources.train
+    return trainer.sources.train
 
 
-def against(prepared: Prepared, before: Prepared, data: str | None, say: Callable[[str], None]) -> Job:
+def against(prepared: ResolvedConfig, before: ResolvedConfig, data: str | None, say: Callable[[str], None]) -> Trainer:
     """The job of an evaluation, its pairs with the reference of the model that training began with.
 
     Args:
@@ -110,23 +110,23 @@ def against(prepared: Prepared, before: Prepared, data: str | None, say: Callabl
     Raises:
         ConfigError: the two read the pairs as different tokens, whose likelihoods cannot be compared.
     """
-    other = assemble(_precomputed(before), training=False, data=data, progress=say)
+    other = build(_precomputed(before), training=False, data=data, progress=say)
     fill(other, before, training=False)
     assert other.evaluation is not None
     known, read, begun = other.evaluation.reference, _read(other.evaluation.source), other.fingerprints
     del other
     gc.collect()
-    job = assemble(_precomputed(prepared), training=False, data=data, progress=say)
-    assert job.evaluation is not None
-    if _read(job.evaluation.source) != read:
+    trainer = build(_precomputed(prepared), training=False, data=data, progress=say)
+    assert trainer.evaluation is not None
+    if _read(trainer.evaluation.source) != read:
         parts = {"tokenizer": "tokenizer", "template": "chat template"}
-        differ = " and ".join(said for part, said in parts.items() if job.fingerprints[part] != begun[part])
-        models = [p.run.model.path or p.run.model.shape for p in (prepared, before)]
+        differ = " and ".join(said for part, said in parts.items() if trainer.fingerprints[part] != begun[part])
+        models = [p.config.model.path or p.config.model.shape for p in (prepared, before)]
         found = f"the pairs are other tokens for {models[0]} than for {models[1]}: another {differ}"
         do = "give a model with the tokenizer and the chat template of CONFIG's"
         raise ConfigError("`optrush eval` of `objective: dpo`", found, do)
-    job.evaluation = replace(job.evaluation, reference=known)
-    return job
+    trainer.evaluation = replace(trainer.evaluation, reference=known)
+    return trainer
 
 
 def _read(source: Source) -> str:
@@ -137,20 +137,20 @@ def _read(source: Source) -> str:
     return sha.hexdigest()
 
 
-def _precomputed(prepared: Prepared) -> Prepared:
-    assert prepared.run.dpo is not None
-    settings = prepared.run.dpo.model_copy(update={"reference": "precomputed"})
-    return replace(prepared, run=prepared.run.model_copy(update={"dpo": settings}))
+def _precomputed(prepared: ResolvedConfig) -> ResolvedConfig:
+    assert prepared.config.dpo is not None
+    settings = prepared.config.dpo.model_copy(update={"reference": "precomputed"})
+    return replace(prepared, config=prepared.config.model_copy(update={"dpo": settings}))
 
 
-def _found(job: Job, prepared: Prepared, source: Source, what: str) -> np.ndarray:
+def _found(trainer: Trainer, prepared: ResolvedConfig, source: Source, what: str) -> np.ndarray:
     """(samples, 2) float32: the log-probabilities of the chosen and the rejected document of each pair."""
-    folder, key = root(job.run.data.cache) / "reference", _key(job, prepared, source)
+    folder, key = root(trainer.config.data.cache) / "reference", _key(trainer, prepared, source)
     kept = _kept(folder, key)
     if all(distributed.gather("there" if kept is not None else "")):  # hosts may differ
         assert kept is not None and kept.shape == (len(source), 2)
         return kept
-    made, error = passed(job, source, what), None
+    made, error = passed(trainer, source, what), None
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         try:
             _keep(made, folder, key)
@@ -160,62 +160,73 @@ def _found(job: Job, prepared: Prepared, source: Source, what: str) -> np.ndarra
     return made
 
 
-def _key(job: Job, prepared: Prepared, source: Source) -> str:
+def _key(trainer: Trainer, prepared: ResolvedConfig, source: Source) -> str:
     """All that decides about the figures: the pairs, the model, and in which precision and with which maths it runs."""
-    model = {k: v for k, v in job.fingerprints.items() if k in ("config", "tokenizer")}
-    model["base"] = _values(job, prepared)
-    other = {t.name: job.run.with_.get(t.name) for t in prepared.techniques if t.numerics is Numerics.DIFFERENT_MATHS}
+    model = {k: v for k, v in trainer.fingerprints.items() if k in ("config", "tokenizer")}
+    model["base"] = _values(trainer, prepared)
+    other = {
+        t.name: trainer.config.with_.get(t.name) for t in prepared.techniques if t.numerics is Numerics.DIFFERENT_MATHS
+    }
     added = hashlib.sha256()  # what an adapter begins with may come from a file of its own
-    for t in job.trained:
-        if t.name in job.recipe.fillers:
+    for t in trainer.trained:
+        if t.name in trainer.weight_map.fillers:
             added.update(t.local.float().cpu().numpy().tobytes())
     begun = sorted(set(distributed.gather(added.hexdigest())))
-    said = [FORMAT, source.fingerprint, model, job.run.seed, job.run.model.dtype, str(job.precision), other, begun]
+    said = [
+        FORMAT,
+        source.fingerprint,
+        model,
+        trainer.config.seed,
+        trainer.config.model.dtype,
+        str(trainer.precision),
+        other,
+        begun,
+    ]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _values(job: Job, prepared: Prepared) -> str:
+def _values(trainer: Trainer, prepared: ResolvedConfig) -> str:
     """A hash of every byte of the model's files: a sample of them would take one model for another."""
     if prepared.folder is None:
-        return job.fingerprints["base"]
+        return trainer.fingerprints["base"]
     found, error = "", None
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a machine; the cache knows files that did not change
         try:
-            found = readers.fingerprint(value_files(prepared.folder), root(job.run.data.cache))
+            found = readers.fingerprint(value_files(prepared.folder), root(trainer.config.data.cache))
         except UserError as e:
             error = e
     distributed.agree(error)
     return " ".join(sorted({*distributed.gather(found)} - {""}))
 
 
-def passed(job: Job, source: Source, what: str) -> np.ndarray:
+def passed(trainer: Trainer, source: Source, what: str) -> np.ndarray:
     """One forward pass over all pairs, through the same callables as an evaluation."""
-    world, setup = job.world, job.setup
+    world, env = trainer.world, trainer.env
     rows = sampler.evaluation(
-        source, T=setup.seq, micro_rows=setup.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
-        packed=job.model.isolates,
+        source, T=env.seq, micro_rows=env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
+        packed=trainer.model.supports_packing,
     )  # fmt: skip
     batches = console.passing(rows, rows.batches, f"the reference of {len(source):,} {what}")
-    found = _scored(job, batches, len(source), lambda sample: sample)
-    return np.asarray(job.share(found).cpu().numpy())  # each rank has its own pairs, and zeros
+    found = _scored(trainer, batches, len(source), lambda sample: sample)
+    return np.asarray(trainer.all_reduce(found).cpu().numpy())  # each rank has its own pairs, and zeros
 
 
-def _scored(job: Job, batches: Iterable[Batch], n: int, place: Callable[[int], int]) -> Tensor:
+def _scored(trainer: Trainer, batches: Iterable[Batch], n: int, place: Callable[[int], int]) -> Tensor:
     """(n, 2) float32: the log-probabilities of the pairs in these batches, sample i in row place(i)."""
-    device, score = job.world.device, job.score
+    device, score = trainer.world.device, trainer.loss_from_hidden
     found = torch.zeros(n, 2, device=device)
 
     def noted(hidden: Tensor, batch: Batch) -> Tensor:
-        values = dpo.log_probabilities(job.model.head, hidden, batch)[batch.extra["pairs"]]  # (pairs, 2)
+        values = dpo.log_probabilities(trainer.model.head, hidden, batch)[batch.extra["pairs"]]  # (pairs, 2)
         found[torch.tensor([place(sample) for sample in batch.samples], device=device).long()] = values.float()
         return values.sum()
 
-    job.score = noted
+    trainer.loss_from_hidden = noted
     try:
         for batch in batches:
-            job.losses([batch])
+            trainer.eval_loss([batch])
     finally:
-        job.score = score
+        trainer.loss_from_hidden = score
     return found
 
 

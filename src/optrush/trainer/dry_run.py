@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from optrush import config, console
-from optrush.config import Run
+from optrush import console
+from optrush.config import Config, dump_config
 from optrush.data import sampler
 from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.preview import CLOSE, OPEN, decoded, visible
@@ -29,13 +29,13 @@ from optrush.hardware import GIB
 from optrush.launch import launched
 from optrush.objectives import check_layout
 from optrush.planner import search
-from optrush.resolve import Prepared
-from optrush.technique import Part, build
+from optrush.resolve import ResolvedConfig
+from optrush.technique import Part, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint
 from optrush.trainer.distributed import World
 from optrush.trainer.run import absolute, look
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from optrush.planner.search import Prediction
@@ -45,7 +45,7 @@ BAR, LINES = 16, 12  # of the memory: characters of the longest bar, lines that 
 COLOUR, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
-def rehearse(prepared: Prepared, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
+def rehearse(prepared: ResolvedConfig, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
     """The facts of a run that is not run.
 
     Args:
@@ -54,44 +54,44 @@ def rehearse(prepared: Prepared, resume: Literal["auto"] | Path | None, command:
     Raises:
         UserError: whatever training would refuse before it builds the model.
     """
-    run, setup = prepared.run, prepared.setup
+    config, env = prepared.config, prepared.env
     look(prepared, resume)
-    manifest = checkpoint.choose(run.output, resume)[0] if launched()[1] == 1 else None
+    manifest = checkpoint.choose(config.output, resume)[0] if launched()[1] == 1 else None
     date = None if manifest is None else manifest.fingerprints.get("date")
     today = None if date is None else datetime.date.fromisoformat(date)
-    tokens = open_tokens(run, prepared.folder, today)
+    tokens = open_tokens(config, prepared.folder, today)
     vocab = prepared.hf.get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
-    job = _laid(prepared)
-    check_layout(run, job.layout)
-    sources = read_sources(run, tokens, vocab, console.say, cut=job.layout.whole)
-    rows = flow(sources.train, job.layout, T=setup.seq, rows=setup.rows, seed=run.seed)
-    steps = rows.plan(None if run.train.steps else run.train.epochs, run.train.steps)
+    trainer = _laid(prepared)
+    check_layout(config, trainer.layout)
+    sources = read_sources(config, tokens, vocab, console.say, cut=trainer.layout.uncut)
+    rows = flow(sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed)
+    steps = rows.plan(None if config.train.steps else config.train.epochs, config.train.steps)
     if manifest is not None:
         checkpoint.check_plan(manifest, steps.steps, rows.seek(manifest.step, manifest.position))
     return {
-        "config": absolute(run).model_dump(mode="json", by_alias=True),
-        "memory": memory(run, setup.ranks),
+        "config": absolute(config).model_dump(mode="json", by_alias=True),
+        "memory": memory(config, env.ranks),
         "disk": disk(prepared, steps.steps),
         "data": data(prepared, sources, rows, steps, 0 if manifest is None else manifest.step),
-        "rows": None if run.data.random is not None or tokens is None else shown(rows, steps, prepared, tokens),
+        "rows": None if config.data.random is not None or tokens is None else shown(rows, steps, prepared, tokens),
         "launch": command,
     }
 
 
-def _laid(prepared: Prepared) -> Job:
+def _laid(prepared: ResolvedConfig) -> Trainer:
     """The data stage, on a job that has no model: how samples become rows."""
     nothing = cast(Any, None)
     world = World(0, 1, torch.device("cpu"))
-    job = Job(prepared.run, prepared.setup, world, prepared.hf, nothing, nothing)
+    trainer = Trainer(prepared.config, prepared.env, world, prepared.hf, nothing, nothing)
     for technique in prepared.techniques:
-        technique.data(job)
-    return job
+        technique.data(trainer)
+    return trainer
 
 
-def memory(run: Run, ranks: int) -> dict[str, Any]:
+def memory(config: Config, ranks: int) -> dict[str, Any]:
     """The prediction for the worst rank, biggest line first; or why there is none."""
     try:
-        found = search.predict(run, "auto", ranks)
+        found = search.predict(config, "auto", ranks)
     except UserError as error:
         return {"unknown": f"{error.asked}: {error.found}"}
     lines = sorted(found.lines, key=lambda item: -item.bytes)
@@ -114,20 +114,20 @@ def _period(every: float, steps: int) -> int:
     return max(1, round(every * steps)) if every < 1 else int(every)
 
 
-def disk(prepared: Prepared, steps: int) -> dict[str, Any]:
+def disk(prepared: ResolvedConfig, steps: int) -> dict[str, Any]:
     """What checkpoints and the exported model take at most, and what is free where they go."""
-    run = prepared.run
-    every, keep = run.train.save_every, run.train.keep
+    config = prepared.config
+    every, keep = config.train.save_every, config.train.keep
     period = steps if every is None else _period(every, steps)
-    saved, tried = {*range(period, steps + 1, period), steps}, run.train.eval_every
+    saved, tried = {*range(period, steps + 1, period), steps}, config.train.eval_every
     evaluated = set() if tried is None else set(range(_period(tried, steps), steps, _period(tried, steps)))
-    best = bool(evaluated and run.train.best and every is not None and run.data.eval is not None)
+    best = bool(evaluated and config.train.best and every is not None and config.data.eval is not None)
     saves = len(saved | evaluated if best else saved)  # at most
     copies = min(saves, keep + 1 + best)  # a new one is whole before an old one goes
-    output = Path(run.output).absolute()
+    output = Path(config.output).absolute()
     there = next(p for p in (output, *output.parents) if p.is_dir())
-    weights, states = whole(run)
-    needed = None if weights is None or states is None else copies * (weights + states) + weights * run.train.export
+    weights, states = whole(config)
+    needed = None if weights is None or states is None else copies * (weights + states) + weights * config.train.export
     free = shutil.disk_usage(there).free
     return {
         "weights_bytes": weights,
@@ -142,14 +142,14 @@ def disk(prepared: Prepared, steps: int) -> dict[str, Any]:
     }
 
 
-def whole(run: Run) -> tuple[int, int] | tuple[None, None]:
+def whole(config: Config) -> tuple[int, int] | tuple[None, None]:
     """Bytes of all weights and of all optimizer states, over the ranks: the prediction for one rank that has no peers.
 
     None where there is no prediction.
     """
-    alone = {t.name: run.with_[t.name] for t in build(ALL, run.with_) if Part.DATA not in t.claims}
+    alone = {t.name: config.with_[t.name] for t in instantiate(ALL, config.with_) if Part.DATA not in t.claims}
     try:
-        found: Prediction = search.predict(run.model_copy(update={"with_": alone}), "auto", 1)
+        found: Prediction = search.predict(config.model_copy(update={"with_": alone}), "auto", 1)
     except UserError:
         return None, None
     return _of(found, "weights."), _of(found, "states.")
@@ -162,11 +162,11 @@ def _of(found: Prediction, part: str) -> int:
 
 
 def data(
-    prepared: Prepared, sources: Sources, rows: sampler.Stream | Live, steps: sampler.Plan, done: int
+    prepared: ResolvedConfig, sources: Sources, rows: sampler.Stream | Live, steps: sampler.Plan, done: int
 ) -> dict[str, Any]:
     """Documents, steps and tokens of the run; null where only training will tell."""
-    setup = prepared.setup
-    known = rows.totals(steps, setup.micro_rows) if isinstance(rows, sampler.Stream) else None
+    env = prepared.env
+    known = rows.totals(steps, env.micro_rows) if isinstance(rows, sampler.Stream) else None
     return {
         "summary": sources.summary,
         "documents": len(sources.train) * sources.train.parts,
@@ -175,10 +175,10 @@ def data(
         "epochs": known and known.epochs,
         "steps": steps.steps,
         "done": done,
-        "rows_a_step": setup.rows,
-        "seq": setup.seq,
-        "ranks": setup.ranks,
-        "micro_batches": setup.accumulation,
+        "rows_a_step": env.rows,
+        "seq": env.seq,
+        "ranks": env.ranks,
+        "micro_batches": env.accumulation,
         "tokens": known and known.tokens,
         "target_tokens": known and known.targets,
         "slots": known and known.slots,
@@ -186,7 +186,9 @@ def data(
     }
 
 
-def shown(rows: sampler.Stream | Live, steps: sampler.Plan, prepared: Prepared, tokens: Tokens) -> list[dict[str, Any]]:
+def shown(
+    rows: sampler.Stream | Live, steps: sampler.Plan, prepared: ResolvedConfig, tokens: Tokens
+) -> list[dict[str, Any]]:
     """The first rows of the first step, in pieces that are learnt or not."""
     held = [(b, row) for b, row in enumerate(rows.step(0, steps)) if row]
     found = []
@@ -216,10 +218,10 @@ def shown(rows: sampler.Stream | Live, steps: sampler.Plan, prepared: Prepared, 
 # --- the text
 
 
-def text(facts: dict[str, Any], run: Run, colour: bool) -> str:
+def text(facts: dict[str, Any], config: Config, colour: bool) -> str:
     """The facts for people; what is learnt stands between marks, and in colour on a terminal."""
     parts = (
-        ("configuration", config.dump(absolute(run)).rstrip().splitlines()),
+        ("configuration", dump_config(absolute(config)).rstrip().splitlines()),
         ("memory", _memory(facts["memory"])),
         ("disk", _disk(facts["disk"])),
         ("data", _data(facts["data"])),

@@ -32,7 +32,7 @@ from optrush.data.batch import Batch
 from optrush.errors import RunError
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 
 Moment = float | torch.cuda.Event
@@ -60,15 +60,15 @@ class Meter:
 
     def __init__(
         self,
-        job: Job,
+        trainer: Trainer,
         path: Path | None,
         total_steps: int,
         say: Callable[[dict[str, Any]], None],
         skips: tuple[int, int] = (0, 0),
     ) -> None:
         """`skips`: updates skipped before, and in a row up to now, when a run goes on."""
-        self.job, self.path, self.total_steps, self.say = job, path, total_steps, say
-        self.device = job.world.device
+        self.trainer, self.path, self.total_steps, self.say = trainer, path, total_steps, say
+        self.device = trainer.world.device
         self.skipped = torch.tensor(skips[0], device=self.device)
         self.bad: list[tuple[int, tuple[int, ...]]] = [(0, ())] * skips[1]  # in a row: step, this rank's samples
         self.watched: deque[tuple[int, tuple[int, ...], Tensor, torch.cuda.Event | None]] = deque()
@@ -98,24 +98,24 @@ class Meter:
         self.attended += sum(b.attended for b in batches)
         self.skipped += skipped
         self._watch(step, batches, skipped)
-        if step % self.job.run.train.log_every == 0 or step == self.total_steps:
+        if step % self.trainer.config.train.log_every == 0 or step == self.total_steps:
             self._note(step, batches, loss, norm)
         self._drain(wait=step == self.total_steps)
 
     def _note(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> None:
         """What a line needs: the host's part now, the device's on its way."""
-        total = self.job.total
+        total = self.trainer.all_reduce_int
         tokens, attended = total(self.tokens), total(self.attended)
         counts = {
             "tokens": total(sum(b.n_tokens for b in batches)),
             "target_tokens": total(sum(b.n_targets for b in batches)),
         }
         figures = self._figures(sum(b.n_terms for b in batches))
-        values = torch.stack([t.double() for t in (loss, self.job.lr, norm, self.skipped, *figures)])
+        values = torch.stack([t.double() for t in (loss, self.trainer.lr, norm, self.skipped, *figures)])
         if self.device.type == "cuda":
             values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
         now = _now(self.device)
-        flop = self.job.model.flops(tokens, attended) / self.job.world.ranks
+        flop = self.trainer.model.flops(tokens, attended) / self.trainer.world.ranks
         self.noted.append(
             _Noted(
                 step,
@@ -135,20 +135,20 @@ class Meter:
 
     def _figures(self, terms: int) -> list[Tensor]:
         """Means over the terms of all ranks of what the score adds up beside the loss; `terms` of this rank."""
-        if not self.job.figures:
+        if not self.trainer.metrics:
             return []
-        sums = self.job.share(torch.stack(list(self.job.figures.values())))
-        return list((sums / max(1, self.job.total(terms))).unbind())
+        sums = self.trainer.all_reduce(torch.stack(list(self.trainer.metrics.values())))
+        return list((sums / max(1, self.trainer.all_reduce_int(terms))).unbind())
 
     def _drain(self, *, wait: bool) -> None:
         """Writes the lines whose figures have arrived."""
         self._look(wait=wait)
-        peak = self.job.setup.device.peak_flop_s
+        peak = self.trainer.env.device.peak_flop_s
         while self.noted and (wait or _passed(self.noted[0].end)):
             n = self.noted.popleft()
             seconds = _between(n.begin, n.end) - n.aside_s  # waits for the end, if it must
             loss, lr, norm, skipped, *means = n.values.tolist()
-            figures = dict(zip(self.job.figures, map(_finite, means), strict=True))
+            figures = dict(zip(self.trainer.metrics, map(_finite, means), strict=True))
             self.write({
                 "step": n.step, "loss": _finite(loss), "lr": lr, "grad_norm": _finite(norm), **n.counts, **figures,
                 "step_s": seconds / n.steps, "tokens_per_s": n.tokens / seconds,
@@ -183,7 +183,7 @@ class Meter:
 
     def memory(self) -> dict[str, Any]:
         found = peak(self.device)
-        return {**found, "peak_bytes": found["peak_bytes"] + self.job.recorded_bytes}
+        return {**found, "peak_bytes": found["peak_bytes"] + self.trainer.recorded_bytes}
 
     def write(self, line: dict[str, Any]) -> None:
         """Appends a line; while the disk is full, lines wait here for the next one, and training goes on."""
@@ -222,14 +222,14 @@ class Meter:
                 event.synchronize()
             self.watched.popleft()
             self.bad = [*self.bad, (step, samples)] if flag.item() else []
-            if len(self.bad) >= self.job.patience and self.failure is None:
+            if len(self.bad) >= self.trainer.max_skipped_updates and self.failure is None:
                 steps = ", ".join(str(s) for s, _ in self.bad[-3:])
                 named = "; ".join(f"step {s}: {_few(x)}" for s, x in self.bad[-3:])
                 self.failure = RunError(
                     f"{len(self.bad)} updates in a row were not finite and were skipped, the last at steps {steps}; "
-                    f"the weights are as before them. Samples of rank {self.job.world.rank}: {named}"
+                    f"the weights are as before them. Samples of rank {self.trainer.world.rank}: {named}"
                 )
-                self.job.stopping = 2
+                self.trainer.stopping = 2
 
 
 def _now(device: torch.device) -> Moment:

@@ -26,11 +26,11 @@ from optrush.config import Dpo
 from optrush.data.batch import IGNORE, Batch
 from optrush.data.sampler import reading
 from optrush.errors import ConfigError
-from optrush.resolve import Prepared
-from optrush.trainer import distributed, dpo_reference, trainer
-from optrush.trainer.build import start
+from optrush.resolve import ResolvedConfig
+from optrush.trainer import distributed, dpo_reference
+from optrush.trainer.build import join_ranks
 from optrush.trainer.run import batches, fitting
-from optrush.trainer.trainer import Job
+from optrush.trainer.trainer import Trainer, set_step
 
 STEPS = 200  # at most, unless told otherwise
 NEAR = 0.05  # a loss that counts as zero, in nats a target
@@ -101,7 +101,7 @@ class Verdict:
         return "\n".join(lines)
 
 
-def overfit(prepared: Prepared, count: int, most: int = STEPS) -> Verdict:
+def overfit(prepared: ResolvedConfig, count: int, most: int = STEPS) -> Verdict:
     """Trains on the run's first `count` batches for at most `most` steps; writes nothing.
 
     Raises:
@@ -110,69 +110,69 @@ def overfit(prepared: Prepared, count: int, most: int = STEPS) -> Verdict:
     if 2 * count > most:
         do = f"take fewer, or --overfit-steps {10 * count}"
         raise ConfigError(f"--overfit {count}", f"{most} steps, which see each batch less than twice", do)
-    begun, optim = time.monotonic(), prepared.run.optim
+    begun, optim = time.monotonic(), prepared.config.optim
     warmup = optim.warmup if optim.warmup < 1 else 0.03  # so many steps of a whole run are too many of this one
     flat = optim.model_copy(update={"schedule": "constant", "warmup": warmup})
-    prepared = dataclasses.replace(prepared, run=prepared.run.model_copy(update={"optim": flat}))
-    job, plan = fitting(prepared, start(prepared), None, frozenset(), None, dpo_reference.blank)
+    prepared = dataclasses.replace(prepared, config=prepared.config.model_copy(update={"optim": flat}))
+    trainer, plan = fitting(prepared, join_ranks(prepared), None, frozenset(), None, dpo_reference.blank)
     if plan.total < count:
         raise ConfigError(f"--overfit {count}", f"a run of {plan.total} steps", f"take --overfit {plan.total} at most")
-    source = batches(job, plan)
+    source = batches(trainer, plan)
     with reading(source):
         windows = list(islice(source, count))
-    windows = dpo_reference.beside(job, windows)
-    terms = [job.total(sum(b.n_terms for b in window)) for window in windows]
-    if job.world.rank == 0:
-        console.say(job.describe())
+    windows = dpo_reference.beside(trainer, windows)
+    terms = [trainer.all_reduce_int(sum(b.n_terms for b in window)) for window in windows]
+    if trainer.world.rank == 0:
+        console.say(trainer.describe())
     if sum(terms) == 0:
         found = "no token of these batches is learnt: there is nothing whose loss could fall"
         do = "look at the rows: optrush data show; longer rows (batch.seq), or another data.train_on"
         nothing = Seen([], math.nan, math.nan, [], Floor(), 1.0, 1.0, False, optim.lr, 0)
         return _verdict(nothing, ("no targets", found, do), count, 0, begun)
-    seen = _train(job, windows, terms, most)
+    seen = _train(trainer, windows, terms, most)
     ends = None if min(seen.losses[-1], seen.after) <= seen.target else diagnose(seen)
     return _verdict(seen, ends, count, sum(terms), begun)
 
 
-def _train(job: Job, windows: Windows, terms: list[int], most: int) -> Seen:
+def _train(trainer: Trainer, windows: Windows, terms: list[int], most: int) -> Seen:
     """The steps; every rank takes the same, for all that decides is the same on each."""
-    floor, watched = _floor(job, windows), _watched(job)
+    floor, watched = _floor(trainer, windows), _watched(trainer)
     target = max(NEAR, CLOSE * floor.loss)
-    job.begin = partial(trainer.begin, job, steps=most)
-    before = _calm(job, windows, terms)
+    trainer.set_step = partial(set_step, trainer, steps=most)
+    before = _calm(trainer, windows, terms)
     losses, norms, bad, n = list[float](), list[float](), 0, 0
-    while n + len(windows) <= most and bad < job.patience:
+    while n + len(windows) <= most and bad < trainer.max_skipped_updates:
         total = 0.0
         for window, count in zip(windows, terms, strict=True):
             n += 1
-            job.begin(n)
-            loss = job.gradients(window, count).item()
-            norm, skipped = job.update()
+            trainer.set_step(n)
+            loss = trainer.forward_backward(window, count).item()
+            norm, skipped = trainer.optimizer_step()
             bad = bad + 1 if bool(skipped) else 0
             total += loss * count
             norms.append(norm.item())
             if n % EVERY == 0 or n == 1:
-                console.say(f"step {n}/{most}  loss {loss:.4f}  lr {job.lr.item():.2e}  norm {norms[-1]:.3g}")
+                console.say(f"step {n}/{most}  loss {loss:.4f}  lr {trainer.lr.item():.2e}  norm {norms[-1]:.3g}")
         losses.append(total / sum(terms))
         if losses[-1] <= target:
             break
     same, of = distributed.host_sum([_same(watched), sum(len(values) for _, values in watched)])
-    whole = sum(p.numel() for p in job.model.parameters())
-    rounds = job.rounding == "nearest" and any(t.local.dtype == torch.bfloat16 for t in job.trained)
+    whole = sum(p.numel() for p in trainer.model.parameters())
+    rounds = trainer.rounding == "nearest" and any(t.local.dtype == torch.bfloat16 for t in trainer.trained)
     return Seen(
-        losses, before, _calm(job, windows, terms), norms, floor, same / max(1, of),
-        sum(math.prod(t.whole) for t in job.trained) / whole, rounds, job.run.optim.lr, n,
+        losses, before, _calm(trainer, windows, terms), norms, floor, same / max(1, of),
+        sum(math.prod(t.full_shape) for t in trainer.trained) / whole, rounds, trainer.config.optim.lr, n,
     )  # fmt: skip
 
 
-def _calm(job: Job, windows: Windows, terms: list[int]) -> float:
+def _calm(trainer: Trainer, windows: Windows, terms: list[int]) -> float:
     """The mean loss in evaluation mode."""
-    return sum(job.losses(window).item() for window in windows) / sum(terms)
+    return sum(trainer.eval_loss(window).item() for window in windows) / sum(terms)
 
 
-def _watched(job: Job) -> list[tuple[Any, torch.Tensor]]:
+def _watched(trainer: Trainer) -> list[tuple[Any, torch.Tensor]]:
     """Trained parameters and values of them now; without the embedding, most of whose rows no batch has."""
-    inner = [t for t in job.trained if t.parameter is not job.model.embedding.weight] or job.trained
+    inner = [t for t in trainer.trained if t.parameter is not trainer.model.embedding.weight] or trainer.trained
     return [(t, _values(t.local)) for t in inner]
 
 
@@ -184,20 +184,20 @@ def _same(watched: list[tuple[Any, torch.Tensor]]) -> int:
     return sum(int((_values(t.local) == values).sum()) for t, values in watched)
 
 
-def _floor(job: Job, windows: Windows) -> Floor:
+def _floor(trainer: Trainer, windows: Windows) -> Floor:
     """What is left of the loss for a model that knows these batches by heart.
 
     Tokens: of targets that follow the same beginning of a document, the entropy. Pairs: see `_floor_of_pairs`.
     """
-    if job.run.dpo is not None:
-        return _floor_of_pairs(job.run.dpo, _answers(windows), job.tokenizer)
+    if trainer.config.dpo is not None:
+        return _floor_of_pairs(trainer.config.dpo, _answers(windows), trainer.tokenizer)
     own = _follows(windows)
     everyone = _everyone({h: counts for h, (counts, _) in own.items()})
     rest = {h: _entropy(list(c.values())) for h, c in everyone.items() if len(c) > 1}
     if not rest:
         return Floor()
     worst = max(rest, key=lambda h: rest[h])
-    mine = _example(job.tokenizer, own[worst][1], everyone[worst]) if worst in own else ""
+    mine = _example(trainer.tokenizer, own[worst][1], everyone[worst]) if worst in own else ""
     example = next(text for text in distributed.gather(mine) if text)
     return Floor(sum(rest.values()) / sum(c.total() for c in everyone.values()), example)
 

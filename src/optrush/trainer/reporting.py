@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
-from optrush.config import Run
+from optrush.config import Config
 from optrush.errors import ConfigError, UserError
 from optrush.launch import launched
 from optrush.trainer import distributed
@@ -32,7 +32,7 @@ END_S, SLOWEST_BYTES_S = 25.0, 10e6  # after the last step without a sign of lif
 class Reporter:
     """The process that tells a tracker; `status` is how the run ends, as far as is known."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Config) -> None:
         """Raises ConfigError: the tracker does not answer, or does not let us in."""
         assert run.tracker is not None
         self.name, self.following, self.status = NAMES[run.tracker.name], False, "failed"
@@ -135,16 +135,16 @@ class Reporter:
 
 
 @contextmanager
-def reporting(run: Run) -> Iterator[Reporter | None]:
+def reporting(config: Config) -> Iterator[Reporter | None]:
     """Around a run: the reporter of the first rank, where the run asks for a tracker.
 
     Raises:
         ConfigError: on every rank; see Reporter.
     """
     reporter, error = None, None
-    if run.tracker is not None and launched()[0] == 0:
+    if config.tracker is not None and launched()[0] == 0:
         try:
-            reporter = Reporter(run)
+            reporter = Reporter(config)
         except UserError as e:
             error = e
     distributed.agree(error)

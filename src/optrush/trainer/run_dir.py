@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from optrush.config import Run
+from optrush.config import Config
 from optrush.errors import CheckpointError, ConfigError
 from optrush.launch import launched
 from optrush.trainer import storage
@@ -232,9 +232,9 @@ class Keeper:
             _point(self.output, self.best)
 
 
-def comparable(run: Run, fingerprints: Mapping[str, str], before: Manifest) -> bool:
+def comparable(config: Config, fingerprints: Mapping[str, str], before: Manifest) -> bool:
     """Whether the held-out loss of a checkpoint measures what the run's own do: one loss, of the same data."""
-    now = run.model_dump(mode="json", by_alias=True)
+    now = config.model_dump(mode="json", by_alias=True)
     alike = all(before.config.get(key) == now[key] for key in ("objective", "dpo"))
     return alike and all(before.fingerprints.get(k) == fingerprints.get(k) for k in ("data", "template", "tokenizer"))
 

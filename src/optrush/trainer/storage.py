@@ -20,7 +20,7 @@ from torch import Tensor
 from optrush.trainer.distributed import is_sharded
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job, Trained
+    from optrush.trainer.trainer import TrainedParam, Trainer
 
 Ints = tuple[int, ...]
 DTYPES = {
@@ -130,12 +130,12 @@ class Slice:
         return tuple(self.local.shape)
 
 
-def slices(job: Job) -> list[Slice]:
+def slices(trainer: Trainer) -> list[Slice]:
     """Parameters as `param/<name>`, optimizer states as `state/<state>/<name>`, as this rank holds them."""
-    states = job.optimizer.state()
+    states = trainer.optimizer.state()
     found = []
-    for t in job.trained:
-        local, whole, offset, first = t.local, *_box(t, job.world.data_rank)
+    for t in trainer.trained:
+        local, whole, offset, first = t.local, *_box(t, trainer.world.data_rank)
         # Of equal copies the first rank saves one; an empty shard of something larger has no bytes to save.
         saves = first and (local.numel() > 0 or tuple(local.shape) == whole)
         found.append(Slice(f"param/{t.name}", local, whole, offset, saves))
@@ -154,7 +154,7 @@ def slices(job: Job) -> list[Slice]:
     return found
 
 
-def _box(t: Trained, data_rank: int) -> tuple[Ints, Ints, bool]:
+def _box(t: TrainedParam, data_rank: int) -> tuple[Ints, Ints, bool]:
     """(whole shape, offset of this rank's box, whether this rank is the first of those that hold the same box)."""
     p = t.parameter
     if not is_sharded(p):

@@ -14,31 +14,31 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from optrush.config import Run
+from optrush.config import Config
 from optrush.data import sampler
 from optrush.data.batch import Batch
 from optrush.data.packing import Layout, Padded
 from optrush.data.sampler import Evaluation, Live, Loading, Stream
 from optrush.data.sources import Sources
 from optrush.kernels.adamw import Rounding
-from optrush.models.weights import Recipe
+from optrush.models.weights import WeightMap
 from optrush.optim.adamw import Make, Optimizer, whole
 from optrush.optim.schedule import learning_rate
-from optrush.technique import Edit, Setup
+from optrush.technique import Edit, Environment
 from optrush.trainer import distributed
 from optrush.trainer.distributed import World
 from optrush.trainer.metrics import Meter
 
 if TYPE_CHECKING:
     from optrush.models.decoder import Decoder
-    from optrush.models.hf import Adapter
+    from optrush.models.hf import HFModel
 
 
-__all__ = ["Batch", "Job", "State", "Trained"]
+__all__ = ["Batch", "State", "TrainedParam", "Trainer"]
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedParam:
     """One trained parameter: canonical name, local tensor and placement, fixed once at assembly.
 
     After assembly nobody asks the model for its parameters: sharding leaves gathered tensors there.
@@ -60,7 +60,7 @@ class Trained:
         return None if g is None else distributed.local(g)
 
     @property
-    def whole(self) -> tuple[int, ...]:
+    def full_shape(self) -> tuple[int, ...]:
         """The shape of the whole parameter."""
         return tuple(self.parameter.shape)
 
@@ -70,7 +70,7 @@ class Trained:
         return distributed.offset(self.parameter)
 
     @property
-    def cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether this rank holds a slice only (else the whole, the same on every rank)."""
         p = self.parameter
         return distributed.is_sharded(p) and any(how.is_shard() for how in p.placements)
@@ -84,15 +84,15 @@ class State(Protocol):
 
 
 @dataclass
-class Job:
+class Trainer:
     """Assembled by assemble.py, driven by train.py."""
 
-    run: Run
-    setup: Setup
+    config: Config
+    env: Environment
     world: World
     hf: dict[str, Any]  # config.json as edited
-    model: Decoder | Adapter
-    recipe: Recipe
+    model: Decoder | HFModel
+    weight_map: WeightMap
 
     # data
     layout: Layout = field(default_factory=Padded)  # how samples become rows
@@ -104,70 +104,70 @@ class Job:
     # callables
     batches: Iterator[list[Batch]] = field(default_factory=lambda: iter(()))
     """An item is all of this rank's micro-batches of one step: the same number on every rank, possibly empty ones."""
-    score: Callable[[Tensor, Batch], Tensor] = None  # type: ignore[assignment]
+    loss_from_hidden: Callable[[Tensor, Batch], Tensor] = None  # type: ignore[assignment]
     """The objective: hidden (B, T, D) -> () float32, a sum over the batch's own terms; unscaled, undivided, local.
     It adds what else it knows of them to `figures`."""
     loss: Callable[[Batch], Tensor] = None  # type: ignore[assignment]
     """() float32: default is the score of the model's hidden states. Gradient mode is the caller's."""
-    gradients: Callable[[list[Batch], int | Tensor], Tensor] = None  # type: ignore[assignment]
+    forward_backward: Callable[[list[Batch], int | Tensor], Tensor] = None  # type: ignore[assignment]
     """The window: afterwards each trained local gradient is scale * d(sum of all ranks' losses)/dw / terms, summed
     over the data axes. Clears first, may be called again. Returns () float32: the mean loss over the data axes.
     terms: on the host, or () float32 on the device and at least 1."""
-    losses: Callable[[list[Batch]], Tensor] = None  # type: ignore[assignment]
+    eval_loss: Callable[[list[Batch]], Tensor] = None  # type: ignore[assignment]
     """() float32: sum of losses over the data axes; no gradient, eval mode; weights are left as between steps."""
-    update: Callable[[], tuple[Tensor, Tensor]] = None  # type: ignore[assignment]
+    optimizer_step: Callable[[], tuple[Tensor, Tensor]] = None  # type: ignore[assignment]
     """(norm before clipping (), skipped () bool), on the device: unscale, guard, clip, step, free."""
-    begin: Callable[[int], None] = None  # type: ignore[assignment]
+    set_step: Callable[[int], None] = None  # type: ignore[assignment]
     """Before step n (from 1): learning rate and random state are functions of it."""
 
     # slots
-    smaller: Callable[[], int | None] = lambda: None
+    shrink_micro_batch: Callable[[], int | None] = lambda: None
     """Rows of the micro-batch to take after one that did not fit; None: there is none, or nobody may choose it."""
-    told: Callable[[dict[str, Any]], None] = lambda what: None
+    log_event: Callable[[dict[str, Any]], None] = lambda what: None
     """What happens to the run while it trains: a line of metrics.jsonl, and for people."""
-    untrained: Callable[[], AbstractContextManager[None]] | None = None
+    adapters_disabled: Callable[[], AbstractContextManager[None]] | None = None
     """Within it the model is what it was before training (adapters are off); None: nobody can undo the training."""
-    syncing: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
+    grad_sync: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
     """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
-    discard: Callable[[], None] = None  # type: ignore[assignment]
+    zero_grad: Callable[[], None] = None  # type: ignore[assignment]
     """Forgets all gradients, half-summed ones too; raises where it cannot."""
-    total: Callable[[int], int] = None  # type: ignore[assignment]
+    all_reduce_int: Callable[[int], int] = None  # type: ignore[assignment]
     """Sum of a host integer over the data axes; carries the stop flag along."""
-    share: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]
+    all_reduce: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]
     """Sum of a device tensor over the data axes."""
-    norm: Callable[[], Tensor] = None  # type: ignore[assignment]
+    grad_norm: Callable[[], Tensor] = None  # type: ignore[assignment]
     """() float32: the norm of all gradients as they are (scaled), over every axis a gradient is cut on."""
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
     rounding: Rounding = "nearest"  # of updated bfloat16 weights; set in `adapt`, done by the optimizer
-    housing: Callable[[Sequence[Trained], Make], Optimizer] = whole
+    optimizer_factory: Callable[[Sequence[TrainedParam], Make], Optimizer] = whole
     """Makes an optimizer over parameters, its states where they are kept; set before `optimizer`, called there."""
     optimizer: Optimizer = None  # type: ignore[assignment]
     compile_options: dict[str, Any] = field(default_factory=dict)  # torch.compile's, of whatever is compiled
     recorded_bytes: int = 0  # that a recorded window holds on the device, beside what torch counts as allocated
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast
-    finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by gradients
-    figures: dict[str, Tensor] = field(default_factory=dict)
+    loss_is_finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by gradients
+    metrics: dict[str, Tensor] = field(default_factory=dict)
     """What the score says beside the loss, by the names of metrics.jsonl: () float32 on the device, sums over this
     rank's terms since the window began (gradients clears them) or the evaluation did."""
-    patience: int = 3  # skipped updates in a row that end the run
+    max_skipped_updates: int = 3  # skipped updates in a row that end the run
 
     # descriptions
-    roots: list[nn.Module] = field(default_factory=list)  # what we call ourselves, and so what is sharded
-    trained: list[Trained] = field(default_factory=list)
+    fsdp_roots: list[nn.Module] = field(default_factory=list)  # what we call ourselves, and so what is sharded
+    trained: list[TrainedParam] = field(default_factory=list)
     fingerprints: dict[str, str] = field(default_factory=dict)  # what a resumed run must find unchanged
     tokenizer: Any = None  # transformers' tokenizer; None for random tokens on a shape
     sources: Sources = None  # type: ignore[assignment]  # what was read, set aside and cleaned away
     state: dict[str, State] = field(default_factory=dict)
-    edits: list[Edit] = field(default_factory=list)
+    applied: list[Edit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     stopping: Literal[0, 1, 2] = 0  # this rank wants to stop: 1 told to, 2 the run has failed
     stopped: Literal[0, 1, 2] = 0  # what all ranks agreed on: the step under way is the last
 
     def describe(self) -> str:
         """What was changed, by whom and by which kernel, and what was left as it is, with the reason."""
-        lines = [str(edit) for edit in self.edits]
+        lines = [str(edit) for edit in self.applied]
         lines += [f"{'note':<10} {n}" for n in self.notes]
         return "\n".join(lines) or "nothing changed: the baseline"
 
@@ -187,79 +187,79 @@ def exhausted(error: BaseException) -> bool:
     )
 
 
-def begin(job: Job, step: int, steps: int) -> None:
+def set_step(trainer: Trainer, step: int, steps: int) -> None:
     """Learning rate and random state of step `step` of `steps`: functions of it, so that a resumed run repeats them."""
-    job.lr.fill_(learning_rate(job.run.optim, step, steps))
-    torch.manual_seed(job.run.seed * 1_000_003 + step * 1009 + job.world.data_rank)
+    trainer.lr.fill_(learning_rate(trainer.config.optim, step, steps))
+    torch.manual_seed(trainer.config.seed * 1_000_003 + step * 1009 + trainer.world.data_rank)
 
 
-def loss(job: Job, batch: Batch) -> Tensor:
-    return job.score(job.model(batch.tokens, batch.positions, batch.documents), batch)
+def loss(trainer: Trainer, batch: Batch) -> Tensor:
+    return trainer.loss_from_hidden(trainer.model(batch.tokens, batch.positions, batch.documents), batch)
 
 
-def gradients(job: Job, batches: list[Batch], terms: int | Tensor) -> Tensor:
+def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor) -> Tensor:
     """One micro-batch after the other; their losses are added up and divided by `terms`."""
-    job.discard()
-    for figure in job.figures.values():
+    trainer.zero_grad()
+    for figure in trainer.metrics.values():
         figure.zero_()
     if not isinstance(terms, Tensor):  # filled in on the device: copying a number there would wait for it
-        terms = torch.full((), max(terms, 1), dtype=torch.float32, device=job.world.device)
-    if not job.model.training:  # asked first, for it walks thousands of modules
-        job.model.train()
-    total = torch.zeros((), device=job.world.device)
+        terms = torch.full((), max(terms, 1), dtype=torch.float32, device=trainer.world.device)
+    if not trainer.model.training:  # asked first, for it walks thousands of modules
+        trainer.model.train()
+    total = torch.zeros((), device=trainer.world.device)
     for i, host in enumerate(batches):
-        batch = host.to(job.world.device)
-        with job.syncing(i == len(batches) - 1):
-            micro = job.loss(batch)
+        batch = host.to(trainer.world.device)
+        with trainer.grad_sync(i == len(batches) - 1):
+            micro = trainer.loss(batch)
             # Not in a thread of autograd's: much of a backward pass is Python, which would take turns with itself.
             with torch.autograd.set_multithreading_enabled(False):
-                (micro * (job.scale / terms)).backward()  # type: ignore[no-untyped-call]
+                (micro * (trainer.scale / terms)).backward()  # type: ignore[no-untyped-call]
         total += micro.detach()
-    mean = job.share(total) / terms
-    job.finite = torch.isfinite(mean)
+    mean = trainer.all_reduce(total) / terms
+    trainer.loss_is_finite = torch.isfinite(mean)
     return mean
 
 
 @torch.no_grad()
-def losses(job: Job, batches: list[Batch]) -> Tensor:
-    job.model.eval()
-    total = torch.zeros((), device=job.world.device)
+def eval_loss(trainer: Trainer, batches: list[Batch]) -> Tensor:
+    trainer.model.eval()
+    total = torch.zeros((), device=trainer.world.device)
     for batch in batches:
-        total += job.loss(batch.to(job.world.device))
-    return job.share(total)
+        total += trainer.loss(batch.to(trainer.world.device))
+    return trainer.all_reduce(total)
 
 
-def update(job: Job) -> tuple[Tensor, Tensor]:
-    norm = job.norm() / job.scale
-    skipped = ~(torch.isfinite(norm) & job.finite)
-    clip = job.run.optim.clip
+def optimizer_step(trainer: Trainer) -> tuple[Tensor, Tensor]:
+    norm = trainer.grad_norm() / trainer.scale
+    skipped = ~(torch.isfinite(norm) & trainer.loss_is_finite)
+    clip = trainer.config.optim.clip
     shrink = torch.ones_like(norm) if clip is None else torch.clamp(clip / (norm + 1e-6), max=1.0)
     # Where the norm is not finite the divisor is not either, but then nothing is stepped.
-    job.optimizer.step(job.lr, job.scale / shrink, skipped)
-    job.discard()
+    trainer.optimizer.step(trainer.lr, trainer.scale / shrink, skipped)
+    trainer.zero_grad()
     return norm, skipped
 
 
-def discard(job: Job) -> None:
-    for t in job.trained:
+def zero_grad(trainer: Trainer) -> None:
+    for t in trainer.trained:
         t.parameter.grad = None
 
 
 @torch.no_grad()
-def norm(job: Job) -> Tensor:
+def grad_norm(trainer: Trainer) -> Tensor:
     """Root of the summed squares: whole gradients count once, slices are summed over the mesh."""
-    device = job.world.device
+    device = trainer.world.device
     squares = {True: torch.zeros((), device=device), False: torch.zeros((), device=device)}
     for cut in squares:
-        grads = [t.grad for t in job.trained if t.cut == cut and t.grad is not None and t.grad.numel()]
+        grads = [t.grad for t in trainer.trained if t.is_sharded == cut and t.grad is not None and t.grad.numel()]
         if grads and device.type == "cuda":
             squares[cut] += torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
         elif grads:
             # On CPU that sum runs over a whole matrix in one float32, 1e-5 off; row by row it is exact to 1e-7.
             rows = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in grads]
             squares[cut] += torch.stack([r.double().square().sum() for r in rows]).sum().float()
-    if any(t.cut for t in job.trained):
-        squares[True] = job.share(squares[True])
+    if any(t.is_sharded for t in trainer.trained):
+        squares[True] = trainer.all_reduce(squares[True])
     return (squares[True] + squares[False]).sqrt()
 
 
@@ -272,7 +272,7 @@ def norm(job: Job) -> Tensor:
 class Plan:
     """Which steps a run takes, and what follows each."""
 
-    job: Job
+    trainer: Trainer
     length: sampler.Plan
     done: int = 0  # steps that were completed before
 
@@ -285,32 +285,32 @@ class Plan:
         """Step numbers from 1; ends early, on the same step everywhere, when the ranks agreed to stop."""
         for n in range(self.done + 1, self.total + 1):
             yield n
-            if self.job.stopped:
+            if self.trainer.stopped:
                 return
 
     def evaluates(self, step: int) -> bool:
-        if self.job.evaluation is None:
+        if self.trainer.evaluation is None:
             return False
-        return step == self.total or _due(step, self.job.run.train.eval_every, self.total)
+        return step == self.total or _due(step, self.trainer.config.train.eval_every, self.total)
 
     def saves(self, step: int) -> bool:
-        if self.job.stopped:
-            return self.job.stopped == 1  # a failed run leaves its last good checkpoint the newest
-        return step == self.total or _due(step, self.job.run.train.save_every, self.total)
+        if self.trainer.stopped:
+            return self.trainer.stopped == 1  # a failed run leaves its last good checkpoint the newest
+        return step == self.total or _due(step, self.trainer.config.train.save_every, self.total)
 
 
-def train(job: Job, meter: Meter, plan: Plan, save: Callable[[int], None]) -> None:
+def train(trainer: Trainer, meter: Meter, plan: Plan, save: Callable[[int], None]) -> None:
     for step in plan.steps:  # ends early, on the same step everywhere
         with meter.waiting():
-            batches = next(job.batches)  # this rank's micro-batches of one step
-        terms = job.total(sum(b.n_terms for b in batches))  # over the data axes; a host integer
-        job.begin(step)  # learning rate and random state are functions of the step
-        loss = job.gradients(batches, terms)  # forward, backward, reduction
-        norm, skipped = job.update()  # unscale, guard, clip, step, free
+            batches = next(trainer.batches)  # this rank's micro-batches of one step
+        terms = trainer.all_reduce_int(sum(b.n_terms for b in batches))  # over the data axes; a host integer
+        trainer.set_step(step)  # learning rate and random state are functions of the step
+        loss = trainer.forward_backward(batches, terms)  # forward, backward, reduction
+        norm, skipped = trainer.optimizer_step()  # unscale, guard, clip, step, free
         meter.tick(step, batches, loss, norm, skipped)  # reads the device only when this step logs
         if plan.evaluates(step):
             with meter.aside():
-                meter.evaluated(step, *evaluate(job))
+                meter.evaluated(step, *evaluate(trainer))
         if plan.saves(step):
             with meter.aside():
                 save(step)
@@ -324,18 +324,18 @@ class Evaluated(NamedTuple):
     figures: dict[str, float]  # means over the terms, of what the objective says beside its loss
 
 
-def evaluate(job: Job) -> Evaluated:
+def evaluate(trainer: Trainer) -> Evaluated:
     """One pass over the held-out documents."""
-    assert job.evaluation is not None
-    for figure in job.figures.values():
+    assert trainer.evaluation is not None
+    for figure in trainer.metrics.values():
         figure.zero_()
     loss, terms, targets = 0.0, 0, 0
-    for batch in job.evaluation:
-        loss += job.losses([batch]).item()
+    for batch in trainer.evaluation:
+        loss += trainer.eval_loss([batch]).item()
         terms += batch.n_terms
         targets += batch.n_targets
-    terms, targets = job.total(terms), job.total(targets)
-    figures = {name: job.share(figure.clone()).item() / terms for name, figure in job.figures.items()}
+    terms, targets = trainer.all_reduce_int(terms), trainer.all_reduce_int(targets)
+    figures = {name: trainer.all_reduce(figure.clone()).item() / terms for name, figure in trainer.metrics.items()}
     return Evaluated(loss / terms, targets, figures)
 
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from optrush.bench.peer import Peer, Rows, Work
-from optrush.config import Run
+from optrush.config import Config
 from optrush.hardware import Device
 from optrush.models.shapes import ModelShape
-from optrush.technique import Need
+from optrush.technique import Requirement
 
 
 class Torchtitan(Peer):
@@ -33,22 +33,24 @@ class Torchtitan(Peer):
         parts = ["torchtitan", "compile" * self.compile, f"{self.recompute} recompute" * (self.recompute != "none")]
         return " + ".join(filter(None, parts)) + f", {self.weights} weights"
 
-    def needs(self, run: Run, device: Device) -> Iterator[Need]:
+    def needs(self, config: Config, device: Device) -> Iterator[Requirement]:
         from optrush.models.source import locate
 
-        yield from super().needs(run, device)
+        yield from super().needs(config, device)
         asked = "the system `torchtitan`"
         met = device.kind == "cuda"
-        yield Need(met, f"{asked} needs a CUDA device", "a CPU only" if not met else device.name, "leave the rung out")
-        hf = locate(run, weights=False)[1]
+        yield Requirement(
+            met, f"{asked} needs a CUDA device", "a CPU only" if not met else device.name, "leave the rung out"
+        )
+        hf = locate(config, weights=False)[1]
         shape = ModelShape.read(hf)
         plain = shape.family == "llama" and shape.head_width * shape.heads == shape.width
         do = "take a Llama whose heads fill its width"
-        yield Need(plain, f"{asked} on its own Llama", f"{shape.family}, heads of {shape.head_width}", do)
+        yield Requirement(plain, f"{asked} on its own Llama", f"{shape.family}, heads of {shape.head_width}", do)
         do = "set model.shape: llama-3.2-1b-untied"
-        yield Need(not shape.tied, f"{asked}, whose head is never tied", "a shape whose head is tied", do)
-        found = f"`data` with rows of several lengths, or none of {run.batch.seq} tokens"
-        yield Need(run.data.random is not None, f"{asked} on rows of one length", found, "take data.random")
+        yield Requirement(not shape.tied, f"{asked}, whose head is never tied", "a shape whose head is tied", do)
+        found = f"`data` with rows of several lengths, or none of {config.batch.seq} tokens"
+        yield Requirement(config.data.random is not None, f"{asked} on rows of one length", found, "take data.random")
 
     def train(self, work: Work) -> None:
         """Its own loop in this process, a subclass of its Trainer for a clock."""
@@ -87,7 +89,7 @@ class Torchtitan(Peer):
         """Its configuration: ours where a run says it, its own default elsewhere."""
         from torchtitan.config import JobConfig
 
-        run, config = work.run, JobConfig()
+        run, config = work.config, JobConfig()
         config.job.dump_folder = str(work.scratch)
         config.model.name, config.model.flavor = "optrush", "run"
         config.model.hf_assets_path = str(work.folder)

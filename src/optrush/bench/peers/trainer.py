@@ -39,7 +39,7 @@ class Trainer(Adapting):
         import transformers
         from torch.utils.data import Dataset, SequentialSampler
 
-        optim, losses = work.run.optim, []
+        optim, losses = work.config.optim, []
 
         class Prepared(Dataset[dict[str, Any]]):
             """A row an item, those of one step as wide as its longest."""
@@ -96,7 +96,7 @@ class Trainer(Adapting):
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
-            seed=work.run.seed,
+            seed=work.config.seed,
             disable_tqdm=True,
         )
         trainer: Any = Ordered(model, arguments, train_dataset=rows, callbacks=[Clock()])

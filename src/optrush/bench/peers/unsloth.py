@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from optrush.bench.peer import LINEARS, Adapting, Weights, Work
-from optrush.config import Run
+from optrush.config import Config
 from optrush.hardware import Device
-from optrush.technique import Need
+from optrush.technique import Requirement
 
 
 class Unsloth(Adapting):
@@ -34,24 +34,26 @@ class Unsloth(Adapting):
         what = f" {self.adapter} rank {self.rank}" if self.adapter else ""
         return f"Unsloth{what}" + " + its checkpointing" * self.checkpointing + f", {self.weights} weights"
 
-    def needs(self, run: Run, device: Device) -> Iterator[Need]:
-        yield from super().needs(run, device)
+    def needs(self, config: Config, device: Device) -> Iterator[Requirement]:
+        yield from super().needs(config, device)
         met = device.kind == "cuda"
         found = "a CPU only" if not met else device.name
-        yield Need(met, "the system `unsloth` needs a CUDA device", found, "run it on one, or leave the rung out")
+        yield Requirement(
+            met, "the system `unsloth` needs a CUDA device", found, "run it on one, or leave the rung out"
+        )
         asked, do = "the system `unsloth`, full fine-tuning", "take weights: bfloat16"
-        yield Need(self.weights == "bfloat16", asked, f"`weights: {self.weights}`", do)
+        yield Requirement(self.weights == "bfloat16", asked, f"`weights: {self.weights}`", do)
 
     def train(self, work: Work) -> None:
         """The loop that its makers' notebooks write out, without their trainer."""
         import torch
         from unsloth import FastLanguageModel
 
-        optim = work.run.optim
+        optim = work.config.optim
         checkpointing = "unsloth" if self.checkpointing else False
         model, _ = FastLanguageModel.from_pretrained(
             str(work.folder),
-            max_seq_length=work.run.batch.seq,
+            max_seq_length=work.config.batch.seq,
             dtype=torch.bfloat16,
             load_in_4bit=self.adapter == "qlora",
             full_finetuning=self.adapter is None,
@@ -66,7 +68,7 @@ class Unsloth(Adapting):
                 bias="none",
                 target_modules=list(LINEARS),
                 use_gradient_checkpointing=checkpointing,
-                random_state=work.run.seed,
+                random_state=work.config.seed,
             )
         elif not self.checkpointing:  # its loader turns it on for full fine-tuning, whatever it was told
             model.gradient_checkpointing_disable()

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from optrush import config
-from optrush.config import LOGIN, Run
+from optrush.config import LOGIN, Config, refuse_secrets
 from optrush.config import Tracker as Options
 from optrush.errors import ConfigError, NeedsError
 from optrush.technique import library
@@ -53,25 +52,25 @@ def make(options: Options, folder: Path) -> Tracker:
     return made
 
 
-def check(run: Run) -> None:
+def check(config: Config) -> None:
     """Whether the run can be reported as asked, as far as that can be said without asking a server.
 
     Raises:
         UserError: a password in an address, a missing package, no server named, or none that can be one.
     """
-    config.refuse(run)
-    if run.tracker is None:
+    refuse_secrets(config)
+    if config.tracker is None:
         return
-    name, uri = run.tracker.name, run.tracker.uri
+    name, uri = config.tracker.name, config.tracker.uri
     asked = f"`tracker: {name}`"
     if uri is not None and (urlsplit(uri).query or urlsplit(uri).fragment):
         do = "put a token into the tracker's own environment variable, and name the address alone"
         raise ConfigError("`tracker.uri`", "an address with more than host and path, which may be a token", do)
-    if uri is not None and run.tracker.offline:
+    if uri is not None and config.tracker.offline:
         raise ConfigError("`tracker.offline: true`", "a `tracker.uri` beside it", "leave one of them out")
     if all(library(package) is None for package in _PACKAGES[name]):
         raise NeedsError(asked, f"the package {_PACKAGES[name][0]} is not installed", f"pip install 'optrush[{name}]'")
-    server = None if run.tracker.offline else _SERVERS.get(name)
+    server = None if config.tracker.offline else _SERVERS.get(name)
     address = "" if server is None else uri or os.environ.get(server, "")
     if server is not None and not address:
         found = f"no `tracker.uri`, and no {server} in the environment"
