@@ -102,7 +102,7 @@ def steady(spans: Sequence[Span]) -> tuple[Sequence[Span], int]:
     """What ran between the end of the first step and that of the last, and how many steps these are.
 
     The profiler begins in the first, which is left out: gaps of 15 to 27 ms beside steps of any length are likely its
-    own (LOG.md: one H200).
+    own (docs/log: one H200).
     """
     ends = [s.end for s in spans if (mark := MARK.search(s.name)) and mark[1] == STEP]
     if not ends:

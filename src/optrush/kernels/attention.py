@@ -81,7 +81,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: in
     """Output like q, with room, and the logarithm of each row's sum: (B, H, T) dense, (H, B*T) with starts; float32."""
     most = None if starts is None else longest
     # The query heads of one key/value head in one tile, or each in its own. On an H200, with four of them, the latter
-    # is 5 % faster for dense rows at E = 128; at 64, and where rows are packed, it is 7 to 16 % slower (LOG.md).
+    # is 5 % faster for dense rows at E = 128; at 64, and where rows are packed, it is 7 to 16 % slower (docs/log).
     apart = starts is None and q.shape[-1] >= WIDE
     out, lse, *_ = _package()._flash_attn_fwd(
         q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=most, max_seqlen_k=most, causal=True,

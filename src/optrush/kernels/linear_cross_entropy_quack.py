@@ -34,7 +34,7 @@ def product(
     """As `exponents.exponents` says.
 
     Args:
-        columns: of a tile; None takes those that were fastest (LOG.md). They divide V: what lies behind the last column
+        columns: of a tile; None: those that were fastest (docs/log). They divide V: what lies behind the last column
             of a matrix would be summed as well.
         turns: two groups of warps, of which one multiplies while the other writes what it has.
     """
@@ -48,7 +48,7 @@ def product(
 
 
 def weight_gradient(e: Tensor, x: Tensor) -> Tensor:
-    """As `exponents.weight_gradient` says. The kernel makes its transpose: 192 divides V better than D (LOG.md)."""
+    """As `exponents.weight_gradient` says. The kernel makes its transpose: 192 divides V better than D (docs/log)."""
     out = x.new_empty(e.shape[1], x.shape[1])
     gemm_tuned.fn(e.t(), x, out, config=_transposed(), dynamic_scheduler=True)
     return out

@@ -97,7 +97,7 @@ def _whole(weight: Tensor) -> Tensor | None:
 # Where the frozen weight has room (kernels/room.py), W x + U A x is one product of [x | A x] by [W | U], rounded once.
 # Where it has none, U A x is made first and W x added to it: what is small beside the other counts only where it is
 # added before that is rounded. QuACK adds in float32 and rounds once; by cuBLAS (addmm_ of 16 bits) a hundredth of a
-# last place is lost, on an H200 at every shape that was tried (LOG.md).
+# last place is lost, on an H200 at every shape that was tried (docs/log).
 #
 # Source: https://github.com/Dao-AILab/quack (gemm_interface.py, gemm).
 

@@ -97,7 +97,7 @@ def gated(
 
     # The epilogue writes half as many values again as its tile has. Taken in turns, and by who is free, they pass while
     # others multiply: at the 1B shape 5 % less time by itself than larger tiles take. Where more is summed for each of
-    # them these are faster: 0.3 % of an 8B step (LOG.md).
+    # them these are faster: 0.3 % of an 8B step (docs/log).
     pairs, product = gemm_gated(
         beside(x, z, 1, roomy_x),
         beside(weight, u, 1, roomy).t(),
@@ -129,7 +129,7 @@ def gated_backward(
     from quack.gemm_interface import gemm_dgated
 
     # The epilogue moves five times as many values as its tile has. Taken in turns, and by who is free instead of in a
-    # fixed order, they pass while others multiply: a quarter less time at the 1B shape (LOG.md). Where more is summed
+    # fixed order, they pass while others multiply: a quarter less time at the 1B shape (docs/log). Where more is summed
     # for each of them a larger tile is faster: 4 % at the 8B shape.
     d_pairs, product = gemm_dgated(
         grad.contiguous(),

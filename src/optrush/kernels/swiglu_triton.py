@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Pairs a program and its warps: of those that were tried on an H200 the fastest (LOG.md).
+# Pairs a program and its warps: of those that were tried on an H200 the fastest (docs/log).
 FORWARD = {"BLOCK": 1024, "num_warps": 4}
 BACKWARD = {"BLOCK": 512, "num_warps": 2}
 

@@ -338,7 +338,7 @@ class _Feed(torch.autograd.Function):
                 product, lower.t(), a2.t(), u2.t(), "quack", roomy=room2.weight, roomy_x=True
             )  # (N, D), (N, r)
         ctx.save_for_backward(h if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
-        total: Tensor = x + out.view_as(x)  # by the product it costs as much on 8B (LOG.md)
+        total: Tensor = x + out.view_as(x)  # by the product it costs as much on 8B (docs/log)
         return total
 
     @staticmethod

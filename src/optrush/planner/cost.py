@@ -22,7 +22,7 @@ from optrush.planner import calibration
 from optrush.planner.calibration import Attention, Calibration
 from optrush.planner.ledger import Ledger, Work, awaiting, paged
 
-# Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; LOG.md).
+# Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; docs/log).
 HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70
 # Attention without scores: the share at long rows, and the length at which it is half of that, for what is read and
 # written once a token counts for less in a longer row. On a CPU it is a product as any other, half of it wasted.

@@ -40,7 +40,7 @@ BFLOAT16: Mapping[Role, float] = {
     "plain": 2.5,
 }  # fmt: skip
 
-# Plain operators as long to start as a kernel of a compiled graph, and as one of our operators (LOG.md: one H200's).
+# Plain operators as long to start as a kernel of a compiled graph, and as one of our operators (docs/log: one H200's).
 COMPILED, OURS = 2.5, 7.0
 
 Live = Literal["always", "gradient", "saved", "forward", "backward", "end", "head", "update"]

@@ -168,7 +168,7 @@ def _in_products(blocks: Sequence[Any]) -> int:
 
 
 def _hidden(s: ModelShape) -> Iterator[Rule]:
-    """What the epilogues read and write, less what passes while others multiply: F and 3 F, of 3 F and 6 F (LOG.md)."""
+    """What epilogues read and write, less what passes while others multiply: F and 3 F, of 3 F and 6 F (docs/log)."""
     D, F, heads = s.width, s.ff_width, 2 * (s.heads + s.kv_heads) * s.head_width
     why = "of the activation's values, those that the products do not hide"
     yield live("forward.elementwise", why, times=(6 * D + heads + F) / (6 * D + heads + 3 * F))
