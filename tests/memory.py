@@ -297,7 +297,7 @@ def supposed(run: Any, classes: Sequence[type[Technique]] = ALL, *, kernels: boo
         stack.enter_context(mock.patch.object(assemble, "materialise", without_bytes))
         stack.enter_context(mock.patch("torch.nn.Module.to_empty", _to_empty))
         if kernels:
-            stack.enter_context(mock.patch.object(adamw.Loop, "__call__", return_value=None))
+            stack.enter_context(mock.patch.object(adamw.ReferenceUpdate, "__call__", return_value=None))
         if "packing" not in run.with_:  # it reads the positions' values to find that out
             single = mock.patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None)
             stack.enter_context(single)

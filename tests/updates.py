@@ -26,7 +26,7 @@ def group_of(
     wide: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     device: str = "cpu",
-) -> kernel.Group:
+) -> kernel.AdamWGroup:
     """Parameters of these shapes, or a piece of each; equal ones each time. wide: states in float32."""
     g = torch.Generator().manual_seed(3)
     weights = [torch.randn(s, generator=g).to(dtype) for s in shapes]
@@ -37,15 +37,17 @@ def group_of(
         return [torch.zeros_like(p, dtype=dtype) for p in pieces]
 
     kind = torch.float32 if wide else torch.bfloat16
-    return kernel.Group(
+    return kernel.AdamWGroup(
         weights=pieces,
         means=states(kind),
         squares=states(kind),
-        counts=torch.zeros(len(shapes), device=device),
         remainders=states(torch.bfloat16) if rounding == "kahan" else None,
-        decays=torch.tensor([decay * (len(s) > 1) for s in shapes], dtype=torch.float64, device=device),
-        words=torch.tensor([kernel.key_words(3, f"parameter {k}") for k in range(len(shapes))], device=device),
-        spans=[kernel.span(s, p.shape, o[: len(s)]) for s, p, o in zip(shapes, pieces, offsets)],
+        params=kernel.ParamTable(
+            counts=torch.zeros(len(shapes), device=device),
+            decays=torch.tensor([decay * (len(s) > 1) for s in shapes], dtype=torch.float64, device=device),
+            words=torch.tensor([kernel.key_words(3, f"parameter {k}") for k in range(len(shapes))], device=device),
+            spans=[kernel.shard_span(s, p.shape, o[: len(s)]) for s, p, o in zip(shapes, pieces, offsets)],
+        ),
         betas=betas,
         eps=torch.tensor(1e-8).item(),
         rounding=rounding,
@@ -58,7 +60,7 @@ def grads_of(shapes: Sequence[tuple[int, ...]], step: int, dtype: torch.dtype = 
 
 
 def stepped(
-    update: kernel.Update, grads: Sequence[Tensor], step: int, *, scale: float = 1.0, bad: bool = False, first: int = 0
+    update: kernel.GroupUpdate, grads: Sequence[Tensor], step: int, *, scale: float = 1.0, bad: bool = False, first: int = 0
 ) -> None:
     """One update; the rate falls like 1 / step."""
     device = grads[0].device
@@ -66,9 +68,9 @@ def stepped(
     update(grads, rate, scale_, flag, first)
 
 
-def tensors(group: kernel.Group) -> list[Tensor]:
+def tensors(group: kernel.AdamWGroup) -> list[Tensor]:
     """All that an update changes."""
-    return [*group.weights, *group.means, *group.squares, *(group.remainders or []), group.counts]
+    return [*group.weights, *group.means, *group.squares, *(group.remainders or []), group.params.counts]
 
 
 def compare(rounding: kernel.Rounding, aligned: bool, launcher: Any, device: str = "cpu") -> tuple[int, int]:
@@ -85,7 +87,7 @@ def compare(rounding: kernel.Rounding, aligned: bool, launcher: Any, device: str
     for wide, cut, dtype in cases:
         shapes = [s for s in whole if len(s) == 2] if len(cut) > 1 else whole
         one, other = (group_of(rounding, shapes, wide=wide, cut=cut, dtype=dtype, device=device) for _ in range(2))
-        pair = kernel.Loop(one), launcher(other)
+        pair = kernel.ReferenceUpdate(one), launcher(other)
         assert pair[1].aligned == (aligned and len(cut) == 1) and pair[1].cut == (len(cut) > 1)
         for step in range(1, 7):
             kind = torch.float32 if wide else torch.bfloat16
@@ -101,7 +103,7 @@ def compare(rounding: kernel.Rounding, aligned: bool, launcher: Any, device: str
     return many, different
 
 
-def edges(write: stochastic_rounding.Store, device: str = "cpu") -> Tensor:
+def edges(write: stochastic_rounding.RoundedWrite, device: str = "cpu") -> Tensor:
     """Zeros, the least values, those about bfloat16's largest, inf and nan; each rounded with 64 draws."""
     raw = [0, 1, 0xFFFF, 0x7FFFFF, 0x800000, 0x7F7EFFFF, 0x7F7F0000, 0x7F7F0001, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
     x = torch.tensor([*raw, *(n - (1 << 31) for n in raw)], dtype=torch.int32).view(torch.float32).repeat(64).to(device)
@@ -115,13 +117,13 @@ if __name__ == "__main__":
     from optrush.kernels import adamw_triton, stochastic_rounding_triton
 
     torch.testing.assert_close(
-        edges(stochastic_rounding_triton.stochastic),
-        edges(stochastic_rounding.stochastic),
+        edges(stochastic_rounding_triton.launch_stochastic),
+        edges(stochastic_rounding.write_stochastic),
         rtol=0,
         atol=0,
         equal_nan=True,
     )
     adamw_triton.PART, adamw_triton.BLOCK = 128, 64
     for rounding, aligned in itertools.product(("nearest", "stochastic", "kahan"), (True, False)):
-        many, different = compare(rounding, aligned, adamw_triton.Launcher)  # type: ignore[arg-type]
+        many, different = compare(rounding, aligned, adamw_triton.AdamWLauncher)  # type: ignore[arg-type]
         print(f"{rounding}, aligned {aligned}: {'equal' if not different else f'{different} of {many} differ'}")

@@ -41,7 +41,7 @@ def optimizer(dtype: torch.dtype, rounding: str, device: str) -> Adam8bit:
         local = (0.02 * torch.randn(shape, generator=g)).to(device, dtype)
         found.append(
             SimpleNamespace(
-                name=name, local=local, grad=None, decays=len(shape) > 1, whole=shape, offset=(0,) * len(shape)
+                name=name, local=local, grad=None, decays=len(shape) > 1, full_shape=shape, offset=(0,) * len(shape)
             )
         )
     return Adam8bit(found, Optim(lr=1e-3), rounding=rounding, seed=7)
@@ -50,7 +50,7 @@ def optimizer(dtype: torch.dtype, rounding: str, device: str) -> Adam8bit:
 def moved(ours: Adam8bit, number: int, device: str, bad: bool = False) -> None:
     g = torch.Generator().manual_seed(number)
     for t in ours.trained:
-        grad = torch.randn(t.whole, generator=g) * torch.exp(3 * torch.randn(t.whole, generator=g))
+        grad = torch.randn(t.full_shape, generator=g) * torch.exp(3 * torch.randn(t.full_shape, generator=g))
         t.grad = (8 * grad).to(device, t.local.dtype)
     ours.step(torch.tensor(1e-3, device=device), torch.tensor(8.0, device=device), torch.tensor(bad, device=device))
 

@@ -34,7 +34,7 @@ NAMES = ("muon", "apollo:rank=16")
 
 @pytest.mark.parametrize("size", [1, 4096, 3 * 4096 + 5, 1 << 22])
 def test_the_kernel_has_the_references_bits(size):
-    from optrush.kernels.stochastic_rounding_triton import stochastic
+    from optrush.kernels.stochastic_rounding_triton import launch_stochastic
 
     value = torch.randn(size, generator=torch.Generator().manual_seed(size))
     value[::97] = float("inf")
@@ -42,7 +42,7 @@ def test_the_kernel_has_the_references_bits(size):
         key = step_key(torch.tensor([key_words(3, "a")]), torch.tensor([5.0]))[0]
         sides = [torch.ones(size, dtype=torch.bfloat16, device=device) for device in ("cpu", "cuda", "cuda")]
         for side, write in zip(
-            sides, (stochastic_rounding.stochastic, stochastic_rounding.stochastic, stochastic), strict=True
+            sides, (stochastic_rounding.write_stochastic, stochastic_rounding.write_stochastic, launch_stochastic), strict=True
         ):
             on = side.device
             write(side, value.to(on), torch.tensor(bad, device=on), key.to(on), shift, 1 << 33)

@@ -61,20 +61,20 @@ def step_of(trainer: Trainer, k: int) -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("aligned", [True, False])
 def test_triton_equals_the_reference(rounding, aligned):
-    from optrush.kernels.adamw_triton import Launcher
+    from optrush.kernels.adamw_triton import AdamWLauncher
 
-    many, different = compare(rounding, aligned, Launcher, "cuda")
+    many, different = compare(rounding, aligned, AdamWLauncher, "cuda")
     assert many > 500 and different == 0
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_gpu_equals_a_cpu(rounding):
     """Large parameters, several programs each: Triton on the GPU against the reference on the CPU, to the bit."""
-    from optrush.kernels.adamw_triton import Launcher
+    from optrush.kernels.adamw_triton import AdamWLauncher
 
     shapes = [(1000, 640), (640,), (33, 17)]
     here, there = group_of(rounding, shapes), group_of(rounding, shapes, device="cuda")
-    loop, launcher = kernel.Loop(here), Launcher(there)
+    loop, launcher = kernel.ReferenceUpdate(here), AdamWLauncher(there)
     for k in range(1, 6):
         grads = grads_of(shapes, k)
         stepped(loop, grads, k)
@@ -168,7 +168,7 @@ def adam4bit(dtype: torch.dtype, rounding: kernel.Rounding, device: str) -> Adam
     found = [
         SimpleNamespace(
             name=name, local=(0.02 * torch.randn(shape, generator=g)).to(device, dtype), grad=None,
-            decays=len(shape) > 1, whole=shape, offset=(0,) * len(shape),
+            decays=len(shape) > 1, full_shape=shape, offset=(0,) * len(shape),
         )
         for name, shape in LOW.items()
     ]  # fmt: skip
@@ -187,7 +187,7 @@ def test_4_bit_codes_have_the_references_bits(dtype: torch.dtype, rounding: kern
     for n, one in itertools.product(range(1, 6), (ours, plain, cpu)):
         g = torch.Generator().manual_seed(n)
         for t in one.trained:
-            grad = torch.randn(t.whole, generator=g) * torch.exp(2 * torch.randn(t.whole, generator=g))
+            grad = torch.randn(t.full_shape, generator=g) * torch.exp(2 * torch.randn(t.full_shape, generator=g))
             t.grad = (8 * grad).to(t.local.device, dtype)
         rate, scale, bad = (torch.tensor(v, device=one.trained[0].local.device) for v in (1e-3, 8.0, n == 3))
         one.step(rate, scale, bad)

@@ -246,14 +246,14 @@ def test_random_rounding_is_right_on_average_and_repeatable():
     value = torch.full((4, 1000), 1 + 1 / 512)  # a quarter of the way from 1 to the next bfloat16
     target = torch.ones(4, 1000, dtype=torch.bfloat16)
     key, good = step_key(torch.tensor([key_words(7, "a")]), torch.ones(1))[0], torch.tensor(False)
-    stochastic_rounding.stochastic(target, value, good, key)
+    stochastic_rounding.write_stochastic(target, value, good, key)
     assert (target > 1).float().mean() == pytest.approx(0.25, abs=0.03)
     want = round_stochastic(value.view(-1), random_bits(key, torch.arange(4000))).view(4, 1000)
     assert torch.equal(target, want)
     again = torch.zeros_like(target)
-    stochastic_rounding.stochastic(again, value, good, key, 16)
+    stochastic_rounding.write_stochastic(again, value, good, key, 16)
     assert not torch.equal(again, target), "other bits of the same draw"
-    stochastic_rounding.stochastic(again, value, torch.tensor(True), key)
+    stochastic_rounding.write_stochastic(again, value, torch.tensor(True), key)
     assert not torch.equal(again, target), "skipped"
 
 
@@ -308,7 +308,7 @@ def interpreted():
             key = step_key(torch.tensor([key_words(many, "a")]), torch.tensor([3.0]))[0]
             sides = [torch.ones(many, dtype=torch.bfloat16) for _ in range(2)]
             for side, write in zip(
-                sides, (stochastic_rounding.stochastic, stochastic_rounding_triton.stochastic), strict=True
+                sides, (stochastic_rounding.write_stochastic, stochastic_rounding_triton.launch_stochastic), strict=True
             ):
                 write(side, value, torch.tensor(bad), key, shift, (1 << 33) + 77)
             torch.testing.assert_close(*sides, rtol=0, atol=0, equal_nan=True)

@@ -117,13 +117,13 @@ def test_finite_stays_finite(word):
 def test_the_place_of_a_piece(whole, shape, offset):
     places = torch.arange(math.prod(whole)).view(whole)
     box = places[tuple(slice(o, o + n) for o, n in zip(offset, shape))].flatten()
-    where, i = kernel.span(whole, shape, offset), torch.arange(math.prod(shape))
+    where, i = kernel.shard_span(whole, shape, offset), torch.arange(math.prod(shape))
     assert torch.equal(where.first + i // max(where.width, 1) * where.pitch + i % max(where.width, 1), box)
 
 
 def test_a_piece_cut_in_the_middle_is_refused():
     with pytest.raises(AssertionError, match="cut in the middle"):
-        kernel.span((4, 4, 4), (4, 2, 2), (0, 0, 0))
+        kernel.shard_span((4, 4, 4), (4, 2, 2), (0, 0, 0))
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
@@ -136,17 +136,17 @@ def test_pieces_draw_what_the_whole_draws(rounding, columns):
     piece = group_of(rounding, [shape], cut=cut)
     for step in range(1, 6):
         (grad,) = grads_of([shape], step)
-        stepped(kernel.Loop(whole), [grad], step)
-        stepped(kernel.Loop(piece), [grad[cut].contiguous()], step)
+        stepped(kernel.ReferenceUpdate(whole), [grad], step)
+        stepped(kernel.ReferenceUpdate(piece), [grad[cut].contiguous()], step)
     for a, b in zip(tensors(whole), tensors(piece), strict=True):
         assert torch.equal(a[cut] if a.dim() == 2 else a, b)
 
 
 def test_chunks_draw_what_the_whole_draws(monkeypatch):
     one, other = (group_of("stochastic", [(30, 7)]) for _ in range(2))
-    stepped(kernel.Loop(one), grads_of([(30, 7)], 1), 1)
+    stepped(kernel.ReferenceUpdate(one), grads_of([(30, 7)], 1), 1)
     monkeypatch.setitem(kernel.CHUNK, "cpu", 16)
-    stepped(kernel.Loop(other), grads_of([(30, 7)], 1), 1)
+    stepped(kernel.ReferenceUpdate(other), grads_of([(30, 7)], 1), 1)
     assert all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
 
 
@@ -169,7 +169,7 @@ def test_the_update_against_float64(rounding):
     shape = (64, 33)
     group = group_of(rounding, [shape], decay=0.1)
     start, grads = group.weights[0].double(), grads_of([shape], 1)
-    stepped(kernel.Loop(group), grads, 1, scale=4.0)
+    stepped(kernel.ReferenceUpdate(group), grads, 1, scale=4.0)
     want, mean, square = oracle(start, [grads[0].double() / 4], lambda t: 1e-2, 0.1, group.betas, group.eps)
     unit = torch.exp2(want.abs().log2().floor() - 7) * (0.5 if rounding == "nearest" else 1.0) * 1.001
     assert ((group.weights[0].double() - want).abs() <= unit).all()
@@ -187,7 +187,7 @@ def moments(rounding, beta, wide):
     group = group_of(rounding, [shape], betas=(0.9, beta), wide=wide)
     for step in range(1, 401):
         grad = grads_of([shape], step)[0] * (1.0 if step <= 100 else 0.1)
-        stepped(kernel.Loop(group), [grad], step)
+        stepped(kernel.ReferenceUpdate(group), [grad], step)
     return group.means[0].double(), group.squares[0].double()
 
 
@@ -205,14 +205,14 @@ def test_moments_in_bf16_follow_float32s(rounding, beta):
 def test_a_skipped_update_changes_nothing():
     for rounding in ("nearest", "stochastic", "kahan"):
         group = group_of(rounding, [(5, 3)])
-        stepped(kernel.Loop(group), grads_of([(5, 3)], 1), 1)
+        stepped(kernel.ReferenceUpdate(group), grads_of([(5, 3)], 1), 1)
         before = [t.clone() for t in tensors(group)]
-        stepped(kernel.Loop(group), [torch.full((5, 3), math.nan)], 2, bad=True)
+        stepped(kernel.ReferenceUpdate(group), [torch.full((5, 3), math.nan)], 2, bad=True)
         assert all(torch.equal(a, b) for a, b in zip(before, tensors(group), strict=True))
 
 
 def test_ranges():
-    assert list(kernel.runs([0, 1, 2, 5, 7, 8])) == [(0, 3), (5, 6), (7, 9)] and not list(kernel.runs([]))
+    assert list(kernel.contiguous_ranges([0, 1, 2, 5, 7, 8])) == [(0, 3), (5, 6), (7, 9)] and not list(kernel.contiguous_ranges([]))
 
 
 def test_powers():

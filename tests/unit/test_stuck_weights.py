@@ -33,7 +33,7 @@ def ours(rounding):
     """(weights after each step, the remainders at the end)."""
     group = group_of(rounding, [SHAPE], betas=BETAS, decay=0.0)
     group.weights[0].copy_(beginning())
-    loop, path = kernel.Loop(group), []
+    loop, path = kernel.ReferenceUpdate(group), []
     for grad in gradients():
         loop([grad], torch.tensor(RATE), torch.tensor(1.0), torch.tensor(False))
         path.append(group.weights[0].clone())

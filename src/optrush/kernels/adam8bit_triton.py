@@ -1,45 +1,53 @@
-"""AdamW whose moments are codes, all parameters of a group in one launch of a Triton kernel; adam8bit_update.py has
-the codes of a byte and the reference, adam4bit_triton.py what differs where codes take half a byte.
+"""AdamW update with 8-bit or 4-bit moments, all parameters of a group in one launch of a Triton kernel.
 
-Only who launches it imports this module: torch brings Triton where there is a CUDA device. (Triton's interpreter runs
-it on a CPU, in the tests.)
+adam8bit.py has the formats and the reference; the bits are the same. Imported where it is launched only: torch ships
+Triton where there is a CUDA device. Triton's interpreter runs it on a CPU in the tests.
 
-A program takes tiles of whole blocks, within a warp each: it reads codes, scales, weights and gradients once, and
-writes codes, scales and weights once. What is the same for all of a parameter a small launch computes before it, as
-for the AdamW of adamw_triton.py, whose parts this file uses: neither asks the host for anything, and the bits are the
-reference's.
+A program updates tiles of whole blocks, each within a warp: it reads codes, scales, weights and gradients once, and
+writes codes, scales and weights once. The small launch of adamw_triton.py runs before it; neither synchronizes with the
+host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from optrush.kernels import adam8bit
-from optrush.kernels.adam8bit import BORDERS, FIRST, LAST, LEAST_SCALE, PER_PART, STARTS, UP, Group, blocks, values
-from optrush.kernels.adamw_triton import LANES, _mix, _pointer, _prepare, _read, _write
-from optrush.kernels.lookup_triton import lookup
+from optrush.kernels.adam8bit import (
+    BLOCK,
+    BORDERS,
+    FIRST,
+    LAST,
+    LEAST_SCALE,
+    PER_PART,
+    STARTS,
+    UP,
+    QuantizedGroup,
+    blocks_per_row,
+    levels,
+)
+from optrush.kernels.adamw_triton import ALIGNMENT, GroupLauncher, _mix, _pointer, _read, _write
+from optrush.kernels.nf4_triton import lookup
 
-# --- Codes of half a byte for the kernel of adam8bit_triton.py; adam4bit_update.py has the codes and the reference.
-
-
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN201
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
-
+# Elements of one program, of one parameter (its lookups are few compared with them), and elements at a time: 8 a
+# thread.
+PART, TILE, WARPS = 16384, 2048, 8
+COLUMNS = 13  # of the table of parameters
 
 # Globals of a kernel must be its constants.
-_LEAST_SCALE, _BORDERS = tl.constexpr(LEAST_SCALE), tl.constexpr(BORDERS)
+_LEAST, _PER_PART, _FIRST = tl.constexpr(LEAST_SCALE), tl.constexpr(PER_PART), tl.constexpr(FIRST)
+_LAST_SIGNED, _LAST_ROOT = tl.constexpr(LAST[True]), tl.constexpr(LAST[False])
+_STARTS, _UP, _BORDERS = tl.constexpr(STARTS), tl.constexpr(UP), tl.constexpr(BORDERS)
+_COLUMNS = tl.constexpr(COLUMNS)
 
 
 @triton.jit
-def places(block, in_row, columns, inside, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the bytes of blocks begin, and which of (TILE, BLOCK / 2) bytes are there. block: number in the matrix."""
+def _nibble_places(block, in_row, columns, inside, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where the bytes of blocks begin, and which of (TILE, BLOCK / 2) bytes exist. block: its index."""
     half = tl.arange(0, BLOCK // 2)[None, :]
     if WHOLE:
         begin = (block * (BLOCK // 2))[:, None]
@@ -52,8 +60,8 @@ def places(block, in_row, columns, inside, WHOLE: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def read(bytes_, scales, signed, begin, pairs, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """float32 of (TILE, BLOCK) codes, 0 where none is there. signed: (16,) float32, the values of signed codes."""
+def _read_nibbles(bytes_, scales, signed, begin, pairs, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Load (TILE, BLOCK) codes as float32, 0 where none exists. signed: (16,) float32, the levels of signed codes."""
     pair = tl.load(bytes_ + begin + tl.arange(0, BLOCK // 2)[None, :], mask=pairs, other=0).to(tl.int32)
     code = tl.reshape(tl.join(pair & 15, pair >> 4), there.shape)
     if SIGNED:
@@ -64,11 +72,11 @@ def read(bytes_, scales, signed, begin, pairs, there, inside, SIGNED: tl.constex
 
 
 @triton.jit
-def write(x, bytes_, scales, signed, begin, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """The nearest codes of rows of one block each, and their scales. Returns what SIGNED codes stand for."""
+def _write_nibbles(x, bytes_, scales, signed, begin, there, inside, SIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the nearest codes of rows of one block each, and their scales; return the values of SIGNED codes."""
     scale = tl.max(tl.abs(x), axis=1)
     one = tl.full(scale.shape, 1.0, tl.float32)
-    some = scale > _LEAST_SCALE
+    some = scale > _LEAST
     inverse = tl.where(some, tl.div_rn(one, tl.where(some, scale, 1.0)), 0.0)
     part = x * inverse[:, None]
     if SIGNED:
@@ -87,26 +95,9 @@ def write(x, bytes_, scales, signed, begin, there, inside, SIGNED: tl.constexpr,
     return x
 
 
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
-
-
-# Elements of one program, of one parameter (what is looked up once a program is little beside them), and of them at a
-# time: 8 a thread.
-PART, TILE, WARPS = 16384, 2048, 8
-COLUMNS = 13  # of the table of parameters
-
-# Globals of a kernel must be its constants.
-_LEAST, _PER_PART, _FIRST = tl.constexpr(LEAST_SCALE), tl.constexpr(PER_PART), tl.constexpr(FIRST)
-_LAST_SIGNED, _LAST_ROOT = tl.constexpr(LAST[True]), tl.constexpr(LAST[False])
-_STARTS, _UP = tl.constexpr(STARTS), tl.constexpr(UP)
-_COLUMNS = tl.constexpr(COLUMNS)
-
-
 @triton.jit
 def _encode(x, SIGNED: tl.constexpr):
-    """The nearest codes of rows of one block each, and their scales."""
+    """Return the nearest codes of rows of one block each, and their scales."""
     scale = tl.max(tl.abs(x), axis=1)
     one = tl.full(scale.shape, 1.0, tl.float32)
     some = scale > _LEAST
@@ -135,7 +126,7 @@ def _encode(x, SIGNED: tl.constexpr):
 
 @triton.jit
 def _decode(address, scales, numbers, at, there, inside, ALIGNED: tl.constexpr):
-    """What bytes stand for. numbers: (256,) values of codes; scales: where those of the blocks are."""
+    """Load the values of bytes. numbers: (256,) levels of the codes; scales: addresses of those of the blocks."""
     code = tl.load(_pointer(address, tl.uint8, ALIGNED) + at, mask=there, other=0).to(tl.int32)
     return lookup(numbers, code) * tl.load(scales, mask=inside, other=0.0)[:, None]
 
@@ -148,7 +139,7 @@ def _update(
     WHOLE: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr,
     PART: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some blocks of one parameter. values: (512,) float32 of signed and unsigned bytes; (16,) of signed HALVES."""
+    """Update some blocks of one parameter. values: (512,) levels of signed and unsigned bytes; (16,) of signed HALVES."""
     if tl.load(found_inf) == 0:
         program = begin + tl.program_id(0)
         k = tl.load(owners + program).to(tl.int64)
@@ -163,9 +154,9 @@ def _update(
         root, inverse = tl.load(numbers + k * 4 + 2), tl.load(numbers + k * 4 + 3)
         key = tl.load(keys + k * 2).to(tl.uint32, bitcast=True)
         second = tl.load(keys + k * 2 + 1).to(tl.uint32, bitcast=True)
-        start = first * BLOCK if WHOLE else first * 0  # whole blocks lie one after the other
+        start = first * BLOCK if WHOLE else first * 0  # whole blocks are contiguous
         signed = tl.load(values + tl.arange(0, 16 if HALVES else 256))
-        unsigned = tl.load(values + (0 if HALVES else 256) + tl.arange(0, 16 if HALVES else 256))  # nobody's of HALVES
+        unsigned = tl.load(values + (0 if HALVES else 256) + tl.arange(0, 16 if HALVES else 256))  # not with HALVES
         for tile in range(0, PART, TILE):
             b = tile + tl.arange(0, TILE)
             inside = b < left
@@ -182,10 +173,10 @@ def _update(
             weight = _read(weights, start, j, there, WIDE, ALIGNED)
             mean_scale, root_scale = of_mean + first + b, of_root + first + b
             if HALVES:
-                place, pairs = places(first + b, in_row, columns, inside, WHOLE, BLOCK)
+                place, pairs = _nibble_places(first + b, in_row, columns, inside, WHOLE, BLOCK)
                 in_means, in_squares = _pointer(means, tl.uint8, ALIGNED), _pointer(squares, tl.uint8, ALIGNED)
-                mean = read(in_means, mean_scale, signed, place, pairs, there, inside, True, BLOCK)
-                square = read(in_squares, root_scale, signed, place, pairs, there, inside, False, BLOCK)
+                mean = _read_nibbles(in_means, mean_scale, signed, place, pairs, there, inside, True, BLOCK)
+                square = _read_nibbles(in_squares, root_scale, signed, place, pairs, there, inside, False, BLOCK)
                 square = square * square
             elif CODES:
                 mean = _decode(means, mean_scale, signed, start + j, there, inside, ALIGNED)
@@ -199,8 +190,8 @@ def _update(
             deviation = tl.sqrt_rn(square)
             push = size * mean
             if HALVES:
-                kept = write(mean, in_means, mean_scale, signed, place, pairs, inside, True, BLOCK)
-                write(deviation, in_squares, root_scale, signed, place, pairs, inside, False, BLOCK)
+                kept = _write_nibbles(mean, in_means, mean_scale, signed, place, pairs, inside, True, BLOCK)
+                _write_nibbles(deviation, in_squares, root_scale, signed, place, pairs, inside, False, BLOCK)
                 push = push + tl.load(lr) * LATER * (mean - kept)
             weight = weight * keep - tl.div_rn(push, deviation * root + EPS)
             bits = tl.zeros([TILE, BLOCK], tl.uint32)
@@ -223,68 +214,40 @@ def _update(
                 tl.store(root_scale, scale, mask=inside)
 
 
-class Launcher:
-    """Updates a group in one launch. Tables are made once, so the tensors of the group must stay where they are.
+class QuantizedLauncher(GroupLauncher):
+    """Updates a group in one launch."""
 
-    Memory: 4 bytes for every PART elements, under 200 bytes a parameter tensor.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self.group, device = group, group.counts.device
-        block = group.codes.block
-        totals = [w.shape[0] * blocks(w.shape[1], block) for w in group.weights]
-        programs = [-(-n // (PART // block)) for n in totals]
-        self.starts = [sum(programs[:k]) for k in range(len(programs) + 1)]
-        owners = [k for k, n in enumerate(programs) for _ in range(n)]
+    def __init__(self, group: QuantizedGroup) -> None:
+        self.group, bits, device = group, group.bits, group.params.counts.device
+        self.block = block = BLOCK[bits]
+        totals = [w.shape[0] * blocks_per_row(w.shape[1], bits) for w in group.weights]
         rows = []
-        for w, held, total, where in zip(group.weights, group.moments, totals, group.spans, strict=True):
-            addresses = [t.data_ptr() for t in (w, *held.tensors(), w, w)[:5]]
-            rows.append([*addresses, total, blocks(w.shape[1], block), w.shape[1], *where, 0, 0])
+        for w, moments, total, span in zip(group.weights, group.moments, totals, group.params.spans, strict=True):
+            addresses = [t.data_ptr() for t in (w, *moments.tensors(), w, w)[:5]]
+            rows.append([*addresses, total, blocks_per_row(w.shape[1], bits), w.shape[1], *span, 0, 0])
         assert all(len(r) == COLUMNS for r in rows)
+        super().__init__(group.params, group.weights, [-(-n // (PART // block)) for n in totals], rows)
         self.coded = group.moments[0].scales is not None
-        self.halves = self.coded and group.codes.bits == 4
+        self.halves = self.coded and bits == 4
         self.whole = all(w.shape[1] % block == 0 for w in group.weights)
-        self.aligned = self.whole and all(p % 16 == 0 for r in rows for p in r[:3])
-        self.cut = any(where.width != w.numel() for where, w in zip(group.spans, group.weights))
-        self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
-        self.firsts = torch.tensor(self.starts, dtype=torch.int32, device=device)
-        self.table = torch.tensor(rows, dtype=torch.int64, device=device)
-        self.values = torch.cat([values(True, device), values(False, device)])
-        if self.halves:
-            self.values = adam8bit.values_4bit(True, device)
-        self.grads = torch.zeros(len(rows), dtype=torch.int64, device=device)
-        self.numbers = torch.zeros(len(rows), 4, device=device)
-        self.keys = torch.zeros(len(rows), 2, dtype=torch.int32, device=device)
-        self.sent = [0] * len(rows)  # the addresses of gradients that the device has
+        self.aligned = self.whole and all(p % ALIGNMENT == 0 for r in rows for p in r[:3])
+        signed = [True] if self.halves else [True, False]
+        self.values = torch.cat([levels(4 if self.halves else 8, s, device) for s in signed])
 
     @torch.no_grad()
     def __call__(
         self, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
     ) -> None:
-        """As `adam8bit_update`."""
-        group, last = self.group, first + len(grads)
-        dtype = grads[0].dtype
-        assert all(g.dtype == dtype and g.is_contiguous() for g in grads)
-        addresses = [g.data_ptr() for g in grads]
-        if self.sent[first:last] != addresses:
-            # Pinned memory anew each time: torch gives it out again only when the copy under way has read it.
-            box = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.grads.is_cuda)
-            self.grads[first:last].copy_(box, non_blocking=True)
-            self.sent[first:last] = addresses
-        flag = found_inf.view(torch.uint8)
-        exact: dict[str, Any] = {"enable_fp_fusion": False}
-        _prepare[(-(-len(grads) // LANES),)](
-            group.counts, group.decays, group.words, lr, grad_scale, flag, self.numbers, self.keys, first, last,
-            group.betas[0], group.betas[1], LANES, num_warps=4, **exact,
-        )  # fmt: skip
-        begin, block = self.starts[first], group.codes.block
-        if programs := self.starts[last] - begin:
+        """Implement `GroupUpdate`."""
+        group, block, flag = self.group, self.block, found_inf.view(torch.uint8)
+        aligned = self.prepare(group.betas, grads, lr, grad_scale, flag, first)
+        begin = self.starts[first]
+        if programs := self.starts[first + len(grads)] - begin:
             _update[(programs,)](
                 self.owners, self.firsts, self.table, self.values, self.grads, self.numbers, self.keys, lr, flag, begin,
-                group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.later, group.eps,
+                group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.feedback, group.eps,
                 RANDOM=group.rounding == "stochastic" and group.weights[0].dtype == torch.bfloat16,
-                WIDE=group.weights[0].dtype == torch.float32, WIDE_GRADS=dtype == torch.float32,
-                CODES=self.coded, HALVES=self.halves, WHOLE=self.whole, CUT=self.cut,
-                ALIGNED=self.aligned and all(a % 16 == 0 for a in addresses),
-                PART=PART // block, TILE=TILE // block, BLOCK=block, num_warps=WARPS, **exact,
+                WIDE=group.weights[0].dtype == torch.float32, WIDE_GRADS=grads[0].dtype == torch.float32,
+                CODES=self.coded, HALVES=self.halves, WHOLE=self.whole, CUT=self.cut, ALIGNED=self.aligned and aligned,
+                PART=PART // block, TILE=TILE // block, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip

@@ -1,46 +1,42 @@
-"""AdamW on bfloat16 or float32 weights, all in one launch of a Triton kernel; the reference is adamw_update.py.
+"""AdamW update of bfloat16 or float32 weights in one launch of a Triton kernel; the reference is in adamw.py.
 
-Only who launches it imports this module: torch brings Triton where there is a CUDA device. Triton's interpreter runs it
-on a CPU too, in the tests.
+Imported where it is launched only: torch ships Triton where there is a CUDA device. Triton's interpreter runs it on a
+CPU in the tests.
 
-Before it, a small launch advances the counts and computes each parameter's factors and keys, so that all blocks of a
-parameter read the same. Neither asks the host for anything: rate, divisor and the flag that skips are read from the
-device, and the gradients' addresses, which differ from step to step, are sent ahead through pinned memory.
+A small launch before it advances the counts and computes each parameter's factors and keys, so that all blocks of a
+parameter read the same. Neither launch synchronizes with the host: rate, divisor and the skip flag are read on the
+device, and the gradients' addresses, which differ from step to step, are sent through pinned memory.
 
 The bits are the reference's: fused multiply-add is turned off, root and quotient are correctly rounded, and bfloat16 is
-written by shifts. Instructions bound it as much as bytes do: count them (of the loop, by element) when changing it.
+written by shifts. The kernel is bound by instructions as much as by bytes: count those of the loop when changing it.
 """
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from optrush.kernels.adamw import ANOTHER, COUNT_BITS, FACTORS, Group
+from optrush.kernels.adamw import COUNT_BITS, FACTORS, SECOND_KEY, AdamWGroup, ParamTable
 
-PART = 16384  # elements of one program, of one parameter: what is looked up once a program is little beside them
-BLOCK = 1024  # of them at a time: 8 a thread, 16 bytes of bfloat16, the widest access there is
+PART = 16384  # elements of one program, of one parameter: its lookups are few compared with them
+BLOCK = 1024  # elements at a time: 8 a thread, 16 bytes of bfloat16, the widest access
 WARPS = 4
 LANES = 128  # parameters of one program of the small launch
 ALIGNMENT = 16  # bytes, for the widest access
 
 # Globals of a kernel must be its constants.
 _FACTOR_A, _FACTOR_B = tl.constexpr(FACTORS[0]), tl.constexpr(FACTORS[1])
-_ANOTHER, _COUNT_BITS = tl.constexpr(ANOTHER), tl.constexpr(COUNT_BITS)
+_ANOTHER, _COUNT_BITS = tl.constexpr(SECOND_KEY), tl.constexpr(COUNT_BITS)
 _LARGEST = tl.constexpr(torch.finfo(torch.bfloat16).max)
 
 
 @triton.jit
 def _mix(x):
-    """lowbias32 of uint32."""
+    """Compute lowbias32 of uint32."""
     x = x ^ (x >> 16)
     x = x * _FACTOR_A
     x = x ^ (x >> 15)
@@ -50,7 +46,7 @@ def _mix(x):
 
 @triton.jit
 def _power(base: tl.constexpr, exponents, LANES: tl.constexpr):
-    """float64 powers by squaring, as the reference's."""
+    """Compute float64 powers by squaring, as the reference does."""
     result = tl.full([LANES], 1.0, tl.float64)
     square = tl.full([LANES], base, tl.float64)
     for _ in tl.static_range(_COUNT_BITS):
@@ -65,7 +61,7 @@ def _prepare(
     counts, decays, words, lr, grad_scale, found_inf, numbers, keys, first, last,
     BETA1: tl.constexpr, BETA2: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Counts advanced, `factors` and `step_key` of the parameters first ... last."""
+    """Run `ParamTable.count_update` and `step_factors` of the parameters first ... last."""
     i = first + tl.program_id(0) * LANES + tl.arange(0, LANES)
     there = i < last
     good = tl.load(found_inf) == 0
@@ -96,14 +92,14 @@ def _pointer(address, element: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _read(address, start, j, there, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
-    """float32 of the float32 or bfloat16 elements start + j."""
+    """Load float32 or bfloat16 elements start + j as float32."""
     kind: tl.constexpr = tl.float32 if WIDE else tl.bfloat16
     return tl.load(_pointer(address, kind, ALIGNED) + start + j, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _nearest(x):
-    """float32 to the bits of the nearest bfloat16, ties to even."""
+    """Round float32 to the bits of the nearest bfloat16, ties to even."""
     raw = x.to(tl.uint32, bitcast=True)
     raw = (raw + 0x7FFF + ((raw >> 16) & 1)) >> 16
     return tl.where(x != x, 0x7FC0, raw.to(tl.int32)).to(tl.uint16)
@@ -111,10 +107,10 @@ def _nearest(x):
 
 @triton.jit
 def _stochastic(x, bits):
-    """float32 to the bits of bfloat16, as the reference's `round_stochastic`; a nan is one, maybe another.
+    """Round float32 to the bits of bfloat16 like `round_stochastic`; a nan stays a nan, perhaps with other bits.
 
-    One comparison does: what the largest bfloat16 bounds cannot move beyond it, the rest (inf and nan too) is cut only.
-    Cut, a nan that arithmetic made stays one: the mantissa's first bit says so.
+    One comparison is enough: a value within the largest bfloat16 cannot move beyond it, the rest (inf and nan too) is
+    only cut. A nan from arithmetic has the first bit of the mantissa set, so it is still a nan after the cut.
     """
     raw = x.to(tl.uint32, bitcast=True)
     return ((raw + tl.where(tl.abs(x) < _LARGEST, bits & 0xFFFF, 0)) >> 16).to(tl.uint16)
@@ -138,7 +134,7 @@ def _update(
     WIDE_WEIGHTS: tl.constexpr, WIDE_GRADS: tl.constexpr, WIDE_STATES: tl.constexpr,
     CUT: tl.constexpr, ALIGNED: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of one parameter. table: (n, 8) int64 of addresses, sizes and spans."""
+    """Update one part of one parameter. table: (n, 8) int64 of addresses, sizes and spans."""
     if tl.load(found_inf) == 0:
         part = begin + tl.program_id(0)
         k = tl.load(owners + part).to(tl.int64)
@@ -184,69 +180,86 @@ def _update(
                 _write(remainders, start, j, there, weight - nearest, bits, True, False, ALIGNED)
 
 
-class Launcher:
-    """Updates a group in one launch. Tables are made once, so the tensors of the group must stay where they are.
+class GroupLauncher:
+    """Base of kernels that update a group in one launch: tables on the device, and the small launch before the update.
+
+    Tables are built once, so the tensors of the group must stay where they are.
 
     Memory: 4 bytes a PART of a parameter, under 200 bytes a parameter tensor.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group, device = group, group.counts.device
-        sizes = [w.numel() for w in group.weights]
-        parts = [-(-n // PART) for n in sizes]
-        self.starts = [sum(parts[:k]) for k in range(len(parts) + 1)]
-        owners = [k for k, n in enumerate(parts) for _ in range(n)]
-        remainders = group.remainders or group.weights  # not read unless there are some
-        rows = [
-            [w.data_ptr(), m.data_ptr(), s.data_ptr(), r.data_ptr(), w.numel(), *where]
-            for w, m, s, r, where in zip(
-                group.weights, group.means, group.squares, remainders, group.spans, strict=True
-            )
-        ]
-        self.aligned = all(n % ALIGNMENT == 0 for n in sizes) and all(p % ALIGNMENT == 0 for r in rows for p in r[:4])
+    def __init__(
+        self, params: ParamTable, weights: Sequence[Tensor], programs: list[int], rows: list[list[int]]
+    ) -> None:
+        """programs: of the update, for each parameter. rows: of addresses, sizes and spans, one a parameter."""
+        device, n = params.counts.device, len(weights)
+        self.params = params
+        self.starts = [sum(programs[:k]) for k in range(n + 1)]
+        owners = [k for k, each in enumerate(programs) for _ in range(each)]
         self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
         self.firsts = torch.tensor(self.starts, dtype=torch.int32, device=device)
         self.table = torch.tensor(rows, dtype=torch.int64, device=device)
-        self.grads = torch.zeros(len(sizes), dtype=torch.int64, device=device)
-        self.numbers = torch.zeros(len(sizes), 4, device=device)
-        self.keys = torch.zeros(len(sizes), 2, dtype=torch.int32, device=device)
-        self.cut = any(where.width != n for where, n in zip(group.spans, sizes))
-        self.sent = [0] * len(sizes)  # the addresses that the device has
+        self.grads = torch.zeros(n, dtype=torch.int64, device=device)
+        self.numbers = torch.zeros(n, 4, device=device)
+        self.keys = torch.zeros(n, 2, dtype=torch.int32, device=device)
+        self.cut = any(span.width != w.numel() for span, w in zip(params.spans, weights))
+        self.sent = [0] * n  # the addresses of gradients that the device has
+
+    def prepare(
+        self,
+        betas: tuple[float, float],
+        grads: Sequence[Tensor],
+        lr: Tensor,
+        grad_scale: Tensor,
+        flag: Tensor,
+        first: int,
+    ) -> bool:
+        """Advance counts, compute factors and keys, send addresses; return whether all gradients are ALIGNMENT."""
+        assert all(g.dtype == grads[0].dtype and g.is_contiguous() for g in grads)
+        addresses, last = [g.data_ptr() for g in grads], first + len(grads)
+        if self.sent[first:last] != addresses:
+            # New pinned memory each time: torch reuses it only after the copy under way has read it.
+            box = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.grads.is_cuda)
+            self.grads[first:last].copy_(box, non_blocking=True)
+            self.sent[first:last] = addresses
+        p = self.params
+        _prepare[(-(-len(grads) // LANES),)](
+            p.counts, p.decays, p.words, lr, grad_scale, flag, self.numbers, self.keys, first, last,
+            *betas, LANES, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        return all(a % ALIGNMENT == 0 for a in addresses)
+
+
+class AdamWLauncher(GroupLauncher):
+    """Updates a group in one launch."""
+
+    def __init__(self, group: AdamWGroup) -> None:
+        self.group = group
+        sizes = [w.numel() for w in group.weights]
+        remainders = group.remainders or group.weights  # not read unless there are some
+        tensors = zip(group.weights, group.means, group.squares, remainders, strict=True)
+        rows = [
+            [*(t.data_ptr() for t in of_one), n, *span]
+            for of_one, n, span in zip(tensors, sizes, group.params.spans, strict=True)
+        ]
+        super().__init__(group.params, group.weights, [-(-n // PART) for n in sizes], rows)
+        self.aligned = all(n % ALIGNMENT == 0 for n in sizes) and all(p % ALIGNMENT == 0 for r in rows for p in r[:4])
 
     @torch.no_grad()
     def __call__(
         self, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
     ) -> None:
-        """As `Update` says."""
-        group, last = self.group, first + len(grads)
-        wide = grads[0].dtype == torch.float32
-        assert all(g.dtype == grads[0].dtype and g.is_contiguous() for g in grads)
-        addresses = [g.data_ptr() for g in grads]
-        self._send(addresses, first)
-        flag = found_inf.view(torch.uint8)
-        small = (-(-len(grads) // LANES),)
-        exact: dict[str, Any] = {"enable_fp_fusion": False}
-        _prepare[small](
-            group.counts, group.decays, group.words, lr, grad_scale, flag, self.numbers, self.keys, first, last,
-            group.betas[0], group.betas[1], LANES, num_warps=4, **exact,
-        )  # fmt: skip
+        """Implement `GroupUpdate`."""
+        group, flag = self.group, found_inf.view(torch.uint8)
+        aligned = self.prepare(group.betas, grads, lr, grad_scale, flag, first)
         begin = self.starts[first]
-        if programs := self.starts[last] - begin:
+        if programs := self.starts[first + len(grads)] - begin:
             _update[(programs,)](
                 self.owners, self.firsts, self.table, self.grads, self.numbers, self.keys, flag, begin,
                 group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.eps,
                 RANDOM=group.rounding != "nearest", KAHAN=group.rounding == "kahan",
-                WIDE_WEIGHTS=group.dtype == torch.float32, WIDE_GRADS=wide,
+                WIDE_WEIGHTS=group.dtype == torch.float32, WIDE_GRADS=grads[0].dtype == torch.float32,
                 WIDE_STATES=group.means[0].dtype == torch.float32,
-                CUT=self.cut, ALIGNED=self.aligned and all(a % ALIGNMENT == 0 for a in addresses),
-                PART=PART, BLOCK=BLOCK, num_warps=WARPS, **exact,
+                CUT=self.cut, ALIGNED=self.aligned and aligned, PART=PART, BLOCK=BLOCK, num_warps=WARPS,
+                enable_fp_fusion=False,
             )  # fmt: skip
-
-    def _send(self, addresses: list[int], first: int) -> None:
-        """The gradients' addresses to the device, without waiting for it."""
-        here = slice(first, first + len(addresses))
-        if self.sent[here] != addresses:
-            # Pinned memory anew each time: torch gives it out again only when the copy under way has read it.
-            box = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.grads.is_cuda)
-            self.grads[here].copy_(box, non_blocking=True)
-            self.sent[here] = addresses

@@ -2,9 +2,6 @@
 
 Only who launches it imports this module, as for nf4_triton.py.
 """
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 Its own module, for QuACK finds an epilogue again by where it is defined.
 """
-# Epilogues are no Python functions: they are traced, value by value.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
 
 from __future__ import annotations
 

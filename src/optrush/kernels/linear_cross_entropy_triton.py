@@ -9,11 +9,6 @@ from torch import Tensor
 
 from optrush.data.batch import IGNORE
 
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
-
-
 BLOCK = 2048
 
 
@@ -88,12 +83,6 @@ def rows_scaled(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 
 
 # --- The kernel of scaled.py in Triton: x is read once, and what is written is written once. Imported on CUDA only.
-
-
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
-
 
 SCALE_BLOCK = 4096  # 16 elements a thread
 WARPS = 8

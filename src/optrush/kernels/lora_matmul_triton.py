@@ -1,9 +1,5 @@
 """What is laid in room (kernels/room.py) by one Triton kernel: copied, and zeros up to whole tiles. On CUDA only."""
 
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
-
 from __future__ import annotations
 
 import triton

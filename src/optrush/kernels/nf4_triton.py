@@ -8,9 +8,6 @@ Where no block crosses a row, a program has a piece of one row, knows its place,
 are in one dimension, each with a scale of its own, so that neighbouring threads store neighbouring values: with blocks
 and words as two dimensions the compiler gave each thread of a warp another block, and it took three times the time.
 """
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
 
 from __future__ import annotations
 
@@ -19,13 +16,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optrush.kernels.lookup_triton import lookup
-
 BLOCK, NESTED = 64, 256  # values of a block, blocks of a nested one: nf4.py
 BLOCKS, LEAST = 64, 16  # of one program, at most and at least: 4096 and 1024 values
 WORD = 8  # values of 4 bytes
 
 _BLOCK, _NESTED = tl.constexpr(BLOCK), tl.constexpr(NESTED)  # globals of a kernel must be its constants
+
+
+@triton.jit
+def lookup(numbers, codes):
+    """Return numbers (n,) at int32 codes of any shape, from 0 to n - 1, in that shape.
+
+    Loads by code do not determine the order of threads: the compiler chose one that has each thread of a warp in
+    another block, and gave it to all loads and stores around. A gather on the chip has the order of the codes.
+    """
+    return tl.reshape(tl.gather(numbers, tl.reshape(codes, (codes.numel,)), 0), codes.shape)
 
 
 @triton.jit

@@ -1,9 +1,5 @@
 """RMSNorm's two kernels in Triton; kernels/norm.py has the mathematics. Imported on CUDA only."""
 
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
-
 from __future__ import annotations
 
 import torch

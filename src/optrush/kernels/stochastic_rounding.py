@@ -1,8 +1,8 @@
-"""Writing float32 results into parameters and states, rounded as the run rounds bfloat16. The reference, plain torch.
+"""Write float32 results into parameters and states with the run's rounding of bfloat16: the reference, in plain torch.
 
-For optimizers whose update is made of torch's own operators: what is left to do is to round and to skip. Random bits
-are those of adamw_update.py: a function of (seed, the parameter's name, its count of updates, the element's index), so
-that resumed runs, a CPU and a GPU draw the same ones. The Triton kernel in store_triton.py has the same bits.
+For optimizers whose update consists of torch's operators: rounding and skipping are left. Random bits are those of
+adamw.py, a function of (seed, the parameter's name, its count of updates, the element's index), so resumed runs, a CPU
+and a GPU draw the same bits. The Triton kernel in stochastic_rounding_triton.py writes the same bits.
 """
 
 from __future__ import annotations
@@ -15,34 +15,38 @@ from torch import Tensor
 from optrush.kernels.adamw import CHUNK, random_bits, round_stochastic
 
 
-class Store(Protocol):
-    """One way to write."""
+class RoundedWrite(Protocol):
+    """Writes one tensor with one rounding."""
 
     def __call__(
         self, target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
     ) -> None:
-        """Writes the whole of a contiguous tensor, or nothing where the flag is True; waits for nothing on the device.
+        """Write a whole contiguous tensor, or nothing where the flag is True; no device synchronization.
 
         Args:
-            target: bfloat16, or float32, which needs no rounding.
+            target: bfloat16, or float32, which is written unrounded.
             value: as many elements, contiguous, float32.
             found_inf: () bool.
-            key: (2,) int64, a row of `adamw_update.step_key`.
-            shift: of the 32 random bits, the 16 from here on: 0 or 16.
-            first: where in the whole parameter the target begins, of which it is a run of elements.
+            key: (2,) int64, a row of `adamw.step_key`.
+            shift: 0 or 16: which 16 of the 32 random bits are used.
+            first: index in the full parameter of the target's first element; the target is a run of elements.
         """
         ...
 
 
-def nearest(target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0) -> None:
-    """As `Store` says, rounded to the nearest."""
+def write_nearest(
+    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
+) -> None:
+    """Write rounded to the nearest, as `RoundedWrite`."""
     target.copy_(torch.where(found_inf, target, value.view_as(target).to(target.dtype)))
 
 
-def stochastic(target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0) -> None:
-    """As `Store` says, rounded up or down with the probability that keeps the expected value."""
+def write_stochastic(
+    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
+) -> None:
+    """Write rounded up or down with the probability that preserves the expected value, as `RoundedWrite`."""
     if target.dtype == torch.float32:
-        return nearest(target, value, found_inf, key)
+        return write_nearest(target, value, found_inf, key)
     flat, values, size = target.view(-1), value.view(-1), CHUNK[target.device.type]
     for at in range(0, flat.numel(), size):
         old = flat[at : at + size]
@@ -51,18 +55,17 @@ def stochastic(target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, sh
         old.copy_(torch.where(found_inf, old, new))
 
 
-def store(rounding: str, device: torch.device) -> Store:
-    """What writes on a device: on a GPU random rounding is a kernel."""
+def rounded_write(rounding: str, device: torch.device) -> RoundedWrite:
+    """Return the function that writes on a device: on a GPU stochastic rounding is a kernel."""
     if rounding == "nearest":
-        return nearest
-    return _stochastic_on_cuda if device.type == "cuda" else stochastic
+        return write_nearest
+    return _stochastic_on_cuda if device.type == "cuda" else write_stochastic
 
 
 def _stochastic_on_cuda(
     target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
 ) -> None:
-    """As `stochastic`, in one kernel."""
-    from optrush.kernels.stochastic_rounding_triton import stochastic as launch  # a CPU build of torch has no triton
+    from optrush.kernels.stochastic_rounding_triton import launch_stochastic  # a CPU build of torch has no triton
 
-    write = nearest if target.dtype == torch.float32 else launch
+    write = write_nearest if target.dtype == torch.float32 else launch_stochastic
     write(target, value, found_inf, key, shift, first)

@@ -1,12 +1,9 @@
-"""Stochastic rounding into bfloat16 tensors in one launch of a Triton kernel each; the reference is store.py.
+"""Stochastic rounding into a bfloat16 tensor in one launch of a Triton kernel; the reference: stochastic_rounding.py.
 
-Only who launches it imports this module: torch brings Triton where there is a CUDA device. Triton's interpreter runs it
-on a CPU too, in the tests. One operator at a time the random bits alone would move some 600 bytes an element; here
-value and weight are all that is read and written.
+Imported where it is launched only: torch ships Triton where there is a CUDA device. Triton's interpreter runs it on a
+CPU in the tests. One operator at a time the random bits alone would move some 600 bytes an element; here value and
+weight are all that is read and written.
 """
-# Kernels are no Python functions: their arguments are typed by what is launched.
-# ruff: noqa: ANN001, ANN202
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-not-found, import-untyped"
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ WARPS = 8
 
 @triton.jit(do_not_specialize=["size", "first"])
 def _store(target, value, found_inf, key, size, first, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK elements of `size`; target: the bits of bfloat16; value: made by arithmetic, whose nan stays one."""
+    """Write BLOCK elements of `size`; target: the bits of bfloat16; value: from arithmetic, whose nan stays one."""
     if tl.load(found_inf) == 0:
         j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         there = j < size
@@ -33,14 +30,12 @@ def _store(target, value, found_inf, key, size, first, SHIFT: tl.constexpr, BLOC
         tl.store(target + j, _stochastic(x, bits), mask=there)
 
 
-def stochastic(target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0) -> None:
-    """As `store.Store` says, of a bfloat16 target."""
-    assert (
-        target.dtype == torch.bfloat16
-        and target.is_contiguous()
-        and value.is_contiguous()
-        and value.dtype == torch.float32
-    )
+def launch_stochastic(
+    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
+) -> None:
+    """Write a bfloat16 target, as `stochastic_rounding.RoundedWrite`."""
+    assert (target.dtype, value.dtype) == (torch.bfloat16, torch.float32)
+    assert target.is_contiguous() and value.is_contiguous()
     if size := target.numel():
         bits, flag = target.view(torch.uint16), found_inf.view(torch.uint8)
         _store[(triton.cdiv(size, BLOCK),)](bits, value, flag, key, size, first, shift, BLOCK, num_warps=WARPS)

@@ -1,13 +1,13 @@
-"""AdamW over plain local tensors: the same maths on one rank and on a shard, states under canonical names.
+"""AdamW over local tensors: the same mathematics on one rank and on a shard, states under canonical names.
 
-Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Weights go through torch's own functional AdamW, which
-takes tensors (no DTensor) and so serves every sharding; or through kernels/adamw_update.py, where bfloat16 ones are
-rounded other than to the nearest, or all are updated in one launch on a GPU.
+Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Weights are updated by torch's functional AdamW, which
+takes tensors (no DTensor) and so works with every sharding; or by kernels/adamw.py, where bfloat16 weights are not
+rounded to the nearest, or where one launch on a GPU updates all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -17,10 +17,11 @@ from torch.optim.adamw import adamw as torch_adamw
 from optrush.config import Optim
 from optrush.kernels import adamw as kernel
 from optrush.kernels.adamw import Rounding
+from optrush.kernels.stochastic_rounding import rounded_write
 
 
-class Learnt(Protocol):
-    """What an optimizer needs of a trained parameter (`job.Trained` is one)."""
+class LocalParam(Protocol):
+    """A trained parameter as an optimizer reads it (`trainer.TrainedParam` is one): this rank's shard of it."""
 
     @property
     def name(self) -> str: ...
@@ -36,143 +37,141 @@ class Learnt(Protocol):
     def offset(self) -> tuple[int, ...]: ...
 
 
-class Zeros(Protocol):
-    """Where optimizers get memory for the states of a parameter."""
-
-    def __call__(self, t: Learnt, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros on the parameter's device; the first dimension is the parameter's, or of all its rows."""
-        ...
-
-
-def zeros_beside(t: Learnt, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """On the device, for good."""
-    return torch.zeros(tuple(shape), dtype=dtype, device=t.local.device)
-
-
 class Optimizer(Protocol):
-    """What `update` calls and checkpoints read. State tensors are shaped like the parameter, or one value."""
+    """Interface of the trainer and of checkpoints. State tensors are shaped like the parameter, or are one value."""
 
-    reads_host: bool  # it reads the device in each step (and says so in describe())
-    rounding: Rounding  # how it rounds bfloat16 weights: what the job asks for, or the run is refused
+    reads_host: bool  # each step synchronizes with the device, which describe() reports
+    rounding: Rounding  # of bfloat16 weights: the trainer's, or the run is refused
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
-        """One update with gradients divided by `grad_scale`; nothing at all changes where `found_inf` is 1.
+        """Update once with gradients divided by `grad_scale`; nothing at all changes where `found_inf` is 1.
 
         Args:
-            only: these of the trained parameters, by ascending index; None: all that have a gradient.
+            only: indices of trained parameters, ascending; None: all that have a gradient.
         """
         ...
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """parameter's canonical name -> state's name -> local tensor, the very storage (loading copies into it)."""
+        """Return canonical name -> state's name -> local tensor, not copied: loading a checkpoint writes into it."""
         ...
 
 
-class Housed(Optimizer, Protocol):
-    """An optimizer whose states may lie anywhere: it asks `Zeros` for them, and has them by the parameter's index."""
+class PageableOptimizer(Optimizer, Protocol):
+    """An optimizer that takes its states' memory from a `StateAllocator`."""
 
-    def held(self, i: int) -> Mapping[str, Tensor]:
-        """state's name -> local tensor, of the i-th parameter."""
+    def param_state(self, i: int) -> Mapping[str, Tensor]:
+        """Return state's name -> local tensor of the i-th parameter."""
         ...
 
 
-class Make(Protocol):
-    """What makes an optimizer over parameters, its states where `zeros` gives them memory."""
-
-    def __call__(self, trained: Sequence[Learnt], *, zeros: Zeros) -> Housed: ...
+StateAllocator = Callable[[LocalParam, Sequence[int], torch.dtype], Tensor]
+"""(parameter, shape, dtype) -> zeros on its device; the first dimension is the parameter's, or that of all its rows."""
 
 
-def whole(trained: Sequence[Learnt], make: Make) -> Optimizer:
-    """One optimizer over all, its states on the device."""
-    return make(trained, zeros=zeros_beside)
+class OptimizerFactory(Protocol):
+    """Builds an optimizer over parameters."""
+
+    def __call__(
+        self, trained: Sequence[LocalParam], *, state_allocator: StateAllocator = ...
+    ) -> PageableOptimizer: ...
+
+
+def allocate_state(t: LocalParam, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Allocate a state on the parameter's device, for the whole run."""
+    return torch.zeros(tuple(shape), dtype=dtype, device=t.local.device)
+
+
+def build_optimizer(trained: Sequence[LocalParam], factory: OptimizerFactory) -> Optimizer:
+    """Build one optimizer over all parameters, its states on the device."""
+    return factory(trained)
+
+
+def param_table(trained: Sequence[LocalParam], optim: Optim, seed: int) -> kernel.ParamTable:
+    """Build the table of parameters, on the device of the first, with counts of zero."""
+    device = trained[0].local.device
+    decays = [optim.weight_decay if t.decays else 0.0 for t in trained]
+    return kernel.ParamTable(
+        counts=torch.zeros(len(trained), dtype=torch.float32, device=device),
+        decays=torch.tensor(decays, dtype=torch.float64, device=device),
+        words=torch.tensor([kernel.key_words(seed, t.name) for t in trained], dtype=torch.int64, device=device),
+        spans=[kernel.shard_span(t.full_shape, t.local.shape, t.offset) for t in trained],
+    )
 
 
 class AdamW:
-    """Decoupled weight decay; norms and biases never decay (`Trained.decays`).
+    """Decoupled weight decay; norms and biases never decay (`TrainedParam.decays`).
 
     Memory: 8 bytes a parameter (two moments in the weight's dtype: 4 bytes in pure bf16, 6 with `kahan`), one count a
         parameter.
-    fused: one kernel for all parameters, which unscales, skips and steps without a host read. Otherwise a loop over
-        parameters: torch's, the baseline, which reads rate, scale and flag on the host; or, of bfloat16 weights that
-        are not rounded to the nearest, one launch of our kernel for each, which reads nothing there.
+    fused: one kernel for all parameters, which unscales, skips and steps without a device synchronization. Otherwise a
+        loop over parameters: torch's, the baseline, which reads rate, scale and flag on the host; or, for bfloat16
+        weights that are not rounded to the nearest, one launch of our kernel for each, without a synchronization.
     """
 
     def __init__(
-        self,
-        trained: Sequence[Learnt],
-        optim: Optim,
-        *,
-        fused: bool,
-        rounding: Rounding = "nearest",
-        seed: int = 0,
-        zeros: Zeros = zeros_beside,
-        launch: bool = False,
-    ) -> None:
-        """launch: float32 weights by our kernel, too; torch's writes all gradients once more."""
-        self.trained, self.optim, self.fused, self.rounding, self.zeros = list(trained), optim, fused, rounding, zeros
+        self, trained: Sequence[LocalParam], optim: Optim, *, fused: bool, rounding: Rounding = "nearest",
+        seed: int = 0, state_allocator: StateAllocator = allocate_state, launch: bool = False,
+    ) -> None:  # fmt: skip
+        """launch: update float32 weights by our kernel, too; torch's writes all gradients once more."""
+        self.trained, self.optim, self.fused, self.rounding = list(trained), optim, fused, rounding
+        self.allocate = state_allocator
         local = [t.local for t in self.trained]
-        self.mean, self.square = (self._beside(range(len(local))) for _ in range(2))
-        # The parameters that torch's AdamW does not serve, by dtype; what updates them.
+        self.mean, self.square = (self._states_like(range(len(local))) for _ in range(2))
+        # The parameters that torch's AdamW does not update, by dtype.
         at: dict[torch.dtype, list[int]] = {}
         for i, w in enumerate(local):
             narrow = w.dtype == torch.bfloat16 and (rounding != "nearest" or (fused and w.is_cuda))
             if narrow or (launch and w.dtype == torch.float32):
                 at.setdefault(w.dtype, []).append(i)
         self.reads_host = not fused and sum(map(len, at.values())) < len(local)
-        # torch's loop reads each count on the host, where its own optimizer keeps them, too.
+        # torch's loop reads each count on the host, where its own optimizer has them, too.
         self.count = [torch.zeros((), dtype=torch.float32, device=w.device if fused else "cpu") for w in local]
         self.remainders: dict[int, Tensor] = {}
-        self.groups = [(mine, self._group(mine, seed)) for mine in at.values()]
+        self.groups = [(indices, self._group(indices, seed)) for indices in at.values()]
 
-    def _beside(self, at: Iterable[int]) -> list[Tensor]:
-        """A state shaped like each of these parameters."""
-        return [self.zeros(self.trained[i], self.trained[i].local.shape, self.trained[i].local.dtype) for i in at]
+    def _states_like(self, at: Iterable[int]) -> list[Tensor]:
+        """Allocate a state shaped like each of these parameters."""
+        return [self.allocate(self.trained[i], self.trained[i].local.shape, self.trained[i].local.dtype) for i in at]
 
-    def _group(self, at: list[int], seed: int) -> kernel.Update:
-        """What updates these parameters, all of one dtype."""
-        mine = [self.trained[i] for i in at]
-        device, dtype = mine[0].local.device, mine[0].local.dtype
-        rounding: Rounding = self.rounding if dtype == torch.bfloat16 else "nearest"
+    def _group(self, at: list[int], seed: int) -> kernel.GroupUpdate:
+        """Build the update of these parameters, all of one dtype."""
+        trained = [self.trained[i] for i in at]
+        rounding: Rounding = self.rounding if trained[0].local.dtype == torch.bfloat16 else "nearest"
         if rounding == "kahan":
-            self.remainders = dict(zip(at, self._beside(at)))
-        decays = [self.optim.weight_decay if t.decays else 0.0 for t in mine]
-        words = [kernel.key_words(seed, t.name) for t in mine]
-        group = kernel.Group(
-            weights=[t.local for t in mine],
+            self.remainders = dict(zip(at, self._states_like(at)))
+        group = kernel.AdamWGroup(
+            weights=[t.local for t in trained],
             means=[self.mean[i] for i in at],
             squares=[self.square[i] for i in at],
-            counts=torch.zeros(len(at), dtype=torch.float32, device=device),
             remainders=[self.remainders[i] for i in at] if rounding == "kahan" else None,
-            decays=torch.tensor(decays, dtype=torch.float64, device=device),
-            words=torch.tensor(words, dtype=torch.int64, device=device),
-            spans=[kernel.span(t.full_shape, t.local.shape, t.offset) for t in mine],
+            params=param_table(trained, self.optim, seed),
             betas=self.optim.betas,
             eps=torch.tensor(self.optim.eps).item(),
             rounding=rounding,
         )
-        for i, count in zip(at, group.counts):
+        for i, count in zip(at, group.params.counts):
             self.count[i] = count  # a view: the group counts
-        if device.type != "cuda":
-            return kernel.Loop(group)
-        from optrush.kernels.adamw_triton import Launcher
+        if not group.params.counts.is_cuda:
+            return kernel.ReferenceUpdate(group)
+        from optrush.kernels.adamw_triton import AdamWLauncher
 
-        return Launcher(group)
+        return AdamWLauncher(group)
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
         chosen = range(len(self.trained)) if only is None else only
         grads = {i: g for i in chosen if (g := self.trained[i].grad) is not None}
         for at, update in self.groups:
-            mine = [k for k, i in enumerate(at) if i in grads]
-            for first, last in kernel.runs(mine) if self.fused else [(k, k + 1) for k in mine]:
-                here = [grads.pop(i).contiguous() for i in at[first:last]]
-                update(here, lr, grad_scale.float(), found_inf.bool(), first)
+            there = [k for k, i in enumerate(at) if i in grads]
+            for first, last in kernel.contiguous_ranges(there) if self.fused else [(k, k + 1) for k in there]:
+                part = [grads.pop(i).contiguous() for i in at[first:last]]
+                update(part, lr, grad_scale.float(), found_inf.bool(), first)
         if self.fused:
-            self._groups(grads, lr, grad_scale.float(), found_inf.float())
+            self._torch_step(grads, lr, grad_scale.float(), found_inf.float())
         elif grads and not found_inf.item():
             torch._foreach_div_(list(grads.values()), grad_scale.item())
-            self._groups(grads, lr.item(), None, None)
+            self._torch_step(grads, lr.item(), None, None)
 
-    def _groups(
+    def _torch_step(
         self, grads: Mapping[int, Tensor], lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         o = self.optim
@@ -194,10 +193,43 @@ class AdamW:
                 )  # fmt: skip
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        return {t.name: self.held(i) for i, t in enumerate(self.trained)}
+        return {t.name: self.param_state(i) for i, t in enumerate(self.trained)}
 
-    def held(self, i: int) -> dict[str, Tensor]:
-        found = {"mean": self.mean[i], "square": self.square[i], "count": self.count[i]}
+    def param_state(self, i: int) -> dict[str, Tensor]:
+        states = {"mean": self.mean[i], "square": self.square[i], "count": self.count[i]}
         if i in self.remainders:
-            found["compensation"] = self.remainders[i]
-        return found
+            states["compensation"] = self.remainders[i]
+        return states
+
+
+class MatrixOptimizer:
+    """Base of optimizers of matrices, which leave all other parameters to AdamW. No kahan rounding."""
+
+    reads_host = False
+
+    def __init__(
+        self, trained: Sequence[LocalParam], optim: Optim, matrices: Collection[int], rounding: Rounding, seed: int
+    ) -> None:
+        """matrices: indices of the parameters that the subclass updates."""
+        assert rounding != "kahan"
+        self.trained, self.optim = list(trained), optim
+        self.rounding: Rounding = rounding
+        rest = [i for i in range(len(self.trained)) if i not in matrices]
+        self.rest = {i: k for k, i in enumerate(rest)}
+        self.adamw = AdamW([self.trained[i] for i in rest], optim, fused=True, rounding=rounding, seed=seed)
+        self.write = rounded_write(rounding, self.trained[0].local.device)
+
+    def step_rest(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, chosen: Iterable[int]) -> None:
+        """Run AdamW on the chosen parameters that are not the subclass's."""
+        if rest := [self.rest[i] for i in chosen if i in self.rest]:
+            self.adamw.step(lr, grad_scale, found_inf, only=rest)
+
+    def matrix_state(self, i: int) -> dict[str, Tensor]:
+        """Return the states of the i-th parameter, one of the subclass's."""
+        raise AssertionError("implemented by the optimizer")
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            t.name: self.adamw.param_state(self.rest[i]) if i in self.rest else self.matrix_state(i)
+            for i, t in enumerate(self.trained)
+        }

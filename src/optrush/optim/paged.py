@@ -1,20 +1,20 @@
-"""Optimizer states in host memory, which pass through the device in pieces: sent for a piece ahead of their update.
+"""Optimizer states in host memory, streamed through the device in pieces, prefetched one piece ahead of the update.
 
-The optimizer itself knows nothing of it. It is made over rows of parameters instead of whole ones, which it takes for
-shards (same name, same whole shape, their place in it): so its bits are those of the whole. The memory that it asks for
-their states belongs to one of two slots on the device, where piece k has slot k % 2 for itself while it is there. It is
-then told to step one piece after the other:
+The optimizer is unaware of it. It is built over rows of parameters instead of whole parameters, which it updates like
+shards (same name, same full shape, their offset in it), so its bits are those of the unpaged optimizer. Its state
+allocator returns memory in one of two slots on the device: piece k has slot k % 2 to itself while it is there. Then the
+optimizer steps one piece after the other:
 
     the caller's stream   update k - 1            | update k                | update k + 1
     inward                  states k to slot k % 2  | states k + 1 ...
     outward                                         | states k - 1 back to the host | ...
 
-The first dimension of a state is the parameter's, so that rows of a parameter have rows of its states: on the host they
-lie together, one tensor a state, which is what checkpoints read and fill. Values without dimensions (counts), and the
-states of small parameters, stay on the device.
+The first dimension of a state is the parameter's, so rows of a parameter have rows of its states: on the host they form
+one tensor a state, which checkpoints read and write. Values without dimensions (counts), and the states of small
+parameters, stay on the device.
 
-A slot is written to when the copies that read it are done, for the caller's stream has waited for them, and read when
-the ones that fill it are. What is skipped on the device comes back as it was.
+A slot is written after the copies that read it, because the caller's stream has waited for them, and read after the
+copies that fill it. A skipped update copies the states back unchanged.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ from torch import Tensor
 
 from optrush.errors import NeedsError
 from optrush.models.activation_offload import ALIGNED, Lane, Pair, Streams
-from optrush.optim.adamw import Learnt, Make, zeros_beside
+from optrush.optim.adamw import LocalParam, OptimizerFactory, StateAllocator, allocate_state
 
-ROWS = 16  # rows are cut at multiples of it: then what is aligned stays aligned
-EVEN = 32  # weights: a row of a multiple of them is aligned by itself, whatever bytes its states take
+ROWS = 16  # rows are cut at multiples of it, which preserves alignment
+EVEN = 32  # weights: a row of a multiple of them is aligned with states of any number of bytes
 
 
 class Bus(Lane, Protocol):
-    """Copies in one direction, beside the computation and beside those of the other direction."""
+    """Copies in one direction, concurrent with the computation and with copies in the other direction."""
 
     def settle(self, mark: Any) -> None:
-        """Returns when these copies are done: then the host may read what they wrote."""
+        """Wait on the host until these copies are done, so that it may read their results."""
 
 
 class Registered(Streams):
-    """A stream of a CUDA device, and memory of exactly the size asked for: torch's own pinned memory takes the next
-    power of two."""
+    """A stream of a CUDA device with pinned memory of the exact size: torch's is rounded up to a power of two."""
 
     def page(self, size: int) -> Tensor:
         page = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
@@ -61,10 +60,10 @@ class Registered(Streams):
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Some rows of a parameter, as an optimizer sees a shard."""
+class ParamRows:
+    """Some rows of a parameter, which an optimizer updates like a shard."""
 
-    of: Learnt
+    of: LocalParam
     first: int
     last: int
 
@@ -101,8 +100,8 @@ class Paged:
 
     def __init__(
         self,
-        trained: Sequence[Learnt],
-        make: Make,
+        trained: Sequence[LocalParam],
+        factory: OptimizerFactory,
         inward: Bus,
         outward: Bus,
         *,
@@ -112,9 +111,9 @@ class Paged:
     ) -> None:
         """
         Args:
-            room_bytes: of host memory that this process may have; None: not known.
-            piece: weights whose states pass at once.
-            least: weights of a parameter, below which its states stay on the device.
+            room_bytes: limit of this process's host memory; None: unknown.
+            piece: weights whose states are copied together.
+            least: weights of a parameter below which its states stay on the device.
         """
         self.trained, self.inward, self.outward = list(trained), inward, outward
         cut = [list(_rows(t, piece, least)) for t in self.trained]
@@ -122,62 +121,62 @@ class Paged:
         ends = itertools.accumulate(map(len, cut))
         self.of = [range(end - len(rows), end) for rows, end in zip(cut, ends)]  # rows of each parameter
         self.piece = _pieces(self.rows, piece)
-        self.inner = make(self.rows, zeros=self._room(make))
+        self.inner = factory(self.rows, state_allocator=self._slot_allocator(factory))
         self.reads_host, self.rounding = self.inner.reads_host, self.inner.rounding
-        self.left: list[Any] = [None, None]  # what leaves each slot
-        self._take(room_bytes)
+        self.left: list[Any] = [None, None]  # marks of the last copies out of each slot
+        self._allocate_host(room_bytes)
 
-    def _room(self, make: Make) -> Any:
-        """What gives the optimizer memory: of the slots, whose sizes an optimizer of each piece alone has shown."""
+    def _slot_allocator(self, factory: OptimizerFactory) -> StateAllocator:
+        """Allocate the slots, sized by building an optimizer of each piece alone; return what allocates in them."""
         where = {id(self.rows[i]): k for i, k in self.piece.items()}
-        taken = [0] * len({*where.values()})  # of its slot, by each piece
+        taken = [0] * len({*where.values()})  # bytes of its slot, by piece
 
-        def counted(t: Learnt, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        def counted(t: LocalParam, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             taken[where[id(t)]] += _aligned(shape, dtype)
-            return zeros_beside(t, shape, dtype)
+            return allocate_state(t, shape, dtype)
 
         for _, at in itertools.groupby(self.piece, self.piece.__getitem__):
-            make([self.rows[i] for i in at], zeros=counted)
+            factory([self.rows[i] for i in at], state_allocator=counted)
         sizes, device = (max(taken[0::2], default=0), max(taken[1::2], default=0)), self.trained[0].local.device
         self.slots = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         taken = [0] * len(taken)
 
-        def zeros(t: Learnt, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        def in_slot(t: LocalParam, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             if (k := where.get(id(t))) is None:
-                return zeros_beside(t, shape, dtype)
+                return allocate_state(t, shape, dtype)
             begin = taken[k]
             taken[k] += _aligned(shape, dtype)
             return self.slots[k % 2][begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
-        return zeros
+        return in_slot
 
-    def _take(self, room_bytes: int | None) -> None:
-        """Host memory for all that lies in slots, and what is copied to and from where."""
-        held = [self.inner.held(i) for i in range(len(self.rows))]
+    def _allocate_host(self, room_bytes: int | None) -> None:
+        """Allocate host memory for all states in slots, and pair both for the copies."""
+        states = [self.inner.param_state(i) for i in range(len(self.rows))]
         self.host: list[dict[str, Tensor]] = []  # of each parameter
         self.pairs: dict[int, list[Pair]] = {i: [] for i in self.piece}  # on the device, on the host
-        self.counts: tuple[list[Tensor], list[Tensor]] = ([], [])  # of rows behind a parameter's first, and of those
-        self.pages: list[Tensor] = []  # the very objects: who made them may give memory back when they go
-        needed = sum(s.nbytes for i in self.piece for s in held[i].values() if s.dim())
+        self.counts: tuple[list[Tensor], list[Tensor]] = ([], [])  # of a parameter's later rows, and of its first
+        self.pages: list[Tensor] = []  # not views: the bus may unpin memory when these are freed
+        needed = sum(s.nbytes for i in self.piece for s in states[i].values() if s.dim())
         if room_bytes is not None and needed > room_bytes:
             raise _refusal(needed, f"it has {room_bytes / 2**30:.1f} GiB for each process")
         for t, rows in zip(self.trained, self.of):
             self.host.append({})
-            for name, state in held[rows[0]].items():
+            for name, state in states[rows[0]].items():
                 if rows[0] not in self.piece or not state.dim():
                     self.host[-1][name] = state
-                    self.counts[0].extend(held[i][name] for i in rows[1:])
+                    self.counts[0].extend(states[i][name] for i in rows[1:])
                     self.counts[1].extend([state] * (len(rows) - 1))
                 else:
                     shape = (t.local.shape[0], *state.shape[1:])
                     page = self._page(math.prod(shape) * state.itemsize, needed)
                     self.pages.append(page)
                     self.host[-1][name] = page.view(state.dtype).view(shape)
-                    parts = torch.split(self.host[-1][name], [held[i][name].shape[0] for i in rows])
+                    parts = torch.split(self.host[-1][name], [states[i][name].shape[0] for i in rows])
                     for i, part in zip(rows, parts, strict=True):
                         slot = self.slots[self.piece[i] % 2]
-                        assert held[i][name].untyped_storage().data_ptr() == slot.data_ptr(), f"{t.name}: {name}"
-                        self.pairs[i].append((held[i][name], part))
+                        assert states[i][name].untyped_storage().data_ptr() == slot.data_ptr(), f"{t.name}: {name}"
+                        self.pairs[i].append((states[i][name], part))
 
     def _page(self, size: int, needed: int) -> Tensor:
         try:
@@ -186,10 +185,10 @@ class Paged:
             raise _refusal(needed, str(error).partition("\n")[0]) from None
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
-        """As `Optimizer` says, a piece after the other; the next one is sent for before a piece is updated."""
+        """Implement `Optimizer`, piece by piece; the next piece is prefetched before a piece is updated."""
         chosen = range(len(self.trained)) if only is None else only
         rows = [i for t in chosen for i in self.of[t] if self.trained[t].grad is not None]
-        if self.counts[0]:  # a loaded checkpoint has written the first ones only
+        if self.counts[0]:  # loading a checkpoint writes the first ones only
             torch._foreach_copy_(*self.counts)
         if staying := [i for i in rows if i not in self.piece]:
             self.inner.step(lr, grad_scale, found_inf, only=staying)
@@ -200,33 +199,33 @@ class Paged:
         coming: dict[int, Any] = {}
         for k, following in itertools.zip_longest(turns, list(turns)[1:]):
             if k not in coming:
-                coming[k] = self._send_for(k, turns[k])
-            if following is not None and (following - k) % 2:  # it has the other slot
-                coming[following] = self._send_for(following, turns[following])
+                coming[k] = self._prefetch(k, turns[k])
+            if following is not None and (following - k) % 2:  # in the other slot
+                coming[following] = self._prefetch(following, turns[following])
             self.inward.wait(coming.pop(k))
             self.inner.step(lr, grad_scale, found_inf, only=turns[k])
             self.left[k % 2] = self.outward.copy([(host, here) for i in turns[k] for here, host in self.pairs[i]])
 
-    def _send_for(self, k: int, rows: Sequence[int]) -> Any:
-        """Starts copies into a slot that nobody reads any more."""
+    def _prefetch(self, k: int, rows: Sequence[int]) -> Any:
+        """Start copies into a slot after those that still read it."""
         if self.left[k % 2] is not None:
             self.outward.wait(self.left[k % 2])
         return self.inward.copy([pair for i in rows for pair in self.pairs[i]])
 
     def release(self) -> None:
-        """Gives back host memory and slots; there is no state afterwards."""
-        self.state()  # when nothing is under way
+        """Free host memory and slots; there is no state afterwards."""
+        self.state()  # waits for the copies
         self.pairs, self.host, self.slots, self.pages = {}, [], [], []
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         for mark in self.left:
             if mark is not None:
                 self.outward.settle(mark)
-        return {t.name: dict(held) for t, held in zip(self.trained, self.host, strict=True)}
+        return {t.name: dict(states) for t, states in zip(self.trained, self.host, strict=True)}
 
 
-def _rows(t: Learnt, piece: int, least: int) -> Iterator[Learnt]:
-    """A parameter as rows of at most about `piece` weights; a small one as it is."""
+def _rows(t: LocalParam, piece: int, least: int) -> Iterator[LocalParam]:
+    """Yield a parameter as rows of at most about `piece` weights; a small one whole."""
     size, shape = t.local.numel(), t.local.shape
     if size < least or not size or not shape:
         yield t
@@ -234,21 +233,21 @@ def _rows(t: Learnt, piece: int, least: int) -> Iterator[Learnt]:
     step = 1 if size // shape[0] % EVEN == 0 else ROWS
     at_once = max(step, piece * shape[0] // size // step * step)
     for first in range(0, shape[0], at_once):
-        yield Rows(t, first, min(first + at_once, shape[0]))
+        yield ParamRows(t, first, min(first + at_once, shape[0]))
 
 
-def _pieces(rows: Sequence[Learnt], piece: int) -> dict[int, int]:
-    """The piece of each of the rows that are paged; neighbours share one while there is room."""
-    found: dict[int, int] = {}
+def _pieces(rows: Sequence[LocalParam], piece: int) -> dict[int, int]:
+    """Return the piece of each paged row range; neighbors share a piece up to `piece` weights."""
+    pieces: dict[int, int] = {}
     k, filled = -1, math.inf
     for i, r in enumerate(rows):
-        if isinstance(r, Rows):
+        if isinstance(r, ParamRows):
             size = r.local.numel()
             if filled + size > piece:
                 k, filled = k + 1, 0
             filled += size
-            found[i] = k
-    return found
+            pieces[i] = k
+    return pieces
 
 
 def _aligned(shape: Sequence[int], dtype: torch.dtype) -> int:

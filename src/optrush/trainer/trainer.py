@@ -22,7 +22,7 @@ from optrush.data.sampler import Evaluation, Live, Loading, Stream
 from optrush.data.sources import Sources
 from optrush.kernels.adamw import Rounding
 from optrush.models.weights import WeightMap
-from optrush.optim.adamw import Make, Optimizer, whole
+from optrush.optim.adamw import Optimizer, OptimizerFactory, build_optimizer
 from optrush.optim.schedule import learning_rate
 from optrush.technique import Edit, Environment
 from optrush.trainer import distributed
@@ -140,8 +140,8 @@ class Trainer:
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
     rounding: Rounding = "nearest"  # of updated bfloat16 weights; set in `adapt`, done by the optimizer
-    optimizer_factory: Callable[[Sequence[TrainedParam], Make], Optimizer] = whole
-    """Makes an optimizer over parameters, its states where they are kept; set before `optimizer`, called there."""
+    optimizer_factory: Callable[[Sequence[TrainedParam], OptimizerFactory], Optimizer] = build_optimizer
+    """Builds an optimizer over parameters, its states where they are stored; set before `optimizer`, called there."""
     optimizer: Optimizer = None  # type: ignore[assignment]
     compile_options: dict[str, Any] = field(default_factory=dict)  # torch.compile's, of whatever is compiled
     recorded_bytes: int = 0  # that a recorded window holds on the device, beside what torch counts as allocated
