@@ -60,7 +60,13 @@ def grads_of(shapes: Sequence[tuple[int, ...]], step: int, dtype: torch.dtype = 
 
 
 def stepped(
-    update: kernel.GroupUpdate, grads: Sequence[Tensor], step: int, *, scale: float = 1.0, bad: bool = False, first: int = 0
+    update: kernel.GroupUpdate,
+    grads: Sequence[Tensor],
+    step: int,
+    *,
+    scale: float = 1.0,
+    bad: bool = False,
+    first: int = 0,
 ) -> None:
     """One update; the rate falls like 1 / step."""
     device = grads[0].device
@@ -113,9 +119,26 @@ def edges(write: stochastic_rounding.RoundedWrite, device: str = "cpu") -> Tenso
     return out.cpu()
 
 
+def compare_writes(launch: stochastic_rounding.RoundedWrite) -> None:
+    """Stochastic writes by the reference and by a kernel: every bit, but of nan."""
+    g = torch.Generator().manual_seed(1)
+    for many in (1, 256, 1000):
+        value = torch.randn(many, generator=g) * 10.0 ** torch.randint(-30, 30, (many,), generator=g)
+        value[::97] = math.inf
+        value[5::97] = math.nan
+        for shift, bad in ((0, False), (16, False), (0, True)):
+            key = kernel.step_key(torch.tensor([kernel.key_words(many, "a")]), torch.tensor([3.0]))[0]
+            sides = [torch.ones(many, dtype=torch.bfloat16) for _ in range(2)]
+            for side, write in zip(sides, (stochastic_rounding.write_stochastic, launch), strict=True):
+                write(side, value, torch.tensor(bad), key, shift, (1 << 33) + 77)
+            torch.testing.assert_close(*sides, rtol=0, atol=0, equal_nan=True)
+
+
 if __name__ == "__main__":
     from optrush.kernels import adamw_triton, stochastic_rounding_triton
 
+    stochastic_rounding_triton.BLOCK = 256
+    compare_writes(stochastic_rounding_triton.launch_stochastic)
     torch.testing.assert_close(
         edges(stochastic_rounding_triton.launch_stochastic),
         edges(stochastic_rounding.write_stochastic),

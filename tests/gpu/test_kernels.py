@@ -490,5 +490,8 @@ def test_scaled_beyond_32_bits():
 def test_stochastic_rounding_at_the_edges():
     from optrush.kernels import stochastic_rounding_triton
 
-    found, want = edges(stochastic_rounding_triton.launch_stochastic, "cuda"), edges(stochastic_rounding.write_stochastic)
+    found, want = (
+        edges(stochastic_rounding_triton.launch_stochastic, "cuda"),
+        edges(stochastic_rounding.write_stochastic),
+    )
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)

@@ -42,7 +42,9 @@ def test_the_kernel_has_the_references_bits(size):
         key = step_key(torch.tensor([key_words(3, "a")]), torch.tensor([5.0]))[0]
         sides = [torch.ones(size, dtype=torch.bfloat16, device=device) for device in ("cpu", "cuda", "cuda")]
         for side, write in zip(
-            sides, (stochastic_rounding.write_stochastic, stochastic_rounding.write_stochastic, launch_stochastic), strict=True
+            sides,
+            (stochastic_rounding.write_stochastic, stochastic_rounding.write_stochastic, launch_stochastic),
+            strict=True,
         ):
             on = side.device
             write(side, value.to(on), torch.tensor(bad, device=on), key.to(on), shift, 1 << 33)

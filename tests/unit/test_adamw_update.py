@@ -212,7 +212,9 @@ def test_a_skipped_update_changes_nothing():
 
 
 def test_ranges():
-    assert list(kernel.contiguous_ranges([0, 1, 2, 5, 7, 8])) == [(0, 3), (5, 6), (7, 9)] and not list(kernel.contiguous_ranges([]))
+    assert list(kernel.contiguous_ranges([0, 1, 2, 5, 7, 8])) == [(0, 3), (5, 6), (7, 9)] and not list(
+        kernel.contiguous_ranges([])
+    )
 
 
 def test_powers():

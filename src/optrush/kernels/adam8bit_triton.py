@@ -139,7 +139,7 @@ def _update(
     WHOLE: tl.constexpr, CUT: tl.constexpr, ALIGNED: tl.constexpr,
     PART: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update some blocks of one parameter. values: (512,) levels of signed and unsigned bytes; (16,) of signed HALVES."""
+    """Update some blocks of a parameter. values: (512,) levels of signed and unsigned bytes; (16,) of signed HALVES."""
     if tl.load(found_inf) == 0:
         program = begin + tl.program_id(0)
         k = tl.load(owners + program).to(tl.int64)
