@@ -38,9 +38,9 @@ from torch import Tensor
 
 from optrush.bench import record
 from optrush.data.batch import IGNORE, Documents
-from optrush.kernels import linear_cross_entropy, loss, swiglu, swiglu_quack
+from optrush.kernels import cross_entropy, linear_cross_entropy, swiglu, swiglu_quack
 from optrush.kernels.attention import ATTENTIONS
-from optrush.kernels.loss import liger
+from optrush.kernels.cross_entropy import liger
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner.calibrate import HEAD_TOKENS
 from optrush.planner.cost import linears
@@ -119,13 +119,13 @@ def head(rows: int, V: int, D: int) -> Iterator[Operator]:
         return scaled_exp_linear_cross_entropy(*operands, rows, IGNORE, "sum")
 
     def first(columns: int, turns: bool, *operands: Tensor) -> Tensor:
-        from optrush.kernels.linear_cross_entropy_quack import product
+        from optrush.kernels.linear_cross_entropy_quack import exp_logits_product
 
-        return product(*operands, columns=columns, turns=turns)
+        return exp_logits_product(*operands, columns=columns, turns=turns)
 
     for chunk in CHUNKS:
-        yield made(f"chunked-{chunk}", loss.Chunked(chunk=chunk))
-        yield made(f"chunked-compiled-{chunk}", loss.Chunked(chunk=chunk).compiled("default"))
+        yield made(f"chunked-{chunk}", cross_entropy.Chunked(chunk=chunk))
+        yield made(f"chunked-compiled-{chunk}", cross_entropy.Chunked(chunk=chunk).compiled("default"))
         yield made(f"quack-{chunk}", partial(linear_cross_entropy.quack, chunk=chunk), "loss")
     yield made("liger", partial(liger, chunk=0))
     yield made("quack-library", library, "library")
@@ -143,7 +143,7 @@ def feed(case: str, shape: ModelShape, rows: int) -> Iterator[Operator]:
     back = lambda values: (values("grad", rows, D), values("weight", D, width), values("pairs", rows, 2 * width))
     impls: list[tuple[str, Call, Call]] = [
         ("cublas-triton", lambda x, w: swiglu.swiglu(x @ w), lambda g, w, pairs: swiglu.swiglu_backward(pairs, g @ w)),
-        ("optrush", lambda x, w: swiglu_quack.gated(x, w.t()), swiglu_quack.gated_backward),
+        ("optrush", lambda x, w: swiglu_quack.gated_matmul(x, w.t()), swiglu_quack.gated_matmul_backward),
         *((k, partial(quack, "gemm_gated", k), partial(quack, "gemm_dgated", k)) for k in FED_BY),
     ]
     for impl, forward, backward in impls:

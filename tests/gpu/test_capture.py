@@ -200,7 +200,7 @@ def test_the_devices_products_are_the_emulated_ones(m, k, n, dtype):
     found, want = [], []
     for device, into in (("cuda", found), ("cpu", want)):
         a, b = (t.to(device).requires_grad_() for t in (x, w))
-        y = float8.linear(a, b, None)
+        y = float8.float8_linear(a, b, None)
         into += [t.float().cpu() for t in (y, *torch.autograd.grad(y, [a, b], g.to(device)))]
     for a, b, off in zip(found, want, (5e-3, 5e-3, 5e-3)):  # sums of fewer bits, and bf16's last one
         assert (a - b).norm() / b.norm() < off

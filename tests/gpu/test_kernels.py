@@ -24,9 +24,9 @@ from optrush.kernels import (
     swiglu,
 )
 from optrush.kernels.attention import flash4
-from optrush.kernels.linear_cross_entropy import scaled
+from optrush.kernels.cross_entropy import liger
+from optrush.kernels.linear_cross_entropy import scale_to_dtype
 from optrush.kernels.lora_matmul import Padding, with_padding
-from optrush.kernels.loss import liger
 from optrush.models.decoder import Linear
 from optrush.peft.adapter import AdapterToggle, place
 from optrush.peft.lora import Lora, Settings, lay
@@ -75,7 +75,7 @@ def test_feed_forward_in_the_products(compiled, autocast, half, D):
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
     g = torch.randn(2, N, D, device="cuda")
     inputs = [x, *(layer.weight for layer in layers)]
-    want = swiglu.gated(x, 2 * x, *layers)
+    want = swiglu.gated_mlp(x, 2 * x, *layers)
     wants = torch.autograd.grad(want, inputs, g)
     if not autocast:
         layers = [layer.bfloat16() for layer in layers]
@@ -83,7 +83,7 @@ def test_feed_forward_in_the_products(compiled, autocast, half, D):
     inputs = [given, *(layer.weight for layer in layers)]
 
     def feed(x):
-        return swiglu_quack.feed(x, 2 * x, *layers)
+        return swiglu_quack.quack_mlp(x, 2 * x, *layers)
 
     run = torch.compile(feed, fullgraph=True, dynamic=False) if compiled else feed
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -121,9 +121,9 @@ def test_a_product_with_a_low_rank_sum(dtype, n, k, m, r):
     z = x.float() @ first.float()
     want = x.float() @ wide.float() + z @ second.float()
     for weight in (with_padding(wide, r, r), with_padding(wide.t(), r, r).t()):
-        for given, roomy in ((x, False), (with_padding(x, 0, r), True)):
+        for given, padded in ((x, False), (with_padding(x, 0, r), True)):
             for _ in range(2):
-                found = lora_matmul.low_rank(given, weight, first, second, "quack", roomy=True, roomy_x=roomy)
+                found = lora_matmul.low_rank(given, weight, first, second, "quack", padded=True, padded_x=padded)
                 assert [t.dtype for t in found] == [dtype, dtype] and [t.shape for t in found] == [(n, m), (n, r)]
                 assert n == 0 or (off(found[0], want) < 1e-2 and off(found[1], z) < 1e-2)
 
@@ -195,7 +195,7 @@ def pack(linear, wide):
 @pytest.mark.skipif(library("quack-kernels") is None, reason="quack-kernels is not installed")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "amp"])
-@pytest.mark.parametrize("base", ["dense", "roomy", "nf4"])
+@pytest.mark.parametrize("base", ["dense", "padded", "nf4"])
 @pytest.mark.parametrize(
     ("names", "rank"), [(["gate_proj", "up_proj", "down_proj"], 16), (["gate_proj"], 4), (["down_proj"], 12)], ids=str
 )
@@ -222,9 +222,9 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
         assert lora.fits(layer)
     for layer in ours:
         if base != "dense" and layer.adapter is not None:
-            assert lay(layer, 64, Padding(True), below=layer is ours[1]) == (base == "roomy")
+            assert lay(layer, 64, Padding(True), below=layer is ours[1]) == (base == "padded")
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
-    want = swiglu.gated(x, 2 * x, *wide)
+    want = swiglu.gated_mlp(x, 2 * x, *wide)
     wants = torch.autograd.grad(want, given(x, wide), g)
     inputs = given(x if autocast else x.detach().bfloat16().requires_grad_(), ours)
 
@@ -241,7 +241,7 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
         if layer.adapter is not None:
             layer.adapter.switch.on = False
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast), torch.no_grad():
-        assert off(run(inputs[0]), swiglu.gated(x, 2 * x, *wide)) < 2e-2, "switched off, it is the base"
+        assert off(run(inputs[0]), swiglu.gated_mlp(x, 2 * x, *wide)) < 2e-2, "switched off, it is the base"
     assert got.dtype == inputs[0].dtype and off(got, want) < 2e-2
     for one, other, of in zip(grads, wants, inputs, strict=True):
         assert one.dtype == of.dtype and off(one, other) < 2e-2
@@ -263,13 +263,13 @@ def test_norm_and_the_addition_before_it(compiled, autocast, D, room):
         given = [t.to(o.dtype) for o, t in zip(outputs, (past, g, past, g), strict=True)]
         return torch.autograd.grad(outputs, inputs, given)
 
-    want = both(rms_norm.plain, inputs)
+    want = both(rms_norm.add_rms_norm, inputs)
     wants = gradients(want, inputs)
     if not autocast:
         inputs = [t.detach().bfloat16().requires_grad_() for t in inputs]
     run = torch.compile(both, fullgraph=True, dynamic=False) if compiled else both
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-        made = run(partial(rms_norm.fused, room=room, back=room), inputs)
+        made = run(partial(rms_norm.fused_add_rms_norm, padding=room, grad_padding=room), inputs)
     assert all(pair[1].stride() == (1111 * (D + room), D + room, 1) for pair in made)
     for got, sure in zip((t for pair in made for t in pair), (t for pair in want for t in pair), strict=True):
         assert off(got, sure) < 1e-2
@@ -289,11 +289,11 @@ def test_rotation(compiled, dtype, turns, K, group, E):
     cos, sin = (torch.randn(B, T, 1, E, device="cuda").to(turns) for _ in range(2))
     grads = [torch.randn(B, n, T, E, device="cuda").to(dtype).transpose(1, 2) for n in (K * group, K, K)]
     wide = qkv.detach().float().requires_grad_()
-    want = rope.plain(wide, cos.float(), sin.float(), None, None)
+    want = rope.split_and_rotate(wide, cos.float(), sin.float(), None, None)
     (wanted,) = torch.autograd.grad(want, wide, [g.float() for g in grads])
 
     def separate(qkv):
-        return rope.fused(qkv, cos, sin, None, None, back=room)
+        return rope.fused_split_and_rotate(qkv, cos, sin, None, None, grad_padding=room)
 
     found = (torch.compile(separate, fullgraph=True, dynamic=False) if compiled else separate)(qkv)
     (grad,) = torch.autograd.grad(found, qkv, grads)
@@ -400,10 +400,10 @@ def test_the_next_process_finds_what_flash_attention_4_compiled(tmp_path: Path):
     script = """
 import torch
 from optrush.data.batch import Documents
-from optrush.kernels import flash4
+from optrush.kernels.attention import flash4
 documents = Documents(torch.tensor([0, 256]).int().cuda(), torch.zeros(1, 256).int().cuda(), 256, True)
 q, k, v = (torch.ones(1, 256, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-flash4.flash4(q, k, v, documents).sum().backward()
+flash4(q, k, v, documents).sum().backward()
 print(q.grad.isfinite().all().item())
 """
     environment = {**os.environ, "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path)}
@@ -437,7 +437,7 @@ def test_loss_kernels(name, N, D, chunk, V):
     labels = torch.randint(0, V, (N,), device="cuda")
     labels[1::5] = -100
     wide = [hidden.bfloat16().float().requires_grad_(), weight.bfloat16().float().requires_grad_()]
-    want = cross_entropy.nll(*wide, labels)
+    want = cross_entropy.cross_entropy(*wide, labels)
     wants = torch.autograd.grad(want * 0.125, wide)
     half = [x.detach().bfloat16().requires_grad_() for x in wide]
     got = LOSSES[name](*half, labels, chunk)
@@ -458,7 +458,7 @@ def test_quacks_gradients_by_a_factor(autocast):
     inputs = [torch.randn(1000, 256, device="cuda"), torch.randn(1024, 256, device="cuda") * 0.05]
     inputs = [(x if autocast else x.bfloat16()).requires_grad_() for x in inputs]
     labels = torch.randint(0, 1024, (1000,), device="cuda")
-    wants = torch.autograd.grad(cross_entropy.nll(*(x.float() for x in inputs), labels), inputs)
+    wants = torch.autograd.grad(cross_entropy.cross_entropy(*(x.float() for x in inputs), labels), inputs)
 
     def gradients(factor):
         with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
@@ -478,13 +478,13 @@ def test_scaled(given, wanted):
     for n in (0, 1, 4096, 1_000_003):
         x = torch.randn(n, device="cuda").to(given)
         want = (x.float() * factor).to(wanted)
-        found = scaled(x, factor, wanted)
+        found = scale_to_dtype(x, factor, wanted)
         assert torch.equal(found, want) and (found is x) == (given == wanted)
 
 
 def test_scaled_beyond_32_bits():
     x = torch.ones(2**31 + 5, device="cuda", dtype=torch.bfloat16)
-    assert (scaled(x, torch.tensor(2.0, device="cuda"), x.dtype)[-6:] == 2).all()
+    assert (scale_to_dtype(x, torch.tensor(2.0, device="cuda"), x.dtype)[-6:] == 2).all()
 
 
 def test_stochastic_rounding_at_the_edges():

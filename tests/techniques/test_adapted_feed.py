@@ -17,7 +17,7 @@ from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import named
 from optrush.kernels import lora_matmul, swiglu, swiglu_quack
-from optrush.kernels.lora_matmul import Padding, beside, joined, with_padding
+from optrush.kernels.lora_matmul import Padding, concat_in_padding, concat_padded, with_padding
 from optrush.models import activation_offload
 from optrush.models.decoder import Linear
 from optrush.peft import lora
@@ -46,18 +46,18 @@ def aligned(*tensors):
         assert sorted(t.stride())[0] == 1 and sorted(t.stride())[1] % 8 == 0, (t.shape, t.stride())
 
 
-@swiglu_quack.gated.register_kernel("cpu")
-def _(x, weight, z=None, u=None, roomy_x=False, roomy=False, room=0):
-    left, whole = beside(x, z, 1, roomy_x), beside(weight, u, 1, roomy)
+@swiglu_quack.gated_matmul.register_kernel("cpu")
+def _(x, weight, z=None, u=None, padded_x=False, padded=False, padding=0):
+    left, whole = concat_in_padding(x, z, 1, padded_x), concat_in_padding(weight, u, 1, padded)
     aligned(left, whole)
     pairs = F.linear(left, whole)
-    product = torch.empty(len(x), len(weight) // 2 + room, dtype=x.dtype)[:, : len(weight) // 2]
+    product = torch.empty(len(x), len(weight) // 2 + padding, dtype=x.dtype)[:, : len(weight) // 2]
     return pairs, product.copy_(swiglu.swiglu(pairs))
 
 
-@swiglu_quack.gated_backward.register_kernel("cpu")
-def _(grad, weight, pairs, below=None, roomy=False):
-    whole = beside(weight, below, 0, roomy)
+@swiglu_quack.gated_matmul_backward.register_kernel("cpu")
+def _(grad, weight, pairs, below=None, padded=False):
+    whole = concat_in_padding(weight, below, 0, padded)
     aligned(grad, whole, pairs)
     return swiglu.swiglu_backward(pairs, grad @ whole)
 
@@ -128,7 +128,7 @@ def test_gradients_by_finite_differences(names):
         return lora.feed(stream, x, gate_up, down)
 
     def plain():
-        return swiglu.gated(stream, x, gate_up, down)
+        return swiglu.gated_mlp(stream, x, gate_up, down)
 
     assert torch.autograd.gradcheck(ours, inputs)
     torch.testing.assert_close(ours(), plain())
@@ -147,10 +147,10 @@ def test_adapters_lie_in_whole_tiles_of_columns(monkeypatch):
     seen = []
 
     def gated(x, weight, z, u, *more):
-        seen.append((beside(x, z, 1, False).shape, beside(weight, u, 1, False).shape))
-        return swiglu_quack.gated(x, weight, z, u, *more)
+        seen.append((concat_in_padding(x, z, 1, False).shape, concat_in_padding(weight, u, 1, False).shape))
+        return swiglu_quack.gated_matmul(x, weight, z, u, *more)
 
-    monkeypatch.setattr(lora, "gated", gated)
+    monkeypatch.setattr(lora, "gated_matmul", gated)
     for rank, width in ((4, 16 + 64), (32, 16 + 64), (33, 16 + 128)):
         x, gate_up, down, _ = linears(["gate_proj", "up_proj"], rank=rank)
         lora.feed(x, x, gate_up, down)
@@ -278,9 +278,11 @@ def test_what_has_no_room(box, monkeypatch):
     """Weights that nobody gave room, as sharded ones: copied where A or U lies beside them, and not for the input's
     gradient, which is made by two products then."""
     monkeypatch.setattr(lora, "make_room", lambda *_, **__: 1)
-    monkeypatch.setattr(lora, "gradients", mock.Mock(side_effect=AssertionError))
+    monkeypatch.setattr(lora, "low_rank_gradients", mock.Mock(side_effect=AssertionError))
     job, copied = learning(box, **QUACK), []
-    monkeypatch.setattr(lora_matmul, "joined", lambda *given: copied.append(given[0].shape) or joined(*given))
+    monkeypatch.setattr(
+        lora_matmul, "concat_padded", lambda *given: copied.append(given[0].shape) or concat_padded(*given)
+    )
     loss, grads = first_gradients(job)
     assert {shape for shape in copied if shape[0] != 2 * T} == {(2 * F_, D_), (D_, F_)}
     want_loss, want = first_gradients(learning(box))
@@ -305,7 +307,7 @@ def test_what_lies_in_room(dim, shape):
     laid = with_padding(weight, 64, 3)
     assert torch.equal(laid, weight) and laid.stride() == (74, 1)
     for t, has in ((weight, False), (weight, True), (laid, False), (laid, True), (laid, True)):
-        found = beside(t, narrow, dim, has)
+        found = concat_in_padding(t, narrow, dim, has)
         assert found.shape[dim] == weight.shape[dim] + 64
         assert torch.equal(found.narrow(dim, 0, want.shape[dim]), want)
         assert not found.narrow(dim, want.shape[dim], 61).any()
@@ -313,8 +315,8 @@ def test_what_lies_in_room(dim, shape):
         found.fill_(torch.nan).narrow(dim, 0, weight.shape[dim]).copy_(weight)  # room is scratch
     assert torch.equal(laid, weight)
     large = torch.randn(6, 65) if dim else torch.randn(65, 10)
-    assert beside(laid, large, dim, True).data_ptr() != laid.data_ptr(), "it has no room for so much"
-    assert beside(laid, narrow.narrow(dim, 0, 0), dim, True) is laid
+    assert concat_in_padding(laid, large, dim, True).data_ptr() != laid.data_ptr(), "it has no room for so much"
+    assert concat_in_padding(laid, narrow.narrow(dim, 0, 0), dim, True) is laid
 
 
 def test_two_passes_before_one_goes_back():
@@ -349,7 +351,7 @@ def test_what_does_not_lie_beside():
     for weight in (torch.randn(6, 16), with_padding(torch.randn(6, 16), 64, 64)):
         for narrow, dim in ((torch.randn(5, 3), 1), (torch.randn(3, 15), 0)):
             with pytest.raises(AssertionError):
-                beside(weight, narrow, dim, True)
+                concat_in_padding(weight, narrow, dim, True)
 
 
 def test_what_is_no_room():
@@ -358,8 +360,8 @@ def test_what_is_no_room():
     behind = flat.clone()
     for weight in (flat[:60].view(6, 10), flat[10:130].view(6, 20)[:, :10], flat.view(12, 100).t()[:6]):
         for said in (False, True):
-            assert torch.equal(beside(weight, narrow, 1, said)[:, :-61], torch.cat((weight, narrow), 1))
-    beside(flat.view(10, 120)[:6, :10], narrow, 1, False)
+            assert torch.equal(concat_in_padding(weight, narrow, 1, said)[:, :-61], torch.cat((weight, narrow), 1))
+    concat_in_padding(flat.view(10, 120)[:6, :10], narrow, 1, False)
     assert torch.equal(flat, behind)
 
 
@@ -381,7 +383,9 @@ def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch):
 
     before = frozen()
     copied = []
-    monkeypatch.setattr(lora_matmul, "joined", lambda *given: copied.append(given[0].shape) or joined(*given))
+    monkeypatch.setattr(
+        lora_matmul, "concat_padded", lambda *given: copied.append(given[0].shape) or concat_padded(*given)
+    )
     for _ in steps(job, 2):
         pass
     assert before and frozen() == before
@@ -640,7 +644,7 @@ def test_gradients_of_float32_weights_are_not_rounded(box, stream):
 
 def test_without_adapters_weights_learn_as_before(box):
     job = assembled(golden_run(box, packed=True, **QUACK), CLASSES)
-    assert all(block.mlp is swiglu_quack.feed for block in job.model.blocks.values())
+    assert all(block.mlp is swiglu_quack.quack_mlp for block in job.model.blocks.values())
     want_loss, want = first_gradients(assembled(golden_run(box, packed=True)))
     loss, grads = first_gradients(job)
     assert loss == pytest.approx(want_loss, rel=1e-6) and furthest(grads, want) < 1e-5

@@ -65,7 +65,7 @@ def drawn(dtype=torch.float32):
 def test_products_of_rounded_values():
     """Output and both gradients are products of what was rounded: nothing else is lost."""
     inputs, g = drawn()
-    y = float8.linear(*inputs)
+    y = float8.float8_linear(*inputs)
     found = [y, *torch.autograd.grad(y, inputs, g)]
     flat = [t.detach().numpy().reshape(-1, t.shape[-1]) for t in (*inputs[:2], g)]
     x, w, e = (by_hand(values, kind) for values, kind in zip(flat, (KINDS[0], KINDS[0], KINDS[1])))
@@ -78,7 +78,7 @@ def test_products_of_rounded_values():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_near_the_plain_product(dtype):
     inputs, g = drawn(dtype)
-    y, plain = float8.linear(*inputs), F.linear(*inputs)
+    y, plain = float8.float8_linear(*inputs), F.linear(*inputs)
     assert y.dtype == dtype and y.shape == plain.shape
     found = [y, *torch.autograd.grad(y, inputs, g)]
     want = [plain, *torch.autograd.grad(plain, inputs, g)]
@@ -93,7 +93,7 @@ def test_what_is_not_finite_is_not_hidden(value, at):
     inputs, g = drawn()
     with torch.no_grad():
         (inputs[0], inputs[1], g)[at].view(-1)[7] = value
-    y = float8.linear(*inputs)
+    y = float8.float8_linear(*inputs)
     dx, dw, _ = torch.autograd.grad(y, inputs, g)
     touched = {0: (y, dw), 1: (y, dx), 2: (dx, dw)}[at]
     assert all(t.isnan().all() for t in touched)
@@ -104,9 +104,9 @@ def test_autocast_leaves_the_products_alone(dtype):
     """Values are up to 448 before they are scaled back: sums of their products would overflow in fp16."""
     torch.manual_seed(0)
     x, w = torch.randn(8, 2048).to(dtype), torch.randn(4, 2048).to(dtype)
-    want = float8.linear(x, w, None)
+    want = float8.float8_linear(x, w, None)
     with torch.autocast("cpu", dtype):
-        found = float8.linear(x, w, None)
+        found = float8.float8_linear(x, w, None)
     assert torch.isfinite(found).all() and torch.equal(found, want)
 
 
@@ -114,7 +114,7 @@ def test_zeros_and_frozen_weights():
     inputs, g = drawn()
     zero = torch.zeros_like(inputs[0]).requires_grad_()
     weight = inputs[1].detach()
-    y = float8.linear(zero, weight, None)
+    y = float8.float8_linear(zero, weight, None)
     assert not y.any() and torch.autograd.grad(y, zero, g)[0].abs().sum() > 0
 
 
@@ -124,8 +124,8 @@ def test_traced_as_one_graph(dtype):
     """The same bits through torch's compiler, but for its generated code: that compiled by 2.11 gave zeros once."""
     inputs, g = drawn(dtype)
     torch._dynamo.reset()
-    traced = torch.compile(float8.linear, fullgraph=True, dynamic=False, backend="aot_eager")
-    want = torch.autograd.grad(float8.linear(*inputs), inputs, g)
+    traced = torch.compile(float8.float8_linear, fullgraph=True, dynamic=False, backend="aot_eager")
+    want = torch.autograd.grad(float8.float8_linear(*inputs), inputs, g)
     found = torch.autograd.grad(traced(*inputs), inputs, g)
     torch._dynamo.reset()
     assert all(map(torch.equal, found, want)) and all(t.any() for t in found)
@@ -135,7 +135,9 @@ def test_traced_as_one_graph(dtype):
 
 
 def changed(trainer) -> set[str]:
-    return {name.rpartition(".")[2] for name, linear in trainer.model.linears() if linear.matmul is float8.linear}
+    return {
+        name.rpartition(".")[2] for name, linear in trainer.model.linears() if linear.matmul is float8.float8_linear
+    }
 
 
 @pytest.mark.parametrize(("targets", "want"), [("all", LINEARS), ("mlp", {"gate_up", "down"})])

@@ -45,16 +45,18 @@ def drawn(dtype=torch.float64, *, bias=False):
 @pytest.mark.parametrize("bias", [False, True])
 def test_gradients_by_finite_differences(bias):
     x, down = drawn(bias=bias)
-    ours = swiglu.activated if bias else swiglu.fused
+    ours = swiglu.mlp_fused_activation if bias else swiglu.mlp_fused_down
     inputs = (STREAM.clone().requires_grad_(), x, *down.parameters())
     assert torch.autograd.gradcheck(lambda stream, x, *_: ours(stream, x, SAME, down), inputs)
-    torch.testing.assert_close(ours(STREAM, x, SAME, down), swiglu.gated(STREAM, x, SAME, down))
+    torch.testing.assert_close(ours(STREAM, x, SAME, down), swiglu.gated_mlp(STREAM, x, SAME, down))
 
 
 def test_what_is_more_than_a_matrix_is_called(box):
     """A bias and another product are not lost."""
     x, down = drawn(bias=True)
-    torch.testing.assert_close(swiglu.activated(STREAM, x, SAME, down), swiglu.gated(STREAM, x, SAME, down))
+    torch.testing.assert_close(
+        swiglu.mlp_fused_activation(STREAM, x, SAME, down), swiglu.gated_mlp(STREAM, x, SAME, down)
+    )
 
     class Doubled(Technique):
         name = "doubled"
@@ -77,10 +79,10 @@ def test_what_is_more_than_a_matrix_is_called(box):
 def test_autocast_gives_the_weight_its_own_type(box):
     x, down = drawn(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        out = swiglu.fused(STREAM.bfloat16(), x.bfloat16(), SAME, down)
+        out = swiglu.mlp_fused_down(STREAM.bfloat16(), x.bfloat16(), SAME, down)
     out.float().sum().backward()
     assert out.dtype == torch.bfloat16 and down.weight.grad.dtype == torch.float32
-    want = torch.autograd.grad(swiglu.gated(STREAM.float(), x, SAME, down).sum(), down.weight)[0]
+    want = torch.autograd.grad(swiglu.gated_mlp(STREAM.float(), x, SAME, down).sum(), down.weight)[0]
     torch.testing.assert_close(down.weight.grad, want, rtol=3e-2, atol=3e-2)
 
 

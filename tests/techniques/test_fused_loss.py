@@ -16,8 +16,8 @@ from optrush import technique
 from optrush.errors import NeedsError
 from optrush.hardware import named
 from optrush.kernels import cross_entropy, linear_cross_entropy
-from optrush.kernels.linear_cross_entropy import even
-from optrush.kernels.loss import Package
+from optrush.kernels.cross_entropy import Package
+from optrush.kernels.linear_cross_entropy import rows_per_chunk
 from optrush.resolve import resolve
 from optrush.technique import library, unmet
 from optrush.techniques.fused_loss import FusedLoss
@@ -131,12 +131,12 @@ def test_a_package_serves_training_alone():
 
     def library(hidden, weight, labels, chunk):
         asked.append(chunk)
-        return cross_entropy.chunked_nll(hidden, weight, labels, chunk=chunk)
+        return cross_entropy.chunked_cross_entropy(hidden, weight, labels, chunk=chunk)
 
     kernel = Package(function=library, chunk=8)
     hidden, weight, labels = torch.randn(20, 4, requires_grad=True), torch.randn(V, 4), torch.randint(0, V, (20,))
     rest = {"bias": None, "scale": 1.0, "softcap": None, "part": None, "weights": None, "reduce": "sum"}
-    want = cross_entropy.nll(hidden, weight, labels)
+    want = cross_entropy.cross_entropy(hidden, weight, labels)
     assert kernel(hidden, weight, labels, **rest).item() == pytest.approx(want.item(), rel=1e-6)
     assert asked == [8]
     with torch.no_grad():
@@ -150,7 +150,7 @@ def test_a_package_serves_training_alone():
 @pytest.mark.parametrize("chunk", [128, 512, 4096, 8192])
 def test_chunks_are_about_even(chunk):
     for N in (0, 1, 127, 128, 129, 500, 512, 1000, 2048, 4096, 8192, 12288, 32768):
-        size = even(N, chunk)
+        size = rows_per_chunk(N, chunk)
         assert 0 < size <= chunk and (size % 128 == 0 or size >= N)
         chunks = -(-N // size)
         assert chunks == -(-N // chunk) and size * chunks - N < 128 * max(chunks, 1)
@@ -208,8 +208,8 @@ def test_a_weight_that_changed_before_the_backward_pass_is_seen():
 def test_the_sum_is_of_what_is_not_rounded_yet_and_chunks_are_summed_in_float32(monkeypatch):
     *tensors, labels = drawn(torch.bfloat16)
     e = torch.empty(CPU_N, V, dtype=torch.bfloat16)
-    sums = linear_cross_entropy.exponents(
-        tensors[0], tensors[1], linear_cross_entropy.offsets(*tensors, labels), e
+    sums = linear_cross_entropy.exp_logits(
+        tensors[0], tensors[1], linear_cross_entropy.label_offsets(*tensors, labels), e
     ).sum(1)[1]
     assert sums.item() != e[1].float().sum().item() and sums.item() == pytest.approx(
         e[1].float().sum().item(), rel=1e-2
@@ -222,7 +222,7 @@ def test_the_sum_is_of_what_is_not_rounded_yet_and_chunks_are_summed_in_float32(
 
 def test_what_has_no_factor_is_zero_whatever_it_was():
     x = torch.tensor([[1.0, math.nan], [math.inf, 2.0], [1.0, 2.0]])
-    found = linear_cross_entropy.rows_scaled(x, torch.tensor([0.0, 0.0, 3.0]), torch.tensor(0.5), torch.empty_like(x))
+    found = linear_cross_entropy.scale_rows(x, torch.tensor([0.0, 0.0, 3.0]), torch.tensor(0.5), torch.empty_like(x))
     assert found.tolist() == [[0, 0], [0, 0], [1.5, 3]]
 
 
@@ -244,22 +244,22 @@ def interpreted():
         labels[n // 2] = labels[n // 2] if n == 1 else -100
         args = x, weight, labels
         torch.testing.assert_close(
-            kernels.offsets(*args, linear_cross_entropy.LOG2E, linear_cross_entropy.SHIFT),
-            linear_cross_entropy.offsets(*args),
+            kernels.launch_label_offsets(*args, linear_cross_entropy.LOG2E, linear_cross_entropy.SHIFT),
+            linear_cross_entropy.label_offsets(*args),
             rtol=1e-5,
             atol=1e-5,
         )
         sums, e = torch.rand(n, parts) / 2.0 ** torch.randint(0, 70, (n, 1)), torch.rand(n, vocab)
         settled = [(e.clone(), torch.empty(n), torch.empty(n)) for _ in range(2)]
-        kernels.settle(settled[0][0], sums, labels, *settled[0][1:], linear_cross_entropy.SHIFT)
-        linear_cross_entropy.settle(settled[1][0], sums, labels, *settled[1][1:])
+        kernels.launch_finish_rows(settled[0][0], sums, labels, *settled[0][1:], linear_cross_entropy.SHIFT)
+        linear_cross_entropy.finish_rows(settled[1][0], sums, labels, *settled[1][1:])
         for got, want in zip(*settled, strict=True):
             torch.testing.assert_close(got, want, rtol=2e-5, atol=0)
         rows, factor = torch.rand(n), torch.tensor(1 / 3)
         rows[0], x[0] = 0, math.nan
         for out in (torch.empty(n, width), x):  # in place last
-            want = linear_cross_entropy.rows_scaled(x, rows, factor, torch.empty(n, width))
-            assert torch.equal(kernels.rows_scaled(x, rows, factor, out), want)
+            want = linear_cross_entropy.scale_rows(x, rows, factor, torch.empty(n, width))
+            assert torch.equal(kernels.launch_scale_rows(x, rows, factor, out), want)
     print("equal")
 
 

@@ -40,8 +40,8 @@ def test_gradients_by_finite_differences(alone):
     torch.manual_seed(0)
     x, branch, weight = (torch.randn(*n, dtype=torch.float64, requires_grad=True) for n in ((2, 3, 7), (2, 3, 7), (7,)))
     given = (x, None if alone else branch, weight, EPS)
-    assert torch.autograd.gradcheck(rms_norm.fused, given)
-    torch.testing.assert_close(rms_norm.fused(*given), rms_norm.plain(*given))
+    assert torch.autograd.gradcheck(rms_norm.fused_add_rms_norm, given)
+    torch.testing.assert_close(rms_norm.fused_add_rms_norm(*given), rms_norm.add_rms_norm(*given))
 
 
 @pytest.mark.parametrize("stream", ["float32", "half"])
@@ -122,15 +122,15 @@ def interpreted() -> None:
             weight = torch.randn(width)
             near = 1e-5 if out == torch.float32 else 2e-2
             for added in (None, branch):
-                total, normed, scale = rms_norm_triton.forward(x, added, weight, EPS, out, room)
-                want, wanted = rms_norm.plain(x, added, weight, EPS)
+                total, normed, scale = rms_norm_triton.rms_norm_forward(x, added, weight, EPS, out, room)
+                want, wanted = rms_norm.add_rms_norm(x, added, weight, EPS)
                 assert total.dtype == want.dtype and normed.dtype == out and scale.dtype == torch.float32
                 assert normed.stride() == (width + room, 1) and total.is_contiguous()
                 torch.testing.assert_close(total, want)
                 torch.testing.assert_close(normed.float(), wanted.float(), rtol=near, atol=near)
             sure = [t.double() for t in (total, weight, scale, past, grad)]
             for learns in (True, False):
-                dx, dw = rms_norm_triton.backward(total, weight, scale, past, grad, learns, room)
+                dx, dw = rms_norm_triton.rms_norm_backward(total, weight, scale, past, grad, learns, room)
                 first, second = rms_norm.norm_backward(*sure, learns)
                 assert dx.stride() == (width + room, 1)
                 torch.testing.assert_close(dx.double(), first, rtol=near, atol=near)

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch o
 def test_same_loss_and_gradients(box, name, others):
     want_loss, want = first_gradients(assembled(golden_run(box, CASES[name], packed=True)))
     job = assembled(golden_run(box, CASES[name], packed=True, fused_rotation={}, **others))
-    assert all(block.split_and_rope is rope.fused for block in job.model.blocks.values())
+    assert all(block.split_and_rope is rope.fused_split_and_rotate for block in job.model.blocks.values())
     loss, grads = first_gradients(job)
     assert loss == pytest.approx(want_loss, rel=1e-6)
     assert furthest(grads, want) < 1e-5
@@ -50,8 +50,8 @@ def test_gradients_by_finite_differences(K, group):
     qkv = torch.randn(2, 3, K, group + 2, 6, dtype=torch.float64, requires_grad=True)
     cos, sin = torch.randn(2, 2, 3, 1, 6, dtype=torch.float64)
     given = qkv, cos, sin, None, None
-    assert torch.autograd.gradcheck(rope.fused, given)
-    torch.testing.assert_close(rope.fused(*given), rope.plain(*given), rtol=0, atol=0)
+    assert torch.autograd.gradcheck(rope.fused_split_and_rotate, given)
+    torch.testing.assert_close(rope.fused_split_and_rotate(*given), rope.split_and_rotate(*given), rtol=0, atol=0)
 
 
 def test_operators_are_what_the_compiler_is_told():
@@ -123,7 +123,7 @@ def interpreted() -> None:
             cos, sin = torch.randn(2, 1, T, 1, E).to(turns).expand(-1, B, -1, -1, -1)
             grads = [torch.randn(B, n, T, E).to(kind).transpose(1, 2) for n in (K * group, K, K)]
             sure = cos.double(), sin.double()
-            found = rope_triton.forward(qkv, cos, sin)
+            found = rope_triton.rope_forward(qkv, cos, sin)
             for one, want in zip(found, rope.rotation(qkv.double(), *sure), strict=True):
                 assert one.dtype == kind and one.is_contiguous()
                 torch.testing.assert_close(one.double(), want, **near)
@@ -131,7 +131,7 @@ def interpreted() -> None:
             wanted = rope.rotation_backward(*(g.double() for g in grads), *sure)
             for room in (0, 8):
                 d_qkv = empty_padded(qkv, B, T, K * (group + 2) * E, columns=room).view(qkv.shape)
-                back = rope_triton.backward(*grads, cos, sin, d_qkv)
+                back = rope_triton.rope_backward(*grads, cos, sin, d_qkv)
                 assert back is d_qkv and back.dtype == kind
                 torch.testing.assert_close(back.double(), wanted, **near)
     print("near")

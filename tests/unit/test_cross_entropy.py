@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from optrush.errors import NeedsError
-from optrush.kernels.cross_entropy import chunked_nll, nll, rows
+from optrush.kernels.cross_entropy import chunk_loss, chunked_cross_entropy, cross_entropy
 
 torch.set_num_threads(1)
 N, D, V = 23, 8, 37
@@ -22,7 +22,7 @@ CASES = {
 
 
 def chunked(*args, **kwargs):
-    return chunked_nll(*args, chunk=5, **kwargs)
+    return chunked_cross_entropy(*args, chunk=5, **kwargs)
 
 
 def problem(case, dtype=torch.float64, *, seed=0):
@@ -54,7 +54,7 @@ def gradients(loss, hidden, weight, options):
     return torch.autograd.grad(loss, leaves)
 
 
-@pytest.mark.parametrize("kernel", [nll, chunked])
+@pytest.mark.parametrize("kernel", [cross_entropy, chunked])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("reduce", ["sum", "token"])
@@ -73,7 +73,7 @@ def test_against_float64(kernel, case, dtype, reduce):
         torch.testing.assert_close(a.double(), b.double(), **close)
 
 
-@pytest.mark.parametrize("kernel", [nll, chunked])
+@pytest.mark.parametrize("kernel", [cross_entropy, chunked])
 @pytest.mark.parametrize("reduce", ["sum", "token"])
 def test_ignored_rows_give_exactly_nothing(kernel, reduce):
     """Whatever they hold: NaN hidden values, infinite weights."""
@@ -93,7 +93,7 @@ def test_ignored_rows_give_exactly_nothing(kernel, reduce):
     assert clean_grads[0][ignored].eq(0).all() and clean_grads[0][~ignored].ne(0).any()
 
 
-@pytest.mark.parametrize("kernel", [nll, chunked])
+@pytest.mark.parametrize("kernel", [cross_entropy, chunked])
 @pytest.mark.parametrize("reduce", ["sum", "token"])
 @pytest.mark.parametrize("n", [0, 6])
 def test_nothing_learnt_is_zero(kernel, reduce, n):
@@ -135,7 +135,7 @@ def test_bfloat16_and_autocast(reduce, weight_dtype):
     rounded = [t.detach().bfloat16().double().requires_grad_() for t in (hidden, weight, options["bias"])]
     want = oracle(rounded[0], rounded[1], labels, **{**options, "bias": rounded[2]}).sum()
     want_grads = torch.autograd.grad(want, rounded)
-    for kernel in (nll, chunked):
+    for kernel in (cross_entropy, chunked):
         with torch.autocast("cpu", torch.bfloat16, enabled=weight_dtype == torch.float32):
             got = kernel(hidden, weight, labels, reduce=reduce, **options).sum()
         assert got.dtype == torch.float32
@@ -149,7 +149,7 @@ def test_weight_gradient_is_summed_in_float32():
     """Many rows of one bfloat16 gradient: summed in bfloat16 they would stall at 256 times the first."""
     hidden = torch.ones(1024, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    chunked_nll(hidden, weight, torch.zeros(1024, dtype=torch.int64), chunk=1).backward()
+    chunked_cross_entropy(hidden, weight, torch.zeros(1024, dtype=torch.int64), chunk=1).backward()
     assert weight.grad.tolist() == [[-512.0], [512.0]]
 
 
@@ -161,13 +161,13 @@ def test_the_body_of_a_chunk_may_be_replaced_and_compiled():
         shapes.append(len(h))
         return compiled(h, *rest)
 
-    compiled = torch.compile(rows, backend="aot_eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(chunk_loss, backend="aot_eager", fullgraph=True, dynamic=False)
     got = chunked(hidden, weight, labels, inner=inner, **options)
     assert shapes == [5, 5, 5, 5, 3]
-    torch.testing.assert_close(got, nll(hidden, weight, labels, **options))
+    torch.testing.assert_close(got, cross_entropy(hidden, weight, labels, **options))
     for a, b in zip(
         gradients(got, hidden, weight, options),
-        gradients(nll(hidden, weight, labels, **options), hidden, weight, options),
+        gradients(cross_entropy(hidden, weight, labels, **options), hidden, weight, options),
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -181,7 +181,7 @@ def test_sum_gives_its_gradients_once():
         loss.backward()
 
 
-@pytest.mark.parametrize("kernel", [nll, chunked])
+@pytest.mark.parametrize("kernel", [cross_entropy, chunked])
 def test_a_vocabulary_part_is_refused(kernel):
     hidden, weight, labels, _ = problem("plain")
     with pytest.raises(NeedsError, match="cut over ranks"):

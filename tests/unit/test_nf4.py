@@ -160,14 +160,14 @@ def interpreted():
                 wide = torch.full((shape[0], 3, shape[1]), 7.0, dtype=dtype)  # rows of others between
                 target = wide[:, 1:2]
                 if name == "nf4":
-                    nf4_triton.launch(parts["codes"], parts["absmax"], parts.get("nested"), target, *tables)
+                    nf4_triton.launch_nf4(parts["codes"], parts["absmax"], parts.get("nested"), target, *tables)
                 else:
-                    int8_triton.launch(parts["codes"], parts["scales"], target)
+                    int8_triton.launch_int8(parts["codes"], parts["scales"], target)
                 assert torch.equal(target[:, 0], want), (shape, dtype, form)
                 if name == "nf4":  # codes that begin within a word
                     codes = torch.nn.functional.pad(parts["codes"], (1, 0))[1:]
                     again = torch.empty_like(want)
-                    nf4_triton.launch(codes, parts["absmax"], parts.get("nested"), again, *tables)
+                    nf4_triton.launch_nf4(codes, parts["absmax"], parts.get("nested"), again, *tables)
                     assert torch.equal(again, want), (shape, dtype, form)
                 assert (wide[:, [0, 2]] == 7).all(), "it writes where it should"
     print("equal")

@@ -27,14 +27,14 @@ def test_one_rounding(given, wanted):
 
 
 def interpreted():
-    from optrush.kernels.linear_cross_entropy_triton import SCALE_BLOCK, launch
+    from optrush.kernels.linear_cross_entropy_triton import SCALE_BLOCK, launch_scale
 
     # No rounding to bfloat16: the interpreter cuts where a GPU rounds to the nearest. tests/gpu has it.
     for given, wanted in ((WIDE, WIDE), (WIDE, torch.float16), (HALF, WIDE), (torch.float16, torch.float16)):
         for n in (0, 1, 100, SCALE_BLOCK, 2 * SCALE_BLOCK + 7):
             x, around = drawn(n, given), torch.full((n + 2,), 7.0, dtype=given)
             inside = around[1:-1].copy_(x)
-            found = launch(inside, FACTOR, wanted)
+            found = launch_scale(inside, FACTOR, wanted)
             assert torch.equal(found, (x.float() * FACTOR).to(wanted)), (given, wanted, n)
             assert (found is inside) == (given == wanted) and (around[[0, -1]] == 7).all()
             assert given == wanted or torch.equal(inside, x)

@@ -1,1 +1,1 @@
-"""One operator a file: a plain-torch reference beside the faster versions, chosen once at assembly."""
+"""Operators, one a file: X.py has the plain reference and the dispatch, X_triton.py and X_quack.py the kernels."""

@@ -1,20 +1,20 @@
-"""Causal attention within each document of a row. Every function here has one signature:
+"""Compute causal attention within each document of a row. All functions have one signature:
 
     attend(q (B, T, H, E), k (B, T, K, E), v (B, T, K, E), documents) -> (B, T, H, E), in q's type
 
-with scores scaled by E^-0.5, and query head h reading key/value head h // (H / K).
+with scores scaled by E^-0.5; query head h reads key/value head h // (H / K).
 
     masked   plain torch, float32 softmax, whole (B, H, T, T) scores: the reference
     sdpa     torch's fused attention; one document a row: causal without a mask, else a boolean mask
     varlen   torch's variable-length flash attention over documents.starts; CUDA, bfloat16 or float16
-    cudnn    torch's fused attention held to cuDNN's kernel; CUDA, one document a row
-    fa4      flash-attn-4 (kernels/flash4.py); Hopper and later, bfloat16 or float16
+    cudnn    torch's fused attention by cuDNN's kernel only; CUDA, one document a row
+    fa4      flash-attn-4; Hopper and later, bfloat16 or float16
 
-Isolation. No value of one document reaches another's outputs: what a mask hides has probability exactly 0, so changed
+Isolation. No value of one document reaches another's outputs: a masked token has probability exactly 0, so changed
 values of document A leave every bit of B. But 0 * NaN is NaN: in p @ v, and in the backward in ds @ k and ds^T @ q. So
-`masked` and `sdpa` replace tokens that are not finite by zeros before they mix anything, and afterwards make the
-outputs that may see them (same document, not earlier) NaN: a bad value stays with its own document, and is never
-hidden from that document's loss. With one document a row, rows never meet and nothing of this is needed.
+`masked` and `sdpa` replace tokens that are not finite by zeros before any product, and afterwards set the outputs that
+may read them (same document, not earlier) to NaN: a bad value stays in its own document, and always reaches that
+document's loss. With one document a row, rows are independent and none of this is needed.
 """
 
 from __future__ import annotations
@@ -33,25 +33,22 @@ from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.kernels.lora_matmul import empty_padded
 
-# --- FlashAttention 4 for Hopper and later as two operators of our own, so that a compiled block stays one graph.
-#
-#     attend(q (B, T, H, E), k (B, T, K, E), v (B, T, K, E), documents) -> (B, T, H, E), in q's type
+# --- FlashAttention 4 for Hopper and later as two custom operators, so that a compiled block stays one graph.
 #
 # Source: https://github.com/Dao-AILab/flash-attention (flash_attn/cute), Zadouri et al.,
-# https://arxiv.org/abs/2603.05451. The package's own functions are called, none of its hooks into torch: those change
+# https://arxiv.org/abs/2603.05451. Only the package's functions are called, none of its hooks into torch, which change
 # the whole process.
 #
-# bfloat16 or float16 on CUDA, capability 9.0 and up; grouped heads are read as they are. Rows of one document go in as
-# dense rows; packed ones as documents.starts. Saves q, k, v, the output and a float32 number a row and head. The
-# backward adds with atomics, in order where torch is told to be deterministic. Checked against `attention.masked` in
-# tests/gpu.
+# bfloat16 or float16 on CUDA, capability 9.0 and up; grouped heads are read unexpanded. Rows of one document are passed
+# as dense rows, packed rows as documents.starts. Saves q, k, v, the output and a float32 number a row and head. The
+# backward adds with atomics, in order with torch's deterministic algorithms. Checked against `masked` in tests/gpu.
 
 
 WIDE = 128  # values a head
 
 
-def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, room: int = 0) -> Tensor:
-    """Causal attention within each document; room: columns that are left (kernels/room.py) beside a token's heads.
+def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, padding: int = 0) -> Tensor:
+    """Compute causal attention within each document; padding: columns (lora_matmul.py) behind a token's heads.
 
     Raises:
         NeedsError: not on CUDA, or neither bfloat16 nor float16.
@@ -61,45 +58,47 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, room: int =
         raise NeedsError("flash-attn-4", found, do)
     B, T, H, E = q.shape
     if documents.single:
-        out: Tensor = _forward(q, k, v, None, T, room)[0]
+        out: Tensor = _forward(q, k, v, None, T, padding)[0]
         return out
-    # The longest document only bounds the launch: T for all batches, so that no other length compiles anything anew.
+    # The longest document only bounds the launch: T for all batches, so that no other length is compiled again.
     q, k, v = (x.reshape(B * T, -1, E) for x in (q, k, v))
-    out = _forward(q, k, v, documents.starts, T, room)[0]
+    out = _forward(q, k, v, documents.starts, T, padding)[0]
     return out.view(B, T, H, E)
 
 
 @cache
 def _package() -> ModuleType:
-    """The package's functions. They keep on the disk what they compile, as QuACK does; by default it is forgotten."""
+    """Import the package's functions, with their disk cache of compiled kernels, which is off by default."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     return import_module("flash_attn.cute.interface")
 
 
 @torch.library.custom_op("optrush::flash4", mutates_args=(), device_types="cuda")
-def _forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, room: int) -> tuple[Tensor, Tensor]:
-    """Output like q, with room, and the logarithm of each row's sum: (B, H, T) dense, (H, B*T) with starts; float32."""
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, padding: int
+) -> tuple[Tensor, Tensor]:
+    """Return the output like q, padded, and each row's log-sum-exp, float32: (B, H, T) dense, (H, B*T) with starts."""
     most = None if starts is None else longest
     # The query heads of one key/value head in one tile, or each in its own. On an H200, with four of them, the latter
-    # is 5 % faster for dense rows at E = 128; at 64, and where rows are packed, it is 7 to 16 % slower (docs/log).
+    # is 5 % faster for dense rows at E = 128; at 64, and with packed rows, it is 7 to 16 % slower (docs/log).
     apart = starts is None and q.shape[-1] >= WIDE
     out, lse, *_ = _package()._flash_attn_fwd(
         q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=most, max_seqlen_k=most, causal=True,
-        return_lse=True, out=_empty(q, room), pack_gqa=False if apart else None,
+        return_lse=True, out=_empty(q, padding), pack_gqa=False if apart else None,
     )  # fmt: skip
     return out, lse
 
 
 @_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, room: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, longest: int, padding: int) -> tuple[Tensor, Tensor]:
     shape = (q.shape[0], q.shape[2], q.shape[1]) if starts is None else (q.shape[1], q.shape[0])
-    return _empty(q, room), q.new_empty(shape, dtype=torch.float32)
+    return _empty(q, padding), q.new_empty(shape, dtype=torch.float32)
 
 
-def _empty(q: Tensor, room: int) -> Tensor:
-    """For the output."""
+def _empty(q: Tensor, padding: int) -> Tensor:
+    """Allocate the output."""
     *tokens, H, E = q.shape
-    return empty_padded(q, *tokens, H * E, columns=room).view(q.shape)
+    return empty_padded(q, *tokens, H * E, columns=padding).view(q.shape)
 
 
 @torch.library.custom_op("optrush::flash4_backward", mutates_args=(), device_types="cuda")
@@ -124,7 +123,9 @@ def _(
     return dq, dk, dv
 
 
-def _keep(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]
+) -> None:
     q, k, v, starts, longest, _ = inputs
     ctx.save_for_backward(q, k, v, *output, starts)  # type: ignore[arg-type]
     ctx.longest = longest  # type: ignore[attr-defined]
@@ -138,45 +139,49 @@ def _gradients(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, _: None) 
     return (*_backward(grad, q, k, v, out, lse, starts, longest, ordered), None, None, None)
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+_forward.register_autograd(_gradients, setup_context=_setup_context)
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Documents], Tensor]
 
 
-def visible(documents: Documents) -> Tensor:
-    """(B, T, T) bool: token t (second axis) may read token s (third): same document, and not later."""
+def visible_tokens(documents: Documents) -> Tensor:
+    """Return (B, T, T) bool: token t (second axis) may read token s (third): same document, and not later."""
     ids = documents.ids
     return (ids[:, :, None] == ids[:, None, :]).tril()
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """The reference: whole scores, float32 softmax. Saves (B, H, T, T) probabilities; any device and float type."""
-    seen = visible(documents)
-    return _isolated(_masked, q, k, v, seen)
+    """Compute the reference: full scores, float32 softmax. Saves (B, H, T, T) probabilities; any device, float type."""
+    visible = visible_tokens(documents)
+    return _isolated(_masked, q, k, v, visible)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """torch's scaled_dot_product_attention. Without a mask where rows hold one document: what lies behind it is
-    padding, which a causal row never reads. Saves no scores; on CUDA, except in bf16, k and v for each query head."""
+    """Compute torch's scaled_dot_product_attention, without a mask for rows of one document.
+
+    There only padding follows the document, which a causal row never reads. Saves no scores; on CUDA, except in bf16, k
+    and v for each query head.
+    """
     if documents.single:
         if not _groups(q):
-            k, v = spread(k, q.shape[2]), spread(v, q.shape[2])
+            k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         grouped = k.shape[1] != q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-    return _isolated(_sdpa, q, k, v, visible(documents))
+    return _isolated(_sdpa, q, k, v, visible_tokens(documents))
 
 
 def _groups(q: Tensor) -> bool:
-    """Whether a kernel of torch groups query heads without whole scores. On CUDA only flash attention does; fp16 is for
-    devices that are too old for it.
+    """Return whether torch has a kernel that groups query heads without full scores: on CUDA only flash attention does.
+
+    fp16 is for devices that are too old for it.
     """
     return not q.is_cuda or q.dtype == torch.bfloat16
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Flash attention over the documents as they lie, no mask, work linear in the sum of squared lengths.
+    """Compute flash attention over the packed documents, without a mask; work is linear in the sum of squared lengths.
 
     Raises:
         NeedsError: not on CUDA, or neither bfloat16 nor float16.
@@ -190,12 +195,12 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     from optrush.kernels.attention_varlen import GROUPS, attend
 
     if not GROUPS:
-        k, v = spread(k, q.shape[2]), spread(v, q.shape[2])
+        k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
     return attend(q, k, v, documents)
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """cuDNN's fused attention, for rows of one document.
+    """Compute cuDNN's fused attention, for rows of one document.
 
     Raises:
         NeedsError: several documents a row.
@@ -206,7 +211,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
             "cuDNN attention", "rows of several documents", "use varlen or sdpa attention, or one document a row"
         )
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    # The operator itself: the dispatcher is not asked, so nothing else can run in its place.
+    # The operator itself, not the dispatcher, so nothing else can run instead.
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
     assert isinstance(out, Tensor)
     return out.transpose(1, 2)
@@ -216,13 +221,13 @@ ATTENTIONS: dict[str, Attend] = {"masked": masked, "sdpa": sdpa, "varlen": varle
 
 
 def _isolated(
-    inner: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, seen: Tensor
+    inner: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, visible: Tensor
 ) -> Tensor:
-    """`inner` on finite values only, and NaN again wherever a value that was not finite is seen."""
+    """Run `inner` on finite values only; set outputs that read a value that is not finite to NaN."""
     bad = ~(_finite(q) & _finite(k) & _finite(v))  # (B, T)
     hole = bad[:, :, None, None]
-    out = inner(q.masked_fill(hole, 0), k.masked_fill(hole, 0), v.masked_fill(hole, 0), seen)
-    tainted = (seen & bad[:, None, :]).any(-1)  # (B, T)
+    out = inner(q.masked_fill(hole, 0), k.masked_fill(hole, 0), v.masked_fill(hole, 0), visible)
+    tainted = (visible & bad[:, None, :]).any(-1)  # (B, T)
     return out.masked_fill(tainted[:, :, None, None], float("nan"))
 
 
@@ -230,23 +235,23 @@ def _finite(x: Tensor) -> Tensor:
     return torch.isfinite(x).flatten(2).all(-1)
 
 
-def _masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     H, E = q.shape[2:]
     q = q.transpose(1, 2)  # (B, H, T, E)
-    k, v = spread(k, H).transpose(1, 2), spread(v, H).transpose(1, 2)
+    k, v = repeat_heads(k, H).transpose(1, 2), repeat_heads(v, H).transpose(1, 2)
     scores = (q @ k.transpose(2, 3)) * E**-0.5  # (B, H, T, T)
-    scores = scores.masked_fill(~seen[:, None], float("-inf"))
+    scores = scores.masked_fill(~visible[:, None], float("-inf"))
     p = torch.softmax(scores, -1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
     return (p @ v).transpose(1, 2)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    # Heads are spread by hand: with a mask, only torch's slowest kernel groups them itself.
-    k, v = spread(k, q.shape[2]), spread(v, q.shape[2])
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+    # Heads are repeated here: with a mask, only torch's slowest kernel groups them itself.
+    k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None]).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None]).transpose(1, 2)
 
 
-def spread(x: Tensor, H: int) -> Tensor:
-    """(B, T, K, E) -> (B, T, H, E): each key/value head for its H / K query heads."""
+def repeat_heads(x: Tensor, H: int) -> Tensor:
+    """Repeat each key/value head for its H / K query heads: (B, T, K, E) -> (B, T, H, E)."""
     return x if x.shape[2] == H else x.repeat_interleave(H // x.shape[2], dim=2)

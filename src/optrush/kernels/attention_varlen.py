@@ -1,4 +1,4 @@
-"""torch's variable-length flash attention. It loads torch's compiler, a second: imported where it runs."""
+"""torch's variable-length flash attention. It loads torch's compiler, which takes a second: import it where it runs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from optrush.data.batch import Documents
 
-# torch 2.11 wants as many key/value heads as query heads, later versions group them.
-# Asked once, here: inspecting a signature inside a compiled block would break its graph.
+# torch 2.11 needs as many key/value heads as query heads, later versions group them. Checked at import: inspecting a
+# signature inside a compiled block would break its graph.
 GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 

@@ -1,19 +1,23 @@
-"""Negative log-likelihood of labels under a linear head: whole logits, and logits a chunk of rows at a time.
+"""Cross-entropy of labels under a linear head: all logits at once, or the logits of a chunk of rows at a time.
 
 Legend: N rows (tokens), D width, V vocabulary. With z = hidden @ weight.T + bias and y = softcap * tanh(scale * z /
-softcap) (y = scale * z without a softcap), a row's loss is logsumexp(y) - y[label]. Rows labelled -100 give exactly 0
-and no gradient, whatever their hidden values are. All of it happens in float32 after the matrix product (float64 where
-the inputs are float64); under autocast the product takes autocast's type.
+softcap) (y = scale * z without a softcap), a row's loss is logsumexp(y) - y[label]. Rows labelled -100 have exactly 0
+loss and no gradient, whatever their hidden values are. All of it is float32 after the matrix product (float64 where the
+inputs are float64); under autocast the product has autocast's type.
 
-`nll` holds (N, V) logits: in float32 one for the backward pass, and three in it. `chunked_nll` holds (chunk, V).
-Source: the idea of making the gradients in the forward pass is of Liger Kernel (arXiv:2410.10989) and Cut Your Losses
-(arXiv:2411.09009). Differs from the source: dW is summed in float32, a token reduction rebuilds logits in the backward.
+`cross_entropy` stores (N, V) logits: in float32 one for the backward pass, and three in it. `chunked_cross_entropy`
+stores (chunk, V). The classes are what the head's `nll` slot takes: one function with its settings.
+Source: the idea of computing the gradients in the forward pass is of Liger Kernel (arXiv:2410.10989) and Cut Your
+Losses (arXiv:2411.09009). Differs from the source: dW is summed in float32, a token reduction recomputes logits in the
+backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,31 +27,122 @@ from optrush.data.batch import IGNORE
 from optrush.errors import NeedsError
 
 Reduce = Literal["sum", "token"]
-Inner = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor]]
+ChunkLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor]]
 
 
-def nll(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    part: object | None = None,
-    weights: Tensor | None = None,
-    reduce: Reduce = "sum",
-) -> Tensor:
-    """The plain reference: every logit at once.
+# --- What the head calls.
+
+
+class LossKernel(Protocol):
+    """A loss of the head: see `cross_entropy` for arguments and result."""
+
+    def __call__(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, scale: float,
+        softcap: float | None, part: object | None, weights: Tensor | None, reduce: Reduce,
+    ) -> Tensor: ...  # fmt: skip
+
+    def compiled(self, options: dict[str, Any]) -> LossKernel:
+        """Return the same kernel, compiled as far as possible, with options of torch.compile."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kernel:
+    options: dict[str, Any] | None = field(default=None, hash=False)  # torch.compile's; None runs eagerly
+
+    def compiled(self, options: dict[str, Any]) -> Self:
+        return replace(self, options=options)
+
+    def _body(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        if self.options is None:
+            return function
+        compiled: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False, options=self.options)
+        return compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(_Kernel):
+    """All logits at once: the baseline. Compiled as a whole."""
+
+    @cached_property
+    def _function(self) -> Callable[..., Tensor]:
+        return self._body(cross_entropy)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._function(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunked(_Kernel):
+    """At most `chunk` rows of logits at once. Compiled inside a chunk; the loop over chunks stays in Python."""
+
+    chunk: int = 4096
+
+    @cached_property
+    def _inner(self) -> Callable[..., Any]:
+        return self._body(chunk_loss)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return chunked_cross_entropy(*args, chunk=self.chunk, inner=self._inner, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package(_Kernel):
+    """A package's sum with its gradients in training; evaluation, which needs no gradients, as `Chunked`."""
+
+    function: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (hidden, weight, labels, chunk) -> sum of losses
+    chunk: int = 4096
+
+    @cached_property
+    def _evaluation(self) -> Chunked:
+        return Chunked(options=self.options, chunk=self.chunk)
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        """Implement `LossKernel`.
+
+        Raises:
+            NeedsError: losses by token, or weighted tokens.
+        """
+        if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
+            return self._evaluation(hidden, weight, labels, **kwargs)
+        if kwargs["reduce"] != "sum" or kwargs["weights"] is not None:
+            found = "an objective with weighted tokens or with one loss a token"
+            raise NeedsError(f"{self.function.__name__}'s loss kernel", found, "take fused-loss:impl=chunked")
+        return self.function(hidden, weight, labels, self.chunk)
+
+
+def liger(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
+    """Compute linear layer and cross-entropy by Liger's Triton kernel, with the gradients in the forward pass.
+
+    hidden (N, D), weight (V, D), labels (N,) int64 -> () float32, the sum over labels that are not -100. Liger chooses
+    its own chunks, of about N * D / V rows: `chunk` is ignored. Sums are in float32. No bias, scale, softcap or row
+    weights.
+    Source: https://github.com/linkedin/Liger-Kernel, Hsu et al., https://arxiv.org/abs/2410.10989.
+    """
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
+
+    total = Function.apply(hidden, weight, labels, None, None, IGNORE, 0.0, 0.0, "sum", None, False, torch.float32)[0]
+    assert isinstance(total, Tensor)
+    return total
+
+
+# --- The functions.
+
+
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
+    softcap: float | None = None, part: object | None = None, weights: Tensor | None = None, reduce: Reduce = "sum",
+) -> Tensor:  # fmt: skip
+    """Compute every logit at once: the plain reference.
 
     Args:
         hidden: (N, D) of a floating type.
         weight: (V, D) of the same type, unless autocast decides.
-        labels: (N,) int64, already shifted; -100 is not learnt.
+        labels: (N,) int64, already shifted; -100 is ignored.
         bias: (V,) or None.
-        scale: multiplies the logits.
-        softcap: bounds the logits by a tanh, after the scale.
-        part: must be None: this kernel wants the whole vocabulary.
+        scale: factor of the logits.
+        softcap: bound of the logits by a tanh, after the scale.
+        part: must be None: this kernel needs the whole vocabulary.
         weights: (N,) float factors of the rows, constants (no gradient reaches them).
         reduce: 'sum' or 'token'.
 
@@ -62,59 +157,42 @@ def nll(
     return losses.sum() if reduce == "sum" else losses
 
 
-def chunked_nll(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    part: object | None = None,
-    weights: Tensor | None = None,
-    reduce: Reduce = "sum",
-    chunk: int = 2048,
-    inner: Inner | None = None,
-) -> Tensor:
-    """`nll` without ever holding more than (chunk, V) logits; arguments, shapes and errors as there.
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
+    softcap: float | None = None, part: object | None = None, weights: Tensor | None = None, reduce: Reduce = "sum",
+    chunk: int = 2048, inner: ChunkLoss | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute `cross_entropy` with at most (chunk, V) logits at once; arguments, shapes and errors as there.
 
-    With reduce='sum' the gradients are made in the forward pass and kept for the backward: (N, D) in hidden's type and
-    (V, D) in weight's, whose sum over chunks is in float32. They are scaled by the incoming gradient in place, so a
+    With reduce='sum' the gradients are computed in the forward pass and saved for the backward: (N, D) in hidden's type
+    and (V, D) in weight's, whose sum over chunks is in float32. They are scaled by the incoming gradient in place, so a
     second backward through the same graph raises. With reduce='token' each row's factor is known only in the backward,
-    which rebuilds the logits from hidden and weight.
+    which recomputes the logits from hidden and weight.
 
     Args:
-        chunk: most rows at a time; rows are dealt evenly, so that no small last chunk costs a shape of its own.
-        inner: replaces `rows`, e.g. by torch.compile of it.
+        chunk: most rows at a time; chunks are of equal size, so that no small last chunk costs a shape of its own.
+        inner: replaces `chunk_loss`, e.g. by torch.compile of it.
     """
     _refuse(part)
     weights = None if weights is None else weights.detach()
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    if not learns:
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))):
         pieces = [
             _losses(hidden[a:b], weight, bias, labels[a:b], None if weights is None else weights[a:b], scale, softcap)
-            for a, b in _spans(len(hidden), chunk)
+            for a, b in _chunks(len(hidden), chunk)
         ]
         losses = torch.cat(pieces) if pieces else _losses(hidden, weight, bias, labels, weights, scale, softcap)
         return losses.sum() if reduce == "sum" else losses
-    kernel = _Summed if reduce == "sum" else _ByToken
-    dtype = _compute_dtype(hidden)
-    result: Tensor = kernel.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, labels, weights, (scale, softcap), chunk, inner or rows, dtype
-    )
+    settings = _Settings(scale, softcap, chunk, inner or chunk_loss, _compute_dtype(hidden))
+    function = _Summed if reduce == "sum" else _ByToken
+    result: Tensor = function.apply(hidden, weight, bias, labels, weights, settings)  # type: ignore[no-untyped-call]
     return result
 
 
-def rows(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    factors: Tensor,
-    scale: float,
+def chunk_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor, scale: float,
     softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Losses of some rows and the gradient of sum(factors * losses) with respect to hidden @ weight.T + bias.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute losses of some rows and the gradient of sum(factors * losses) with respect to hidden @ weight.T + bias.
 
     Args:
         hidden: (n, D), already in weight's type.
@@ -139,149 +217,117 @@ def rows(
 
 
 def _losses(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    weights: Tensor | None,
-    scale: float,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, scale: float,
     softcap: float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     learnt = labels != IGNORE
     # An ignored row's hidden values become 0: in the backward 0 * NaN would reach the weight's gradient.
     y = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)
-    y = y.to(_wide(y.dtype))  # one name for all of them: what another one held would stay until the loss is made
+    y = y.to(_wide(y.dtype))  # one name for all of them: another would keep its tensor until the loss is computed
     if scale != 1.0:
         y = y * scale
     if softcap is not None:
         y = torch.tanh(y / softcap) * softcap
-    # torch's own keeps one (N, V) for the backward and needs three there; logsumexp and a gather would need five.
+    # torch's own saves one (N, V) for the backward and needs three there; logsumexp and a gather would need five.
     losses = F.cross_entropy(y, labels, ignore_index=IGNORE, reduction="none")  # (N,), 0 where ignored
     return losses if weights is None else losses * torch.where(learnt, weights.detach(), 0)
 
 
+class _Settings(NamedTuple):
+    scale: float
+    softcap: float | None
+    chunk: int
+    inner: ChunkLoss
+    dtype: torch.dtype  # of the products
+
+
 class _Summed(torch.autograd.Function):
-    """Sum of losses; all gradients are made while the chunk's logits exist."""
+    """Sum of losses; all gradients are computed while the chunk's logits exist."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        weights: Tensor | None,
-        shape: tuple[float, float | None],
-        chunk: int,
-        inner: Inner,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        h_needs, w_needs, b_needs = ctx.needs_input_grad[:3]
-        wide = _wide(dtype)
-        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-        factors = _factors(labels, weights, wide)
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
+        settings: _Settings,
+    ) -> Tensor:  # fmt: skip
+        wide = _wide(settings.dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
-        dh = torch.zeros_like(hidden) if h_needs else None
-        dw = torch.zeros(weight.shape, dtype=wide, device=weight.device) if w_needs else None
-        db = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if b_needs else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for first, last in _spans(len(hidden), chunk):
-                h = hidden[first:last].to(dtype)
-                losses, dz = inner(h, w, b, labels[first:last], factors[first:last], *shape)
-                total += torch.where(labels[first:last] != IGNORE, losses * factors[first:last], 0).sum()
-                _collect(dz, h, w, labels, (first, last), dh, dw, db)
         # Cast now: between here and the backward the activations are at their peak.
-        ctx.made = (dh, None if dw is None else dw.to(weight.dtype), None if bias is None or db is None else
-                    db.to(bias.dtype))  # fmt: skip
+        factors = _factors(labels, weights, wide)
+        ctx.gradients = _gradients(ctx.needs_input_grad, hidden, weight, bias, labels, factors, settings, total)
         return total
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.made is None:
-            raise RuntimeError("chunked_nll(reduce='sum') gives its gradients once: they were scaled in place")
-        made, ctx.made = ctx.made, None
-        dh, dw, db = (None if t is None else t.mul_(incoming[0]) for t in made)
-        return dh, dw, db, None, None, None, None, None, None
+        if ctx.gradients is None:
+            raise RuntimeError("chunked_cross_entropy(reduce='sum') scales its gradients in place: one backward only")
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(None if t is None else t.mul_(incoming[0]) for t in gradients), None, None, None
 
 
 class _ByToken(torch.autograd.Function):
-    """Losses by row; the backward rebuilds each chunk's logits."""
+    """Losses by row; the backward recomputes each chunk's logits."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        weights: Tensor | None,
-        shape: tuple[float, float | None],
-        chunk: int,
-        inner: Inner,
-        dtype: torch.dtype,
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
+        settings: _Settings,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(hidden, weight, bias, labels, weights)
-        ctx.rest = (shape, chunk, inner, dtype)
+        ctx.settings, dtype = settings, settings.dtype
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         out = torch.empty(len(hidden), dtype=_wide(dtype), device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
-            for first, last in _spans(len(hidden), chunk):
+            for first, last in _chunks(len(hidden), settings.chunk):
                 part = None if weights is None else weights[first:last]
-                out[first:last] = _losses(hidden[first:last].to(dtype), w, b, labels[first:last], part, *shape)
+                h = hidden[first:last].to(dtype)
+                out[first:last] = _losses(h, w, b, labels[first:last], part, settings.scale, settings.softcap)
         return out
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, weights = ctx.saved_tensors
-        shape, chunk, inner, dtype = ctx.rest
-        h_needs, w_needs, b_needs = ctx.needs_input_grad[:3]
-        wide = _wide(dtype)
-        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
-        factors = _factors(labels, weights, wide) * incoming[0]
-        dh = torch.zeros_like(hidden) if h_needs else None
-        dw = torch.zeros(weight.shape, dtype=wide, device=weight.device) if w_needs else None
-        db = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if b_needs else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for first, last in _spans(len(hidden), chunk):
-                h = hidden[first:last].to(dtype)
-                _, dz = inner(h, w, b, labels[first:last], factors[first:last], *shape)
-                _collect(dz, h, w, labels, (first, last), dh, dw, db)
-        dw = None if dw is None else dw.to(weight.dtype)
-        db = None if db is None else db.to(bias.dtype)
-        return dh, dw, db, None, None, None, None, None, None
+        factors = _factors(labels, weights, _wide(ctx.settings.dtype)) * incoming[0]
+        gradients = _gradients(ctx.needs_input_grad, hidden, weight, bias, labels, factors, ctx.settings)
+        return *gradients, None, None, None
 
 
-def _collect(
-    dz: Tensor,
-    h: Tensor,
-    w: Tensor,
-    labels: Tensor,
-    span: tuple[int, int],
-    dh: Tensor | None,
-    dw: Tensor | None,
-    db: Tensor | None,
-) -> None:
-    """Add one chunk's (n, V) gradient of the logits to those of hidden, weight and bias, in place."""
-    learnt = (labels[span[0] : span[1]] != IGNORE)[:, None]
-    if dh is not None:
-        dh[span[0] : span[1]] = torch.where(learnt, dz @ w, 0)
-    if dw is not None:
-        h = h.masked_fill(~learnt, 0)
-        if dz.dtype != dw.dtype and dz.is_cuda:  # tensor cores sum in float32: keep that sum, do not round each chunk
-            torch.addmm(dw, dz.t(), h, out_dtype=dw.dtype, out=dw)
-        else:
-            dw += dz.t() @ h
-    if db is not None:
-        db += dz.sum(0, dtype=db.dtype)
+def _gradients(
+    needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor,
+    settings: _Settings, total: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Compute the gradients of sum(factors * losses) by chunks, of hidden, weight and bias; add that sum to `total`."""
+    wide, dtype = _wide(settings.dtype), settings.dtype
+    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+    dh = torch.zeros_like(hidden) if needs[0] else None
+    dw = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs[1] else None
+    db = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if needs[2] else None
+    with torch.autocast(hidden.device.type, enabled=False):
+        for first, last in _chunks(len(hidden), settings.chunk):
+            h, part, rows = hidden[first:last].to(dtype), labels[first:last], factors[first:last]
+            losses, dz = settings.inner(h, w, b, part, rows, settings.scale, settings.softcap)
+            learnt = part != IGNORE
+            if total is not None:
+                total += torch.where(learnt, losses * rows, 0).sum()
+            if dh is not None:
+                dh[first:last] = torch.where(learnt[:, None], dz @ w, 0)
+            if dw is not None:
+                h = h.masked_fill(~learnt[:, None], 0)
+                if dz.dtype != dw.dtype and dz.is_cuda:  # tensor cores sum in float32: no rounding of each chunk
+                    torch.addmm(dw, dz.t(), h, out_dtype=dw.dtype, out=dw)
+                else:
+                    dw += dz.t() @ h
+            if db is not None:
+                db += dz.sum(0, dtype=db.dtype)
+    return dh, None if dw is None else dw.to(weight.dtype), None if bias is None or db is None else db.to(bias.dtype)
 
 
 def _factors(labels: Tensor, weights: Tensor | None, wide: torch.dtype) -> Tensor:
-    """(N,): the rows' weights, 0 where ignored (whatever the weight there is)."""
+    """Return (N,): the rows' weights, 0 where ignored (whatever the weight there is)."""
     learnt = (labels != IGNORE).to(wide)
     return learnt if weights is None else torch.where(labels != IGNORE, weights.to(wide), 0)
 
 
-def _spans(n: int, chunk: int) -> Iterator[tuple[int, int]]:
+def _chunks(n: int, chunk: int) -> Iterator[tuple[int, int]]:
     if n == 0:
         return
     size = -(-n // -(-n // chunk))
@@ -294,7 +340,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """The type of the matrix products: autocast's where it is on, else hidden's."""
+    """Return the type of the matrix products: autocast's where it is on, else hidden's."""
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -303,6 +349,6 @@ def _refuse(part: object | None) -> None:
     if part is not None:
         raise NeedsError(
             "a head whose vocabulary is cut over ranks",
-            "a loss kernel that wants the whole vocabulary",
+            "a loss kernel that needs the whole vocabulary",
             "use a kernel that takes a vocabulary part, or leave the head whole",
         )

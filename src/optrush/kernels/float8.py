@@ -1,15 +1,15 @@
-"""A linear's three products in 8-bit floats: inputs and weight as e4m3 (4 bits of exponent), gradients as e5m2.
+"""Linear layer with its three products in 8-bit floats: inputs and weight e4m3 (4 exponent bits), gradients e5m2.
 
     y  = x @ w.T      dx = g @ w      dw = g.T @ x        x (M, K), w (N, K), g and y (M, N)
 
 Each operand is scaled by one factor, the largest value of its type over the operand's own largest (dynamic, per
 tensor), rounded to 8 bits, multiplied with float32 sums, and the result scaled back before it is rounded to the type
-of the products. A value that is not finite makes the factor NaN or 0, and with it every result NaN: the guard of the
-update sees it.
+of the products. A value that is not finite makes the factor NaN or 0, and with it every result NaN, which the update's
+check for finite gradients detects.
 
-On CUDA the products are torch._scaled_mm, which takes its second operand column by column: what lies the other way is
-copied while it is rounded. On a CPU the rounded operands are multiplied in float32: the same figures, no faster.
-The backward pass keeps x in 8 bits; the weight, which is there anyway, is rounded again.
+On CUDA the products are torch._scaled_mm, whose second operand is column-major: a row-major one is copied while it is
+rounded. On a CPU the rounded operands are multiplied in float32: equal results, no faster. The backward pass saves x in
+8 bits; the weight, which exists anyway, is rounded again.
 
 Source: Micikevicius et al., https://arxiv.org/abs/2209.05433
 Differs from the source: factors of this very tensor, not of its history.
@@ -26,8 +26,8 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 TINY = 1e-30  # an operand of zeros has a factor too, and a finite one
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """As torch.nn.functional.linear, the products in 8 bits.
+def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute torch.nn.functional.linear with the products in 8 bits.
 
     Args:
         x: (..., K) of a floating type; under autocast both are cast first, like any linear's.
@@ -47,15 +47,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def rounded(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(t scaled and rounded to 8 bits, () float32 factor that gives t back)."""
+    """Return t scaled and rounded to 8 bits, and the () float32 factor that scales it back."""
     most = torch.finfo(dtype).max
     factor = most / t.abs().amax().float().clamp_min(TINY)
-    # Clamped, because the product may round above the largest value, which e4m3 makes NaN; a NaN stays one.
+    # Clamped, because the product may round above the largest value, which is NaN in e4m3; a NaN stays NaN.
     return (t.float() * factor).clamp(-most, most).to(dtype), factor.reciprocal()
 
 
 def multiply(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, into: torch.dtype, *, quick: bool) -> Tensor:
-    """(M, K) @ (K, N) -> (M, N): a row by row, b column by column, both in 8 bits.
+    """Compute (M, K) @ (K, N) -> (M, N): a row-major, b column-major, both in 8 bits.
 
     Args:
         of_a, of_b: () float32 factors, which multiply the sums. Each a tensor of its own: torch 2.11 cannot compile
@@ -65,7 +65,7 @@ def multiply(a: Tensor, of_a: Tensor, b: Tensor, of_b: Tensor, into: torch.dtype
     if a.is_cuda:
         y: Tensor = torch._scaled_mm(a, b, of_a, of_b, out_dtype=into, use_fast_accum=quick)
         return y
-    with torch.autocast("cpu", enabled=False):  # which would multiply what is up to 448 in its own type
+    with torch.autocast("cpu", enabled=False):  # which would multiply values up to 448 in its own type
         y = (a.float() @ b.float()) * (of_a * of_b)
     # Not cast to the type it has: compiled by torch 2.11, a Function that returns such a cast has gradients of zero.
     return y if into == y.dtype else y.to(into)
@@ -94,5 +94,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _columns(t: Tensor) -> Tensor:
-    """The same values, laid column by column."""
+    """Return the same values, column-major."""
     return t.t().contiguous().t()

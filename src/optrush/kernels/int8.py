@@ -1,15 +1,15 @@
-"""Weights of a byte: each row in integers from -127 to 127 and one float32 scale, the row's largest magnitude.
+"""8-bit weights: each row in integers from -127 to 127 and one float32 scale, the row's largest magnitude.
 
     codes   int8 (rows, width)       round(value * (127 / scale)), ties to even; a row of zeros has zeros
     scales  float32 (rows,)
 
-    value = code * scale * (1 / 127), each operation rounded to float32, then once to the type that is asked for
+    value = code * scale * (1 / 127), each operation rounded to float32, then once to the output's type
 
-Only the weight is of 8 bits: products run in the type of their inputs. int8_triton.py gives the same bits.
+Only the weight has 8 bits: products run in the type of their inputs. int8_triton.py returns the same bits.
 
-Source: Dettmers et al., https://arxiv.org/abs/2208.07339, its vector-wise quantisation of weights; the bytes are those
+Source: Dettmers et al., https://arxiv.org/abs/2208.07339, its vector-wise quantization of weights; the bytes are those
 of bitsandbytes 0.50 (https://github.com/bitsandbytes-foundation/bitsandbytes).
-Differs from the source: inputs are not quantised, so there are no outliers to be kept apart.
+Differs from the source: inputs are not quantized, so outliers need no separate treatment.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PART = 1 / MOST
 
 
 def sizes(rows: int, width: int) -> dict[str, int]:
-    """Bytes of each part of a tensor."""
+    """Return the bytes of each part of a tensor."""
     return {"codes": rows * width, "scales": 4 * rows}
 
 
 def quantize(values: Tensor) -> dict[str, Tensor]:
-    """The parts of a matrix of any floating type."""
+    """Quantize a matrix of any floating type; return its parts."""
     wide = values.float()
     scales = wide.abs().amax(1)
     factor = (MOST / scales).masked_fill_(scales == 0, 0.0)
@@ -37,17 +37,17 @@ def quantize(values: Tensor) -> dict[str, Tensor]:
 
 
 def dequantize(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
-    """Writes the values into `out`.
+    """Dequantize into `out`.
 
     Args:
-        parts: of `quantise`, in its order and flat; perhaps longer than they need to be.
-        out: (rows, width), or (groups, rows of a group, width), of any floating type; a row lies together.
+        parts: of `quantize`, in its order and flat; each may be longer than needed.
+        out: (rows, width), or (groups, rows of a group, width), of any floating type; contiguous rows.
     """
     codes, scales = parts.values() if isinstance(parts, Mapping) else parts
     if out.is_cuda:
-        from optrush.kernels.int8_triton import launch
+        from optrush.kernels.int8_triton import launch_int8
 
-        launch(codes, scales, out)
+        launch_int8(codes, scales, out)
         return
     width = out.shape[-1]
     rows = out.numel() // width

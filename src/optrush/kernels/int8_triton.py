@@ -1,6 +1,6 @@
-"""8-bit weights to dense ones in one launch of a Triton kernel; int8.py has the format and the reference.
+"""Dequantize 8-bit weights in one launch of a Triton kernel; int8.py has the format and the reference.
 
-Only who launches it imports this module, as for nf4_triton.py.
+Imported where it is launched only, like nf4_triton.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048  # values of one program, at most: of one row, so that nobody divides
+TILE = 2048  # values of one program, at most: of one row, so that there is no division
 
 _PART = tl.constexpr(1 / 127)  # int8.PART; globals of a kernel must be its constants
 
@@ -26,8 +26,8 @@ def _dequantise(codes, scales, out, width, in_group, group_stride, row_stride, T
 
 
 @torch.no_grad()
-def launch(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """As `int8.dequantise`."""
+def launch_int8(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Implement `int8.dequantize`."""
     grouped = out if out.dim() == 3 else out[None]
     assert grouped.stride(2) == 1
     groups, in_group, width = grouped.shape

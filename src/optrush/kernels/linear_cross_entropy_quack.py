@@ -1,6 +1,6 @@
-"""Products of exponents.py: QuACK's, the first with an epilogue that exponentiates. Imported on CUDA only.
+"""QuACK products of linear_cross_entropy.py, the first with an epilogue that exponentiates. Imported on CUDA only.
 
-Its own module, for QuACK finds an epilogue again by where it is defined.
+QuACK identifies an epilogue by its module, so it has one of its own.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ def _exponents(acc, offset):
     return {"D": e, "sums": e}
 
 
-def product(
+def exp_logits_product(
     x: Tensor, weight: Tensor, offset: Tensor, out: Tensor, columns: int | None = None, turns: bool = True
 ) -> Tensor:
-    """As `exponents.exponents` says.
+    """Implement `linear_cross_entropy.exp_logits`.
 
     Args:
-        columns: of a tile; None: those that were fastest (docs/log). They divide V: what lies behind the last column
-            of a matrix would be summed as well.
-        turns: two groups of warps, of which one multiplies while the other writes what it has.
+        columns: of a tile; None: the fastest (docs/log). They divide V: values behind a matrix's last column would be
+            summed as well.
+        turns: two groups of warps, of which one multiplies while the other writes.
     """
     if columns is None:
         columns = 192 if len(weight) % 192 == 0 else 128
@@ -44,8 +44,8 @@ def product(
     return sums
 
 
-def weight_gradient(e: Tensor, x: Tensor) -> Tensor:
-    """As `exponents.weight_gradient` says. The kernel makes its transpose: 192 divides V better than D (docs/log)."""
+def transposed_product(e: Tensor, x: Tensor) -> Tensor:
+    """Implement `weight_gradient`. The kernel computes its transpose: 192 divides V better than D (docs/log)."""
     out = x.new_empty(e.shape[1], x.shape[1])
     gemm_tuned.fn(e.t(), x, out, config=_transposed(), dynamic_scheduler=True)
     return out
@@ -53,7 +53,7 @@ def weight_gradient(e: Tensor, x: Tensor) -> Tensor:
 
 @cache
 def _transposed() -> GemmConfig:
-    """256 values of D x 192 of V, pairs share what they read of x; one object for all calls: QuACK knows them by it."""
+    """Return tiles of 256 (D) x 192 (V), whose pairs share reads of x; one object: QuACK compares by identity."""
     return GemmConfig(
         tile_m=256,
         tile_n=192,

@@ -1,4 +1,4 @@
-"""The kernels of exponents.py that go by rows, in Triton. Imported on CUDA only."""
+"""Triton kernels of linear_cross_entropy.py by rows, and of scale_to_dtype. Imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _offsets(x, weight, labels, out, D: tl.constexpr, LOG2E, SHIFT, IGNORE: tl.c
     tl.store(out + row, tl.where(learnt, tl.sum(total) * LOG2E + SHIFT, float("inf")))
 
 
-def offsets(x: Tensor, weight: Tensor, labels: Tensor, log2e: float, shift: float) -> Tensor:
-    """As `exponents.offsets` says."""
+def launch_label_offsets(x: Tensor, weight: Tensor, labels: Tensor, log2e: float, shift: float) -> Tensor:
+    """Implement `linear_cross_entropy.label_offsets`."""
     assert x.is_contiguous() and weight.is_contiguous() and labels.is_contiguous()
     n, D = x.shape
     out = torch.empty(n, dtype=torch.float32, device=x.device)
@@ -47,15 +47,15 @@ def _settle(
         at = start + tl.arange(0, BLOCK)
         total += tl.load(sums + row * parts + at, mask=at < parts, other=0.0)
     s = tl.sum(total)
-    # The sum of two large numbers of which little is left would lose digits.
+    # The log of the unscaled sum would cancel with SHIFT and lose digits.
     nats = tl.where(s < 1.0, tl.log2(s * UP), tl.log2(s) + SHIFT) * LN2
     tl.store(losses + row, tl.where(learnt, nats, 0.0))
     tl.store(inverse + row, tl.where(learnt, 1.0 / s, 0.0))
     tl.store(e + row * V + label, (1.0 / UP - s).to(e.dtype.element_ty), mask=learnt)
 
 
-def settle(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse: Tensor, shift: float) -> None:
-    """As `exponents.settle` says."""
+def launch_finish_rows(e: Tensor, sums: Tensor, labels: Tensor, losses: Tensor, inverse: Tensor, shift: float) -> None:
+    """Implement `linear_cross_entropy.finish_rows`."""
     assert all(t.is_contiguous() for t in (e, sums, labels, losses, inverse))
     (n, V), ln2 = e.shape, 0.6931471805599453
     _settle[(n,)](
@@ -74,15 +74,13 @@ def _rows_scaled(x, rows, factor, out, D: tl.constexpr, BLOCK: tl.constexpr):
         tl.store(out + row * D + at, tl.where(of_row == 0.0, 0.0, values * by), mask=at < D)
 
 
-def rows_scaled(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:
-    """As `exponents.rows_scaled` says."""
+def launch_scale_rows(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """Implement `linear_cross_entropy.scale_rows`."""
     assert all(t.is_contiguous() for t in (x, rows, out)) and factor.dtype == torch.float32
     if len(x):
         _rows_scaled[(len(x),)](x, rows, factor, out, x.shape[1], BLOCK=BLOCK)
     return out
 
-
-# --- The kernel of scaled.py in Triton: x is read once, and what is written is written once. Imported on CUDA only.
 
 SCALE_BLOCK = 4096  # 16 elements a thread
 WARPS = 8
@@ -96,8 +94,8 @@ def _scaled(x, factor, out, n, BLOCK: tl.constexpr):
     tl.store(out + at, product, mask=at < n)
 
 
-def launch(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `scaled.scaled` says."""
+def launch_scale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Implement `linear_cross_entropy.scale_to_dtype`: x is read once, and the result is written once."""
     assert x.is_contiguous() and factor.dtype == torch.float32 and factor.numel() == 1
     out = x if dtype == x.dtype else torch.empty_like(x, dtype=dtype)
     if n := x.numel():

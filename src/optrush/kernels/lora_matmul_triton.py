@@ -1,4 +1,4 @@
-"""What is laid in room (kernels/room.py) by one Triton kernel: copied, and zeros up to whole tiles. On CUDA only."""
+"""Triton kernel that fills padding (lora_matmul.py): a small matrix, and zeros up to full tiles. CUDA only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VALUES, WIDEST, WARPS = 2048, 512, 4  # of a program's tile
 
 
 def fill(place: Tensor, narrow: Tensor) -> None:
-    """place (R, C), rows of neighbours, becomes narrow (r, c) in its first corner, and zero beyond it."""
+    """Write narrow (r, c) to the first corner of place (R, C), with contiguous rows, and zeros beyond it."""
     (R, C), (r, c) = place.shape, narrow.shape
     assert place.stride(1) == 1 and r <= R and c <= C
     columns = min(WIDEST, triton.next_power_of_2(C))
@@ -24,7 +24,7 @@ def fill(place: Tensor, narrow: Tensor) -> None:
 
 @triton.jit
 def _fill(place, narrow, R, C, r, c, pitch, down, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """pitch: values from one row of the place to the next; down, right: of narrow, from one to the next."""
+    """pitch: row stride of place; down, right: strides of narrow."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     value = tl.load(narrow + row * down + column * right, mask=(row < r) & (column < c), other=0.0)

@@ -1,8 +1,8 @@
-"""Matrices to near orthogonal ones by Newton-Schulz iterations: products only, many matrices at once.
+"""Orthogonalize matrices approximately by Newton-Schulz iterations: products only, many matrices at once.
 
 Each iteration applies the odd polynomial A s + B s^3 + C s^5 to every singular value s and leaves the singular vectors
-alone. With these coefficients five iterations bring all values that are not tiny near 1 (0.68 to 1.13), and go on
-swinging there: they buy a steep start, not convergence, and the singular values of an update need no more.
+unchanged. With these coefficients five iterations bring all values that are not tiny near 1 (0.68 to 1.13), where they
+oscillate: the coefficients trade convergence for a steep start, which is enough for the singular values of an update.
 
 Source: Jordan et al., https://kellerjordan.github.io/posts/muon/ (the coefficients are theirs).
 """
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-LEAST_NORM = 1e-7  # of a matrix; below it the result is smaller instead of noise
+LEAST_NORM = 1e-7  # of a matrix; below it the result is scaled down instead of amplifying noise
 
 
 def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
-    """Every matrix of (n, R, C) with its singular values near 1, in x's dtype.
+    """Return every matrix of (n, R, C) with its singular values near 1, in x's dtype.
 
     Work: 2 r (2 r c + r^2) FLOP an iteration and matrix, r the smaller and c the larger side.
     """

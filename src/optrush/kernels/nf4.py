@@ -1,17 +1,17 @@
-"""4-bit NormalFloat weights in the very bytes of bitsandbytes: what quantises, and the plain torch that gives back.
+"""4-bit NormalFloat weights, byte for byte those of bitsandbytes: quantization, and dequantization in plain torch.
 
-A tensor is taken flat, in blocks of 64 values; the last may be shorter, and a block may cross a row. A value is one of
-16 fixed numbers times its block's scale, the largest magnitude in the block.
+A tensor is flattened and cut into blocks of 64 values; the last may be shorter, and a block may cross a row. A value is
+one of 16 fixed numbers times its block's scale, the largest magnitude in the block.
 
     codes    uint8 (ceil(n / 2),)        two values a byte, the first in the high four bits
-    absmax   float32 (blocks,)           the scales; or, quantised once more ("double"),
+    absmax   float32 (blocks,)           the scales; or, quantized once more ("double"),
              uint8 (blocks,)             codes of the 8-bit dynamic map, of scale less offset
     nested   float32 (ceil(blocks / 256) + 1,)
                                          of double: a scale for each 256 of these codes, and last the offset, which is
                                          the mean of all scales
 
 So 4 + 8 / 64 + 32 / (64 * 256) = 4.127 bits a value, or 4.5 without double. All arithmetic is float32 with every
-operation rounded, and one rounding to the type that is asked for: nf4_triton.py gives the same bits.
+operation rounded, and one rounding to the output's type: nf4_triton.py returns the same bits.
 
 Source: Dettmers et al., https://arxiv.org/abs/2305.14314; the numbers and the layout are those of bitsandbytes 0.50
 (https://github.com/bitsandbytes-foundation/bitsandbytes), whose bytes are equal on the same kind of device.
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 BLOCK, NESTED = 64, 256
-CHUNK = 1 << 22  # values that are float32 at a time while they are quantised
+CHUNK = 1 << 22  # values in float32 at a time during quantization
 LEAST = 1e-38  # for the reciprocal of a block of zeros
 STEPS = 65535.0  # of [-1, 1], see `_encode8`
 VALUES = (
@@ -39,24 +39,27 @@ VALUES = (
 
 @cache
 def table(device: torch.device) -> Tensor:
-    """(16,) float32: the value of each code."""
+    """Return (16,) float32: the value of each code."""
     return torch.tensor(VALUES, device=device)
 
 
 @cache
 def dynamic_map(device: torch.device) -> Tensor:
-    """(256,) float32, rising: the value of each 8-bit code. Seven decades, decade i in 2^i equal parts on each side of
-    zero, a part's value its middle; and 0 and 1. Source: Dettmers, https://arxiv.org/abs/1511.04561."""
-    found = [0.0, 1.0]
+    """Return (256,) float32, ascending: the value of each 8-bit code.
+
+    Seven decades, decade i in 2^i equal parts on each side of zero, a part's value its middle; and 0 and 1.
+    Source: Dettmers, https://arxiv.org/abs/1511.04561.
+    """
+    levels = [0.0, 1.0]
     for i in range(7):
         borders = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
         middles = (10.0 ** (i - 6)) * ((borders[:-1] + borders[1:]) / 2)
-        found += [*middles.tolist(), *(-middles).tolist()]
-    return torch.tensor(sorted(found), device=device)
+        levels += [*middles.tolist(), *(-middles).tolist()]
+    return torch.tensor(sorted(levels), device=device)
 
 
 def sizes(rows: int, width: int, double: bool) -> dict[str, int]:
-    """Bytes of each part of a tensor."""
+    """Return the bytes of each part of a tensor."""
     blocks = math.ceil(rows * width / BLOCK)
     codes = math.ceil(rows * width / 2)
     if not double:
@@ -65,10 +68,10 @@ def sizes(rows: int, width: int, double: bool) -> dict[str, int]:
 
 
 def quantize(values: Tensor, double: bool) -> dict[str, Tensor]:
-    """The parts of a tensor of any floating type and shape."""
+    """Quantize a tensor of any floating type and shape; return its parts."""
     flat = values.reshape(-1)
-    found = [_encode4(flat[at : at + CHUNK].float()) for at in range(0, flat.numel(), CHUNK)]
-    codes, absmax = (torch.cat(parts) for parts in zip(*found))
+    encoded = [_encode4(flat[at : at + CHUNK].float()) for at in range(0, flat.numel(), CHUNK)]
+    codes, absmax = (torch.cat(parts) for parts in zip(*encoded))
     if not double:
         return {"codes": codes, "absmax": absmax}
     offset = absmax.mean()
@@ -77,7 +80,7 @@ def quantize(values: Tensor, double: bool) -> dict[str, Tensor]:
 
 
 def _encode4(flat: Tensor) -> tuple[Tensor, Tensor]:
-    """(n,) float32 -> packed codes and scales; the nearest code, of two equally near the lower."""
+    """Return packed codes and scales of (n,) float32: the nearest code, of two equally near the lower."""
     blocks = _rows(flat, BLOCK)
     absmax = blocks.abs().amax(1)  # (blocks,)
     if flat.numel() % BLOCK:
@@ -86,16 +89,16 @@ def _encode4(flat: Tensor) -> tuple[Tensor, Tensor]:
     codes = torch.bucketize(scaled, _middles(table(flat.device)), out_int32=True).to(torch.uint8).view(-1)
     packed = codes[::2] << 4 | codes[1::2]
     if flat.numel() % 2:
-        packed[flat.numel() // 2] = packed[flat.numel() // 2] & 0xF0 | 7  # beyond the end is a zero
+        packed[flat.numel() // 2] = packed[flat.numel() // 2] & 0xF0 | 7  # a zero beyond the end
     return packed[: -(-flat.numel() // 2)], absmax
 
 
 def _encode8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(n,) float32 -> codes of the dynamic map, and the scales of blocks of 256."""
+    """Return codes of the dynamic map of (n,) float32, and the scales of blocks of 256."""
     blocks = _rows(x, NESTED)
     absmax = blocks.abs().amax(1)
     scaled = blocks * (1.0 / absmax.clamp_min(LEAST))[:, None]
-    if not x.is_cuda:  # there bitsandbytes looks codes up by the nearest of 65536 values, on a GPU by the value itself
+    if not x.is_cuda:  # on a CPU bitsandbytes finds codes by the nearest of 65536 values, on a GPU by the value itself
         scaled = ((scaled + 1) * 0.5 * STEPS + 0.5).floor_() / STEPS * 2 - 1
     codes = torch.bucketize(scaled, _middles(dynamic_map(x.device)), out_int32=True)
     codes = codes.masked_fill_((absmax == 0)[:, None], 0)
@@ -103,7 +106,7 @@ def _encode8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows(flat: Tensor, size: int) -> Tensor:
-    """(n,) -> (ceil(n / size), size), filled up with zeros."""
+    """Reshape (n,) to (ceil(n / size), size), padded with zeros."""
     return torch.nn.functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
 
 
@@ -112,7 +115,7 @@ def _middles(rising: Tensor) -> Tensor:
 
 
 def scales(absmax: Tensor, nested: Tensor | None) -> Tensor:
-    """(blocks,) float32, whether they were quantised once more or not."""
+    """Return the scales, (blocks,) float32, whether they are quantized once more or not."""
     if nested is None:
         return absmax
     of_block = nested[:-1].repeat_interleave(NESTED)[: absmax.numel()]
@@ -120,18 +123,18 @@ def scales(absmax: Tensor, nested: Tensor | None) -> Tensor:
 
 
 def dequantize(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
-    """Writes the values into `out`.
+    """Dequantize into `out`.
 
     Args:
-        parts: of `quantise`, in its order; perhaps longer than they need to be.
-        out: of the tensor's number of values and any floating type; its rows may lie anywhere, a row lies together.
+        parts: of `quantize`, in its order; each may be longer than needed.
+        out: of the tensor's number of values and any floating type; contiguous in its last dimension.
     """
     codes, absmax, *rest = parts.values() if isinstance(parts, Mapping) else parts
     nested = rest[0] if rest else None
     if out.is_cuda:
-        from optrush.kernels.nf4_triton import launch
+        from optrush.kernels.nf4_triton import launch_nf4
 
-        launch(codes, absmax, nested, out, table(out.device), dynamic_map(out.device))
+        launch_nf4(codes, absmax, nested, out, table(out.device), dynamic_map(out.device))
         return
     n = out.numel()
     pairs = torch.cartesian_prod(table(out.device), table(out.device))  # (256, 2)

@@ -1,12 +1,12 @@
-"""4-bit weights to dense ones in one launch of a Triton kernel; nf4.py has the format and the reference.
+"""Dequantize 4-bit weights in one launch of a Triton kernel; nf4.py has the format and the reference.
 
-Only who launches it imports this module: torch brings Triton where there is a CUDA device. (Triton's interpreter runs
-it on a CPU, in the tests.) Codes and scales are read once, the dense weight is written once, where it belongs: rows of
-the destination may be those of one piece of a fused linear, with the rows of others between them.
+Imported where it is launched only: torch ships Triton where there is a CUDA device. Triton's interpreter runs it on a
+CPU in the tests. Codes and scales are read once, the dense weight is written once, in place: rows of the destination
+may be those of one piece of a fused linear, with the rows of others between them.
 
-Where no block crosses a row, a program has a piece of one row, knows its place, and reads eight values a word. Words
-are in one dimension, each with a scale of its own, so that neighbouring threads store neighbouring values: with blocks
-and words as two dimensions the compiler gave each thread of a warp another block, and it took three times the time.
+Where no block crosses a row, a program processes a piece of one row and reads eight values a word. Words are in one
+dimension, each with its scale, so that neighboring threads store neighboring values: with blocks and words as two
+dimensions the compiler gave each thread of a warp another block, which took three times as long.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def lookup(numbers, codes):
 
 @triton.jit
 def _scales(absmax, nested, map8, block, there, last, DOUBLE: tl.constexpr):
-    """Of blocks. last: where the offset lies in `nested`."""
+    """Load the scales of blocks. last: index of the offset in `nested`."""
     if DOUBLE:
         code = tl.load(absmax + block, mask=there, other=0).to(tl.int32)
         of_block = tl.load(nested + block // _NESTED, mask=there, other=0.0)
@@ -50,7 +50,7 @@ def _by_rows(
     codes, absmax, nested, table, map8, out, across, in_group, group_stride, row_stride, last,
     DOUBLE: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """Some of the `across` blocks of one row, of which none crosses rows. codes: words of 4 bytes, the lowest first."""
+    """Dequantize some of a row's `across` blocks, none of which crosses rows. codes: words of 4 bytes, lowest first."""
     row, begin = tl.program_id(0), tl.program_id(1) * BLOCKS
     word, value = tl.arange(0, BLOCKS * WORDS), tl.arange(0, WORD)
     inside = word // WORDS
@@ -72,7 +72,7 @@ def _dequantise(
     codes, absmax, nested, table, map8, out, n, width, in_group, group_stride, row_stride, last,
     DOUBLE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks may cross rows."""
+    """Dequantize blocks that may cross rows."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     there = block * _BLOCK < n
     scale = _scales(absmax, nested, map8, block, there, last, DOUBLE)
@@ -89,10 +89,10 @@ def _dequantise(
 
 
 @torch.no_grad()
-def launch(
+def launch_nf4(
     codes: Tensor, absmax: Tensor, nested: Tensor | None, out: Tensor, table: Tensor, dynamic_map: Tensor
 ) -> None:
-    """As `nf4.dequantise`; out: (rows, width), or (groups, rows of a group, width); tables: nf4's, on its device."""
+    """Implement `nf4.dequantize`; out: (rows, width), or (groups, rows of a group, width); tables: nf4's."""
     grouped = out if out.dim() == 3 else out[None]
     assert grouped.stride(2) == 1
     groups, in_group, width = grouped.shape

@@ -1,13 +1,13 @@
-"""RMSNorm with the addition before it: what a branch gave is added to the residual stream, and the sum normed.
+"""RMSNorm with the addition before it: a branch's output is added to the residual stream, and the sum is normalized.
 
-    plain   torch, one operator at a time: the reference, which a compiler fuses
-    fused   one kernel forward and one backward
+    add_rms_norm        torch, one operator at a time: the reference, which a compiler fuses
+    fused_add_rms_norm  one kernel forward and one backward
 
-The backward kernel reads each value once: it makes the gradient of the input, adds what reaches the stream past the
-norm, and gathers the weight's gradient on the way. So the stream goes through the norm, `(x, h)` in and out, although
-the norm does not change it: its gradient is added where the norm's is made.
+The backward kernel reads each value once: it computes the gradient of the input, adds the gradient that reaches the
+stream past the norm, and accumulates the weight's gradient. So the stream passes through the norm, `(x, h)` in and out,
+although the norm does not change it: its gradient is added where the norm's is computed.
 
-float32 inside, rounded to the stream's type before the weight as the families do. Keeps the sum and 1 / rms (N,).
+float32 inside, rounded to the stream's type before the weight as the model families do. Saves the sum and 1 / rms (N,).
 Source: Zhang and Sennrich 2019 (arXiv:1910.07467); one kernel each way as in Liger Kernel (arXiv:2410.10989).
 """
 
@@ -22,23 +22,23 @@ from torch import Tensor
 from optrush.kernels.lora_matmul import copied_padded, empty_padded
 
 Norm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
-"""(x (..., D), branch (..., D) or None, weight (D,), eps) -> x + branch (..., D), and that normed (..., D)"""
+"""(x (..., D), branch (..., D) or None, weight (D,), eps) -> x + branch (..., D), and that normalized (..., D)"""
 
 
-def plain(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `Norm` says."""
+def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Implement `Norm` by torch's operators."""
     x = x if branch is None else x + branch
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return x, weight * wide.to(x.dtype)
 
 
-def fused(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, room: int = 0, back: int = 0
+def fused_add_rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, padding: int = 0, grad_padding: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """As `Norm` says; under autocast what is normed has its type, for products alone read it.
+    """Implement `Norm` by one kernel each way; under autocast the normalized output has autocast's type.
 
-    room, back: columns that are left (kernels/room.py) beside what is normed, and beside the branch's gradient.
+    padding, grad_padding: columns of padding (lora_matmul.py) of the output, and of the branch's gradient.
     """
     kind = x.device.type
     dtype = torch.promote_types(x.dtype, weight.dtype)
@@ -46,18 +46,18 @@ def fused(
         dtype = torch.get_autocast_dtype(kind)
     if branch is None:
         normed: Tensor
-        x, normed = _Norm.apply(x, weight, eps, dtype, room)  # type: ignore[no-untyped-call]
+        x, normed = _Norm.apply(x, weight, eps, dtype, padding)  # type: ignore[no-untyped-call]
         return x, normed
-    added: tuple[Tensor, Tensor] = _AddNorm.apply(x, branch, weight, eps, dtype, room, back)  # type: ignore[no-untyped-call]
+    added: tuple[Tensor, Tensor] = _AddNorm.apply(x, branch, weight, eps, dtype, padding, grad_padding)  # type: ignore[no-untyped-call]
     return added
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, padding: int
     ) -> tuple[Tensor, Tensor]:
-        normed, scale = norm(x, weight, eps, dtype, room)
+        normed, scale = norm(x, weight, eps, dtype, padding)
         ctx.save_for_backward(x, weight, scale)
         return x.view_as(x), normed
 
@@ -70,91 +70,98 @@ class _Norm(torch.autograd.Function):
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int, back: int
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor,
+        weight: Tensor,
+        eps: float,
+        dtype: torch.dtype,
+        padding: int,
+        grad_padding: int,
     ) -> tuple[Tensor, Tensor]:
-        total, normed, scale = add_norm(x, branch, weight, eps, dtype, room)
+        total, normed, scale = add_norm(x, branch, weight, eps, dtype, padding)
         ctx.save_for_backward(total, weight, scale)
-        ctx.types, ctx.back = (x.dtype, branch.dtype), back
+        ctx.types, ctx.grad_padding = (x.dtype, branch.dtype), grad_padding
         return total, normed
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.types
         dx, dw = norm_backward(
-            *ctx.saved_tensors, *incoming, ctx.needs_input_grad[2], ctx.back if first == second else 0
+            *ctx.saved_tensors, *incoming, ctx.needs_input_grad[2], ctx.grad_padding if first == second else 0
         )
-        branch = dx if first == second else copied_padded(dx, ctx.back, second)
+        branch = dx if first == second else copied_padded(dx, ctx.grad_padding, second)
         return dx.to(first), branch, dw if ctx.needs_input_grad[2] else None, None, None, None, None
 
 
 @torch.library.custom_op("optrush::norm", mutates_args=())
-def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int = 0) -> tuple[Tensor, Tensor]:
-    """x (..., D), weight (D,) -> normed (..., D) in a type and with room, 1 / rms (N,) in float32 at least."""
+def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, padding: int = 0) -> tuple[Tensor, Tensor]:
+    """x (..., D), weight (D,) -> normalized (..., D) in a type, padded, and 1 / rms (N,) in float32 at least."""
     if x.is_cuda:
-        from optrush.kernels.rms_norm_triton import forward
+        from optrush.kernels.rms_norm_triton import rms_norm_forward
 
-        _, normed, scale = forward(x, None, weight, eps, dtype, room)
+        _, normed, scale = rms_norm_forward(x, None, weight, eps, dtype, padding)
         return normed, scale
     wide = _wide(x)
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return copied_padded((weight * (wide * scale).to(x.dtype)).to(dtype), room), scale.flatten()
+    return copied_padded((weight * (wide * scale).to(x.dtype)).to(dtype), padding), scale.flatten()
 
 
 @norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int = 0) -> tuple[Tensor, Tensor]:
-    return empty_padded(x, *x.shape, columns=room, dtype=dtype), _scales(x)
+def _(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, padding: int = 0) -> tuple[Tensor, Tensor]:
+    return empty_padded(x, *x.shape, columns=padding, dtype=dtype), _scales(x)
 
 
 @torch.library.custom_op("optrush::add_norm", mutates_args=())
 def add_norm(
-    x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int = 0
+    x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, padding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, branch (..., D), weight (D,) -> their sum (..., D), as `norm` of it."""
+    """x, branch (..., D), weight (D,) -> their sum (..., D), and `norm` of it."""
     if x.is_cuda:
-        from optrush.kernels.rms_norm_triton import forward
+        from optrush.kernels.rms_norm_triton import rms_norm_forward
 
-        return forward(x, branch, weight, eps, dtype, room)
+        return rms_norm_forward(x, branch, weight, eps, dtype, padding)
     total = x + branch
-    return total, *norm(total, weight, eps, dtype, room)
+    return total, *norm(total, weight, eps, dtype, padding)
 
 
 @add_norm.register_fake
 def _(
-    x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, room: int = 0
+    x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, padding: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     kind = torch.promote_types(x.dtype, branch.dtype)
     total = torch.empty_like(x, dtype=kind, memory_format=torch.contiguous_format)
-    return total, empty_padded(x, *x.shape, columns=room, dtype=dtype), _scales(x)
+    return total, empty_padded(x, *x.shape, columns=padding, dtype=dtype), _scales(x)
 
 
 @torch.library.custom_op("optrush::norm_backward", mutates_args=())
 def norm_backward(
-    x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, learns: bool, room: int = 0
+    x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, needs_dw: bool, padding: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of x (..., D), in its type, and of the weight (D,), or (0,) of one that does not learn.
+    """Compute the gradients of x (..., D), in its type, and of the weight (D,), or (0,) where it is frozen.
 
     Args:
-        x, scale: what was normed, 1 / rms (N,).
+        x, scale: input of the norm, 1 / rms (N,).
         past: gradient that reaches x past the norm (..., D).
-        grad: of what is normed (..., D).
-        room: columns that are left beside the gradient of x.
+        grad: gradient of the normalized output (..., D).
+        padding: columns of padding of the gradient of x.
     """
     if x.is_cuda:
-        from optrush.kernels.rms_norm_triton import backward
+        from optrush.kernels.rms_norm_triton import rms_norm_backward
 
-        return backward(x, weight, scale, past, grad, learns, room)
+        return rms_norm_backward(x, weight, scale, past, grad, needs_dw, padding)
     scale = scale.view(*x.shape[:-1], 1)
     unit, inner = _wide(x) * scale, _wide(grad) * weight
     dx = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True)) + past
-    dw = (_wide(grad) * unit.to(x.dtype)).flatten(0, -2).sum(0) if learns else weight.new_empty(0)
-    return copied_padded(dx.to(x.dtype), room), dw.to(weight.dtype)
+    dw = (_wide(grad) * unit.to(x.dtype)).flatten(0, -2).sum(0) if needs_dw else weight.new_empty(0)
+    return copied_padded(dx.to(x.dtype), padding), dw.to(weight.dtype)
 
 
 @norm_backward.register_fake
 def _(
-    x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, learns: bool, room: int = 0
+    x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, needs_dw: bool, padding: int = 0
 ) -> tuple[Tensor, Tensor]:
-    return empty_padded(x, *x.shape, columns=room), weight.new_empty(len(weight) if learns else 0)
+    return empty_padded(x, *x.shape, columns=padding), weight.new_empty(len(weight) if needs_dw else 0)
 
 
 def _wide(x: Tensor) -> Tensor:

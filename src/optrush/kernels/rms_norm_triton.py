@@ -1,4 +1,4 @@
-"""RMSNorm's two kernels in Triton; kernels/norm.py has the mathematics. Imported on CUDA only."""
+"""Triton kernels of RMSNorm, forward and backward; rms_norm.py has the mathematics. Imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ from torch import Tensor
 
 from optrush.kernels.lora_matmul import empty_padded
 
-TILE = 4096  # values a program looks at together: whole rows, at least one
-BACKWARD = 2048  # likewise in the backward pass, which has more of them in registers: 8 a thread
+TILE = 4096  # values a program processes together: whole rows, at least one
+BACKWARD = 2048  # likewise in the backward pass, which needs more registers: 8 values a thread
 EACH = 4  # programs a multiprocessor there: each sums the weight's gradient over its rows
 
 
-def forward(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, room: int
+def rms_norm_forward(
+    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype, padding: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, branch (..., D) -> their sum (x itself without one), that normed in a type, 1 / rms (N,) float32.
+    """x, branch (..., D) -> their sum (x itself without a branch), that normalized in a type, 1 / rms (N,) float32.
 
-    room: columns that are left beside what is normed.
+    padding: columns of padding of the normalized output.
     """
     assert x.dtype != torch.float64, "float32 inside"
     x = x.contiguous()
     branch = x if (alone := branch is None) else branch.contiguous()
     total = x if alone else torch.empty_like(x, dtype=torch.promote_types(x.dtype, branch.dtype))
     D, N = x.shape[-1], x.shape[:-1].numel()
-    normed = empty_padded(x, *x.shape, columns=room, dtype=dtype)
+    normed = empty_padded(x, *x.shape, columns=padding, dtype=dtype)
     scale = torch.empty(N, dtype=torch.float32, device=x.device)
     rows, width, warps = _tile(D, TILE, 16)
     if N:
         _forward[(triton.cdiv(N, rows),)](
-            x, branch, weight, total, normed, scale, N, D, D + room, eps,
+            x, branch, weight, total, normed, scale, N, D, D + padding, eps,
             ADDS=not alone, ROWS=rows, WIDTH=width, num_warps=warps,
         )  # fmt: skip
     return total, normed, scale
 
 
-def backward(
-    x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, learns: bool, room: int
+def rms_norm_backward(
+    x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, learns: bool, padding: int
 ) -> tuple[Tensor, Tensor]:
-    """As `norm.norm_backward`."""
+    """Implement `rms_norm.norm_backward`."""
     x, grad = x.contiguous(), grad.contiguous()
     past = past.flatten(0, -2) if past.stride(-1) == 1 else past.contiguous().flatten(0, -2)
     D, N = x.shape[-1], x.shape[:-1].numel()
     rows, width, warps = _tile(D, BACKWARD, 8)
     programs = min(triton.cdiv(N, rows), EACH * _multiprocessors(x.device))
-    dx = empty_padded(x, *x.shape, columns=room)
+    dx = empty_padded(x, *x.shape, columns=padding)
     parts = torch.empty(programs if learns else 0, D, dtype=torch.float32, device=x.device)
     if N:
         _backward[(programs,)](
-            x, weight, scale, past, grad, dx, parts, N, D, past.stride(0), D + room,
+            x, weight, scale, past, grad, dx, parts, N, D, past.stride(0), D + padding,
             LEARNS=learns, ROWS=rows, WIDTH=width, num_warps=warps,
         )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype) if learns else weight.new_empty(0)
 
 
 def _tile(D: int, values: int, each: int) -> tuple[int, int, int]:
-    """Rows of so many values in all, the power of two that holds one, and warps whose threads have `each` of them."""
+    """Return rows with `values` values in all, the power of two that fits one, and warps of `each` values a thread."""
     width: int = triton.next_power_of_2(D)
     rows = max(1, values // width)
     return rows, width, min(32, max(4, rows * width // (32 * each)))
@@ -72,14 +72,14 @@ def _forward(
     x, branch, weight, total, normed, scale, N, D, pitch, eps,
     ADDS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """pitch: values from one row of what is normed to the next."""
+    """pitch: values from one row of the normalized output to the next."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     at = row[:, None] * D + column[None, :]
     there = (row < N)[:, None] & (column < D)[None, :]
     a = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
     if ADDS:
-        # Rounded first: it is the stream that is normed, and the stream is what the backward pass reads again.
+        # Rounded first: the stream is normalized, and the backward pass reads the stream again.
         rounded = (a + tl.load(branch + at, mask=there, other=0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=there)
         a = rounded.to(tl.float32)
@@ -95,7 +95,7 @@ def _backward(
     x, weight, scale, past, grad, dx, parts, N, D, past_pitch, dx_pitch,
     LEARNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Every so many rows of one program; its part of the weight's gradient is a row of `parts`."""
+    """Process every nth tile of rows; a program's part of the weight's gradient is a row of `parts`."""
     column = tl.arange(0, WIDTH)
     inside = column < D
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)

@@ -1,4 +1,4 @@
-"""The rotation's kernel in Triton; kernels/rotation.py has the mathematics. Imported on CUDA only."""
+"""Triton kernel of the rotary embedding; rope.py has the mathematics. Imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024  # values of a half head, over tokens, that a program has in hand: 8 a thread, 16 bytes in bf16
+TILE = 1024  # values of a half head, over tokens, of a program: 8 a thread, 16 bytes in bf16
 WARPS = 4
 
 
-def forward(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rotation.rotation`."""
+def rope_forward(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Implement `rope.rotation`."""
     B, T, K, group, E = qkv.shape
     q, k, v = (qkv.new_empty(B, T, n, E) for n in (K * (group - 2), K, K))
     _launch(qkv.contiguous(), q, k, v, cos, sin, K * group * E, back=False)
     return q, k, v
 
 
-def backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, d_qkv: Tensor) -> Tensor:
-    """As `rotation.rotation_backward`, into d_qkv, whose tokens may lie apart."""
+def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, d_qkv: Tensor) -> Tensor:
+    """Implement `rope.rotation_backward`, into d_qkv, whose tokens may have padding between them."""
     _launch(d_qkv, dq.contiguous(), dk.contiguous(), dv.contiguous(), cos, sin, d_qkv.stride(1), back=True)
     return d_qkv
 
@@ -43,10 +43,10 @@ def _turn(
     K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
     BACK: tl.constexpr
 ):  # fmt: skip
-    """One key/value head's part of so many tokens, from qkv to q, k, v; or BACK from their gradients to its.
+    """Rotate one key/value head's group of TOKENS tokens, from qkv to q, k, v; or BACK from their gradients to its.
 
-    Programs that run at the same time have the same tokens, so that their cosines are read from memory once. The
-    next head is read before this one is written: a compiler may not move a load over a store. pitch: values from one
+    Programs that run at the same time have the same tokens, so their cosines are read from memory once. The next head
+    is read before this one is written, because a compiler may not move a load over a store. pitch: values from one
     token of qkv to the next.
     """
     kv = tl.program_id(0) % K
@@ -83,7 +83,7 @@ def _places(
     qkv, q, k, v, token, column, pitch, kv, head: tl.constexpr,
     K: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr
 ):  # fmt: skip
-    """Where one head of a group is read and where it is written: its first halves."""
+    """Return where the first half of a head of a group is read and where it is written."""
     whole = qkv + token * pitch + (kv * (GROUP + 2) + head) * (2 * HALF) + column
     if head < GROUP:
         part = q + ((token * K + kv) * GROUP + head) * (2 * HALF) + column

@@ -1,13 +1,13 @@
-"""The gated feed-forward part, x + down(silu(gate) * up), keeping gate and up only for the backward pass.
+"""Gated feed-forward, x + down(silu(gate) * up), saving only gate and up for the backward pass.
 
-Gate and up alternate along the last dimension (F, 2), as the decoder's rows do, so a pair lies in one load.
+Gate and up alternate along the last dimension (F, 2), as the decoder's rows do, so one load reads a pair.
 
-    gated      plain torch: the reference
-    activated  one kernel forward, one backward
-    fused      the same, and the down product: the backward kernel makes the activation again for the weight's gradient,
-               so that it is not kept
+    gated_mlp             plain torch: the reference
+    mlp_fused_activation  one kernel forward, one backward
+    mlp_fused_down        the same, and the down product: the backward kernel recomputes the activation for the weight's
+                          gradient, so it is not saved
 
-Source: the kernel's idea is of Liger Kernel (arXiv:2410.10989), that the activation be made again instead of kept of
+Source: the kernel's idea is of Liger Kernel (arXiv:2410.10989); recomputing the activation instead of saving it is
 Chen et al. (arXiv:1604.06174) applied to one operator. float32 inside, one rounding at the end.
 """
 
@@ -20,30 +20,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Feed = Callable[[Tensor, Tensor, Any, Any], Tensor]
-"""(the stream x (..., D), h normed from it (..., D), gate_up, down) -> x + down(silu(gate) * up) (..., D)
+Mlp = Callable[[Tensor, Tensor, Any, Any], Tensor]
+"""(the stream x (..., D), h normalized from it (..., D), gate_up, down) -> x + down(silu(gate) * up) (..., D)
 
-What is added to is handed in, for a product may add it while it writes."""
+The stream is an argument because a product may add it while writing its result."""
 
 
-def gated(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
-    """As `Feed` says, where gate_up(h) is (..., F, 2)."""
+def gated_mlp(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+    """Implement `Mlp` by torch's operators, where gate_up(h) is (..., F, 2)."""
     pairs: Tensor = gate_up(h)
     gate, up = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)  # (..., F)
     out: Tensor = x + down(F.silu(gate) * up)
     return out
 
 
-def activated(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
-    """As `gated`, with one kernel each way; `down` may be any module, and keeps its input."""
+def mlp_fused_activation(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+    """Implement `Mlp` with one kernel each way; `down` may be any module, and saves its input."""
     out: Tensor = x + down(_Gated.apply(gate_up(h)))  # type: ignore[no-untyped-call]
     return out
 
 
-def fused(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
-    """As `gated`, for a `down` that is a matrix and nothing else: its input is not kept."""
+def mlp_fused_down(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
+    """Implement `Mlp` for a `down` that is a plain matrix: its input is not saved."""
     pairs: Tensor = gate_up(h)
-    # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
+    # Cast outside the Function, in autograd's graph: activation offloading recognizes a parameter's copy by it.
     out: Tensor = x + _Down.apply(pairs, down.weight.to(pairs.dtype))  # type: ignore[no-untyped-call]
     return out
 
@@ -85,9 +85,9 @@ class _Down(torch.autograd.Function):
 def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up (..., 2 F) contiguous -> (..., F), in its type."""
     if gate_up.is_cuda:
-        from optrush.kernels.swiglu_triton import forward
+        from optrush.kernels.swiglu_triton import swiglu_forward
 
-        return forward(gate_up)
+        return swiglu_forward(gate_up)
     gate, up = _wide(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -99,11 +99,11 @@ def _(gate_up: Tensor) -> Tensor:
 
 @torch.library.custom_op("optrush::swiglu_backward", mutates_args=())
 def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """gate_up (..., 2 F), gradient of the activation (..., F) -> gradient of gate_up, and the activation again."""
+    """gate_up (..., 2 F), gradient of the activation (..., F) -> gradient of gate_up, recomputed activation."""
     if gate_up.is_cuda:
-        from optrush.kernels.swiglu_triton import backward
+        from optrush.kernels.swiglu_triton import swiglu_backward
 
-        return backward(gate_up, grad)
+        return swiglu_backward(gate_up, grad)
     gate, up = _wide(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
     wide = _wide(grad)
     sigmoid = torch.sigmoid(gate)

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.kernels import attention, rms_norm, rope, swiglu
-from optrush.kernels.cross_entropy import Reduce
-from optrush.kernels.loss import Nll, Whole
+from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
 from optrush.models.shapes import HF, ModelShape, RopeShape
 
 Pieces = tuple[tuple[str, int], ...]
@@ -103,7 +102,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
         self.eps = eps
-        self.impl: rms_norm.Norm = rms_norm.plain
+        self.impl: rms_norm.Norm = rms_norm.add_rms_norm
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., D) -> (..., D)."""
@@ -150,9 +149,9 @@ class Block(nn.Module):
         self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
-        self.split_and_rope: rope.Separate = rope.plain
+        self.split_and_rope: rope.SplitAndRotate = rope.split_and_rotate
         self.attention: attention.Attend = attention.masked
-        self.mlp: swiglu.Feed = swiglu.gated
+        self.mlp: swiglu.Mlp = swiglu.gated_mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
         """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D)."""
@@ -176,7 +175,7 @@ class Head(nn.Module):
         self.register_parameter("bias", bias)
         self.scale = 1.0
         self.softcap: float | None = None
-        self.nll: Nll = Whole()
+        self.nll: LossKernel = Whole()
         self.part: Any = None
 
     def forward(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:

@@ -26,8 +26,15 @@ from torch import Tensor, nn
 
 from optrush.kernels import rms_norm, rope
 from optrush.kernels.attention import flash4
-from optrush.kernels.lora_matmul import By, Padding, gradients, joined, low_rank, with_padding
-from optrush.kernels.swiglu_quack import gated, gated_backward
+from optrush.kernels.lora_matmul import (
+    MatmulBackend,
+    Padding,
+    concat_padded,
+    low_rank,
+    low_rank_gradients,
+    with_padding,
+)
+from optrush.kernels.swiglu_quack import gated_matmul, gated_matmul_backward
 from optrush.models.decoder import Block, Linear
 from optrush.models.weights import Initializer, Shape, WeightMap
 from optrush.peft.adapter import AdapterToggle, Beside, constant
@@ -59,8 +66,8 @@ def weight_of(
 
 
 def linear(
-    x: Tensor, a: Tensor, u: Tensor, bias: Tensor | None, layout: Layout | None, parts: Sequence[Tensor], by: By,
-    room: Padding,
+    x: Tensor, a: Tensor, u: Tensor, bias: Tensor | None, layout: Layout | None, parts: Sequence[Tensor],
+    by: MatmulBackend, room: Padding,
 ) -> Tensor:  # fmt: skip
     """x (..., D), A (r, D), U (rows, r), bias (rows,) or None, the weight's layout and parts -> (..., rows).
 
@@ -78,7 +85,7 @@ class _Linear(torch.autograd.Function):
         ctx.layout, ctx.by, ctx.room = layout, by, room
         with torch.autocast(x.device.type, enabled=False):
             weight = weight_of(layout, parts, "forward", u, 1, room)
-            y, z = low_rank(x, weight.t(), a.t(), u.t(), by, bias, roomy=room.weight, roomy_x=room.x)
+            y, z = low_rank(x, weight.t(), a.t(), u.t(), by, bias, padded=room.weight, padded_x=room.x)
         ctx.save_for_backward(x, z, a, u, *parts)
         return y
 
@@ -89,7 +96,7 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
                 weight = weight_of(ctx.layout, parts, "backward", a, 0, ctx.room)
-                d_x, d_z = low_rank(grad, weight, u, a, ctx.by, roomy=ctx.room.weight, roomy_x=ctx.room.grad)
+                d_x, d_z = low_rank(grad, weight, u, a, ctx.by, padded=ctx.room.weight, padded_x=ctx.room.grad)
             else:
                 d_z = grad @ u  # (N, r)
             if ctx.needs_input_grad[3]:
@@ -285,7 +292,7 @@ def fits(linear: nn.Module) -> bool:
 
 
 def feed(x: Tensor, h: Tensor, gate_up: Linear, down: Linear) -> Tensor:
-    """As `swiglu.Feed`, for linears that `fits` says are fit."""
+    """As `swiglu.Mlp`, for linears that `fits` says are fit."""
     kind = h.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
     h = h.to(dtype)
@@ -332,10 +339,10 @@ class _Feed(torch.autograd.Function):
             first, second = _split(ctx.layouts, parts)
             z1 = rows @ a1.t()  # (N, r)
             upper, many = weight_of(layout1, first, use, u1, 1, room1), tiles(len(a2)) * room2.weight
-            pairs, product = gated(rows, upper, z1, u1, room1.x, room1.weight, many)
+            pairs, product = gated_matmul(rows, upper, z1, u1, room1.x, room1.weight, many)
             lower = weight_of(layout2, second, use, u2, 1, room2)
             out, z2 = low_rank(
-                product, lower.t(), a2.t(), u2.t(), "quack", roomy=room2.weight, roomy_x=True
+                product, lower.t(), a2.t(), u2.t(), "quack", padded=room2.weight, padded_x=True
             )  # (N, D), (N, r)
         ctx.save_for_backward(h if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
         total: Tensor = x + out.view_as(x)  # by the product it costs as much on 8B (docs/log)
@@ -350,11 +357,13 @@ class _Feed(torch.autograd.Function):
             first, second = _split(ctx.layouts, parts)
             d_z2 = grad @ u2  # (N, r)
             down = weight_of(layout2, second, use, a2, 0, room2)
-            d_pairs, product = gated_backward(joined(grad, d_z2, 1), down, pairs, a2, room2.weight)  # (N, 2 F), (N, F)
+            d_pairs, product = gated_matmul_backward(
+                concat_padded(grad, d_z2, 1), down, pairs, a2, room2.weight
+            )  # (N, 2 F), (N, F)
             del down
             d_a2, d_u2, d_u1 = d_z2.t() @ product, grad.t() @ z2, d_pairs.t() @ z1
             if ctx.needs_input_grad[1] and len(a1) and room1.weight:
-                d_h, d_z1 = gradients(d_pairs, weight_of(layout1, first, use, u1, 1, room1), u1, a1)
+                d_h, d_z1 = low_rank_gradients(d_pairs, weight_of(layout1, first, use, u1, 1, room1), u1, a1)
             elif ctx.needs_input_grad[1]:  # (N, D), (N, r)
                 d_h, d_z1 = low_rank(d_pairs, dense(layout1, first, grad.dtype, use), u1, a1, "quack")
             else:
@@ -382,19 +391,19 @@ def make_room(block: Block, *, whole: bool = True) -> int:
     linears = block.qkv, block.o, block.gate_up, block.down
     qkv, o, gate_up, _ = columns = [_columns(linear, whole) for linear in linears]
     changed = 0
-    before, after = block.norm1.impl is rms_norm.fused, block.norm2.impl is rms_norm.fused
-    attends, turns = block.attention is flash4, block.split_and_rope is rope.fused
+    before, after = block.norm1.impl is rms_norm.fused_add_rms_norm, block.norm2.impl is rms_norm.fused_add_rms_norm
+    attends, turns = block.attention is flash4, block.split_and_rope is rope.fused_split_and_rotate
     if before and qkv:
-        block.norm1.impl = partial(rms_norm.fused, room=qkv)
+        block.norm1.impl = partial(rms_norm.fused_add_rms_norm, padding=qkv)
         changed += 1
     if after and (gate_up or o):
-        block.norm2.impl = partial(rms_norm.fused, room=gate_up, back=o)
+        block.norm2.impl = partial(rms_norm.fused_add_rms_norm, padding=gate_up, grad_padding=o)
         changed += 1
     if attends and o:
-        block.attention = partial(flash4, room=o)
+        block.attention = partial(flash4, padding=o)
         changed += 1
     if turns and qkv:
-        block.split_and_rope = partial(rope.fused, back=qkv)
+        block.split_and_rope = partial(rope.fused_split_and_rotate, grad_padding=qkv)
         changed += 1
     # The gradient of gate and up needs none: its product makes d_z, too (kernels/products.py).
     rooms = Padding(True, before, turns), Padding(True, attends, after), Padding(True, after), Padding(True, True)

@@ -128,7 +128,7 @@ class Fp8(Technique):
             if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
                 left.append(f"{name} ({linear.out_features} x {linear.in_features})")
                 continue
-            linear.matmul = float8.linear
+            linear.matmul = float8.float8_linear
             changed += 1
         if left:
             trainer.notes.append(

@@ -12,7 +12,7 @@ from optrush.planner.ledger import Line, Rule, Work, add, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, compilers, demand, demand_triton, gpu
 
 if TYPE_CHECKING:
-    from optrush.kernels.swiglu import Feed
+    from optrush.kernels.swiglu import Mlp
     from optrush.models.shapes import ModelShape
     from optrush.trainer.trainer import Trainer
 
@@ -110,7 +110,7 @@ class FusedBlock(Technique):
                     raise NeedsError(need.asked.replace("torch.compile", "`fused-block`"), need.found, need.do)
         matrices = [_plain(block.down) and not _again(trainer.env) for block in blocks]
         for block, matrix in zip(blocks, matrices, strict=True):
-            block.feed = swiglu.fused if matrix else swiglu.activated  # type: ignore[assignment]
+            block.feed = swiglu.mlp_fused_down if matrix else swiglu.mlp_fused_activation  # type: ignore[assignment]
         if not all(matrices):
             trainer.notes.append("fused-block: `down` is more than a matrix or runs again, so its input is kept")
         return len(blocks)
@@ -153,9 +153,9 @@ def _in_products(blocks: Sequence[Any]) -> int:
 
     linears = [linear for block in blocks for linear in (block.gate_up, block.down)]
     if all(lora.fits(linear) for linear in linears):
-        feed: Feed = lora.feed
+        feed: Mlp = lora.feed
     elif all(_plain(linear) for linear in linears):
-        feed = swiglu_quack.feed
+        feed = swiglu_quack.quack_mlp
     else:
         found = "linears that are more than matrices with low-rank adapters (a bias, DoRA, dropout, other products)"
         raise NeedsError("`fused-block:impl=quack`", found, "take impl=triton")

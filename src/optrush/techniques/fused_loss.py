@@ -99,8 +99,8 @@ class FusedLoss(Technique):
     def loss(self, trainer: Trainer) -> int:
         import torch
 
+        from optrush.kernels.cross_entropy import Chunked, Package, liger
         from optrush.kernels.linear_cross_entropy import quack
-        from optrush.kernels.loss import Chunked, Package, liger
 
         head = trainer.model.head
         if self.impl == "chunked":

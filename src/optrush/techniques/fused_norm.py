@@ -66,5 +66,5 @@ class FusedNorm(Technique):
             assert isinstance(block, Block)
             norms += [block.norm1, block.norm2]
         for each in norms:
-            each.impl = rms_norm.fused
+            each.impl = rms_norm.fused_add_rms_norm
         return len(norms)

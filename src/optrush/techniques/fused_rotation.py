@@ -56,5 +56,5 @@ class FusedRotation(Technique):
         assert isinstance(trainer.model, Decoder)
         for block in trainer.model.blocks.values():
             assert isinstance(block, Block)
-            block.split_and_rope = rope.fused
+            block.split_and_rope = rope.fused_split_and_rotate
         return len(trainer.model.blocks)
