@@ -31,8 +31,8 @@ def test_the_kernel_is_the_reference_to_the_bit(form, shape):
     module = nf4 if form.bits == 4 else int8
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         want, found = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype, device="cuda")
-        module.dequantise(parts, want)
-        module.dequantise({n: p.cuda() for n, p in parts.items()}, found)
+        module.dequantize(parts, want)
+        module.dequantize({n: p.cuda() for n, p in parts.items()}, found)
         assert torch.equal(found.cpu(), want)
 
 

@@ -79,7 +79,7 @@ def test_zeros_stay_zeros():
     for shape in SHAPES:
         for form in (Form(4, True), Form(4, False), Form(8)):
             out = torch.ones(shape)
-            (nf4 if form.bits == 4 else int8).dequantise(form.quantise(torch.zeros(shape)), out)
+            (nf4 if form.bits == 4 else int8).dequantize(form.quantise(torch.zeros(shape)), out)
             assert not out.any()
 
 
@@ -130,7 +130,7 @@ def test_rows_lie_where_the_linear_has_them(form, width, pieces):
         values = drawn((groups * rows, width), seed=i)
         made = form.quantise(values)
         out = torch.empty(values.shape)
-        (nf4 if form.bits == 4 else int8).dequantise(made, out)
+        (nf4 if form.bits == 4 else int8).dequantize(made, out)
         wanted.append(out.view(groups, rows, width))
         for part in made.values():
             raw = part.flatten().view(torch.uint8)
@@ -156,7 +156,7 @@ def interpreted():
         for dtype in (torch.float32, torch.float16):
             for name, form in (("nf4", Form(4, True)), ("nf4", Form(4, False)), ("int8", Form(8))):
                 parts, want = form.quantise(values), torch.empty(shape, dtype=dtype)
-                (nf4 if name == "nf4" else int8).dequantise(parts, want)
+                (nf4 if name == "nf4" else int8).dequantize(parts, want)
                 wide = torch.full((shape[0], 3, shape[1]), 7.0, dtype=dtype)  # rows of others between
                 target = wide[:, 1:2]
                 if name == "nf4":

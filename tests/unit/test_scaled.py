@@ -21,7 +21,7 @@ def drawn(n, dtype):
 def test_one_rounding(given, wanted):
     x = drawn(1000, given)
     right = (x.double() * FACTOR.double()).to(WIDE).to(wanted)
-    found = kernel.scaled(x, FACTOR, wanted)
+    found = kernel.scale_to_dtype(x, FACTOR, wanted)
     assert found.dtype == wanted and torch.equal(found, right)
     assert (found is x) == (given == wanted)
 

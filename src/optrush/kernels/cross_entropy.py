@@ -34,7 +34,7 @@ ChunkLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, float, floa
 
 
 class LossKernel(Protocol):
-    """A loss of the head: see `cross_entropy` for arguments and result."""
+    """A loss of the head; `cross_entropy` documents arguments and result."""
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, scale: float,

@@ -1,4 +1,4 @@
-"""What is learnt. An objective says which tokens are targets and how rows may lie; the scores: loss.py, dpo.py."""
+"""Objectives: which tokens are targets, which layouts of rows are valid, and the next-token loss; dpo.py has DPO's."""
 
 from __future__ import annotations
 
@@ -8,28 +8,41 @@ from optrush.config import Config
 from optrush.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optrush.data.batch import Batch
     from optrush.data.packing import Layout
 
-# What preferences say beside their loss, means over pairs: names of metrics.jsonl (docs/dpo.md).
+# Metrics of preferences in addition to their loss, means over pairs: names of metrics.jsonl (docs/dpo.md).
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin")
 
 
 def unit(config: Config) -> str:
-    """What a loss is counted in."""
+    """Return the unit of the loss."""
     return "a pair" if config.objective == "dpo" else "nats a target token"
 
 
 def learnt(config: Config) -> str:
-    """Which tokens of a conversation are targets: in pre-training all of them, in fine-tuning what the run says."""
+    """Return which tokens of a conversation are targets: in pre-training all, in fine-tuning `data.train_on`."""
     return "all" if config.objective == "pretrain" else config.data.train_on
 
 
 def check_layout(config: Config, layout: Layout) -> None:
-    """Refuses rows that the objective cannot learn from.
+    """Check that the objective can be trained on these rows.
 
     Raises:
-        ConfigError: pairs in rows whose documents are torn, and see each other.
+        ConfigError: pairs in rows whose documents are split, and attend to each other.
     """
     if config.objective == "dpo" and not (layout.isolated and layout.uncut):
         found = "rows whose documents are torn and see each other, where two answers must stand apart"
         raise ConfigError("`objective: dpo` with --with wrap", found, "take --with packing instead")
+
+
+def next_token(head: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
+    """Compute the summed cross-entropy of the batch's targets: hidden (B, T, D) -> () float32.
+
+    Pretrain and sft share it: they differ in their targets only. The head is called, its weight never read: under
+    sharding only its forward has the full weight.
+    """
+    loss: Tensor = head(hidden, batch.labels)
+    return loss

@@ -1,17 +1,17 @@
-"""Direct preference optimisation: of two answers to a prompt, the one that people chose is made the likelier one.
+"""Direct preference optimization: raise the likelihood of the chosen one of two answers to a prompt.
 
-With log-probabilities summed over a document's targets, and the reference what the model was before training:
+With log-probabilities summed over a document's targets, and the untrained model as the reference:
 
     r(document) = log p(document) - log p_reference(document)         beta * r is called its reward
     sigmoid   -(1 - e) log s(beta (r_chosen - r_rejected)) - e log s(-beta (r_chosen - r_rejected))
     ipo       (r_chosen / n_chosen - r_rejected / n_rejected - 1 / (2 beta))^2, n: targets of the document
 
-s is the logistic function, e the share of pairs that are taken to be the wrong way round (`label_smoothing`).
+s is the logistic function, e the assumed share of swapped pairs (`label_smoothing`).
 Source: Rafailov et al., https://arxiv.org/abs/2305.18290; the smoothing: Mitchell, https://ericmitchell.ai/cdpo.pdf;
 ipo: Azar et al., https://arxiv.org/abs/2310.12036, with the means over targets that its authors used.
 
-Shapes: B rows, T tokens a row, P pairs that a row has room for; pair p of a row is its documents 2p and 2p + 1. Nothing
-here reads the device.
+Shapes: B rows, T tokens a row, P pairs at most in a row; pair p of a row is its documents 2p and 2p + 1. No function
+synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Untrained = Callable[[], AbstractContextManager[None]]
 
 
 def score(head: nn.Module, settings: Dpo, figures: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
-    """Summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
+    """Compute the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
 
     Args:
         figures: of each of FIGURES a () tensor, to which the batch's sum is added.
@@ -42,41 +42,41 @@ def score(head: nn.Module, settings: Dpo, figures: Mapping[str, Tensor], hidden:
     ratios = log_probabilities(head, hidden, batch) - batch.extra["reference"]  # (B, P, 2)
     chosen, rejected = ratios.unbind(-1)  # (B, P)
     if settings.loss == "ipo":
-        learnt = _by_document((batch.labels != IGNORE).to(ratios.dtype), batch).clamp_min(1)
-        means = ratios / learnt
+        targets = _by_document((batch.labels != IGNORE).to(ratios.dtype), batch).clamp_min(1)
+        means = ratios / targets
         losses = (means[..., 0] - means[..., 1] - 1 / (2 * settings.beta)).square()
     else:
         z, e = settings.beta * (chosen - rejected), settings.label_smoothing
         losses = -(1 - e) * F.logsigmoid(z) - e * F.logsigmoid(-z)
     rewards = settings.beta * ratios.detach()
     won = rewards[..., 0] > rewards[..., 1]
-    found = (rewards[..., 0], rewards[..., 1], won, rewards[..., 0] - rewards[..., 1])
-    for name, values in zip(FIGURES, found, strict=True):
+    values_of = (rewards[..., 0], rewards[..., 1], won, rewards[..., 0] - rewards[..., 1])
+    for name, values in zip(FIGURES, values_of, strict=True):
         figures[name].add_(torch.where(there, values, 0).sum())
     return torch.where(there, losses, 0).sum()
 
 
 def log_probabilities(head: nn.Module, hidden: Tensor, batch: Batch) -> Tensor:
-    """Of each pair's two documents, over their targets: hidden (B, T, D) -> (B, P, 2) float32, 0 where there is none.
+    """Sum log-probabilities over targets of each pair's documents: hidden (B, T, D) -> (B, P, 2) float32, 0 if absent.
 
-    The head is called, never its weight read: under sharding only its forward sees the whole weight.
+    The head is called, its weight never read: under sharding only its forward has the full weight.
     """
     losses: Tensor = head(hidden, batch.labels, reduce="token")  # (B, T)
     return _by_document(-losses, batch)
 
 
 def _by_document(values: Tensor, batch: Batch) -> Tensor:
-    """(B, T) -> (B, P, 2): sums over documents. Padding, the last document of a row, has no values but zeros."""
+    """Sum over documents: (B, T) -> (B, P, 2). Padding, the last document of a row, has zeros only."""
     B, P = batch.extra["pairs"].shape
     slots = batch.documents.ids.long().clamp(max=2 * P - 1)
     return values.new_zeros(B, 2 * P).scatter_add(1, slots, values).view(B, P, 2)
 
 
 def by_adapter(settings: Dpo, untrained: Untrained | None) -> bool:
-    """Whether the reference is the model itself, with what was trained undone, asked in every step.
+    """Return whether the reference is the model itself with its adapters disabled, run in every step.
 
     Raises:
-        NeedsError: it is asked for, and nobody can undo the training (a technique that says it can, and did not).
+        NeedsError: the configuration requires it, and no technique can disable what is trained.
     """
     if settings.reference == "adapter" and untrained is None:
         found = "what is trained cannot be undone: whole weights are, or the adapter began from a folder (save, init)"
@@ -86,7 +86,7 @@ def by_adapter(settings: Dpo, untrained: Untrained | None) -> bool:
 
 
 def loss(plain: Callable[[Batch], Tensor], model: nn.Module, untrained: Untrained, batch: Batch) -> Tensor:
-    """`plain` of the batch with its reference: one forward pass of the untrained model first, without dropout."""
+    """Compute `plain` of the batch with its reference, from a forward pass of the untrained model without dropout."""
     head, training = model.head, model.training
     assert isinstance(head, nn.Module)
     model.eval()

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step: what makes a resumed run take the same rates."""
+"""Learning rate as a pure function of the step, so that a resumed run has the same rates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from optrush.config import Optim
 
 
 def warmup_steps(optim: Optim, steps: int) -> int:
-    """`optim.warmup` below 1 is a fraction of the run (rounded up), from 1 on a number of steps."""
+    """Return the steps of the warm-up: `optim.warmup` below 1 is a fraction of the run (rounded up), else steps."""
     return math.ceil(optim.warmup * steps) if optim.warmup < 1 else int(optim.warmup)
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
-    """The rate of update `step` (1 ... steps): a linear warm-up that ends at the full rate, then the schedule.
+    """Return the rate of update `step` (1 ... steps): a linear warm-up that ends at the full rate, then the schedule.
 
     Decaying schedules would reach zero at step steps + 1, so that no update is wasted on a rate of zero.
     """

@@ -27,8 +27,7 @@ from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
 from optrush.models.load import load
 from optrush.models.weights import fingerprint, refuse_frozen
-from optrush.objectives import FIGURES, check_layout, dpo
-from optrush.objectives.loss import next_token
+from optrush.objectives import FIGURES, check_layout, dpo, next_token
 from optrush.optim.adamw import AdamW
 from optrush.resolve import ResolvedConfig
 from optrush.technique import Edit
