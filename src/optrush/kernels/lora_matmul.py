@@ -77,9 +77,9 @@ def concat_in_padding(weight: Tensor, narrow: Tensor | None, dim: int, padded: b
 def _fill(place: Tensor, narrow: Tensor) -> None:
     """Write narrow (r, c) to the first corner of place (R, C), and zeros beyond it."""
     if place.is_cuda:
-        from optrush.kernels.lora_matmul_triton import fill
+        from optrush.kernels.lora_matmul_triton import fill_padding
 
-        fill(place, narrow)
+        fill_padding(place, narrow)
     else:
         place.zero_()
         place[: narrow.shape[0], : narrow.shape[1]] = narrow

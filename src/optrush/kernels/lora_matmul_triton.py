@@ -9,7 +9,7 @@ from torch import Tensor
 VALUES, WIDEST, WARPS = 2048, 512, 4  # of a program's tile
 
 
-def fill(place: Tensor, narrow: Tensor) -> None:
+def fill_padding(place: Tensor, narrow: Tensor) -> None:
     """Write narrow (r, c) to the first corner of place (R, C), with contiguous rows, and zeros beyond it."""
     (R, C), (r, c) = place.shape, narrow.shape
     assert place.stride(1) == 1 and r <= R and c <= C

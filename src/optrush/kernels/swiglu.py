@@ -85,9 +85,9 @@ class _Down(torch.autograd.Function):
 def swiglu(gate_up: Tensor) -> Tensor:
     """gate_up (..., 2 F) contiguous -> (..., F), in its type."""
     if gate_up.is_cuda:
-        from optrush.kernels.swiglu_triton import swiglu_forward
+        from optrush.kernels.swiglu_triton import launch_swiglu_forward
 
-        return swiglu_forward(gate_up)
+        return launch_swiglu_forward(gate_up)
     gate, up = _wide(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -101,9 +101,9 @@ def _(gate_up: Tensor) -> Tensor:
 def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """gate_up (..., 2 F), gradient of the activation (..., F) -> gradient of gate_up, recomputed activation."""
     if gate_up.is_cuda:
-        from optrush.kernels.swiglu_triton import swiglu_backward
+        from optrush.kernels.swiglu_triton import launch_swiglu_backward
 
-        return swiglu_backward(gate_up, grad)
+        return launch_swiglu_backward(gate_up, grad)
     gate, up = _wide(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
     wide = _wide(grad)
     sigmoid = torch.sigmoid(gate)

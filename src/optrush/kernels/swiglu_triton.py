@@ -12,7 +12,7 @@ FORWARD = {"BLOCK": 1024, "num_warps": 4}
 BACKWARD = {"BLOCK": 512, "num_warps": 2}
 
 
-def swiglu_forward(gate_up: Tensor) -> Tensor:
+def launch_swiglu_forward(gate_up: Tensor) -> Tensor:
     """gate_up (..., 2 F) contiguous -> (..., F)."""
     gate_up = gate_up.contiguous()
     out = torch.empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2), dtype=gate_up.dtype, device=gate_up.device)
@@ -21,7 +21,7 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
     return out
 
 
-def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+def launch_swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient of gate_up (..., 2 F), the activation (..., F)) from gate_up and the activation's gradient."""
     gate_up, grad = gate_up.contiguous(), grad.contiguous()
     d_gate_up, out = torch.empty_like(gate_up), torch.empty_like(grad)

@@ -85,7 +85,9 @@ def by_adapter(settings: Dpo, untrained: Untrained | None) -> bool:
     return settings.reference != "precomputed" and untrained is not None
 
 
-def loss(plain: Callable[[Batch], Tensor], model: nn.Module, untrained: Untrained, batch: Batch) -> Tensor:
+def loss_with_reference(
+    plain: Callable[[Batch], Tensor], model: nn.Module, untrained: Untrained, batch: Batch
+) -> Tensor:
     """Compute `plain` of the batch with its reference, from a forward pass of the untrained model without dropout."""
     head, training = model.head, model.training
     assert isinstance(head, nn.Module)

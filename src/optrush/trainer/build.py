@@ -137,7 +137,7 @@ def _build(
         stage(name)
         if name == "peft" and config.dpo is not None and dpo.by_adapter(config.dpo, trainer.adapters_disabled):
             assert trainer.adapters_disabled is not None
-            trainer.loss = partial(dpo.loss, trainer.loss, trainer.model, trainer.adapters_disabled)
+            trainer.loss = partial(dpo.loss_with_reference, trainer.loss, trainer.model, trainer.adapters_disabled)
     if growth is not None and training:
         refuse_frozen(model, recipe, growth)
     if held_out is not None:
