@@ -245,8 +245,8 @@ def test_a_shard_does_what_the_whole_does(at):
 
 def test_what_it_refuses(box):
     with pytest.raises(NeedsError, match="`adam4bit` has no place for remainders") as error:
-        search.predict(golden_run(box, bf16={}, kahan={}, adam4bit={}), "h200")
-    assert "what rounding took" in error.value.found and "--with stochastic-rounding" in error.value.do
+        search.predict(golden_run(box, bf16={"rounding": "kahan"}, adam4bit={}), "h200")
+    assert "what rounding took" in error.value.found and "--with bf16:rounding=stochastic" in error.value.do
     cut = trained(sizes={"a": (24, 300)})
     cut[0].local = cut[0].local[:, :150]
     with pytest.raises(NeedsError, match="4-bit AdamW, whose blocks lie in whole rows"):

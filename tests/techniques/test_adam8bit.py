@@ -278,8 +278,8 @@ def test_bf16_weights_move_at_a_small_rate():
 
 def test_what_it_refuses(box):
     with pytest.raises(NeedsError, match="`adam8bit` has no place for remainders") as error:
-        search.predict(golden_run(box, bf16={}, kahan={}, adam8bit={}), "h200")
-    assert "what rounding took" in error.value.found and "--with stochastic-rounding" in error.value.do
+        search.predict(golden_run(box, bf16={"rounding": "kahan"}, adam8bit={}), "h200")
+    assert "what rounding took" in error.value.found and "--with bf16:rounding=stochastic" in error.value.do
     cut = trained(sizes={"a": (24, 300)})
     cut[0].local = cut[0].local[:, :150]
     with pytest.raises(NeedsError, match="whole rows") as error:

@@ -338,8 +338,8 @@ def test_fused_matrices_are_stepped_as_the_published_ones(box):
 
 def test_what_it_refuses(box):
     with pytest.raises(NeedsError, match="`apollo` has no place for remainders") as error:
-        search.predict(golden_run(box, bf16={}, kahan={}, apollo={}), "h200")
-    assert "what rounding took" in error.value.found and "stochastic-rounding" in error.value.do
+        search.predict(golden_run(box, bf16={"rounding": "kahan"}, apollo={}), "h200")
+    assert "what rounding took" in error.value.found and "bf16:rounding=stochastic" in error.value.do
     with pytest.raises(NeedsError, match="a sketch of 96 values a row") as error:
         assembled(golden_run(box, apollo={"rank": 96}))
     assert "no matrix of this model has more than 96 columns" in error.value.found

@@ -440,8 +440,8 @@ def test_it_refuses_a_model_without_linears(box, monkeypatch):
 
 def test_it_refuses_kahan(box):
     with pytest.raises(NeedsError, match="`muon` has no place for remainders") as error:
-        search.predict(golden_run(box, bf16={}, kahan={}, muon={}), "h200")
-    assert "what rounding took" in error.value.found and "stochastic-rounding" in error.value.do
+        search.predict(golden_run(box, bf16={"rounding": "kahan"}, muon={}), "h200")
+    assert "what rounding took" in error.value.found and "bf16:rounding=stochastic" in error.value.do
 
 
 @pytest.mark.parametrize("options", [{"momentum": 1.0}, {"momentum": 0.0}, {"iterations": 0}], ids=str)
