@@ -76,8 +76,8 @@ STAGES = (
 class LinearSpec:
     """A linear of a block: how its weight is stored, what multiplies, and its adapter."""
 
-    weight: Literal["dense", "nf4", "int8"] = "dense"
-    matmul: Literal["torch", "fp8"] = "torch"
+    weight: Literal["dense", "quantized"] = "dense"
+    matmul: Literal["torch", "float8"] = "torch"
     adapter: Literal["none", "low-rank", "other"] = "none"
     adapter_rows: int = 0  # rows of A, of a low-rank adapter
 

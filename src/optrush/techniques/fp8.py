@@ -45,7 +45,7 @@ class Fp8(Technique):
     claims = frozenset({Part.LINEARS})
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
-        return spec.with_linears(self._chosen, matmul="fp8")
+        return spec.with_linears(self._chosen, matmul="float8")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         found = "the model runs through transformers"

@@ -37,7 +37,7 @@ class Int8(Technique):
     wants = frozenset({Part.TRAINED})
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
-        return spec.with_linears(weight="int8")
+        return spec.with_linears(weight="quantized")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 1 + (4 / env.shape.width if env.shape else 0))

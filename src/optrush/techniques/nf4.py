@@ -43,7 +43,7 @@ class Nf4(Technique):
     wants = frozenset({Part.TRAINED})
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
-        return spec.with_linears(weight="nf4")
+        return spec.with_linears(weight="quantized")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
