@@ -148,7 +148,7 @@ def test_offloaded_and_updated_in_the_backward_pass(box, monkeypatch):
 def test_fp8_keeps_its_products(box):
     job = learning(box, lora={**SOME, "targets": "attention"}, fp8={}, sets=["batch.micro_tokens=96"])
     linears = dict(job.model.linears())
-    assert linears["blocks.0.down"].product is linears["blocks.0.qkv"].adapter.inner
+    assert linears["blocks.0.down"].matmul is linears["blocks.0.qkv"].adapter.inner
     (loss, norm, skipped), *_ = steps(job, 1)
     want = next(steps(learning(box, lora={**SOME, "targets": "attention"}), 1))
     assert loss == pytest.approx(want[0], rel=0.02) and norm == pytest.approx(want[1], rel=0.2) and not skipped
@@ -223,7 +223,7 @@ def test_untrained_is_the_model_before(box, beside):
         with job.adapters_disabled(), torch.no_grad():
             assert (job.loss(batch) / batch.n_terms).item() == pytest.approx(want, rel=1e-6)
     assert furthest(first_gradients(job)[1], first_gradients(learning(box))[1]) < CLOSE
-    assert learning(box, lora={**SOME, "save": ["norm"]}).untrained is None
+    assert learning(box, lora={**SOME, "save": ["norm"]}).adapters_disabled is None
 
 
 def test_dropout_is_for_training(box):

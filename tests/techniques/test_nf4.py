@@ -61,7 +61,7 @@ def given(trainer, source):
     """The job with the dense values that another holds in fewer bits."""
     with torch.no_grad():
         for (_, linear), (_, other) in zip(trainer.model.linears(), source.model.linears(), strict=True):
-            linear.weight.copy_(other.dense(linear.weight.dtype))
+            linear.weight.copy_(other.dequantized(linear.weight.dtype))
     return trainer
 
 
