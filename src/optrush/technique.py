@@ -2,7 +2,7 @@
 
 A technique is one file with one frozen class, whose dataclass fields are its options, and one line of
 `techniques.ALL`. It acts before step 0 only, stage by stage, by replacing or wrapping the job's callables and slots;
-the training loop never learns its name. Whoever claims a part owns it alone, so conflicts follow by themselves.
+the training loop never learns its name. A part has one owner, the technique that claims it: so conflicts need no list.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class LinearSpec:
 class ModelSpec:
     """The blocks of the model, and how their weights learn, as the techniques of a run will build them. Pure.
 
-    Every technique edits it in `describe`, before any is asked for its needs or its prediction; so the edits must not
-    depend on their order.
+    Every technique edits it in `describe`, before `needs` and `predict` of any run; so the edits must not depend on
+    their order.
     """
 
     grouped_heads: bool = True  # fewer key/value heads than query heads, or not known
@@ -107,7 +107,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Environment:
-    """Everything a technique may know before anything is built. Owners and sizes, never techniques' names."""
+    """Hold what techniques may read before anything is built: owners and sizes, never names of techniques."""
 
     device: Device
     ranks: int
@@ -119,7 +119,7 @@ class Environment:
     native: bool  # our decoder, or the adapter around transformers
     blocks: int  # L
     claimed: frozenset[Part] = frozenset()
-    vocab: int = 0  # V; 0: not asked
+    vocab: int = 0  # V; 0: unknown
     shape: ModelShape | None = None  # of a model of our own decoder
     dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -132,14 +132,14 @@ class Environment:
 
     @property
     def span(self) -> float:
-        """Tokens of a row as far as an attention sees them that knows documents: T, but of packed rows less."""
+        """Return the tokens of a row that an attention reads which knows documents: T, of packed rows less."""
         packed = {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed and Part.ROW_WIDTH not in self.claimed
         return self.seq * (self.reach if packed else 1.0)
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A condition with the fact found and the mend. `met` False stops the run before anything is written."""
+    """Hold a condition, the fact found and the fix. `met` False stops the run before anything is written."""
 
     met: bool
     asked: str
@@ -178,7 +178,9 @@ class Technique:
     verified_on: ClassVar[tuple[str, ...]]
     claims: ClassVar[frozenset[Part]] = frozenset()
     wants: ClassVar[frozenset[Part]] = frozenset()
-    sample: ClassVar[Mapping[str, Any]] = {}  # options to be asked with, where the defaults alone are refused
+    sample: ClassVar[
+        Mapping[str, Any]
+    ] = {}  # options for a description of the technique, where the defaults alone are refused
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         """Return the description of the model with what this technique changes in it."""
@@ -189,7 +191,7 @@ class Technique:
         return {}
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        """Conditions, each with the fact found and the mend. May not import torch."""
+        """Yield conditions, each with the fact found and the fix. May not import torch."""
         yield from ()
 
     def card(self, device: Device) -> Device:
@@ -206,8 +208,8 @@ class Technique:
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        """Options that a search should try on this device; the defaults, unless others may win. None at all: it is
-        the user's to say, and then no search leaves it out."""
+        """Yield options that a search should try on this device; the defaults, unless others may win. None at all:
+        the user decides, and no search leaves the technique out."""
         yield {}
 
     def process(self, env: Environment) -> int:
@@ -255,7 +257,7 @@ class Technique:
         return 0
 
     def wrap_step(self, job: Trainer) -> int:
-        """Who runs a window and what follows it."""
+        """Replace or wrap what runs a window, and what follows it."""
         return 0
 
     def wrap_window(self, job: Trainer) -> int:
@@ -264,7 +266,7 @@ class Technique:
 
 
 def instantiate(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping[str, Any]]) -> list[Technique]:
-    """The techniques a run asks for, in the ladder's order, their options checked.
+    """Return the techniques of a configuration in the order of the ladder, their options checked.
 
     Raises:
         ConfigError: an unknown technique or option, or a value of the wrong type.
@@ -296,14 +298,14 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
 
 
 def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[type[Technique]] = ()) -> Environment:
-    """The setup with its owners and axes, after claims, wants and needs were checked.
+    """Return the environment with its owners, axes and model, after claims, wants and needs were checked.
 
     Args:
         classes: what could be added, for the advice.
 
     Raises:
         ConflictError: two techniques claim one part.
-        NeedsError: a part somebody wants has no owner, or a need is not met.
+        NeedsError: a part that a technique wants has no owner, or a requirement is not met.
     """
     owners: dict[Part, str] = {}
     for t in techniques:
@@ -412,7 +414,7 @@ def forgetful(technique: str, env: Environment) -> Requirement:
     return Requirement(env.spec.rounding != "kahan", f"`{technique}` has no place for remainders", found, do)
 
 
-# --- What compiles code on this machine: asked in a stage, not among `needs`, for a plan may suppose another machine.
+# --- What compiles code on this machine: checked in a stage, not in `needs`, since a plan may suppose another machine.
 
 
 COMPILERS = ("g++", "clang++", "c++")
