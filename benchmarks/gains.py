@@ -5,11 +5,12 @@ against in it alone, or where another gives way to it, as the first optimizer to
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from optrush.bench import ladder
 from optrush.bench.record import Record, read
-from optrush.config import Config
+from optrush.config import Config, current_techniques
 
 GIB = 2**30
 ENDS = "before products tiles narrow copied inplace room turns weights apart shared once 1920"
@@ -30,7 +31,7 @@ def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
     """
     found: dict[str, list[tuple[Path, Record, Record, bool]]] = {name: [] for name in names}
     for folder in folders(results):
-        records = read(folder)
+        records = [renamed(r) for r in read(folder)]
         by_name = {r.rung: r for r in records}
         for r in records:
             since = by_name.get(r.since or "")
@@ -41,6 +42,11 @@ def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
             if (name := alone(before, after)) in found:
                 found[name].append((folder, before, after, taken))
     return {name: "\n".join(_table(rows, link)) for name, rows in found.items()}
+
+
+def renamed(r: Record) -> Record:
+    """Return a record with the names that its techniques have today."""
+    return replace(r, config={**r.config, "with": current_techniques(r.config.get("with", {}))})
 
 
 def alone(before: Record, after: Record) -> str:

@@ -387,7 +387,7 @@ def _said(records: list[Record], calibration: Path | None = None) -> list[Predic
 def _predicted(r: Record) -> Prediction:
     """Beside the torch that the record is of."""
     with mock.patch.object(attention, "library", {"torch": r.environment["torch"]}.get):
-        return predict(Config.model_validate(r.config), "h200")
+        return predict(Config.model_validate(gains.renamed(r).config), "h200")
 
 
 def plain_loops() -> dict[str, tuple[float, float]]:

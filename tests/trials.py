@@ -25,7 +25,7 @@ from golden.make_golden import BETAS, DECAY, EPS, LR, PER_STEP, SEED, STEPS, WAR
 
 UNTIED = Case(False)
 FASTEST = (  # as --with takes them: what benchmarks/llama1b-peers.yaml has, with a chunk for small models
-    "fused-adamw", "bf16", "attention:impl=fa4", "fused-block:impl=quack", "fused-norm", "fused-rotation", "compile",
+    "fused-adamw", "bf16", "attention:impl=fa4", "fused-kernels:mlp=quack,norm=true,rope=true", "compile",
     "fused-loss:impl=quack,chunk=512",
 )  # fmt: skip
 

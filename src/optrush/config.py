@@ -244,6 +244,8 @@ def parse_config(
                 raise ConfigError(f"--with {flag}", f"{pair!r} has no value", "write --with NAME:option=value,...")
             chosen[key] = parse_scalar(value)
         data["with"][name] = chosen
+    for flag, name in [*(("--with", w.partition(":")[0]) for w in withs), *(("--without", w) for w in withouts)]:
+        refuse_renamed(name, f"{flag} {name}")
     for name in withouts:
         held = _section(data, "with", f"--without {name}")
         if name not in held:
@@ -256,6 +258,41 @@ def parse_config(
         return Config.model_validate(data)
     except ValidationError as error:
         raise _explain(error, where, lines, flags) from None
+
+
+# Techniques that are options of another one now: its name, the option with its value, and the old option it takes over.
+RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "fused-block": ("fused-kernels", {"mlp": "triton"}, {"impl": "mlp"}),
+    "fused-norm": ("fused-kernels", {"norm": True}, {}),
+    "fused-rotation": ("fused-kernels", {"rope": True}, {}),
+    "max-autotune": ("compile", {"autotune": True}, {}),
+    "stochastic-rounding": ("bf16", {"rounding": "stochastic"}, {}),
+    "kahan": ("bf16", {"rounding": "kahan"}, {}),
+}
+
+
+def refuse_renamed(name: str, place: str) -> None:
+    """Refuse the name of a technique that is an option of another one now.
+
+    Raises:
+        ConfigError: with the new spelling.
+    """
+    if name in RENAMED:
+        new, options, _ = RENAMED[name]
+        option = ", ".join(f"{key}: {str(value).lower()}" for key, value in options.items())
+        raise ConfigError(place, f"now an option of `{new}`", f"write `{new}: {{{option}}}`")
+
+
+def current_techniques(with_: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the techniques of an older run by the names of today, for what reads the records of that run."""
+    techniques: dict[str, dict[str, Any]] = {}
+    if "fused-block" not in with_ and {"fused-norm", "fused-rotation"} & with_.keys():
+        techniques["fused-kernels"] = {"mlp": "none"}
+    for name, given in with_.items():
+        new, options, taken = RENAMED.get(name, (name, {}, {}))
+        options = {**options, **{taken.get(key, key): value for key, value in given.items()}}
+        techniques[new] = {**techniques.get(new, {}), **options}
+    return techniques
 
 
 def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:

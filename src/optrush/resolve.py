@@ -20,7 +20,19 @@ from optrush.launch import launched
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
 from optrush.models.source import Growth, check_positions, grow, locate
 from optrush.planner.micro_batch import choose
-from optrush.technique import Edit, Environment, Part, Technique, demand, in_order, instantiate, settle, sizes, unmet
+from optrush.technique import (
+    Edit,
+    Environment,
+    ModelSpec,
+    Part,
+    Technique,
+    demand,
+    in_order,
+    instantiate,
+    settle,
+    sizes,
+    unmet,
+)
 from optrush.techniques import ALL
 
 
@@ -93,7 +105,7 @@ def resolve(
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
         vocab=int(hf.get("vocab_size") or 0),
         shape=shape,
-        grouped=known is None or known.kv_heads < known.heads,
+        spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads),
         dpo=config.dpo,
     )
     if automatic:
@@ -211,7 +223,7 @@ def check_reference(env: Environment) -> None:
     Raises:
         NeedsError: the untrained model is to be asked in every step, and nobody can undo the training.
     """
-    if env.dpo is None or env.dpo.reference != "adapter" or env.undoable:
+    if env.dpo is None or env.dpo.reference != "adapter" or env.spec.adapters_removable:
         return
     found = "every weight is trained, and nothing keeps what it was"
     do = "train an adapter (optrush techniques), or take dpo.reference: precomputed"

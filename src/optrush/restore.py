@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from optrush.config import BatchSize, Config, Data, parse_config
+from optrush.config import BatchSize, Config, Data, current_techniques, parse_config
 from optrush.errors import CheckpointError, ConfigError
 from optrush.resolve import resolve
 from optrush.technique import Part, Technique, instantiate
@@ -54,7 +54,8 @@ def read_run(place: Path) -> tuple[Path, Config]:
         text = file.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}", f"not UTF-8: {error.reason}", "restore it from a checkpoint's manifest") from None
-    return folder, parse_config(text, str(file))
+    config = parse_config(text, str(file))
+    return folder, config.model_copy(update={"with_": current_techniques(config.with_)})
 
 
 def choose(folder: Path, asked: str | None) -> tuple[Manifest, tuple[tuple[str, str], ...]]:

@@ -2,7 +2,7 @@
 
 A technique is one file with one frozen class, whose dataclass fields are its options, and one line of
 `techniques.ALL`. It acts before step 0 only, stage by stage, by replacing or wrapping the job's callables and slots;
-the training loop never learns its name. Whoever claims a part owns it alone, so conflicts follow by themselves.
+the training loop never learns its name. A part has one owner, the technique that claims it: so conflicts need no list.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import enum
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
 
 import optrush
-from optrush.config import Config, Dpo, nearest
+from optrush.config import Config, Dpo, nearest, refuse_renamed
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import CPU, Device
 from optrush.planner.ledger import Rule
@@ -44,11 +44,9 @@ class Part(enum.Enum):
     ACTIVATION_STORAGE = "where that is kept"
     PRECISION = "the dtype of products"
     WEIGHTS = "the dtype of weights"
-    ROUNDING = "how updated weights are rounded"
     DATA = "the data-parallel axis"
     MICRO_BATCH = "the size of micro-batches"
     OPTIMIZER = "the optimizer"
-    KAHAN_BUFFER = "what rounding took from weights"
     PARAM_SHARDING = "which rank holds which part of a matrix"
     STATES = "where the optimizer's states are kept"
     UPDATE = "when parameters are updated"
@@ -65,6 +63,8 @@ class Numerics(enum.Enum):
     DIFFERENT_MATHS = "held-out loss no worse than the baseline's within a stated margin"
 
 
+LINEARS = ("qkv", "o", "gate_up", "down")  # of a block of our decoder
+
 # In the order of acting. The first two act before there is a Job, the others on it.
 STAGES = (
     "process", "config", "data", "model", "peft", "parallelize", "loss", "recompute", "compile", "shard",
@@ -73,8 +73,41 @@ STAGES = (
 
 
 @dataclass(frozen=True)
+class LinearSpec:
+    """A linear of a block: how its weight is stored, what multiplies, and its adapter."""
+
+    weight: Literal["dense", "quantized"] = "dense"
+    matmul: Literal["torch", "float8"] = "torch"
+    adapter: Literal["none", "low-rank", "other"] = "none"
+    adapter_rows: int = 0  # rows of A, of a low-rank adapter
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The blocks of the model, and how their weights learn, as the techniques of a run will build them. Pure.
+
+    Every technique edits it in `describe`, before `needs` and `predict` of any run; so the edits must not depend on
+    their order.
+    """
+
+    grouped_heads: bool = True  # fewer key/value heads than query heads, or not known
+    attention: str = "masked"
+    norm: Literal["torch", "fused"] = "torch"
+    rope: Literal["torch", "fused"] = "torch"
+    mlp: Literal["torch", "triton", "quack"] = "torch"
+    linears: Mapping[str, LinearSpec] = dataclasses.field(default_factory=lambda: dict.fromkeys(LINEARS, LinearSpec()))
+    adapters_removable: bool = False  # the model before training can be run: `Trainer.adapters_disabled` is set
+    rounding: Literal["nearest", "stochastic", "kahan"] = "nearest"  # of updated bfloat16 weights
+
+    def with_linears(self, names: Iterable[str] = LINEARS, **changes: Any) -> Self:
+        """Return the description with these fields of these linears changed."""
+        changed = {name: dataclasses.replace(self.linears[name], **changes) for name in names}
+        return dataclasses.replace(self, linears={**self.linears, **changed})
+
+
+@dataclass(frozen=True)
 class Environment:
-    """Everything a technique may know before anything is built. Owners and sizes, never techniques' names."""
+    """Hold what techniques may read before anything is built: owners and sizes, never names of techniques."""
 
     device: Device
     ranks: int
@@ -86,16 +119,11 @@ class Environment:
     native: bool  # our decoder, or the adapter around transformers
     blocks: int  # L
     claimed: frozenset[Part] = frozenset()
-    vocab: int = 0  # V; 0: not asked
+    vocab: int = 0  # V; 0: unknown
     shape: ModelShape | None = None  # of a model of our own decoder
-    grouped: bool = True  # fewer key/value heads than query heads, or not known
     dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    undoable: bool = False  # the model can be asked without what is trained: `Job.untrained` will be there
-    plain_feed: bool = True  # feed-forward linears multiply by matrices, stored in whatever form, and low-rank sums
-    rows_beside: Mapping[str, int] = dataclasses.field(default_factory=dict)  # rows of A beside linears that have some
-    opaque: frozenset[str] = frozenset()  # the ledger's lines that kernels of their own make: no compiler can again
-    spacious: frozenset[str] = frozenset()  # what is written with room beside it (kernels/room.py), where asked for
+    spec: ModelSpec = ModelSpec()
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
 
     @property
@@ -104,14 +132,14 @@ class Environment:
 
     @property
     def span(self) -> float:
-        """Tokens of a row as far as an attention sees them that knows documents: T, but of packed rows less."""
+        """Return the tokens of a row that an attention reads which knows documents: T, of packed rows less."""
         packed = {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed and Part.ROW_WIDTH not in self.claimed
         return self.seq * (self.reach if packed else 1.0)
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """A condition with the fact found and the mend. `met` False stops the run before anything is written."""
+    """Hold a condition, the fact found and the fix. `met` False stops the run before anything is written."""
 
     met: bool
     asked: str
@@ -150,42 +178,27 @@ class Technique:
     verified_on: ClassVar[tuple[str, ...]]
     claims: ClassVar[frozenset[Part]] = frozenset()
     wants: ClassVar[frozenset[Part]] = frozenset()
-    opaque: ClassVar[frozenset[str]] = frozenset()  # see `Setup.opaque`: what its kernels make
-    sample: ClassVar[Mapping[str, Any]] = {}  # options to be asked with, where the defaults alone are refused
+    sample: ClassVar[
+        Mapping[str, Any]
+    ] = {}  # options for a description of the technique, where the defaults alone are refused
 
-    @property
-    def undoable(self) -> bool:
-        """Of who owns what is trained: whether it sets `Job.untrained`."""
-        return False
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        """Return the description of the model with what this technique changes in it."""
+        return spec
 
-    @property
-    def plain_feed(self) -> bool:
-        """Whether it leaves the feed-forward linears matrices, stored in whatever form, with at most low-rank sums."""
-        return True
-
-    @property
-    def rows_beside(self) -> Mapping[str, int]:
-        """Of who owns what is trained: rows of A beside each linear that has some (`frozen.PIECES`)."""
-        return {}
-
-    @property
-    def spacious(self) -> frozenset[str]:
-        """See `Setup.spacious`: which of "normed", "attended" and "turned" its kernels write."""
-        return frozenset()
-
-    def axes(self, setup: Environment) -> dict[str, int]:
+    def axes(self, env: Environment) -> dict[str, int]:
         """Mesh axes this technique adds; what is left of the ranks is the data axis."""
         return {}
 
-    def needs(self, setup: Environment) -> Iterator[Requirement]:
-        """Conditions, each with the fact found and the mend. May not import torch."""
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        """Yield conditions, each with the fact found and the fix. May not import torch."""
         yield from ()
 
     def card(self, device: Device) -> Device:
         """The device as the run may use it: what the plan counts on."""
         return device
 
-    def predict(self, setup: Environment) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         """Rules on the ledger's lines and work, each with its reason. May not import torch."""
         yield from ()
 
@@ -194,12 +207,12 @@ class Technique:
         return ()
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
-        """Options that a search should try on this device; the defaults, unless others may win. None at all: it is
-        the user's to say, and then no search leaves it out."""
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
+        """Yield options that a search should try on this device; the defaults, unless others may win. None at all:
+        the user decides, and no search leaves the technique out."""
         yield {}
 
-    def process(self, setup: Environment) -> int:
+    def process(self, env: Environment) -> int:
         """Before torch and the process group: environment, allocator."""
         return 0
 
@@ -244,7 +257,7 @@ class Technique:
         return 0
 
     def wrap_step(self, job: Trainer) -> int:
-        """Who runs a window and what follows it."""
+        """Replace or wrap what runs a window, and what follows it."""
         return 0
 
     def wrap_window(self, job: Trainer) -> int:
@@ -253,13 +266,14 @@ class Technique:
 
 
 def instantiate(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping[str, Any]]) -> list[Technique]:
-    """The techniques a run asks for, in the ladder's order, their options checked.
+    """Return the techniques of a configuration in the order of the ladder, their options checked.
 
     Raises:
         ConfigError: an unknown technique or option, or a value of the wrong type.
     """
     known = {c.name: c for c in classes}
     for name in wanted:
+        refuse_renamed(name, f"the technique `{name}`")
         if name not in known:
             raise ConfigError(f"the technique `{name}`", "no such technique", nearest(name, known))
     return [_instance(c, wanted[c.name]) for c in classes if c.name in wanted]
@@ -284,14 +298,14 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
 
 
 def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[type[Technique]] = ()) -> Environment:
-    """The setup with its owners and axes, after claims, wants and needs were checked.
+    """Return the environment with its owners, axes and model, after claims, wants and needs were checked.
 
     Args:
         classes: what could be added, for the advice.
 
     Raises:
         ConflictError: two techniques claim one part.
-        NeedsError: a part somebody wants has no owner, or a need is not met.
+        NeedsError: a part that a technique wants has no owner, or a requirement is not met.
     """
     owners: dict[Part, str] = {}
     for t in techniques:
@@ -301,15 +315,11 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
                     f"`{owners[part]}` with `{t.name}`", f"both own {part.value}", f"take one: --without {t.name}"
                 )
             owners[part] = t.name
-    undoable = any(t.undoable for t in techniques)
-    plain = all(t.plain_feed for t in techniques)
-    beside = {linear: rows for t in techniques for linear, rows in t.rows_beside.items()}
-    opaque = frozenset[str]().union(*(t.opaque for t in techniques))
-    spacious = frozenset[str]().union(*(t.spacious for t in techniques))
-    owned = frozenset(owners) | ({Part.PACKED_ROWS} if env.dpo is not None else set())
-    env = dataclasses.replace(
-        env, claimed=owned, undoable=undoable, plain_feed=plain, rows_beside=beside, opaque=opaque, spacious=spacious
-    )
+    spec = ModelSpec(env.spec.grouped_heads)
+    for t in techniques:
+        spec = t.describe(spec)
+    claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.dpo is not None else set())
+    env = dataclasses.replace(env, claimed=claimed, spec=spec)
     axes: dict[str, int] = {}
     for t in techniques:
         axes.update(t.axes(env))
@@ -399,12 +409,12 @@ def gpu(technique: str, env: Environment, capability: tuple[int, int] = (0, 0)) 
 
 def forgetful(technique: str, env: Environment) -> Requirement:
     """The need of an optimizer that keeps nothing of what it rounds away."""
-    found = "a technique that adds what rounding took from a weight to its next update"
-    do = "take --with stochastic-rounding, or --with fused-adamw"
-    return Requirement(Part.KAHAN_BUFFER not in env.claimed, f"`{technique}` has no place for remainders", found, do)
+    found = "Kahan rounding, which adds what rounding took from a weight to its next update"
+    do = "take --with bf16:rounding=stochastic, or --with fused-adamw"
+    return Requirement(env.spec.rounding != "kahan", f"`{technique}` has no place for remainders", found, do)
 
 
-# --- What compiles code on this machine: asked in a stage, not among `needs`, for a plan may suppose another machine.
+# --- What compiles code on this machine: checked in a stage, not in `needs`, since a plan may suppose another machine.
 
 
 COMPILERS = ("g++", "clang++", "c++")

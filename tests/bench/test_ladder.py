@@ -18,7 +18,7 @@ ADAMW, SDPA = {"fused-adamw": {}}, {"attention": {"impl": "sdpa"}}
 FA4, QUACK = {"attention": {"impl": "fa4"}}, {"fused-loss": {"impl": "quack", "chunk": 8192}}
 MODEL, BLOCKS = {"compile": {"scope": "model"}}, {"compile": {"scope": "blocks"}}
 FAST = ADAMW | FA4 | BLOCKS | QUACK | {"bf16": {}}
-FASTER = FAST | {"fused-block": {"impl": "quack"}}
+FASTER = FAST | {"fused-kernels": {"mlp": "quack"}}
 ROOT = Path(__file__).parents[2]
 SINGLE_GPU = [  # name, T, rows, implementation, techniques
     ("float32, eager", 2048, 1, "transformers", {}),
@@ -36,12 +36,12 @@ SINGLE_GPU = [  # name, T, rows, implementation, techniques
     ("larger micro-batch", 2048, 16, "native", ADAMW | SDPA | BLOCKS | {"fused-loss": {}, "bf16": {}}),
     ("FlashAttention 4", 2048, 16, "native", ADAMW | FA4 | BLOCKS | {"fused-loss": {}, "bf16": {}}),
     ("QuACK loss", 2048, 16, "native", FAST),
-    ("fused block", 2048, 16, "native", FAST | {"fused-block": {}}),
+    ("fused block", 2048, 16, "native", FAST | {"fused-kernels": {}}),
     ("fused block, in the products", 2048, 16, "native", FASTER),
-    ("max-autotune", 2048, 16, "native", FASTER | {"max-autotune": {}}),
+    ("max-autotune", 2048, 16, "native", FASTER | {"compile": {"scope": "blocks", "autotune": True}}),
     ("CUDA graphs", 2048, 16, "native", FASTER | {"cuda-graphs": {}}),
-    ("fused norm", 2048, 16, "native", FASTER | {"fused-norm": {}}),
-    ("fused rotation", 2048, 16, "native", FASTER | {"fused-norm": {}, "fused-rotation": {}}),
+    ("fused norm", 2048, 16, "native", FASTER | {"fused-kernels": {"mlp": "quack", "norm": True}}),
+    ("fused rotation", 2048, 16, "native", FASTER | {"fused-kernels": {"mlp": "quack", "norm": True, "rope": True}}),
 ]
 
 

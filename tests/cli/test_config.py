@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from optrush.config import Config, dump_config, parse_config, parse_scalar
+from optrush.config import RENAMED, Config, current_techniques, dump_config, parse_config, parse_scalar
 from optrush.errors import ConfigError
 from optrush.technique import instantiate
 from optrush.techniques import ALL
@@ -123,3 +123,42 @@ def test_examples_are_valid(example: Path) -> None:
 
 def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 3
+
+
+SPELLINGS = {
+    "fused-block": "fused-kernels: {mlp: triton}",
+    "fused-norm": "fused-kernels: {norm: true}",
+    "fused-rotation": "fused-kernels: {rope: true}",
+    "max-autotune": "compile: {autotune: true}",
+    "stochastic-rounding": "bf16: {rounding: stochastic}",
+    "kahan": "bf16: {rounding: kahan}",
+}
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_the_old_name_of_a_technique_is_refused_with_the_new_spelling(name: str) -> None:
+    old = run(f"with: {{{name}: }}\n")
+    for place, refused in (
+        (f"the technique `{name}`", lambda: instantiate(ALL, old.with_)),
+        (f"--with {name}", lambda: run(withs=[f"{name}:impl=triton"])),
+        (f"--without {name}", lambda: run(withouts=[name])),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        assert caught.value.asked == place and caught.value.do == f"write `{SPELLINGS[name]}`"
+        assert caught.value.found == f"now an option of `{SPELLINGS[name].partition(':')[0]}`"
+    assert [t.name for t in instantiate(ALL, run(f"with: {{{SPELLINGS[name]}}}\n").with_)] == [RENAMED[name][0]]
+
+
+def test_older_runs_have_the_techniques_of_today() -> None:
+    old = {"bf16": {}, "kahan": {}, "compile": {"scope": "model"}, "max-autotune": {}, "fused-block": {"impl": "quack"}}
+    new = {
+        "bf16": {"rounding": "kahan"},
+        "compile": {"scope": "model", "autotune": True},
+        "fused-kernels": {"mlp": "quack"},
+    }
+    assert current_techniques(old) == new == current_techniques(new)
+    assert current_techniques({"fused-norm": {}, "fused-rotation": {}}) == {
+        "fused-kernels": {"mlp": "none", "norm": True, "rope": True}
+    }
+    assert current_techniques({"stochastic-rounding": {}}) == {"bf16": {"rounding": "stochastic"}}

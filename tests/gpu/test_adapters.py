@@ -42,8 +42,12 @@ BATCH = packed([[50, 70], [128], [1, 100, 20], [33, 33, 33]], T, V)
 SETS = (f"batch.seq={T}", f"batch.tokens={4 * T}", f"batch.micro_tokens={4 * T}")
 SIZE = 0.03  # of what is added to the first values of PEFT's adapters
 
-FUSED = {"fused-block": {}, "fused-norm": {}, "fused-rotation": {}, "fused-loss": {"chunk": 128}}
-QUACK = {**FUSED, "fused-block": {"impl": "quack"}, "fused-loss": {"impl": "quack", "chunk": 128}}
+FUSED = {"fused-kernels": {"norm": True, "rope": True}, "fused-loss": {"chunk": 128}}
+QUACK = {
+    **FUSED,
+    "fused-kernels": {"mlp": "quack", "norm": True, "rope": True},
+    "fused-loss": {"impl": "quack", "chunk": 128},
+}
 PATHS = {
     "plain": {},
     "sdpa": {"attention": {"impl": "sdpa"}, **FUSED},  # the only one that takes float32

@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 DEVICE = torch.device("cuda")
-FUSED = {"attention": {"impl": "sdpa"}, "fused_block": {}, "fused_norm": {}, "fused_rotation": {}}
+FUSED = {"attention": {"impl": "sdpa"}, "fused_kernels": {"norm": True, "rope": True}}
 
 
 # Preferences, in float32.

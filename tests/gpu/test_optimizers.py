@@ -39,8 +39,8 @@ output: unused
 ROUNDINGS = ["nearest", "stochastic", "kahan"]
 WITHS = {
     "nearest": ("bf16:rounding=nearest",),
-    "stochastic": ("bf16", "stochastic-rounding"),
-    "kahan": ("bf16", "kahan"),
+    "stochastic": ("bf16",),
+    "kahan": ("bf16:rounding=kahan",),
 }
 
 
@@ -200,7 +200,7 @@ def test_4_bit_codes_have_the_references_bits(dtype: torch.dtype, rounding: kern
 
 # States on the host.
 
-PAGED = [("fused-adamw",), ("bf16", "fused-adamw"), ("bf16", "kahan"), ("adam8bit",), ("bf16", "adam4bit")]
+PAGED = [("fused-adamw",), ("bf16", "fused-adamw"), ("bf16:rounding=kahan",), ("adam8bit",), ("bf16", "adam4bit")]
 
 
 @pytest.fixture

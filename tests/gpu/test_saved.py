@@ -173,7 +173,7 @@ def test_the_plan_knows_the_peak(beside: tuple[str, ...], monkeypatch: pytest.Mo
     assert peak == pytest.approx(said.peak_bytes, rel=0.08)
 
 
-@pytest.mark.parametrize("beside", [(), ("fused-block",)], ids=["", "fused-block"])
+@pytest.mark.parametrize("beside", [(), ("fused-kernels",)], ids=["", "fused-kernels"])
 @pytest.mark.parametrize("budget", [0.3, 0.5, 0.6, 0.9])
 def test_the_plan_knows_what_a_budget_keeps(budget: float, beside: tuple[str, ...]) -> None:
     withs = (*beside, f"{SELECTIVE}:budget={budget}")

@@ -162,7 +162,7 @@ def test_the_bytes_are_those_of_the_file(folders, tmp_path, double):
                 want["nested"] = torch.cat((held[f"{weight}.nested_absmax"], offset))
             for job in jobs:
                 block = job.model.blocks[str(i)]
-                piece = getattr({"q": block.qkv, "down": block.down}[name].stored, name)
+                piece = getattr({"q": block.qkv, "down": block.down}[name].quantized, name)
                 for part, value in want.items():
                     raw = value.flatten().view(torch.uint8)
                     assert torch.equal(getattr(piece, part).view(torch.uint8)[: raw.numel()], raw), (weight, part)

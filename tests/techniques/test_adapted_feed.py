@@ -28,7 +28,7 @@ from optrush.peft.quantized import Form, QuantizedLinear
 from optrush.planner import baseline, search
 from optrush.resolve import resolve
 from optrush.techniques import ALL
-from optrush.techniques.fused_block import FusedBlock
+from optrush.techniques.fused_kernels import FusedKernels
 from optrush.techniques.offload_activations import OffloadActivations
 from techniques.test_lora import Now, filled_by_nobody
 
@@ -63,7 +63,7 @@ def _(grad, weight, pairs, below=None, padded=False):
 
 
 @dataclass(frozen=True)
-class Here(FusedBlock):
+class Here(FusedKernels):
     """On this machine."""
 
     def needs(self, setup):
@@ -73,14 +73,16 @@ class Here(FusedBlock):
         return ()
 
 
-CLASSES = [Here if t is FusedBlock else t for t in ALL]
-QUACK = {"fused_block": {"impl": "quack"}}
-FUSED = {"fused_norm": {}, "fused_rotation": {}}  # which leave room
+CLASSES = [Here if t is FusedKernels else t for t in ALL]
+QUACK = {"fused_kernels": {"mlp": "quack"}}
+FUSED = {"padded": True}  # `learning` adds norm and rope, which pad what they write
 LORA = {"targets": "all-linear", "rank": 4}
 
 
 def learning(box, lora=LORA, rows=2, classes=CLASSES, **with_):
     """A job whose adapters have learnt something already, so that every gradient is there."""
+    if with_.pop("padded", False):
+        with_["fused_kernels"] = {"mlp": "none", "norm": True, "rope": True, **with_.get("fused_kernels", {})}
     run = golden_run(box, packed=True, rows=rows, sets=with_.pop("sets", ()), lora=lora, **with_)
     job = assembled(run, classes)
     for t in job.trained:
@@ -455,7 +457,7 @@ batch: {{seq: 1024, tokens: {rows * 1024 * times}, micro_tokens: {rows * 1024}}}
 train: {{steps: 4}}
 output: {tmp_path / "output"}
 """
-    config = parse_config(text, "case", (), [*withs, "fused-block:impl=quack"])
+    config = parse_config(text, "case", (), [*withs, "fused-kernels:mlp=quack"])
     said = search.predict(config, "h200")
     with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(config, CLASSES) as job:
         assert inside(job)
@@ -494,7 +496,7 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
 
     for more in ([], ["nf4"], ["recompute"]):
         plain, triton, quack = (
-            said("lora", *more, *block) for block in ([], ["fused-block"], ["fused-block:impl=quack"])
+            said("lora", *more, *block) for block in ([], ["fused-kernels"], ["fused-kernels:mlp=quack"])
         )
         if more != ["recompute"]:
             lines = {i.name for i in quack.lines}
@@ -508,12 +510,12 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
         done = {w.name: w.seconds for w in quack.work}
         assert not any(seconds for name, seconds in done.items() if name.startswith("forward.added"))
         assert copied(quack) == {"forward": {"qkv", "o", "gate_up"}, "backward": {"qkv", "o", "down"}}
-        fused = said("lora", *more, "fused-norm", "fused-rotation", "attention:impl=fa4", "fused-block:impl=quack")
+        fused = said("lora", *more, "attention:impl=fa4", "fused-kernels:mlp=quack,norm=true,rope=true")
         assert copied(fused) == {"backward": {"down"}}
-    attention = said("lora:targets=attention", "fused-block:impl=quack")
+    attention = said("lora:targets=attention", "fused-kernels:mlp=quack")
     assert copied(attention) == {"forward": {"qkv", "o"}, "backward": {"qkv", "o"}}
     for other in ("lora:targets=attention,dora=true", "lora:targets=attention,dropout=0.1", "ia3:targets=attention"):
-        none = said(other, "fused-block:impl=quack")
+        none = said(other, "fused-kernels:mlp=quack")
         assert not copied(none) and not any(i.bytes for i in none.lines if i.name == "weights.room")
         assert any(w.seconds for w in none.work if w.name.startswith("forward.added")) == other.startswith("lora")
 
@@ -540,8 +542,8 @@ def test_what_needs_refuse(box):
     ):
         with pytest.raises(NeedsError, match="more than matrices with low-rank sums") as caught:
             ready(**refused)
-        assert caught.value.asked == "`fused-block:impl=quack` makes the products"
-        assert caught.value.do == "take impl=triton"
+        assert caught.value.asked == "`fused-kernels:mlp=quack` makes the products"
+        assert caught.value.do == "take mlp=triton"
 
 
 def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
@@ -549,11 +551,11 @@ def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
     there = mock.Mock(setup=mock.Mock(owned=job.env.claimed, device=named("h200")[0]), model=job.model)
     with pytest.raises(NeedsError, match="triton is not installed") as caught:
-        FusedBlock(impl="quack").wrap_step(there)
-    assert caught.value.asked == "`fused-block:impl=quack` runs a Triton kernel"
+        FusedKernels(mlp="quack").wrap_step(there)
+    assert caught.value.asked == "`fused-kernels:mlp=quack` runs a Triton kernel"
     there.setup.claimed = {}
     monkeypatch.setattr(lora, "make_room", lambda *_, **__: 0)
-    assert FusedBlock(impl="quack").wrap_step(there) == 0
+    assert FusedKernels(mlp="quack").wrap_step(there) == 0
 
 
 def test_no_search_takes_what_is_refused():
@@ -567,8 +569,8 @@ with: {nf4: {}, lora: %s}
 """
     for options, quack in (("{}", True), ("{dropout: 0.1}", False), ("{dora: true}", False)):
         found = search.search(parse_config(text % options, "x"), "h200")
-        blocks = [setting.with_.get("fused-block") for setting in found.settings]
-        assert ({"impl": "quack"} in blocks) == quack, options
+        blocks = [setting.with_.get("fused-kernels") for setting in found.settings]
+        assert ({"mlp": "quack"} in blocks) == quack, options
 
 
 @pytest.mark.parametrize(
@@ -588,7 +590,7 @@ def test_what_the_stage_refuses(box, lora, beside):
     run = golden_run(box, packed=True, **QUACK, **with_)
     with pytest.raises(NeedsError, match="more than matrices with low-rank adapters") as caught:
         assembled(run, CLASSES)
-    assert caught.value.asked == "`fused-block:impl=quack`" and caught.value.do == "take impl=triton"
+    assert caught.value.asked == "`fused-kernels:mlp=quack`" and caught.value.do == "take mlp=triton"
 
 
 def test_what_fits():

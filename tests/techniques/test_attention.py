@@ -109,18 +109,18 @@ def test_a_document_alone_gives_the_same(job):
     assert furthest(grads, want) < CLOSE
 
 
-def test_a_bad_value_stays_in_its_document(trainer):
-    clean = outputs(trainer, row(1))
+def test_a_bad_value_stays_in_its_document(job):
+    clean = outputs(job, row(1))
     bad_row = 10  # tokens 10 to 17 are A's alone
     batch = row(1)
     assert (batch.tokens[0, :A] == bad_row).any() and not (batch.tokens[0, A : A + B] == bad_row).any()
-    weight = trainer.model.embedding.weight
+    weight = job.model.embedding.weight
     kept = weight[bad_row].detach().clone()
     with torch.no_grad():
         weight[bad_row] = float("nan")
     try:
-        hidden, loss, _ = outputs(trainer, batch)
-        whole = trainer.model(batch.tokens, batch.positions, batch.documents)
+        hidden, loss, _ = outputs(job, batch)
+        whole = job.model(batch.tokens, batch.positions, batch.documents)
     finally:
         with torch.no_grad():
             weight[bad_row] = kept

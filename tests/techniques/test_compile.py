@@ -124,3 +124,42 @@ def test_what_other_code_compiled_is_not_taken(box):
             for _ in range(2):
                 assembled(golden_run(box, packed=True, compile={}))
                 assert torch.compiler.config.cache_key_tag == want
+
+
+# --- autotune
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The options that modules and functions are compiled with, instead of compiling them."""
+    told = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, options, **_: told.append(("module", options)))
+    monkeypatch.setattr(torch, "compile", lambda f, options, **_: told.append(("function", options)) or f)
+    return told
+
+
+@pytest.mark.parametrize("with_", [{}, {"fused_loss": {"chunk": 32}}, {"compile": {"scope": "model"}}], ids=str)
+@pytest.mark.parametrize("tuned", [True, False])
+def test_everything_compiled_is_told(box, told, with_, tuned):
+    asked = {**with_, "compile": {**with_.get("compile", {}), "autotune": tuned}}
+    job = assembled(golden_run(box, packed=True, **asked))
+    list(steps(job, 1))
+    assert {kind for kind, _ in told} == {"module", "function"}
+    assert all(options == ({"max_autotune": True} if tuned else {}) for _, options in told)
+    assert tuned == any("first steps compile" in note for note in job.notes)
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_same_figures_from_tuned_kernels(box):
+    """Compiled with them, in earnest: losses, norms and gradients of the baseline."""
+
+    def trained(**with_):
+        job = assembled(golden_run(box, packed=True, attention={}, **with_))
+        _, grads = first_gradients(job)
+        wire(job)  # from the first step again
+        return grads, list(steps(job, 2))
+
+    grads, figures = trained()
+    tuned, tuned_figures = trained(compile={"autotune": True})
+    assert furthest(tuned, grads) < CLOSE
+    assert tuned_figures == [pytest.approx(line, rel=CLOSE) for line in figures]

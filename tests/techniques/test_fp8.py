@@ -294,6 +294,11 @@ def kept_compiled(box, **with_) -> float:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def fused(norm, block):
+    """The fused kernels of the norms and of the activation."""
+    return {"fused_kernels": {"mlp": "triton" if block else "none", "norm": bool(norm)}} if norm or block else {}
+
+
 @pytest.mark.parametrize(
     ("targets", "norm", "block", "precision"),
     [
@@ -304,7 +309,7 @@ def kept_compiled(box, **with_) -> float:
 def test_what_a_compiled_block_keeps(box, targets, norm, block, precision):
     """What a kernel of its own has made, in 8 bits; what the compiler makes, and copies of weights, not at all."""
     D, F_, HE = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["num_attention_heads"] * SIZES["head_dim"]
-    beside = {name: {} for name, there in ((precision, 1), ("fused_norm", norm), ("fused_block", block)) if there}
+    beside = {precision: {}, **fused(norm, block)}
     more = kept_compiled(box, fp8={"targets": targets}, **beside) - kept_compiled(box, **beside)
     want = inputs(targets, 2, D, F_, normed=norm, product=block) - (0 if block else 2 * F_)
     if targets == "all":  # a CPU's attention is laid anew for `o`, which kept that copy
@@ -348,7 +353,7 @@ def test_what_it_predicts(targets):
 @pytest.mark.parametrize("targets", ["all", "mlp"])
 def test_the_memory_it_predicts(targets, norm, block):
     """As a compiled block keeps it (above)."""
-    beside = {name: {} for name, there in (("fused-norm", norm), ("fused-block", block)) if there}
+    beside = {name.replace("_", "-"): options for name, options in fused(norm, block).items()}
     for name, precision, L, D, F_ in (
         ("llama-3.1-8b", "bf16", 32, 4096, 14336),
         ("llama-3.2-1b", "amp", 16, 2048, 8192),
@@ -367,7 +372,7 @@ def saved(said: search.Prediction) -> float:
 
 def test_blocks_that_run_again_keep_as_much_as_before():
     """But for the one that runs: what enters qkv, gate and up takes 8 bits there instead of 16."""
-    with_ = {"bf16": {}, "fused-block": {}, "fused-norm": {}, "recompute": {}, **USUAL}
+    with_ = {"bf16": {}, "fused-kernels": {"norm": True}, "recompute": {}, **USUAL}
     plain, ours = planned("llama-3.1-8b", with_, "all")
     assert ours.peak_bytes - plain.peak_bytes == -16384 * 2 * 4096
 
@@ -380,6 +385,6 @@ def test_cast_copies_of_the_other_weights_are_made_again_too():
 
 
 def test_frozen_weights_leave_the_inputs_alone():
-    with_ = {"bf16": {}, "lora": {}, "fused-block": {}, **USUAL}
+    with_ = {"bf16": {}, "lora": {}, "fused-kernels": {}, **USUAL}
     plain, ours = planned("llama-3.2-1b", with_, "all")
     assert {i.name: i.bytes for i in ours.lines} == {i.name: i.bytes for i in plain.lines}

@@ -30,7 +30,7 @@ def learning(box, **with_):
     [
         {"recompute": {}},
         {"selective_recompute": {"ops": "attention"}},
-        {"attention": {}, "fused_block": {}, "fused_loss": {"chunk": 64}},
+        {"attention": {}, "fused_kernels": {}, "fused_loss": {"chunk": 64}},
     ],
     ids=str,
 )

@@ -61,7 +61,7 @@ def given(trainer, source):
     """The job with the dense values that another holds in fewer bits."""
     with torch.no_grad():
         for (_, linear), (_, other) in zip(trainer.model.linears(), source.model.linears(), strict=True):
-            linear.weight.copy_(other.dense(linear.weight.dtype))
+            linear.weight.copy_(other.dequantized(linear.weight.dtype))
     return trainer
 
 
@@ -103,7 +103,7 @@ def test_it_is_not_the_unquantised_model(box):
 
 BESIDE = [
     {"recompute": {}}, {"selective_recompute": {"ops": "attention"}}, {"update_in_backward": {}},
-    {"fused_block": {}}, {"fused_adamw": {}}, {"fused_loss": {"chunk": 32}},
+    {"fused_kernels": {}}, {"fused_adamw": {}}, {"fused_loss": {"chunk": 32}},
 ]  # fmt: skip
 
 
@@ -253,13 +253,13 @@ def bytes_of(t: torch.Tensor) -> bytes:
 def sharded(box, with_):
     """(figures of three steps, bytes of the stored parameters while they are gathered, whether they are cut)."""
     job = job_of(box, with_)
-    held = {name: p for name, p in job.model.named_parameters() if ".stored." in name}
+    held = {name: p for name, p in job.model.named_parameters() if ".quantized." in name}
     gathered, cut = {}, all(isinstance(p, DTensor) for p in held.values())
     block = job.model.blocks["1"]
 
     def look(*_):
         for name, p in block.named_parameters():
-            if ".stored." in name and not isinstance(p, DTensor):
+            if ".quantized." in name and not isinstance(p, DTensor):
                 gathered[name] = bytes_of(p)
 
     block.qkv.register_forward_hook(look)
@@ -276,8 +276,8 @@ def test_cut_over_two_ranks_and_gathered_whole(box, pair, form, beside):
     """No policy of FSDP2 touches the bytes: not those that cast to bf16 or fp16, nor none."""
     with_ = {**FORMS[form], **LORA, **beside}
     alone = job_of(box, with_)
-    want = {n: bytes_of(p) for n, p in alone.model.blocks["1"].named_parameters() if ".stored." in n}
-    whole = sum(p.nbytes for n, p in alone.model.named_parameters() if ".stored." in n)
+    want = {n: bytes_of(p) for n, p in alone.model.blocks["1"].named_parameters() if ".quantized." in n}
+    whole = sum(p.nbytes for n, p in alone.model.named_parameters() if ".quantized." in n)
     figures = [line[:2] for line in steps(alone, 3)]
     both = pair(sharded, box, {**with_, "fsdp": {}})
     assert both[0][0] == both[1][0]
@@ -375,7 +375,7 @@ def test_what_it_predicts(form, bits):
 def test_the_prediction_is_what_is_held(box):
     """Of a model whose linears are nearly all: bytes of the blocks' weights as torch counts them."""
     job = job_of(box, {"nf4": {}, **LORA})
-    held = sum(p.nbytes for n, p in job.model.named_parameters() if ".stored." in n)
+    held = sum(p.nbytes for n, p in job.model.named_parameters() if ".quantized." in n)
     values = sum(linear.in_features * linear.out_features for _, linear in job.model.linears())
     pieces = [
         rows * linear.groups * linear.in_features

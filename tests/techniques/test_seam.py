@@ -28,13 +28,16 @@ NAMES = [t.name for t in ALL]
 HERE = [t.name for t in ALL if (stands := setup.standing(t, [])).runs or stands.several]  # that a CPU can run
 SHARED = [t.name for t in ALL if Part.DATA in t.claims]
 BESIDE: dict[str, dict] = {
-    "max-autotune": {"compile": {}},
-    "stochastic-rounding": {"bf16": {}},
-    "kahan": {"bf16": {}},
     "nf4": {"lora": {}},
     "int8": {"lora": {}},
 }  # what a technique cannot be without
-OTHERS = ({"amp": {"dtype": "fp16"}}, {"fsdp": {"stage": 2}}, {"recompute": {"every": 2}})  # than the defaults
+OTHERS = (
+    {"amp": {"dtype": "fp16"}},
+    {"fsdp": {"stage": 2}},
+    {"recompute": {"every": 2}},
+    {"bf16": {"rounding": "kahan"}},
+    {"fused-kernels": {"norm": True, "rope": True}},
+)  # than the defaults
 EVERY = [{name: {}, **BESIDE.get(name, {})} for name in HERE] + list(OTHERS)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch._dynamo")
 
@@ -90,8 +93,8 @@ def test_names_stay(box, pair, with_):
     assert want[1] == want[2] and ("head.weight" in want[0]) and ("head.weight" not in want[1])
     for found in pair(names, box, with_) if shared(with_) else [names(box, with_)]:
         if any(Part.TRAINED in t.claims for t in ALL if t.name in with_):  # others are trained, beside those
-            stored = {n for n in found[0] if ".stored." in n}
-            left = set(want[0]) - {f"{n.partition('.stored.')[0]}.weight" for n in stored}
+            stored = {n for n in found[0] if ".quantized." in n}
+            left = set(want[0]) - {f"{n.partition('.quantized.')[0]}.weight" for n in stored}
             assert left < set(found[0]) and found[1] == found[2]
             assert set(found[1]) == set(found[0]) - set(want[0]) - stored
         else:

@@ -239,7 +239,7 @@ def test_the_budget_is_for_these_blocks_only(box):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("budget", "withs"),
-    [(0.7, {}), (0.6, {}), (0.5, {}), (0.4, {}), *((b, {"fused_block": {}}) for b in (0.9, 0.6, 0.5))],
+    [(0.7, {}), (0.6, {}), (0.5, {}), (0.4, {}), *((b, {"fused_kernels": {}}) for b in (0.9, 0.6, 0.5))],
     ids=str,
 )
 def test_the_plan_keeps_what_the_partitioner_keeps(box, fresh, monkeypatch, budget, withs):

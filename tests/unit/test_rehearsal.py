@@ -27,10 +27,8 @@ from trials import assembled, first_gradients, golden_run, weights
 
 TIMES = {"step_s", "tokens_per_s", "mfu", "peak_bytes", "data_wait_s"}
 SHORT = ["train.steps=3", "train.save_every=2"]
-STEPPING = [  # whoever owns the optimizer, its rounding or its moment, and can do so in the plainest run on a CPU
-    t.name
-    for t in ALL
-    if t.claims & {Part.OPTIMIZER, Part.ROUNDING, Part.UPDATE, Part.PRECISION} and "cpu" in t.verified_on
+STEPPING = [  # whoever owns the optimizer, the precision or its moment, and can do so in the plainest run on a CPU
+    t.name for t in ALL if t.claims & {Part.OPTIMIZER, Part.UPDATE, Part.PRECISION} and "cpu" in t.verified_on
 ]
 
 
@@ -46,8 +44,6 @@ def trained(run, resume=None):
 def options(name):
     """What a technique of STEPPING needs beside it: (with, sets)."""
     with_ = {name: {}}
-    if name in ("stochastic-rounding", "kahan"):
-        with_["bf16"] = {}
     sets = ["optim.clip=null", f"batch.micro_tokens={T * 8}"] if name == "update-in-backward" else []
     return {k.replace("-", "_"): v for k, v in with_.items()}, sets
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from optrush.errors import NeedsError
-from optrush.kernels.lora_matmul import MatmulBackend, Padding
+from optrush.kernels.lora_matmul import Padding
 from optrush.models.decoder import Linear
 from optrush.models.weights import Initializer, Shape, WeightMap
 from optrush.peft.ledger import EMBEDDING, HEAD, last, named, whole
@@ -51,7 +51,6 @@ class Beside(nn.Module, ABC):
     adapter.
     """
 
-    by: MatmulBackend = "cublas"  # who multiplies by the frozen weight
     room = Padding()
 
     def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle) -> None:

@@ -48,6 +48,12 @@ def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...
     return tuple(asked)
 
 
+def targeted(targets: str | Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yield each linear of our decoder that `targets` names, and of how many of its pieces."""
+    names = {*chosen(targets, LINEARS)}
+    yield from ((linear, count) for linear, pieces in PIECES.items() if (count := len(names & {*pieces})))
+
+
 def named(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Requirement:
     """Whether a model has what an option names."""
     names = chosen(asked, known)

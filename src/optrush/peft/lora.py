@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from optrush.kernels import rms_norm, rope
 from optrush.kernels.attention import flash4
 from optrush.kernels.lora_matmul import (
+    ALIGNED,
     MatmulBackend,
     Padding,
     concat_padded,
@@ -122,10 +123,13 @@ class Lora(Beside):
     """Legend: r rank, n chosen pieces, D the linear's width."""
 
     def __init__(
-        self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle, settings: Settings
-    ) -> None:
+        self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle, settings: Settings,
+        quack: bool = False,
+    ) -> None:  # fmt: skip
+        """quack: QuACK's kernels multiply by the frozen weight, where its sizes allow."""
         super().__init__(linear, modules, names, switch)
         self.s, n = settings, len(self.hf)
+        self.by: MatmulBackend = "quack" if quack and self.width % ALIGNED == self.rows % ALIGNED == 0 else "cublas"
         at: dict[str, Any] = {"device": torch.device("meta"), "dtype": torch.float32}
         self.a = nn.Parameter(torch.empty(n * settings.rank, self.width, **at))  # (n r, D)
         self.b = nn.Parameter(torch.empty(self.chosen_rows, settings.rank, **at))  # (chosen rows, r)
@@ -425,7 +429,7 @@ def lay(linear: Linear, many: int, room: Padding, *, below: bool = True) -> bool
 def _columns(linear: Linear, whole: bool) -> int:
     """Rows of A in whole tiles, of a linear that QuACK multiplies by in one product with a low-rank sum; else 0."""
     adapter = linear.adapter
-    if not isinstance(adapter, Beside) or adapter.by != "quack" or linear.bias is not None:
+    if not isinstance(adapter, Lora) or adapter.by != "quack" or linear.bias is not None:
         return 0
     low = adapter.low_rank(torch.float32)
     return 0 if low is None or not (whole or linear.quantized is not None) else tiles(len(low[0]))

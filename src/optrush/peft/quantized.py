@@ -1,8 +1,8 @@
 """Linears whose frozen weight is held in 4 or 8 bits, and made dense where it multiplies: modules, products, filling.
 
-Under `linear.stored` lies for each piece of a linear (q, k, v; gate, up) what its published tensor was quantised to, as
-plain frozen parameters, e.g. `blocks.0.qkv.stored.q.codes`. They are bytes, held as views of a 16-bit float type, for
-FSDP2 gathers parameters: before torch 2.13 it refuses those of integers, and its policy would cast float32 scales. What
+`linear.quantized` holds, for each piece of a linear (q, k, v; gate, up), what its published tensor was quantized to, as
+plain frozen parameters, e.g. `blocks.0.qkv.quantized.q.codes`. They are bytes, viewed as a 16-bit float type: FSDP2
+gathers parameters: before torch 2.13 it refuses those of integers, and its policy would cast float32 scales. What
 it never casts is the type that products have, so it is that one (bfloat16 where they are float32). Nobody reads them as
 numbers. A cut anywhere is right, for only the gathered whole is ever decoded.
 
@@ -163,7 +163,7 @@ def quantise(model: Decoder | HFModel, recipe: WeightMap, form: Form, precision:
         entry = recipe.entries[f"{name}.weight"]
         for (role, _), (hf, shape) in zip(linear.output_splits, entry.hf_shapes(), strict=True):
             for part in form.sizes(*shape):
-                recipe.fillers[f"{name}.stored.{role}.{part}"] = partial(reader.part, hf, shape, part)
+                recipe.fillers[f"{name}.quantized.{role}.{part}"] = partial(reader.part, hf, shape, part)
         recipe.fillers[f"{name}.weight"] = partial(reader.weight, entry, stored.layout)
         linear.weight = None  # type: ignore[assignment]
         linear.quantized, linear.matmul = stored, stored.product

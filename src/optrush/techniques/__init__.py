@@ -15,16 +15,12 @@ from optrush.techniques.ddp import Ddp
 from optrush.techniques.fp8 import Fp8
 from optrush.techniques.fsdp import Fsdp
 from optrush.techniques.fused_adamw import FusedAdamW
-from optrush.techniques.fused_block import FusedBlock
+from optrush.techniques.fused_kernels import FusedKernels
 from optrush.techniques.fused_loss import FusedLoss
-from optrush.techniques.fused_norm import FusedNorm
-from optrush.techniques.fused_rotation import FusedRotation
 from optrush.techniques.ia3 import Ia3
 from optrush.techniques.int8 import Int8
-from optrush.techniques.kahan import Kahan
 from optrush.techniques.loader import Loader
 from optrush.techniques.lora import Lora
-from optrush.techniques.max_autotune import MaxAutotune
 from optrush.techniques.memory_cap import MemoryCap
 from optrush.techniques.micro_batch import MicroBatch
 from optrush.techniques.muon import Muon
@@ -36,7 +32,6 @@ from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.recompute import Recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 from optrush.techniques.sort_by_length import SortByLength
-from optrush.techniques.stochastic_rounding import StochasticRounding
 from optrush.techniques.update_in_backward import UpdateInBackward
 from optrush.techniques.wrap import Wrap
 
@@ -47,19 +42,14 @@ ALL: tuple[type[Technique], ...] = (
     Int8,
     Lora,
     Ia3,
-    StochasticRounding,
-    Kahan,
     FusedAdamW,
     Adam8bit,
     Adam4bit,
     Muon,
     Apollo,
     Attention,
-    FusedBlock,
-    FusedNorm,
-    FusedRotation,
+    FusedKernels,
     Compile,
-    MaxAutotune,
     Fp8,
     Pad,
     SortByLength,

@@ -48,7 +48,7 @@ class Adam4bit(Technique):
         yield like("states.*", Work("update.codes", why, "step", values=19.0, role="nibble"))
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()
 
     def optimizer(self, trainer: Trainer) -> int:

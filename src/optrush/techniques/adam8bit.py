@@ -47,7 +47,7 @@ class Adam8bit(Technique):
         yield like("states.*", Work("update.codes", why, "step", values=12.5, role="code"))
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()
 
     def optimizer(self, trainer: Trainer) -> int:

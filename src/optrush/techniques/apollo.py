@@ -82,7 +82,7 @@ class Apollo(Technique):
             yield add(dataclasses.replace(line, live="backward"), last)
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # another path of the weights, and another learning rate: the user's to say
 
     def optimizer(self, trainer: Trainer) -> int:

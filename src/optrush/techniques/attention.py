@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.planner.ledger import Line, Rule, add, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand, gpu, library
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, demand, gpu, library
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
@@ -40,6 +40,9 @@ class Attention(Technique):
     proof = "tests/techniques/test_attention.py"
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.ATTENTION})
+
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, attention=self.impl)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         if self.impl in ("masked", "sdpa"):
@@ -90,10 +93,6 @@ class Attention(Technique):
             times, unit = 0.5 * env.span / env.seq, "flash2" if older else "attention"
             yield live("*.scores", why, times=times, unit=unit)
 
-    @property
-    def spacious(self) -> frozenset[str]:
-        return frozenset({"attended"} if self.impl == "fa4" else ())
-
     def packages(self) -> tuple[tuple[str, str], ...]:
         return (("flash-attn-4", "kernels"),) if self.impl == "fa4" else ()
 
@@ -118,7 +117,7 @@ def _ungrouped(env: Environment) -> bool:
     Mixed precision is taken to be bf16 where the device has it.
     """
     half = env.dtype == "bfloat16" or (Part.PRECISION in env.claimed and env.device.capability >= (8, 0))
-    return env.device.kind == "cuda" and env.grouped and not half
+    return env.device.kind == "cuda" and env.spec.grouped_heads and not half
 
 
 def _older_torch() -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from optrush.planner.baseline import rounded_update
-from optrush.planner.ledger import Role, Rule, retype
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton
+from optrush.planner.ledger import Line, Role, Rule, Work, like, retype
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, demand_triton
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
@@ -18,16 +18,23 @@ if TYPE_CHECKING:
 class Bf16(Technique):
     """Everything in bfloat16, with no float32 copy of the weights.
 
-    Updated weights are rounded stochastically, unless another technique owns the rounding. To the `nearest`, a weight
-    moves only when its update exceeds about 1/256 of it: at small learning rates most weights then never move.
+    rounding: how updated weights are rounded. `stochastic`: to one of the two neighbors in bfloat16, with the
+        probability that keeps the expected value. Both moments are rounded so too: to the nearest, one with beta2 =
+        0.999 would never shrink. The random bits are a function of seed, name, count of updates and place in the whole
+        parameter: the same on every rank, device and run. `nearest`: a weight moves only when its update exceeds about
+        1/256 of it; at small learning rates most weights then never move. `kahan`: a weight is the sum of two bfloat16,
+        the one that the model computes with, and what rounding took from it.
 
-    Source: Kalamkar et al., https://arxiv.org/abs/1905.12322
-    Memory: 8 bytes a parameter (2 weight, 2 gradient, 4 states) instead of 16.
-    Work: products at the bf16 rate; half the bytes in every elementwise operator and in the optimizer.
-    Differs from the source: it keeps a float32 copy of the weights.
+    Source: Kalamkar et al., https://arxiv.org/abs/1905.12322; rounding: Zamirai et al.,
+        https://arxiv.org/abs/2010.06192
+    Memory: 8 bytes a parameter (2 weight, 2 gradient, 4 states) instead of 16; kahan: 10.
+    Work: products at the bf16 rate; half the bytes in every elementwise operator and in the optimizer. stochastic:
+        three hashes of 32 bits a weight, in the kernel of the update. kahan: 4 bytes a parameter more in the update.
+    Differs from the source: Kalamkar et al. keep a float32 copy of the weights; with kahan, the remainder, which is
+        rounded too, and both moments are rounded stochastically, so that no update is too small to count.
     """
 
-    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
 
     name = "bf16"
     summary = "pure bf16 weights, gradients and states, stochastic rounding of the weights"
@@ -37,17 +44,14 @@ class Bf16(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.PRECISION, Part.WEIGHTS})
 
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, rounding=self.rounding)
+
     def needs(self, env: Environment) -> Iterator[Requirement]:
         yield Requirement(
             env.dtype == "float32",
             "`bf16` makes bf16 weights of float32 ones",
             f"`model.dtype: {env.dtype}`",
-            "leave one of the two out",
-        )
-        yield Requirement(
-            self.rounding == "stochastic" or Part.ROUNDING not in env.claimed,
-            f"`bf16:rounding={self.rounding}`",
-            "another technique says how weights are rounded",
             "leave one of the two out",
         )
         if env.device.kind == "cuda":
@@ -62,19 +66,18 @@ class Bf16(Technique):
         everything: dict[Role, float] = {"weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2}
         yield retype(everything, "8 bytes a parameter, and 2 bytes a saved value")
         yield retype({"narrowing": 2, "widening": 2, "plain": 2.5}, "norms and softmax still run in float32")
-        if self.rounding == "stochastic":  # or another that is not the nearest
+        if self.rounding != "nearest":
             yield from rounded_update(env)
+        if self.rounding == "kahan":
+            why = "what rounding took from each weight"
+            yield like("weights.*", Line("states.compensation", why, 1.0, "weight", "always"))
+            why = "the same read and written"
+            yield like("weights.*", Work("update.compensation", why, "step", values=2.0, role="weight"))
 
     def model(self, trainer: Trainer) -> int:
         import torch
 
+        if self.rounding != "nearest":
+            demand_triton(self.name, trainer.env.device)
         trainer.model.to(torch.bfloat16)  # still on meta; buffers are restored in their own dtype
         return sum(1 for _ in trainer.model.parameters())
-
-    def peft(self, trainer: Trainer) -> int:
-        if Part.ROUNDING in trainer.env.claimed:
-            return 0
-        trainer.rounding = self.rounding
-        if self.rounding == "stochastic":
-            demand_triton(self.name, trainer.env.device)
-        return 1

@@ -23,8 +23,11 @@ class Compile(Technique):
     blocks: each block by itself, and the last norm. Equal blocks share one compilation, so it costs one block's time,
         not the model's.
     model: all from the tokens to the last norm as one graph, one rank only. Compiles longer by the number of blocks.
+    autotune: the compiler times several kernels for each product, and takes the fastest; the first step compiles and
+        times every candidate. Never records CUDA graphs; launch settings are chosen among a few.
 
-    Source: Ansel et al., https://doi.org/10.1145/3620665.3640366
+    Source: Ansel et al., https://doi.org/10.1145/3620665.3640366; autotune: "max-autotune-no-cudagraphs" of
+        https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     Memory: what elementwise operators between products saved is recomputed in their fused backward. As one graph, all
         gradients but the head's are there before the first is handed over.
     Work: unchanged FLOPs; elementwise operators read and write memory once a fused group, with `model` also where one
@@ -32,6 +35,7 @@ class Compile(Technique):
     """
 
     scope: Literal["blocks", "model"] = "blocks"
+    autotune: bool = False
 
     name = "compile"
     summary = "torch.compile, a block at a time or the whole model, and the loss, fixed shapes"
@@ -85,7 +89,10 @@ class Compile(Technique):
         modules: list[nn.Module] = [model] if whole else [*model.blocks.values()]
         if not whole and isinstance(model, Decoder):
             modules.append(model.norm)
+        options = {"max_autotune": True} if self.autotune else {}
+        if self.autotune:
+            trainer.notes.append("compile: the first steps compile and time every candidate: minutes, on a GPU many")
         for module in modules:
-            module.compile(fullgraph=trainer.env.native, dynamic=False, options=trainer.compile_options)
-        head.nll = head.nll.compiled(trainer.compile_options)
+            module.compile(fullgraph=trainer.env.native, dynamic=False, options=options)
+        head.nll = head.nll.compiled(options)
         return len(modules) + 1

@@ -74,7 +74,7 @@ class CudaGraphs(Technique):
         )
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # no gain where it was measured: the host is ahead of large steps anyway
 
     def wrap_window(self, trainer: Trainer) -> int:

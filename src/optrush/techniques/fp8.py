@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.planner.ledger import Line, Role, Rule, Work, like, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
@@ -28,8 +28,8 @@ class Fp8(Technique):
     is done and the products are float32: the same figures, slower.
 
     Source: Micikevicius et al., https://arxiv.org/abs/2209.05433
-    Memory: compiled, inputs that a kernel of its own made are kept in 1 byte a value: with `fused-norm` 2 D (mlp: D),
-        with `fused-block` F. What attention or a compiler makes is rounded again; cast weights are not kept either.
+    Memory: compiled, inputs that a kernel of its own made are kept in 1 byte a value: with the norms of `fused-kernels`
+        2 D (mlp: D), with its mlp F. What attention or a compiler makes is rounded again; cast weights are not kept.
     Work: products at the 8-bit rate; every operand is read twice and written once or twice to be rounded.
     Differs from the source: the scale is that of the very tensor, not of its history.
     """
@@ -43,7 +43,9 @@ class Fp8(Technique):
     proof = "tests/techniques/test_fp8.py"
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.LINEARS})
-    plain_feed = False
+
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        return spec.with_linears(self._chosen, matmul="float8")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         found = "the model runs through transformers"
@@ -87,7 +89,7 @@ class Fp8(Technique):
         `o` stays in the products' type, for attention keeps it."""
         why, again, blocks = "kept in 8 bits", "made and rounded again", env.blocks
         compiled = Part.COMPILED in env.claimed
-        product, normed = (not compiled or line in env.opaque for line in ("saved.product", "saved.normed"))
+        product, normed = not compiled or env.spec.mlp != "torch", not compiled or env.spec.norm == "fused"
         yield live("saved.product", why, role="byte") if product else live("saved.product", again, gone=True)
         if compiled:  # one block's backward pass makes it, or its gradient, in the products' type
             values = (0.5 if product else 1.0) / blocks  # beyond the 8 bits
@@ -109,7 +111,7 @@ class Fp8(Technique):
                 yield like("casts.blocks", others)
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # changes the maths: whoever asks for it has it planned
 
     @property

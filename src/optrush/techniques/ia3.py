@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optrush.peft import io, ledger
 from optrush.planner.ledger import Line, Rule, add
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
@@ -49,13 +49,9 @@ class Ia3(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.TRAINED})
 
-    @property
-    def undoable(self) -> bool:
-        return self.init is None  # the model without it is not what it began with
-
-    @property
-    def plain_feed(self) -> bool:
-        return not {*ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS)} & {*ledger.SETS["mlp"]}
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        linears = [linear for linear, _ in ledger.targeted(self._targets(ledger.LINEARS))]
+        return replace(spec.with_linears(linears, adapter="other"), adapters_removable=self.init is None)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         if env.native:
@@ -103,7 +99,7 @@ class Ia3(Technique):
             yield add(Line("saved.left", why, env.blocks * left, "product", "saved", True, env.blocks))
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # trains something else: the user's to say
 
     def peft(self, trainer: Trainer) -> int:
@@ -130,7 +126,7 @@ class Ia3(Technique):
         if self.init is not None:
             begun = io.read(self.name, self.init, model, recipe, ())
             recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
-        trainer.adapters_disabled = switch.off if self.undoable else None
+        trainer.adapters_disabled = switch.off if self.init is None else None
         scaled = ", ".join(n for n in names if n in self.feedforward) or "none"
         trainer.fingerprints["adapters"] = f"ia3 of {', '.join(names)}, inputs of {scaled}"
         return len(places)

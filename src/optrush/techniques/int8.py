@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.peft import ledger
 from optrush.planner.ledger import Rule
-from optrush.technique import Environment, Numerics, Part, Technique
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Technique
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
@@ -36,11 +36,14 @@ class Int8(Technique):
     claims = frozenset({Part.LINEARS})
     wants = frozenset({Part.TRAINED})
 
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        return spec.with_linears(weight="quantized")
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 1 + (4 / env.shape.width if env.shape else 0))
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # changes what is computed: the user's to say
 
     def peft(self, trainer: Trainer) -> int:

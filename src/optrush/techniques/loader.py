@@ -38,7 +38,7 @@ class Loader(Technique):
     claims = frozenset({Part.LOADING})
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # the plan does not price the host's work
 
     def needs(self, env: Environment) -> Iterator[Requirement]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from optrush.peft import io, ledger
 from optrush.planner.ledger import OURS, Line, Rule, Work, add
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
@@ -51,22 +51,16 @@ class Lora(Technique):
     verified_on = ("cpu", "gpu")
     claims = frozenset({Part.TRAINED})
 
-    @property
-    def undoable(self) -> bool:
-        return not self.save and self.init is None  # the model without an `init` is not what it began with
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        low_rank = not (self.dora or self.dropout)
+        for linear, count in ledger.targeted(self.targets):
+            rows = self.rank * count if low_rank else 0
+            spec = spec.with_linears([linear], adapter="low-rank" if low_rank else "other", adapter_rows=rows)
+        return replace(spec, adapters_removable=self._removable)
 
     @property
-    def plain_feed(self) -> bool:
-        mlp = {*ledger.chosen(self.targets, ledger.LINEARS)} & {*ledger.SETS["mlp"]}
-        return not mlp or not (self.dora or self.dropout)
-
-    @property
-    def rows_beside(self) -> dict[str, int]:
-        if self.dora or self.dropout:
-            return {}  # no low-rank sum of what enters
-        names = {*ledger.chosen(self.targets, ledger.LINEARS)}
-        found = {linear: self.rank * len(names & {*pieces}) for linear, pieces in ledger.PIECES.items()}
-        return {linear: rows for linear, rows in found.items() if rows}
+    def _removable(self) -> bool:
+        return not self.save and self.init is None  # without an `init` the model is not the one training began with
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         if env.native:  # others tell the names of their linears when they are there
@@ -144,7 +138,7 @@ class Lora(Technique):
             )
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # trains something else: the user's to say
 
     def peft(self, trainer: Trainer) -> int:
@@ -162,12 +156,12 @@ class Lora(Technique):
         )
         places = adapted.places(model, recipe, names)
         for name, linear, modules in places:
-            adapter = Adapter(linear, modules, names, switch, settings)
+            adapter = Adapter(linear, modules, names, switch, settings, trainer.env.spec.mlp == "quack")
             adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, trainer.config.seed))
         if self.init is not None:
             begun = io.read(self.name, self.init, model, recipe, trained)
             recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
-        trainer.adapters_disabled = switch.off if self.undoable else None
+        trainer.adapters_disabled = switch.off if self._removable else None
         trainer.fingerprints["adapters"] = (
             f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"
         )

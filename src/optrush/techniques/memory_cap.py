@@ -57,7 +57,7 @@ class MemoryCap(Technique):
         yield Requirement(size_bytes > CONTEXT_BYTES, asked, found, "take more")
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()
 
     def card(self, device: Device) -> Device:

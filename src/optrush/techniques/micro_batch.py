@@ -41,7 +41,7 @@ class MicroBatch(Technique):
     claims = frozenset({Part.MICRO_BATCH})
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # a search finds its micro-batches itself
 
     def wrap_window(self, trainer: Trainer) -> int:

@@ -78,7 +78,7 @@ class Muon(Technique):
             yield add(Line("update.orthogonal", why, values, "wide", "backward" if early else "update"))
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # another path of the weights: the user's to say
 
     def optimizer(self, trainer: Trainer) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from optrush.errors import ConfigError
 from optrush.peft import ledger
 from optrush.planner.ledger import Rule
-from optrush.technique import Environment, Numerics, Part, Technique
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Technique
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
@@ -42,11 +42,14 @@ class Nf4(Technique):
     claims = frozenset({Part.LINEARS})
     wants = frozenset({Part.TRAINED})
 
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        return spec.with_linears(weight="quantized")
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # changes what is computed: the user's to say
 
     def config(self, hf: dict[str, Any]) -> int:

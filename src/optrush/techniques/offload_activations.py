@@ -69,7 +69,7 @@ class OffloadActivations(Technique):
             yield live("casts.blocks*", why, blocks_on_device=self.keep)
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         """None: it is for rows that fit in no other way."""
         yield from ()
 

@@ -31,7 +31,7 @@ class Pad(Technique):
     claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # whatever fills rows is faster
 
     def predict(self, env: Environment) -> Iterator[Rule]:

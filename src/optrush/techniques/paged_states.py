@@ -51,7 +51,7 @@ class PagedStates(Technique):
         yield add(Line("paging", "states of two pieces under way", 2 * 2 * PIECE, "state", "always"))
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # for what does not fit in any other way
 
     def buses(self, trainer: Trainer) -> tuple[Bus, Bus]:

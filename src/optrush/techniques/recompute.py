@@ -51,7 +51,7 @@ class Recompute(Technique):
         yield live("forward.*", "the forward pass of these blocks runs twice", times=1 + share)
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield {}
         yield {"every": 2}
 

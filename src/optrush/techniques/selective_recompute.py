@@ -97,7 +97,7 @@ class SelectiveRecompute(Technique):
             yield live("forward.scores*", "attention by plain products runs twice", times=2)
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield {}
         yield {"ops": "attention"}
 
@@ -171,7 +171,7 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
         "attended": (shape.heads * shape.head_width, 8 * shape.width**2, "scores"),
         "gate_up": (2 * shape.ff_width, 4 * shape.width * shape.ff_width, "gate_up"),
     }
-    cheap = 3 * shape.width + (0 if "saved.product" in env.opaque else shape.ff_width)
+    cheap = 3 * shape.width + (0 if env.spec.mlp != "torch" else shape.ff_width)
     all_three = sum(size for size, *_ in outputs.values())
     room = budget * (all_three + cheap)
     sets = [kept for n in range(4) for kept in combinations(outputs, n) if sum(outputs[k][0] for k in kept) <= room]

@@ -37,7 +37,7 @@ class SortByLength(Technique):
     claims = frozenset({Part.BATCH_LAYOUT, Part.ROW_WIDTH})
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # packing fills rows better, and keeps the order random
 
     def predict(self, env: Environment) -> Iterator[Rule]:

@@ -65,7 +65,7 @@ class UpdateInBackward(Technique):
         yield live("update.loop", "of the embedding, which is updated last", live="end")
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # no clipping is the user's to say
 
     def wrap_step(self, trainer: Trainer) -> int:

@@ -42,7 +42,7 @@ class Wrap(Technique):
     claims = frozenset({Part.BATCH_LAYOUT})
 
     @classmethod
-    def variants(cls, setup: Environment) -> Iterator[dict[str, Any]]:
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         yield from ()  # packing fills rows as well, and keeps documents whole
 
     def needs(self, env: Environment) -> Iterator[Requirement]:

@@ -139,11 +139,9 @@ class Trainer:
     """() float32: the norm of all gradients as they are (scaled), over every axis a gradient is cut on."""
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
-    rounding: Rounding = "nearest"  # of updated bfloat16 weights; set in `adapt`, done by the optimizer
     optimizer_factory: Callable[[Sequence[TrainedParam], OptimizerFactory], Optimizer] = build_optimizer
     """Builds an optimizer over parameters, its states where they are stored; set before `optimizer`, called there."""
     optimizer: Optimizer = None  # type: ignore[assignment]
-    compile_options: dict[str, Any] = field(default_factory=dict)  # torch.compile's, of whatever is compiled
     recorded_bytes: int = 0  # that a recorded window holds on the device, beside what torch counts as allocated
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast
@@ -164,6 +162,11 @@ class Trainer:
     notes: list[str] = field(default_factory=list)
     stopping: Literal[0, 1, 2] = 0  # this rank wants to stop: 1 told to, 2 the run has failed
     stopped: Literal[0, 1, 2] = 0  # what all ranks agreed on: the step under way is the last
+
+    @property
+    def rounding(self) -> Rounding:
+        """How the optimizer rounds updated bfloat16 weights."""
+        return self.env.spec.rounding
 
     def describe(self) -> str:
         """What was changed, by whom and by which kernel, and what was left as it is, with the reason."""

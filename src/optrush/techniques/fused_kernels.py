@@ -1,0 +1,268 @@
+"""Kernels that fuse the elementwise operators of a block: the gated activation, the norms, the rotation of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from optrush.errors import NeedsError
+from optrush.peft.ledger import demand_compilers, sizes, tiles
+from optrush.planner.ledger import Line, Rule, Work, add, like, live
+from optrush.technique import (
+    Environment,
+    ModelSpec,
+    Numerics,
+    Part,
+    Requirement,
+    Technique,
+    demand,
+    demand_triton,
+    gpu,
+)
+
+if TYPE_CHECKING:
+    from optrush.kernels.swiglu import Mlp
+    from optrush.models.shapes import ModelShape
+    from optrush.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class FusedKernels(Technique):
+    """Computes silu(gate) * up, the norms and the rotary embedding of each block in one kernel each way.
+
+    mlp: `triton`, a kernel between the products. Backward it reads gate, up and the incoming gradient, and writes the
+        gradients of both and the activation, which the weight gradient of the down product needs: so it is not saved.
+        `quack`, the same in the epilogues of the products before and after, by the package quack-kernels; bf16 on
+        Hopper. Low-rank adapters of frozen linears, dense or stored in fewer bits, are further columns of these
+        products and of those before them, and the sum is rounded once; but not the gradient of the input of gate and
+        up: it is rounded, then added to. Where dense weights are sharded, its kernel adds the frozen product to what
+        adapters compute. `none` leaves the activation as it is.
+    norm: both norms of a block, the second with the addition before it. The last addition of the block stays where it
+        is, and so does the norm before the head.
+    rope: queries, keys and values are taken out of one product, queries and keys rotated. Models that normalize their
+        queries and keys (qwen3) are refused: the norms stand between the two.
+
+    Source: Hsu et al., https://arxiv.org/abs/2410.10989
+    Memory: mlp: B*T*F values a block less, of 2 (bf16) or 4 bytes; as many more in the backward pass of one block, and
+        again as many with triton, which reads the gradient of the activation. With adapters on dense weights that are
+        not sharded, r rows of A next to each up to a multiple of 64, 2 F r values of gate_up's a block more and
+        (rows + r) (width + r) - rows * width of each other linear's. norm: not compiled, 2 D float32 values a token and
+        block less. Compiled, nothing less; and D values in the type of the residual stream instead of the products',
+        where it is wider: the sum is kept, not what was added. rope: unchanged.
+    Work: unchanged FLOPs. mlp: triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and
+        5 F. With adapters quack saves the additions, 2 values a token and row of a linear. Weights are padded for the
+        adapters, those that are stored in fewer bits when they are dequantized; so are the outputs of `norm`, `rope`
+        and `attention:impl=fa4`. The input and the gradient of a linear are copied where another kernel wrote them: 2 D
+        a token with all of these. Where dense weights are sharded, gate_up's and down's are copied, 6 D F a
+        micro-batch, and the other products added in place. norm: 4 D values a token forward with the addition, 2 D
+        without, 4 D backward. rope: 2 (H + 2 K) E values a token and block each way.
+    Differs from the source: gate and up are pairs in one matrix, and the down product belongs to the operator; the
+        residual stream goes through the norm, so that its two gradients meet in the backward kernel; the rotation reads
+        and writes all heads at once, values too, since one product computes them.
+    """
+
+    mlp: Literal["triton", "quack", "none"] = "triton"
+    norm: bool = False
+    rope: bool = False
+
+    name = "fused-kernels"
+    summary = "one kernel for the gated activation, recomputed in the backward pass; for norms and rotation too"
+    source = "https://arxiv.org/abs/2410.10989"
+    numerics = Numerics.SAME_MATHS
+    proof = "tests/techniques/test_fused_kernels.py"
+    verified_on = ("cpu", "gpu")
+
+    def describe(self, spec: ModelSpec) -> ModelSpec:
+        return replace(
+            spec,
+            mlp="torch" if self.mlp == "none" else self.mlp,
+            norm="fused" if self.norm else "torch",
+            rope="fused" if self.rope else "torch",
+        )
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        found = "the model runs through transformers, whose blocks have no such place"
+        yield Requirement(env.native, "`fused-kernels` needs the native implementation", found, "leave it out")
+        do = "take mlp=triton, norm=true or rope=true, or leave it out"
+        chosen = self.mlp != "none" or self.norm or self.rope
+        yield Requirement(chosen, "`fused-kernels:mlp=none`", "no norm and no rope: nothing is left to fuse", do)
+        if self.rope:
+            normed = env.shape is not None and env.shape.qk_norm
+            asked = "`fused-kernels:rope=true` rotates queries and keys as the product makes them"
+            yield Requirement(not normed, asked, "the model norms each of them first", "take rope=false")
+        if self.mlp == "quack":
+            asked, do = "fused-kernels:mlp=quack", "take mlp=triton"
+            yield gpu(asked, env, (9, 0))
+            yield Requirement(env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, do)
+            half = env.dtype == "bfloat16" or Part.PRECISION in env.claimed
+            found = "weights and products in float32"
+            yield Requirement(
+                half, f"`{asked}` needs products in bf16 or fp16", found, f"add --with amp or --with bf16, or {do}"
+            )
+            linears = env.spec.linears["gate_up"], env.spec.linears["down"]
+            low_rank = all(linear.matmul == "torch" and linear.adapter != "other" for linear in linears)
+            found = "linears that are more than matrices with low-rank sums (8-bit products, IA3, DoRA, dropout)"
+            yield Requirement(low_rank, f"`{asked}` makes the products", found, do)
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        """Return rules on saved values, on what the backward pass of one block recomputes, and on QuACK's work."""
+        if self.norm:
+            why = "inside the kernel, recomputed in the backward pass"
+            yield live("saved.widened", why, gone=True)
+            yield live("saved.normalised", why, gone=True)
+            yield live("saved.middle", "the sum is kept, in the stream's type", role="residual")
+            yield live("saved.middle.wide", "in the sum", gone=True)
+        if self.mlp != "none":
+            yield from self._activation(env)
+        if self.mlp == "quack" and env.shape is not None:
+            yield from _hidden(env.shape)
+            if Part.TRAINED in env.claimed:
+                yield from _adapters(env, env.shape)
+
+    def _activation(self, env: Environment) -> Iterator[Rule]:
+        why = "recomputed from gate and up where the backward pass needs it"
+        frozen = Part.TRAINED in env.claimed  # and an adapter of `down` may need its input
+        recomputed = self.mlp == "quack" if frozen else not (Part.LINEARS in env.claimed or _rerun(env))
+        adapted = {name for name, linear in env.spec.linears.items() if linear.adapter_rows}
+        if recomputed:
+            yield live("saved.product", why, gone=True)
+        if recomputed or (frozen and adapted and "down" not in adapted):  # then it was not kept
+            product = Line("feed.product", why, 1.0 / env.blocks, "product", "backward", True, side="feed")
+            yield like("saved.product", product)
+        yield live("saved.gated", why, gone=True)
+        if self.mlp == "triton":
+            why = "the gradient of the activation, which the kernel reads, F"
+            activation = Line("feed.activation", why, 1.0 / env.blocks, "product", "backward", True, side="feed")
+            yield like("saved.product", activation)
+
+    def packages(self) -> tuple[tuple[str, str], ...]:
+        return (("quack-kernels", "kernels"),) if self.mlp == "quack" else ()
+
+    @classmethod
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
+        """Of norm and rope none: they gain less than a percent, which a search cannot resolve."""
+        yield {}
+        if env.device.capability == (9, 0):
+            yield {"mlp": "quack"}
+
+    def recompute(self, trainer: Trainer) -> int:  # the linears are settled here, and nothing is compiled yet
+        from optrush.kernels import rms_norm, rope, swiglu
+
+        blocks: list[Any] = list(trainer.model.blocks.values())
+        if self.norm or self.rope:
+            demand_triton(self.name, trainer.env.device)
+        for block in blocks:
+            if self.norm:
+                block.norm1.impl = block.norm2.impl = rms_norm.fused_add_rms_norm
+            if self.rope:
+                block.split_and_rope = rope.fused_split_and_rotate
+        if self.mlp == "quack":
+            demand(self)
+            _set_quack(blocks)
+        elif self.mlp == "triton":
+            demand_compilers(self.name, trainer.env.device)
+            matrices = [_plain(block.down) and not _rerun(trainer.env) for block in blocks]
+            for block, matrix in zip(blocks, matrices, strict=True):
+                block.mlp = swiglu.mlp_fused_down if matrix else swiglu.mlp_fused_activation
+            if not all(matrices):
+                note = "fused-kernels: `down` is more than a matrix or runs again, so its input is kept"
+                trainer.notes.append(note)
+        return len(blocks) * ((self.mlp != "none") + 2 * self.norm + self.rope)
+
+    def wrap_step(self, trainer: Trainer) -> int:  # weights have bytes now
+        """Pad frozen weights that are not sharded, and what the products read, for the adapters' matrices."""
+        if self.mlp != "quack":
+            return 0
+        import torch
+
+        from optrush.peft.lora import make_room
+
+        sharded = Part.PARAM_SHARDING in trainer.env.claimed
+        if Part.TRAINED in trainer.env.claimed:
+            demand_triton("fused-kernels:mlp=quack", trainer.env.device)  # its kernel copies them there
+        blocks = cast("Iterable[Any]", trainer.model.blocks.values())
+        padded = sum(make_room(block, whole=not sharded) for block in blocks)
+        if padded and trainer.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # the memory of the unpadded weights is too small for padded ones
+        return padded
+
+
+def _plain(linear: object) -> bool:
+    """Whether a linear is a matrix and nothing else."""
+    import torch.nn.functional as F
+
+    from optrush.models.decoder import Linear
+
+    return type(linear) is Linear and linear.matmul is F.linear and linear.bias is None
+
+
+def _set_quack(blocks: Sequence[Any]) -> None:
+    """Put QuACK's products into every block.
+
+    Raises:
+        NeedsError: linears that they cannot do.
+    """
+    from optrush.kernels import swiglu_quack
+    from optrush.peft import lora
+
+    linears = [linear for block in blocks for linear in (block.gate_up, block.down)]
+    if all(lora.fits(linear) for linear in linears):
+        feed: Mlp = lora.feed
+    elif all(_plain(linear) for linear in linears):
+        feed = swiglu_quack.quack_mlp
+    else:
+        found = "linears that are more than matrices with low-rank adapters (a bias, DoRA, dropout, other products)"
+        raise NeedsError("`fused-kernels:mlp=quack`", found, "take mlp=triton")
+    for block in blocks:
+        block.mlp = feed
+
+
+def _hidden(s: ModelShape) -> Iterator[Rule]:
+    """What epilogues read and write, less what passes while others multiply: F and 3 F, of 3 F and 6 F (docs/log)."""
+    D, F, heads = s.width, s.ff_width, 2 * (s.heads + s.kv_heads) * s.head_width
+    why = "of the activation's values, those that the products do not hide"
+    yield live("forward.elementwise", why, times=(6 * D + heads + F) / (6 * D + heads + 3 * F))
+    yield live("backward.elementwise", why, times=(10 * D + heads + 3 * F) / (10 * D + heads + 6 * F))
+
+
+# Of each linear, what writes its input and its gradient, and so may pad it. The input of `down` comes from the product
+# before it, which pads; so does the gradient of gate_up.
+INPUTS = {"qkv": "norm", "o": "attention", "gate_up": "norm"}
+GRADIENTS = {"qkv": "rope", "o": "norm", "down": "none"}
+
+
+def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
+    """Yield the cost of storing adapters next to what they add to; kernels that pad their output save a copy."""
+    spec, L, room = env.spec, env.blocks, 0
+    padding = {"norm": spec.norm == "fused", "attention": spec.attention == "fa4", "rope": spec.rope == "fused"}
+    quantized = spec.linears["down"].weight != "dense"
+    bare = Part.PARAM_SHARDING in env.claimed and not quantized  # no weight is padded
+    ways: tuple[tuple[Literal["forward", "backward"], dict[str, str]], ...]
+    ways = ("forward", INPUTS), ("backward", GRADIENTS)
+    for name, (width, pieces) in sizes(shape).items():
+        many, rows = tiles(spec.linears[name].adapter_rows), sum(pieces.values())
+        feeds, biased = name in ("gate_up", "down"), {"qkv": shape.qkv_bias, "o": shape.o_bias}.get(name, False)
+        if not many or biased or (bare and not feeds):
+            continue
+        if name == "gate_up" or not bare:
+            yield live(f"forward.added.{name}", "in the product itself", gone=True)
+        for way, writers in ways:
+            if name in writers and (bare or not padding.get(writers[name], False)):
+                n, what = (width, "input") if way == "forward" else (rows, "gradient")
+                why = f"{name}'s {what}, and A x or its gradient"
+                yield add(Work(f"{way}.beside.{name}", why, "token", values=2.0 * L * n, role="product"))
+            if bare and way == ("forward" if name == "gate_up" else "backward"):
+                why, weight = f"{name}'s weight next to its adapter's", rows * width
+                moved = Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
+                yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
+        room += (rows + many * (name != "gate_up")) * (width + many) - rows * width
+    if not (bare or quantized):
+        why = "padding of weights for the matrices of their adapters, in whole tiles"
+        yield add(Line("weights.room", why, L * room, "product", "always", blocks=L))
+
+
+def _rerun(env: Environment) -> bool:
+    """Return whether blocks run again operator by operator, up to the last tensor that is needed: the input of the down
+    product, not its output, as long as the two are no single operator."""
+    return Part.ACTIVATION_CHECKPOINTING in env.claimed and Part.COMPILED not in env.claimed
