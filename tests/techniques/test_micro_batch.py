@@ -306,7 +306,9 @@ def test_auto_on_ranks(box):
 
 def test_sizes():
     assert (
-        micro_batch.sizes(8) == [1, 2, 4, 8] and micro_batch.sizes(12) == [1, 2, 4, 12] and micro_batch.sizes(1) == [1]
+        micro_batch.micro_batch_rows(8) == [1, 2, 4, 8]
+        and micro_batch.sizes(12) == [1, 2, 4, 12]
+        and micro_batch.sizes(1) == [1]
     )
 
 

@@ -242,13 +242,13 @@ def test_at_most_two_blocks_are_on_the_device():
     alive = weakref.WeakSet()
     counts = []
 
-    class Watched(module.Piece):
+    class Watched(module.SavedStorage):
         def __init__(self, *args):
             super().__init__(*args)
             alive.add(self)
 
     def held():
-        return len({id(p.shelf) for p in alive if p.device is not None})
+        return len({id(p.store) for p in alive if p.device is not None})
 
     unpack = offload._unpack
 
@@ -258,7 +258,7 @@ def test_at_most_two_blocks_are_on_the_device():
         return out
 
     offload._unpack = counted
-    with mock.patch.object(module, "Piece", Watched):
+    with mock.patch.object(module, "SavedStorage", Watched):
         loss = model(x, given, offload)
         assert held() == 0, "all have left at the head"
         loss.backward()

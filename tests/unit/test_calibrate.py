@@ -260,7 +260,7 @@ def test_what_has_changed_here_since(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "torch_version", lambda: "3.0")
     monkeypatch.setattr(calibration, "driver", lambda: "580.159")
     assert calibration.stale(fake()) == "torch is 3.0 now"
-    assert "torch is 3.0 now: optrush calibrate measures again" in known(fake()).said
+    assert "torch is 3.0 now: optrush calibrate measures again" in known(fake()).source
 
 
 def refused(file: Path) -> ConfigError:
@@ -383,7 +383,7 @@ def test_a_mask_on_a_cpu_by_its_datasheet_is_a_product() -> None:
 
 def test_a_datasheet_is_what_it_was() -> None:
     of = known(None)
-    assert of.basis == "datasheet" and "not measured" in of.said and "optrush calibrate" in of.said
+    assert of.basis == "datasheet" and "not measured" in of.source and "optrush calibrate" in of.source
     assert rate(of, "forward.down") == pytest.approx(9.895e14 * cost.HALF_PRODUCTS)
     whole = cost.ceiling(H200, None)
     assert whole is not None and rate(whole, "forward.down") == 9.895e14 and whole.bytes_s == 4.8e12
@@ -478,7 +478,9 @@ def test_a_plan_does_not_pass_over_a_damaged_one(cache: Path) -> None:
 
 def test_the_link_is_no_part_of_the_device() -> None:
     work = [Work("forward.down", "", "token", 1e9), Work("reduce", "", "step", unit="link", values=1e9, role="wide")]
-    assert sum(cost.parts(settle(work, BFLOAT16, []), 100.0, known(fake())).values()) == pytest.approx(1e11 / 4e14)
+    assert sum(cost.seconds_by_part(settle(work, BFLOAT16, []), 100.0, known(fake())).values()) == pytest.approx(
+        1e11 / 4e14
+    )
 
 
 def test_the_ceiling_by_part() -> None:

@@ -96,7 +96,7 @@ class Calibration:
     format: Literal[1] = FORMAT
 
     @property
-    def said(self) -> str:
+    def source(self) -> str:
         """Where the rates come from, in a line."""
         driver = "" if self.driver is None else f", driver {self.driver}"
         return f"measured on {self.date[:10]} with torch {self.torch}{driver}"
