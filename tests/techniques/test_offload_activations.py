@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from optrush.cli.plan import memory
+from optrush.cli.plan import memory_lines
 from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
@@ -444,9 +444,9 @@ def test_the_plan_says_how_much_host_memory():
     sets = ["batch.seq=2048", "batch.tokens=32768", "batch.micro_tokens=32768"]
     found = search.predict(parse_config(text, "x", sets, ("bf16", "attention", "recompute", NAME)), "h200")
     assert found.host_bytes == 15 * 2048 * 2 * 32768
-    assert "  and 1.88 GiB of pinned host memory" in memory(found)
+    assert "  and 1.88 GiB of pinned host memory" in memory_lines(found)
     without = search.predict(parse_config(text, "x", sets, ("bf16", "attention", "recompute")), "h200")
-    assert without.host_bytes == 0 and not [line for line in memory(without) if "host" in line]
+    assert without.host_bytes == 0 and not [line for line in memory_lines(without) if "host" in line]
 
 
 def test_a_search_takes_it_only_where_it_is_asked_for():

@@ -59,16 +59,16 @@ def fake(**changes: Any) -> Calibration:
 
 def keep(c: Calibration) -> Path:
     file = calibration.path(c)
-    calibration.check(file.parent)
-    calibration.write(c, file)
+    calibration.check_writable(file.parent)
+    calibration.write_calibration(c, file)
     return file
 
 
 # --- measuring
 
 
-def tiny(seconds: float = 0.3, tell: calibrate.Tell = lambda *_: None) -> Calibration:
-    return calibrate.calibrate([Load("small", SMALL, 8, 32)], hardware.cpu(), seconds, tell)
+def tiny(seconds: float = 0.3, report: calibrate.Report = lambda *_: None) -> Calibration:
+    return calibrate.calibrate([Load("small", SMALL, 8, 32)], hardware.cpu(), seconds, report)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_longer_rows_only_where_no_scores_are_held() -> None:
 
     def lengths(tokens: int, dtype: torch.dtype) -> list[int]:
         trials = calibrate._trials(bench, [Load("a", SMALL, 8, tokens)], dtype)
-        return [t.what["seq"] for t in trials if t.kind is Attention]
+        return [t.fields["seq"] for t in trials if t.kind is Attention]
 
     assert lengths(64, bench.half) == lengths(64, torch.float32) == [8, 8, 32, 32], "a CPU's kernel holds none"
     bench.scoreless = {bench.half}  # as on a GPU
@@ -127,7 +127,7 @@ def test_a_product_is_the_one_that_autograd_asks_for(direction: str) -> None:
     bench = Bench(hardware.cpu())
     trial = next(
         t for t in calibrate._trials(bench, [Load("s", SMALL, 8, 32)], torch.float32)
-        if t.what["part"] == "gate_up" and t.what["direction"] == direction
+        if t.fields["part"] == "gate_up" and t.fields["direction"] == direction
     )  # fmt: skip
     bench.fill(torch.float32, calibrate._held(bench, [trial]))
     x, w, y = (v.clone().requires_grad_() for v in bench.cut(torch.float32, (32, 16), (48, 16), (32, 48)))
@@ -143,7 +143,7 @@ def test_a_product_is_the_one_that_autograd_asks_for(direction: str) -> None:
 def test_attention_is_causal_and_counts_half(found: Calibration) -> None:
     bench = Bench(hardware.cpu())
     forward, backward = (
-        t for t in calibrate._trials(bench, [Load("s", SMALL, 8, 32)], torch.float32) if t.what.get("seq") == 8
+        t for t in calibrate._trials(bench, [Load("s", SMALL, 8, 32)], torch.float32) if t.fields.get("seq") == 8
     )
     bench.fill(torch.float32, calibrate._held(bench, [forward, backward]))
     q, k, v, g = bench.cut(torch.float32, (2, 4, 8, 8), (2, 2, 8, 8), (2, 2, 8, 8), (2, 4, 8, 8))
@@ -226,7 +226,7 @@ def test_what_is_measured() -> None:
 def test_it_is_read_as_it_was_written(cache: Path, found: Calibration) -> None:
     for c in (found, fake()):
         file = keep(c)
-        assert file.parent == cache and dataclasses.asdict(calibration.read(file)) == dataclasses.asdict(c)
+        assert file.parent == cache and dataclasses.asdict(calibration.read_calibration(file)) == dataclasses.asdict(c)
         assert json.loads(file.read_text())["format"] == 1
     assert not [f for f in cache.iterdir() if f.suffix != ".json"]
 
@@ -303,14 +303,14 @@ def test_infinity_is_no_rate() -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="to write the calibration"):
-        calibration.check(tmp_path / "file" / "inside")
+        calibration.check_writable(tmp_path / "file" / "inside")
     with pytest.raises(ConfigError, match="to write the calibration"):
-        calibration.write(fake(), tmp_path / "none" / "x.json")
+        calibration.write_calibration(fake(), tmp_path / "none" / "x.json")
 
 
 def test_a_processor_is_called_by_its_model_and_cores() -> None:
-    assert calibration.called(H200) == "NVIDIA H200"
-    assert " core" in calibration.called(hardware.cpu()) and calibration.called(hardware.cpu()) != "cpu"
+    assert calibration.device_name(H200) == "NVIDIA H200"
+    assert " core" in calibration.device_name(hardware.cpu()) and calibration.device_name(hardware.cpu()) != "cpu"
 
 
 # --- the rates
@@ -462,7 +462,7 @@ def test_another_device_has_none() -> None:
 
 
 def test_a_processor_by_its_own() -> None:
-    keep(fake(device=calibration.called(hardware.cpu()), driver=None))
+    keep(fake(device=calibration.device_name(hardware.cpu()), driver=None))
     assert search.predict(llama("batch.micro_tokens=2048"), "cpu").basis == "calibrated"
     two = llama("batch.micro_tokens=2048").model_copy(update={"with_": {"ddp": {}}})
     assert search.predict(two, "2xcpu").basis == "calibrated"
