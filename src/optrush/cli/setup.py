@@ -31,7 +31,7 @@ from optrush.technique import (
     installed,
     library,
     missing,
-)  # fmt: skip
+)
 from optrush.techniques import ALL
 
 MODEL, DATA = "tiny", "sample:recipes"  # what --yes takes
