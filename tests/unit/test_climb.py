@@ -78,9 +78,7 @@ def test_from_what_is_not_possible() -> None:
     ("hardware", "sets"),
     [
         ("h200", ()),
-        ("4090", ()),
         ("t4", ("model.shape=qwen2.5-0.5b",)),
-        ("h200", ("model.shape=llama-3.1-8b", "batch.tokens=16384", "batch.micro_tokens=16384")),
         ("4090", ("model.shape=llama-3.1-8b",)),
     ],
 )

@@ -46,7 +46,7 @@ def held(book: Ledger, kind: str) -> float:
 
 
 def test_the_order_of_techniques_never_matters():
-    with_ = {"amp": {}, "fused-adamw": {}, "attention": {}, "compile": {}, "recompute": {"every": 2}, "fused-loss": {}}
+    with_ = {"amp": {}, "attention": {}, "compile": {}, "recompute": {"every": 2}, "fused-loss": {}}
     env = technique.settle(members(with_), Environment(NAMED["h200"], 1, 2048, 16, 4, 1.0, "float32", True, 16))
     entries = baseline.entries(LLAMA, 2048, native=True, cuda=True)
     found = set()
@@ -139,7 +139,7 @@ def test_bytes_a_parameter(with_, weight, gradient, states, casts):
     assert held(book, "casts") == casts * LLAMA.matrix_parameters
 
 
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("sync", ["last", "each"])
 @pytest.mark.parametrize("accumulation", [1, 4])
