@@ -85,7 +85,7 @@ def never(*_: object, **__: object) -> None:
 def test_refusals_before_a_minute_is_spent(
     call: Call, write: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optrush.planner.calibrate.calibrate", never)
+    monkeypatch.setattr("optrush.planner.calibrate.measure_rates", never)
     (here / "there.json").write_text("mine")
     assert "this file exists" in refused(call, "calibrate", "--out", "there.json")
     assert (here / "there.json").read_text() == "mine"

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from optrush.errors import NeedsError
-from optrush.models.hf import HFModel, adapt, probe
+from optrush.models.hf import HFModel, adapt, probe_model
 from optrush.models.load import load
 
 from parity_models import (
@@ -221,10 +221,10 @@ def test_the_edited_config_counts(tmp_path):
 def test_the_probe_refuses_a_head_that_differs(name, slot, value, dtype):
     theirs = reference(MODELS[name]).to(dtype)
     ours = HFModel(theirs)
-    probe(ours, theirs, dtype)
+    probe_model(ours, theirs, dtype)
     setattr(ours.head, slot, value)
     with pytest.raises(NeedsError, match=r"our head's logits and its own .* differ by"):
-        probe(ours, theirs, dtype)
+        probe_model(ours, theirs, dtype)
 
 
 def test_what_is_drawn_and_what_is_not():
@@ -256,4 +256,4 @@ def test_the_probe_refuses_positions_that_run_on(monkeypatch):
     forward = HFModel.forward
     monkeypatch.setattr(HFModel, "forward", lambda self, t, p, d: forward(self, t, torch.arange(p.shape[1])[None], d))
     with pytest.raises(NeedsError, match="packed documents and the same documents alone differ by"):
-        probe(ours, theirs, torch.float32)
+        probe_model(ours, theirs, torch.float32)

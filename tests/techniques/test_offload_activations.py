@@ -406,7 +406,7 @@ def book(*names):
     env = settle(techniques, SETUP)
     rules = [r for t in techniques for r in t.predict(env)]
     entries = baseline.entries(ModelShape.read(SHAPES["llama-3.2-1b"]), 2048, native=True, cuda=True)
-    return ledger.settle(entries, ledger.FLOAT32, rules)
+    return ledger.apply_rules(entries, ledger.FLOAT32, rules)
 
 
 def test_the_plan_moves_all_but_two_blocks():
@@ -432,9 +432,9 @@ def test_the_plan_counts_the_link_to_the_host():
     moved = book(NAME)
     effort = next(e for e in cost.efforts(moved, device, n) if e.name == "offload")
     assert effort.bytes == pytest.approx(2 * ledger.hosted(moved, n)) and effort.where == "link"
-    alone = cost.seconds(book(), device, n)
-    assert cost.seconds(moved, device, n) > effort.seconds > alone, "all of it is more than the link can carry"
-    assert cost.seconds(book(NAME, "recompute"), device, n) == cost.seconds(book("recompute"), device, n)
+    alone = cost.step_seconds(book(), device, n)
+    assert cost.step_seconds(moved, device, n) > effort.seconds > alone, "all of it is more than the link can carry"
+    assert cost.step_seconds(book(NAME, "recompute"), device, n) == cost.step_seconds(book("recompute"), device, n)
     assert not [e for e in cost.efforts(book(), device, n) if e.name == "offload"]
     assert cost.of(NAMED["a100-80"]).host_bytes_s < cost.of(device).host_bytes_s and cost.of(CPU) is None
 

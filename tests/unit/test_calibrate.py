@@ -18,7 +18,7 @@ from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import calibrate, calibration, cost, search
 from optrush.planner.calibrate import Bench, Load
 from optrush.planner.calibration import Attention, Calibration, Product
-from optrush.planner.ledger import BFLOAT16, Work, settle
+from optrush.planner.ledger import BFLOAT16, Work, apply_rules
 
 LLAMA = (Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml").read_text()
 SHAPE = ModelShape.read(SHAPES["llama-3.2-1b"])
@@ -68,7 +68,7 @@ def keep(c: Calibration) -> Path:
 
 
 def tiny(seconds: float = 0.3, report: calibrate.Report = lambda *_: None) -> Calibration:
-    return calibrate.calibrate([Load("small", SMALL, 8, 32)], hardware.cpu(), seconds, report)
+    return calibrate.measure_rates([Load("small", SMALL, 8, 32)], hardware.cpu(), seconds, report)
 
 
 @pytest.fixture(scope="module")
@@ -240,16 +240,16 @@ def test_one_file_a_device_torch_and_driver(cache: Path) -> None:
 
 
 def test_which_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert calibration.find(H200) is None
+    assert calibration.for_device(H200) is None
     keep(fake(device="NVIDIA L4"))
-    assert calibration.find(H200) is None
+    assert calibration.for_device(H200) is None
     keep(fake(torch="9.9", date="2026-11-01T00:00:00+00:00"))
     keep(fake(torch="8.8", date="2026-11-02T00:00:00+00:00"))
-    chosen = calibration.find(H200)
+    chosen = calibration.for_device(H200)
     assert chosen is not None and chosen.torch == "8.8", "the newest"
     monkeypatch.setattr(calibration, "torch_version", lambda: "9.9")
     monkeypatch.setattr(calibration, "driver", lambda: "580.159")
-    chosen = calibration.find(H200)
+    chosen = calibration.for_device(H200)
     assert chosen is not None and chosen.torch == "9.9", "of this torch and driver"
 
 
@@ -264,7 +264,7 @@ def test_what_has_changed_here_since(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refused(file: Path) -> ConfigError:
     with pytest.raises(ConfigError) as error:
-        calibration.find(H200)
+        calibration.for_device(H200)
     assert str(file) in error.value.asked and "optrush calibrate" in error.value.do
     return error.value
 
@@ -391,10 +391,10 @@ def test_an_unknown_device_is_known_once_it_was_measured() -> None:
     assert cost.of(device) is None
     found = cost.of(device, fake(), SHAPE, 2048)
     assert found is not None and found.link_bytes_s is None
-    alone = settle([Work("forward.down", "", "token", 1e9)], BFLOAT16, [])
-    assert cost.seconds(alone, device, 100.0, found) == pytest.approx(1e11 / 4e14 + cost.MICRO_S + cost.STEP_S)
-    linked = settle([*alone.work, Work("reduce", "", "step", unit="link", values=1e9, role="wide")], BFLOAT16, [])
-    assert cost.seconds(linked, device, 100.0, found) is None, "nobody knows its link"
+    alone = apply_rules([Work("forward.down", "", "token", 1e9)], BFLOAT16, [])
+    assert cost.step_seconds(alone, device, 100.0, found) == pytest.approx(1e11 / 4e14 + cost.MICRO_S + cost.STEP_S)
+    linked = apply_rules([*alone.work, Work("reduce", "", "step", unit="link", values=1e9, role="wide")], BFLOAT16, [])
+    assert cost.step_seconds(linked, device, 100.0, found) is None, "nobody knows its link"
     assert [e.name for e in cost.efforts(linked, device, 100.0, found)] == ["forward.down"]
 
 
@@ -444,7 +444,7 @@ def test_a_processor_by_its_own() -> None:
 
 def test_the_link_is_no_part_of_the_device() -> None:
     work = [Work("forward.down", "", "token", 1e9), Work("reduce", "", "step", unit="link", values=1e9, role="wide")]
-    assert sum(cost.seconds_by_part(settle(work, BFLOAT16, []), 100.0, known(fake())).values()) == pytest.approx(
+    assert sum(cost.seconds_by_part(apply_rules(work, BFLOAT16, []), 100.0, known(fake())).values()) == pytest.approx(
         1e11 / 4e14
     )
 

@@ -238,8 +238,7 @@ def calibrate(
         raise ConfigError("optrush calibrate", f"a launcher has started {launched()[1]} ranks", "start it alone")
     from optrush.hardware import first_device
     from optrush.planner import calibration
-    from optrush.planner.calibrate import calibrate as measure
-    from optrush.planner.calibrate import loads
+    from optrush.planner.calibrate import loads, measure_rates
 
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}", "this file exists", "take another name")
@@ -247,7 +246,7 @@ def calibrate(
         calibration.check_writable(folder)  # before a minute is spent
     device = first_device()
     with _progress() as report:
-        found = measure(loads(config, device), device, seconds, report)
+        found = measure_rates(loads(config, device), device, seconds, report)
     file = calibration.path(found)
     for target in (file, *(() if out is None else (out,))):
         calibration.write_calibration(found, target)

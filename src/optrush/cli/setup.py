@@ -146,14 +146,14 @@ def doctor(as_json: Json = False) -> None:
     print("\n".join([*lines, *(line for t in machine.techniques for line in _standing(t))]))
 
 
-def _document(machine: Machine) -> dict[str, object]:
+def _document(machine: MachineFacts) -> dict[str, object]:
     document = dataclasses.asdict(machine)
     for standing, row in zip(machine.techniques, document["techniques"]):
         row["options"] = {name: [dataclasses.asdict(n) for n in lacks] for name, lacks in standing.options}
     return document
 
 
-def _facts(machine: Machine) -> list[str]:
+def _facts(machine: MachineFacts) -> list[str]:
     host = machine.processor
     memory = "memory unknown" if host.memory_bytes is None else _gib(host.memory_bytes)
     if host.limit_bytes is not None:
@@ -282,7 +282,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """Everything that `optrush doctor` shows."""
 
     devices: tuple[Device, ...]
@@ -297,12 +297,12 @@ class Machine:
     techniques: tuple[Standing, ...]
 
 
-def examine(classes: Sequence[type[Technique]] = ALL) -> Machine:
+def examine(classes: Sequence[type[Technique]] = ALL) -> MachineFacts:
     """Collect the facts of this machine."""
     devices = hardware.probe()
     packages = {name: library(name) for name in REQUIRED + OPTIONAL}
     folder = Path.cwd()
-    return Machine(
+    return MachineFacts(
         devices=tuple(devices),
         driver=_driver(),
         processor=_processor(),

@@ -3,8 +3,8 @@
 The published modules compute, unchanged; our part is the interface around them: hidden states instead of logits, a head
 that is called, a `block_call` slot around every block, weights that can be sharded. transformers separates packed
 documents by their restarting positions, but only without an attention mask and without a cache, and only in models that
-pass positions to its mask builder. `adapt` therefore runs every model on the CPU first and compares (`probe`). A model
-with an unknown head, or in which documents attend to each other, is refused before anything is trained, with the
+pass positions to its mask builder. `adapt` therefore runs every model on the CPU first and compares (`probe_model`). A
+model with an unknown head, or in which documents attend to each other, is refused before anything is trained, with the
 difference in the error.
 
 Canonical names are transformers' own, except the head's: `head.weight`, `head.bias`.
@@ -25,7 +25,7 @@ from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.models.decoder import Head, Linear, call, redo_ties
 from optrush.models.shapes import HF
-from optrush.models.weights import Folder, Memory, Source, WeightEntry, WeightMap, drawn, enlarge, widened
+from optrush.models.weights import Folder, Memory, Source, WeightEntry, WeightMap, enlarge, random_init, widened
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
@@ -64,7 +64,7 @@ class HFModel(nn.Module):
         self.head.scale = _logit_scale(config)
         self.head.softcap = getattr(config, "final_logit_softcapping", None)
         self.block_call: Callable[..., Any] = call
-        self.maskless = False  # set by `probe`: sdpa needs no mask where rows hold one document
+        self.maskless = False  # set by `probe_model`: sdpa needs no mask where rows hold one document
         self._attention_flags: dict[str, Any] = {}  # arguments of the attention function for such rows
         self._numbered = _numbered(config)
         self._blocks = _block_list(backbone, self.prefix, config)  # number -> path
@@ -237,7 +237,7 @@ def adapt(
             raise unsupported(adapter.config, f"a parameter without dimensions ({name})")
         entries[name] = WeightEntry(tuple(parameter.shape), ((names[id(parameter)], parameter.shape[0]),))
     source = None if folder is not None else _draw(adapter, entries, hf, seed, growth)
-    probe(adapter, hf_model, dtype)
+    probe_model(adapter, hf_model, dtype)
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
     buffers = {name: hf_model.state_dict()[name].clone() for name in sorted(persistent)}
     values = adapter.to_meta()
@@ -322,7 +322,7 @@ def _draw(adapter: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, 
         low, high = parameter.data.aminmax()
         if low == high or parameter.ndim < 2:
             constants[entries[name].pieces[0][0]] = float(low)
-    source = widened(drawn(hf, seed, constants), adapter, entries, growth)
+    source = widened(random_init(hf, seed, constants), adapter, entries, growth)
     recipe = WeightMap(entries, source)
     for name, parameter in adapter.named_parameters():
         recipe.fill(name, parameter.data, (0,) * parameter.ndim)
@@ -378,7 +378,7 @@ def _ties(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 @torch.no_grad()
-def probe(adapter: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
+def probe_model(adapter: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     """Compare on the CPU: a packed row with its documents one by one, and our head with the model's own logits.
 
     Packed and single documents agree to rounding only, which in bfloat16 could hide a small leak; therefore the first

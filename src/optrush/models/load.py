@@ -13,10 +13,10 @@ from optrush.models.shapes import HF, native_obstacle, refuse_foreign
 from optrush.models.source import Growth
 from optrush.models.weights import (
     WeightMap,
-    drawn,
     native_constants,
     native_entries,
     open_weights,
+    random_init,
     refuse_packed,
     vocabulary_names,
     widened,
@@ -53,11 +53,13 @@ def load(
     model = build(hf, dtype)
     entries = native_entries(model)
     if folder is None:
-        return model, WeightMap(entries, widened(drawn(hf, seed, native_constants(entries)), model, entries, growth))
-    source = open_weights(folder)
+        return model, WeightMap(
+            entries, widened(random_init(hf, seed, native_constants(entries)), model, entries, growth)
+        )
+    stored = open_weights(folder)
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in vocabulary_names(model, entries)}
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.shape.tied else {}
-    source.check(needed, tied)
-    return model, WeightMap(entries, widened(source, model, entries, growth))
+    stored.check(needed, tied)
+    return model, WeightMap(entries, widened(stored, model, entries, growth))

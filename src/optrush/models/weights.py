@@ -318,7 +318,7 @@ def value_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(Folder(folder).files.values()))]
 
 
-def drawn(hf: HF, seed: int, constants: Mapping[str, float]) -> RandomInit:
+def random_init(hf: HF, seed: int, constants: Mapping[str, float]) -> RandomInit:
     """Return random weights with the initializer_range of a config.json, by default 0.02."""
     return RandomInit(seed, float(hf.get("initializer_range") or 0.02), constants)
 

@@ -38,7 +38,7 @@ def book(techniques: Sequence[Technique], env: Environment, shape: ModelShape, p
     widths = ledger.BFLOAT16 if env.dtype == "bfloat16" else ledger.FLOAT32
     plain = _cached(shape, env.seq, env.native, env.device.kind == "cuda", padding)
     changes = [*_objective(env, shape), *(rule for t in techniques for rule in t.predict(env))]
-    return ledger.settle(plain, widths, changes, env.accumulation)
+    return ledger.apply_rules(plain, widths, changes, env.accumulation)
 
 
 @cache  # one for all sets of a search

@@ -139,7 +139,9 @@ class Bench:
             more = min(2 * more, max(1, int((enough - spent) / spent * calls)))
 
 
-def calibrate(loads: Sequence[Load], device: Device, seconds: float, report: Report = lambda *_: None) -> Calibration:
+def measure_rates(
+    loads: Sequence[Load], device: Device, seconds: float, report: Report = lambda *_: None
+) -> Calibration:
     """Measure a device in about `seconds`, or longer if a single pass over all shapes takes longer.
 
     Args:

@@ -187,7 +187,7 @@ def read_calibration(file: Path) -> Calibration:
     return calibration
 
 
-def find(device: Device) -> Calibration | None:
+def for_device(device: Device) -> Calibration | None:
     """Return a device's calibration for this torch and driver, else its newest; None: it has none.
 
     Raises:

@@ -257,7 +257,7 @@ def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
     return listed
 
 
-def seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> float | None:
+def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> float | None:
     """Return the seconds of a step as in `efforts`; None: the device's rates are unknown."""
     rates = rates or of(device)
     if rates is None:
@@ -327,7 +327,7 @@ def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[Work, f
             yield work, times, alone, work.launches * times * rates.launch_s
 
 
-def filled(ledger: Ledger) -> float:
+def filled_share(ledger: Ledger) -> float:
     """Return the share of the slots that hold a token."""
     return 1.0 - sum(w.padding * w.times for w in ledger.work if not w.gone)
 

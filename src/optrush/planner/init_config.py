@@ -1,7 +1,7 @@
 """Write a run's first YAML for a model, data and a machine (`optrush init`). Pure.
 
-`compose` chooses the values (`choose`, `pick`, `fitting`), formats them with a comment for every block (`yaml_text`),
-and parses and resolves the text, so that the written configuration can run.
+`compose` chooses the values (`choose_values`, `_pick`, `_fitting`), formats them with a comment for every block
+(`yaml_text`), and parses and resolves the text, so that the written configuration can run.
 """
 
 from __future__ import annotations
@@ -271,19 +271,19 @@ def compose(wanted: Wanted, file: str, classes: Sequence[type[Technique]] = ALL)
     requested = parse_config(SMALLEST, file, withs=wanted.withs).with_
     if ranks == 1 and any(Part.DATA in t.claims for t in instantiate(classes, requested)):
         ranks = max(2, len(hardware.probe())) if here else 2
-    tree = choose(wanted, device, ranks)
+    tree = choose_values(wanted, device, ranks)
     env = resolve(Config.model_validate(tree), classes, 1, device).env
-    techniques, left = pick(wanted, requested, env, classes, here)
+    techniques, left = _pick(wanted, requested, env, classes, here)
     config = Config.model_validate(tree | {"with": techniques})
     resolve(config, classes, ranks, device)
-    tree["batch"]["micro_tokens"], memory = fitting(config, wanted.hardware, ranks, classes)
+    tree["batch"]["micro_tokens"], memory = _fitting(config, wanted.hardware, ranks, classes)
     text = yaml_text(tree, file, device, techniques, left, memory, ranks, classes)
     config = parse_config(text, file)
     resolve(config, classes, ranks, device)
     return FirstConfig(text, config, ranks)
 
 
-def fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[type[Technique]]) -> tuple[int, str]:
+def _fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[type[Technique]]) -> tuple[int, str]:
     """Return the micro-batch and its predicted memory, as part of a sentence.
 
     It grows while it fits and is faster; it is one row on a CPU, and where the planner does not support the model.
@@ -308,7 +308,7 @@ def fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[ty
     return micro, f"predicted to need {best.peak_bytes / hardware.GIB:.1f} GiB of memory at most{fits}"
 
 
-def choose(wanted: Wanted, device: Device, ranks: int = 1) -> dict[str, Any]:
+def choose_values(wanted: Wanted, device: Device, ranks: int = 1) -> dict[str, Any]:
     """Choose every value except the techniques; return them as the tree of the YAML."""
     model = {"shape": wanted.model.removeprefix(SHAPE)} if wanted.model.startswith(SHAPE) else wanted.model
     tree: dict[str, Any] = {"model": model, "objective": wanted.objective, "data": _data(wanted.data, device)}
@@ -332,7 +332,7 @@ def choose(wanted: Wanted, device: Device, ranks: int = 1) -> dict[str, Any]:
     return tree | {"seed": 0, "output": wanted.output}
 
 
-def pick(
+def _pick(
     wanted: Wanted, requested: dict[str, Any], env: Environment, classes: Sequence[type[Technique]], here: bool
 ) -> tuple[dict[str, dict[str, Any]], list[tuple[str, Requirement]]]:
     """Choose techniques with their options, in the ladder's order; return them, and those left out with the reason."""

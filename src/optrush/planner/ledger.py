@@ -1,8 +1,8 @@
 """Predict memory and work before anything is built: symbolic lines, and the rules by which techniques edit them.
 
-`baseline.entries` builds the lines of a run without techniques; each technique's `predict` yields rules; `settle`
+`baseline.entries` builds the lines of a run without techniques; each technique's `predict` yields rules; `apply_rules`
 applies them by kind (add, retype, freeze, cut, live), so that the order of techniques never matters; `peak` and
-`cost.seconds` evaluate the result for a micro-batch of a given size. A rule that matches nothing raises, so that a
+`cost.step_seconds` evaluate the result for a micro-batch of a given size. A rule that matches nothing raises, so that a
 prediction cannot drift from the code it predicts. Pure arithmetic, per rank.
 
 Bytes are resolved last: a line has a role (the kind of its values), and precision defines the bytes of a value of each
@@ -141,7 +141,7 @@ def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0) -> Ru
 
 
 def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> Rule:
-    """Change fields of what matches: `times` is a factor; see `_EDITS` for the others."""
+    """Change fields of what matches, combined with their old values by `_EDITS`."""
     assert changes.keys() <= _EDITS.keys() - {"cut", "gathered"}, changes
     return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable)
 
@@ -188,7 +188,7 @@ class Ledger:
         return forms
 
 
-def settle(
+def apply_rules(
     baseline: Sequence[Entry], widths: Mapping[Role, float], rules: Iterable[Rule], accumulation: int = 1
 ) -> Ledger:
     """Apply rules in the order of their kinds.
@@ -319,7 +319,7 @@ def _bytes(ledger: Ledger, tokens: float, phase: str) -> float:
     return once + each * tokens + sum(size * min(tokens, most) for most, size in chunks.items())
 
 
-def held(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
+def line_bytes(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
     """Return the bytes of a line while all of it is in memory, without what is gathered."""
     count = min(tokens, line.most_tokens) if line.per_token else 1.0
     return ledger.width(line) * line.values * count / math.prod(line.cut.values())
@@ -327,7 +327,7 @@ def held(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
 
 def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float, float]:
     """Return the bytes of a line in a phase: this rank's share, and what is gathered whole in addition."""
-    bytes_ = held(ledger, line, tokens) * _share(line, phase, ledger.accumulation)
+    bytes_ = line_bytes(ledger, line, tokens) * _share(line, phase, ledger.accumulation)
     in_use = bytes_ > 0 and phase.startswith("backward") if line.live == "gradient" else phase != "update"
     if not (line.gathered and in_use):
         return bytes_, 0.0
@@ -352,7 +352,7 @@ def paged(ledger: Ledger) -> float:
 
 def _on_host(ledger: Ledger, live: Live, tokens: float) -> float:
     return sum(
-        held(ledger, line, tokens) * (1 - line.recomputed) * (1 - line.blocks_on_device / line.blocks)
+        line_bytes(ledger, line, tokens) * (1 - line.recomputed) * (1 - line.blocks_on_device / line.blocks)
         for line in ledger.lines
         if line.live == live and line.blocks_on_device < line.blocks
     )

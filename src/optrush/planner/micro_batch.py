@@ -20,7 +20,7 @@ from optrush.planner.cost import CLOSE, room
 from optrush.technique import Environment, Technique, settle
 
 
-def choose(techniques: Sequence[Technique], env: Environment, hf: Mapping[str, Any]) -> int:
+def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Mapping[str, Any]) -> int:
     """Return the rows of one micro-batch.
 
     Args:
@@ -46,13 +46,13 @@ def choose(techniques: Sequence[Technique], env: Environment, hf: Mapping[str, A
             raise ConfigError("`batch.micro_tokens: auto` on a CPU", f"no prediction of memory: {obstacle}", do)
         return possible[-1].micro_rows  # the rehearsal halves it until it fits
     shape, device, T = ModelShape.read(hf), _device(possible[0]), env.seq
-    rates, most = cost.of(device, calibration.find(device), shape, T), room(device)
+    rates, most = cost.of(device, calibration.for_device(device), shape, T), room(device)
     speeds: list[tuple[float, int]] = []
     for one in possible:
         book, rows = baseline.book(techniques, one, shape, 0.0), one.micro_rows
         if most is None or ledger.peak(book, rows * T).bytes <= most:
             # Without rates the largest is chosen: fewer and larger products are not slower.
-            seconds = cost.seconds(book, device, rows * T, rates)
+            seconds = cost.step_seconds(book, device, rows * T, rates)
             speeds.append((rows if seconds is None else 1 / seconds, rows))
     if not speeds:
         return possible[0].micro_rows  # it may fit all the same: the trial step decides

@@ -105,7 +105,7 @@ def predict(
     env = dataclasses.replace(resolved.env, reach=lengths.reach)
     tokens = env.micro_rows * env.seq
     book = baseline.book(resolved.techniques, env, _shape(resolved.hf), lengths.padding)
-    rates, ceiling = cost.expected_and_ceiling(device, calibration.find(device), resolved.hf, env.span, env.seq)
+    rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), resolved.hf, env.span, env.seq)
     return dataclasses.replace(
         _prediction(book, env, ledger.peak(book, tokens), rates),
         ceiling_s={} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling),
@@ -162,8 +162,8 @@ def family(
 
 def _prediction(book: Ledger, env: Environment, peak: ledger.Peak, rates: Rates | None) -> Prediction:
     tokens = env.micro_rows * env.seq
-    seconds = None if rates is None else cost.seconds(book, env.device, tokens, rates)
-    useful = env.rows * env.seq * cost.filled(book)
+    seconds = None if rates is None else cost.step_seconds(book, env.device, tokens, rates)
+    useful = env.rows * env.seq * cost.filled_share(book)
     most = room(env.device)
     parameters, by_kind = _parameters(book)
     return Prediction(
@@ -190,7 +190,7 @@ def _parameters(book: Ledger) -> tuple[int, dict[str, float]]:
     for line in book.lines:
         kind = line.name.partition(".")[0]
         if kind in ("weights", "gradients", "states", "casts"):
-            kinds[kind] = kinds.get(kind, 0.0) + ledger.held(book, line)
+            kinds[kind] = kinds.get(kind, 0.0) + ledger.line_bytes(book, line)
     count = round(sum(line.values for line in book.lines if line.name.startswith("weights.")))
     return count, {kind: size / count for kind, size in kinds.items() if size}
 
@@ -230,7 +230,7 @@ def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]]) 
         )
     lengths = held(config)
     env = dataclasses.replace(resolved.env, ranks=ranks, reach=lengths.reach)
-    return _Problem(resolved.hf, env, lengths.padding, calibration.find(device))
+    return _Problem(resolved.hf, env, lengths.padding, calibration.for_device(device))
 
 
 def _options(
@@ -320,7 +320,7 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
             if any(technique.unmet(members, sized)):
                 continue
             book = dataclasses.replace(book, accumulation=sized.accumulation)
-            seconds = None if rates is None else cost.seconds(book, env.device, size * env.seq, rates)
+            seconds = None if rates is None else cost.step_seconds(book, env.device, size * env.seq, rates)
             speed = 1 / (seconds or 1.0)
             if best is None or speed > best[0] * (1 + CLOSE):
                 best = (speed, sized, book)
