@@ -53,9 +53,8 @@ def load(
     model = build(hf, dtype)
     entries = native_entries(model)
     if folder is None:
-        return model, WeightMap(
-            entries, widened(random_init(hf, seed, native_constants(entries)), model, entries, growth)
-        )
+        drawn = random_init(hf, seed, native_constants(entries))
+        return model, WeightMap(entries, widened(drawn, model, entries, growth))
     stored = open_weights(folder)
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optrush.config import Config, parse_config
+from optrush.config import Config
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import GIB, Device
 from optrush.models.shapes import ModelShape
@@ -36,16 +36,9 @@ ROOM = 0.4  # of the free memory, for the operands
 PERIOD = 4_194_301  # random values, a prime: repeated to fill the operands, they never align with a row
 FIRST = 16  # tokens of the first size that is tried for a shape
 COPY_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
-# Configurations that are measured without a CONFIG; for a processor a model that it can train.
-DEFAULT = """
-model: {}
-objective: pretrain
-data: {{random: 8}}
-batch: {{seq: {}, tokens: {tokens}, micro_tokens: {tokens}}}
-output: unused
-"""
-MODELS = {
-    "cuda": (("{shape: llama-3.2-1b}", 2048, 16384), ("{shape: llama-3.1-8b}", 4096, 16384)),
+# (model, tokens a row, tokens of a micro-batch) measured without a CONFIG; for a processor a model that it can train.
+MODELS: dict[str, tuple[tuple[Any, int, int], ...]] = {
+    "cuda": (({"shape": "llama-3.2-1b"}, 2048, 16384), ({"shape": "llama-3.1-8b"}, 4096, 16384)),
     "cpu": (("tiny", 256, 1024),),
 }
 
@@ -216,8 +209,12 @@ def loads(config: Config | None, device: Device) -> list[Load]:
     """
     if config is not None:
         return [_load(config)]
-    texts = (DEFAULT.format(model, seq, tokens=tokens) for model, seq, tokens in MODELS[device.kind])
-    return [_load(parse_config(text, "defaults")) for text in texts]
+    trees = [
+        {"model": model, "batch": {"seq": seq, "tokens": tokens, "micro_tokens": tokens}}
+        for model, seq, tokens in MODELS[device.kind]
+    ]
+    rest = {"objective": "pretrain", "data": {"random": 8}, "output": "unused"}
+    return [_load(Config.model_validate(tree | rest)) for tree in trees]
 
 
 def _load(config: Config) -> Load:
