@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from optrush import hardware
 from optrush.config import Config, parse_config, parse_yaml
 from optrush.planner import init_config
-from optrush.planner.init_config import Wanted, compose
+from optrush.planner.init_config import InitRequest, compose
 from optrush.resolve import resolve
 from optrush.technique import instantiate
 from optrush.techniques import ALL
@@ -137,7 +137,7 @@ def test_the_text_says_what_the_flags_said(
     output = "runs/" + output.replace(".", "_")
     gone = ["bf16"] if machine == "t4" else []
     asked = [w for w in withs if w not in gone] + (["ddp"] if machine.startswith("2x") else [])
-    begun = compose(Wanted("tiny", objective, data, output, machine, asked), f"{name}.yaml")
+    begun = compose(InitRequest("tiny", objective, data, output, machine, asked), f"{name}.yaml")
     path.unlink()
     config = parse_config(begun.text, "written")
     assert config == begun.config
@@ -331,5 +331,5 @@ def test_rows_are_counted_up_to_a_limit(here: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(init_config, "COUNTED", 20)
     row = (here / "chat.jsonl").read_text().splitlines()[0]
     (here / "many.jsonl").write_text(f"{row}\n" * 100)
-    begun = compose(Wanted("tiny", "sft", "many.jsonl", "out"), "f.yaml")
+    begun = compose(InitRequest("tiny", "sft", "many.jsonl", "out"), "f.yaml")
     assert begun.config.data.eval == 0.02, "a large file holds less out"

@@ -96,8 +96,8 @@ def test_a_role_that_nothing_has():
 
 def test_gradients_that_end_where_they_are_made():
     """Of the blocks one at a time; what is made before them is gone then, what comes after them is not there yet."""
-    places: tuple[ledger.Made, ...] = ("block", "before", "after", "throughout")
-    lines = [Line(f"g.{m}", m, 12.0, "byte", "gradient", blocks=4 if m == "block" else 1, made=m) for m in places]
+    places: tuple[ledger.ComputedIn, ...] = ("block", "before", "after", "throughout")
+    lines = [Line(f"g.{m}", m, 12.0, "byte", "gradient", blocks=4 if m == "block" else 1, computed=m) for m in places]
 
     def held_in(phase: str, *rules: Rule) -> list[float]:
         book = apply_rules(lines, FLOAT32, rules)

@@ -62,7 +62,7 @@ def init(
     Its techniques and sizes are those that suit this machine (or --hardware). On a terminal, what no flag says is
     asked; elsewhere --model and --data are needed, or --yes. FILE is train.yaml unless you name one.
     """
-    from optrush.planner.init_config import Wanted, check_data, check_objective, check_output, compose
+    from optrush.planner.init_config import InitRequest, check_data, check_objective, check_output, compose
 
     _check_file(file, force)
     asking = sys.stdin.isatty() and not yes
@@ -88,7 +88,7 @@ def init(
     if output is None:
         help_ = "The folder that the run writes into; it must be new or empty."
         output = _prompt("--output", _new(file), help_, check_output) if asking else _new(file)
-    first = compose(Wanted(model, objective, data, output, hardware, with_), str(file))
+    first = compose(InitRequest(model, objective, data, output, hardware, with_), str(file))
     try:
         with file.open("w" if force else "x", encoding="utf-8") as opened:
             opened.write(first.text)

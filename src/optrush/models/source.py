@@ -70,7 +70,7 @@ def _tiny() -> Path:
     return folder
 
 
-def _download(name: str, wanted: list[str]) -> Path:
+def _download(name: str, patterns: list[str]) -> Path:
     """Download a model by its hub id: files that match, never its code or its pickles."""
     asked = f"the model {name}"
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
@@ -79,7 +79,7 @@ def _download(name: str, wanted: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         found = f"no such folder, and the hub did not give it: {type(error).__name__}"
         raise ConfigError(asked, found, "check the name and the network, or name a folder") from None

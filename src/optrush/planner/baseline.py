@@ -17,7 +17,7 @@ from functools import cache
 
 from optrush.models.shapes import ModelShape
 from optrush.planner import ledger
-from optrush.planner.ledger import Entry, Ledger, Line, Live, Made, Role, Rule, Side, Work
+from optrush.planner.ledger import ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, Work
 from optrush.technique import Environment, Part, Technique
 
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
@@ -75,7 +75,11 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
     matrices = s.matrix_parameters - s.vocab * s.width
     parts = (("blocks", blocks, s.layers), ("embedding", embedding, 1), ("head", head, 1), ("norm", s.width, 1))
     # The gradient of a tied weight begins at the head and ends at the embedding (`_tie`).
-    made: dict[str, Made] = {"head": "before", "norm": "before", "embedding": "throughout" if s.tied else "after"}
+    computed: dict[str, ComputedIn] = {
+        "head": "before",
+        "norm": "before",
+        "embedding": "throughout" if s.tied else "after",
+    }
     kinds: tuple[tuple[str, Role, Live, int, str], ...] = (
         ("weights", "weight", "always", 1, "a value each"),
         ("gradients", "gradient", "gradient", 1, "a value each, from its backward pass to the update"),
@@ -85,8 +89,8 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
         for part, values, count in parts:
             if values:
                 reason = f"{values:,} parameters: {why}"
-                when = made.get(part, "block")
-                yield Line(f"{kind}.{part}", reason, each * values, role, live, blocks=count, made=when)
+                when = computed.get(part, "block")
+                yield Line(f"{kind}.{part}", reason, each * values, role, live, blocks=count, computed=when)
     why = "copies of the matrices in the products' type, kept until their backward pass"
     yield Line("casts.blocks", why, matrices, "cast", "saved", blocks=s.layers)
     yield Line("casts.head", why, s.vocab * s.width, "cast", "saved")

@@ -235,7 +235,7 @@ ON_CPU: tuple[Choice, ...] = (
 
 
 @dataclass(frozen=True)
-class Wanted:
+class InitRequest:
     """The values of the flags or prompts."""
 
     model: str  # a folder, a hub id, `tiny`, `shape:NAME`
@@ -255,28 +255,28 @@ class FirstConfig:
     ranks: int
 
 
-def compose(wanted: Wanted, file: str, classes: Sequence[type[Technique]] = ALL) -> FirstConfig:
+def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] = ALL) -> FirstConfig:
     """Compose a YAML, and check it as `optrush train` does.
 
     Raises:
         UserError: as `resolve`; the data file cannot be read; the output is not empty.
     """
-    device, ranks = hardware.named(wanted.hardware)
-    here = wanted.hardware == "auto"
-    if not wanted.model:
+    device, ranks = hardware.named(request.hardware)
+    here = request.hardware == "auto"
+    if not request.model:
         raise ConfigError("the model ''", "no name", "name a Hugging Face folder, a hub id, or `tiny`")
-    check_objective(wanted.objective)
-    check_data(wanted.data)
-    check_output(wanted.output)
-    requested = parse_config(SMALLEST, file, withs=wanted.withs).with_
-    if ranks == 1 and any(Part.DATA in t.claims for t in instantiate(classes, requested)):
+    check_objective(request.objective)
+    check_data(request.data)
+    check_output(request.output)
+    own = parse_config(SMALLEST, file, withs=request.withs).with_
+    if ranks == 1 and any(Part.DATA in t.claims for t in instantiate(classes, own)):
         ranks = max(2, len(hardware.probe())) if here else 2
-    tree = choose_values(wanted, device, ranks)
+    tree = choose_values(request, device, ranks)
     env = resolve(Config.model_validate(tree), classes, 1, device).env
-    techniques, left = _pick(wanted, requested, env, classes, here)
+    techniques, left = _pick(request, own, env, classes, here)
     config = Config.model_validate(tree | {"with": techniques})
     resolve(config, classes, ranks, device)
-    tree["batch"]["micro_tokens"], memory = _fitting(config, wanted.hardware, ranks, classes)
+    tree["batch"]["micro_tokens"], memory = _fitting(config, request.hardware, ranks, classes)
     text = yaml_text(tree, file, device, techniques, left, memory, ranks, classes)
     config = parse_config(text, file)
     resolve(config, classes, ranks, device)
@@ -308,11 +308,11 @@ def _fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[t
     return micro, f"predicted to need {best.peak_bytes / hardware.GIB:.1f} GiB of memory at most{fits}"
 
 
-def choose_values(wanted: Wanted, device: Device, ranks: int = 1) -> dict[str, Any]:
+def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[str, Any]:
     """Choose every value except the techniques; return them as the tree of the YAML."""
-    model = {"shape": wanted.model.removeprefix(SHAPE)} if wanted.model.startswith(SHAPE) else wanted.model
-    tree: dict[str, Any] = {"model": model, "objective": wanted.objective, "data": _data(wanted.data, device)}
-    pairs = wanted.objective == "dpo"
+    model = {"shape": request.model.removeprefix(SHAPE)} if request.model.startswith(SHAPE) else request.model
+    tree: dict[str, Any] = {"model": model, "objective": request.objective, "data": _data(request.data, device)}
+    pairs = request.objective == "dpo"
     if pairs:
         tree["dpo"] = {"beta": 0.1, "loss": "sigmoid", "reference": "auto"}
         if "too_long" in tree["data"]:
@@ -321,27 +321,27 @@ def choose_values(wanted: Wanted, device: Device, ranks: int = 1) -> dict[str, A
     seq = _longest(tree, GPU_SEQ if gpu else CPU_SEQ)
     rows = max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // seq // ranks) * ranks
     tree["batch"] = {"seq": seq, "tokens": seq * rows, "micro_tokens": seq}
-    fresh = wanted.model == "tiny" or wanted.model.startswith(SHAPE)
-    lr = 2e-3 if wanted.model == "tiny" else 3e-4 if fresh else 2e-5
+    fresh = request.model == "tiny" or request.model.startswith(SHAPE)
+    lr = 2e-3 if request.model == "tiny" else 3e-4 if fresh else 2e-5
     lr = lr / 10 if pairs and fresh else 1e-6 if pairs else lr  # 1e-6 is also TRL's
     tree["optim"] = {"lr": lr, "schedule": "cosine", "warmup": 0.1 if fresh else 0.03, "clip": 1.0}
     tree["train"] = {"steps": 100} if "random" in tree["data"] else {"epochs": 1}
     tree["train"] |= {"log_every": 5, "save_every": 0.25, "keep": 2}
     if "eval" in tree["data"]:
         tree["train"]["eval_every"] = 0.25
-    return tree | {"seed": 0, "output": wanted.output}
+    return tree | {"seed": 0, "output": request.output}
 
 
 def _pick(
-    wanted: Wanted, requested: dict[str, Any], env: Environment, classes: Sequence[type[Technique]], here: bool
+    request: InitRequest, own: dict[str, Any], env: Environment, classes: Sequence[type[Technique]], here: bool
 ) -> tuple[dict[str, dict[str, Any]], list[tuple[str, Requirement]]]:
     """Choose techniques with their options, in the ladder's order; return them, and those left out with the reason."""
     known = {c.name: c for c in classes}
-    taken = {part for t in instantiate(classes, requested) for part in t.claims}
-    text = not wanted.data.startswith(RANDOM)
+    taken = {part for t in instantiate(classes, own) for part in t.claims}
+    text = not request.data.startswith(RANDOM)
     chosen: dict[str, tuple[dict[str, Any], ...]] = {}
     for name, options in ON_GPU if env.device.kind == "cuda" else ON_CPU:
-        if name in requested or known[name].claims & taken or (not text and Part.BATCH_LAYOUT in known[name].claims):
+        if name in own or known[name].claims & taken or (not text and Part.BATCH_LAYOUT in known[name].claims):
             continue
         if not text and name == "attention":  # rows of one document need no mask
             options = options[-1:]
@@ -357,7 +357,7 @@ def _pick(
         for name, need in lacks.items():
             left.append((name, need))
             del chosen[name]
-    techniques = {**{name: options for name, options in first.items() if isinstance(options, dict)}, **requested}
+    techniques = {**{name: options for name, options in first.items() if isinstance(options, dict)}, **own}
     return {c.name: techniques[c.name] for c in classes if c.name in techniques}, left
 
 

@@ -47,7 +47,7 @@ Live = Literal["always", "gradient", "saved", "forward", "backward", "end", "hea
 """When a line is in memory: always; from its backward pass to the update; from its forward to its backward pass; in
 one block's forward or backward pass; at the end of the whole backward pass; at the head; in the update."""
 
-Made = Literal["block", "before", "after", "throughout"]
+ComputedIn = Literal["block", "before", "after", "throughout"]
 """When a gradient is computed: in a block's backward pass; before all of those, after them, or from before to after."""
 
 Side = Literal["", "feed", "scores"]
@@ -67,7 +67,7 @@ class Line:
     blocks: int = 1  # equal parts, one a block; 1: outside the blocks
     most_tokens: float = math.inf  # that a chunked operator holds at once
     fusable: bool = False  # exists because operators run one at a time
-    made: Made = "block"  # of gradients
+    computed: ComputedIn = "block"  # of gradients
     side: Side = ""
     # what rules change
     gone: bool = False
@@ -375,14 +375,14 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
     if line.live == "gradient" and line.freed_on_update:
         # One from before the blocks is freed when theirs begin: the head's is computed together with the logits.
         last = float(phase == "backward, embedding")
-        parts: dict[Made, float] = {"block": one * (1 - last), "before": 0.0, "after": last, "throughout": 1.0}
-        return parts[line.made] if phase.startswith("backward") else 0.0
+        parts: dict[ComputedIn, float] = {"block": one * (1 - last), "before": 0.0, "after": last, "throughout": 1.0}
+        return parts[line.computed] if phase.startswith("backward") else 0.0
     if line.live == "gradient":
         if accumulation > 1:  # those of earlier micro-batches, and this one's of the embedding until it is complete
-            end = {"throughout": "backward", "after": "backward, embedding"}.get(line.made)
+            end = {"throughout": "backward", "after": "backward, embedding"}.get(line.computed)
             return 2.0 if end and phase.startswith(end) else 1.0
         late = phase in ("backward, embedding", "update")
-        early = phase in ("forward", "head") or (line.made == "after" and not late)
+        early = phase in ("forward", "head") or (line.computed == "after" and not late)
         return 0.0 if early else one if phase.startswith(LAST) else 1.0
     if line.live == "saved":
         backward = phase.startswith("backward")
