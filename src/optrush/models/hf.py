@@ -492,10 +492,11 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # config.json may name an attention whose code is on the hub, and has precedence over the argument.
         config._attn_implementation = "sdpa"
-        return _pretrained(folder, config, dtype or "auto", "sdpa").to(device)
+        model = _pretrained(folder, config, dtype or "auto", "sdpa")
     except (ValueError, OSError, RuntimeError, KeyError, ImportError) as error:
         found = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise NeedsError(f"the model {folder}", found, "name a folder that transformers loads") from None
     finally:
         if shows:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    return model.to(device)

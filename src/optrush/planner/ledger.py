@@ -244,9 +244,8 @@ def _named(name: str, pattern: str) -> bool:
 
 def _edited(rule: Rule, entry: Entry) -> Entry:
     changes = {"gone": True} if rule.kind is Kind.FREEZE else rule.changes
-    present = {
-        name: value for name, value in changes.items() if hasattr(entry, name)
-    }  # some are of lines, or work, only
+    # Some fields are of lines only, or of work only.
+    present = {name: value for name, value in changes.items() if hasattr(entry, name)}
     return dataclasses.replace(entry, **{n: _EDITS[n](getattr(entry, n), value) for n, value in present.items()})
 
 
