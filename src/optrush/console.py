@@ -1,4 +1,4 @@
-"""What people see while something runs: on standard error, a bar on a terminal, plain lines elsewhere."""
+"""Show progress on standard error: a bar on a terminal, plain lines elsewhere. Escape text from outside."""
 
 from __future__ import annotations
 
@@ -13,26 +13,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from optrush.launch import launched
 
-# --- What of a text from outside may reach a terminal or a page: what a model, a file or a server says. Pure.
-
-
-JOINERS = "\u200c\u200d"  # of letters and of emoji: no control of a terminal
+JOINERS = "\u200c\u200d"  # of letters and of emoji; harmless for a terminal
 
 
 def shown(text: str) -> str:
-    """A text as it may be shown: no escape sequence, nothing that turns the writing."""
+    """Replace characters of escape sequences and changes of direction in text of a model, a file or a server."""
     return "".join(
         c if c.isprintable() or c in "\n\t" + JOINERS or unicodedata.category(c) == "Zs" else "\ufffd" for c in text
     )
 
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)
-QUIET_S, EVERY_S = 2.0, 5.0  # what is over sooner needs no bar; how often the rest is told in lines
+QUIET_S, EVERY_S = 2.0, 5.0  # without lines before the first; between two lines
 Item = TypeVar("Item")
 
 
 def count(n: float) -> str:
-    """1234567 -> 1.23M, for people."""
+    """Format a number: 1234567 as 1.23M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if n >= size:
             return f"{n / size:.3g}{unit}"
@@ -40,7 +37,7 @@ def count(n: float) -> str:
 
 
 def line(m: dict[str, Any]) -> str:
-    """One metrics line as text."""
+    """Format a record of metrics."""
     if "eval_loss" in m:
         loss = "not finite" if m["eval_loss"] is None else f"{m['eval_loss']:.4f}"
         return f"held-out loss {loss} over {count(m['eval_target_tokens'])} targets{_rewards(m, 'eval_')}"
@@ -56,13 +53,13 @@ def line(m: dict[str, Any]) -> str:
 
 
 def _rewards(m: dict[str, Any], kind: str = "") -> str:
-    """Of pairs: how many of the chosen are the likelier ones now, and by how much."""
+    """Format the accuracy and margin of pairs."""
     accuracy, margin = m.get(f"{kind}reward_accuracy"), m.get(f"{kind}reward_margin")
     return "" if accuracy is None or margin is None else f"  pairs right {accuracy:.0%}, margin {margin:.3g}"
 
 
 class Bar:
-    """Progress over the steps of a run. `say` is what the meter calls; off a terminal it prints lines with an ETA."""
+    """Progress over the steps of a run, from its records of metrics; without a terminal, lines with an ETA."""
 
     def __init__(self, total: int, done: int = 0) -> None:
         self.total, self.first, self.begun = total, done, time.monotonic()
@@ -95,7 +92,7 @@ class Bar:
 
 
 def passing(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """The items as they come, with what is left of them: a bar on a terminal, a line now and then elsewhere."""
+    """Yield the items and show the time left: a bar on a terminal, a line now and then elsewhere."""
     if launched()[0] == 0 and sys.stderr.isatty():
         yield from track(items, what, total, console=err, transient=True)
         return
@@ -109,6 +106,6 @@ def passing(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
 
 
 def say(text: str) -> None:
-    """A line, now and then, of what takes long; on the first rank alone."""
+    """Print a line on the first rank."""
     if launched()[0] == 0:
         err.print(shown(text), markup=False)

@@ -1,10 +1,10 @@
-"""Every error a user can meet, and nothing else.
+"""Define the errors that are shown to a user.
 
-UserError            asked for / found / do: printed as one block, exit code 2, no traceback without --debug
+UserError            request, finding and remedy: printed as one block, exit code 2, no traceback without --debug
 ├── ConfigError      the YAML or a flag: unknown key, wrong type, values that do not go together
 ├── NeedsError       a technique or model needs hardware, a library or a shape that is not here
 ├── ConflictError    two techniques own the same part
-├── NoEffectError    a technique was asked for and changed nothing
+├── NoEffectError    a technique of the configuration changed nothing
 ├── DataError        a row, a file, a template
 └── CheckpointError  a damaged, missing or foreign checkpoint
 RunError             the run itself failed (three bad updates in a row): exit code 1, also without a traceback
@@ -14,9 +14,9 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something the user must change: what was asked, what was found, what to do (each one line)."""
+    """Something the user must change: the request, the finding and the remedy (each one line)."""
 
-    everywhere = False  # every rank raises it: one of them says it for all
+    everywhere = False  # every rank raises it, and one of them prints it
 
     def __init__(self, asked: str, found: str, do: str) -> None:
         super().__init__(asked, found, do)
@@ -51,6 +51,6 @@ class CheckpointError(UserError):
 
 
 class RunError(Exception):
-    """The run failed by itself, beyond what a changed configuration would surely mend."""
+    """The run failed, and a changed configuration may not help."""
 
     everywhere = False  # as UserError.everywhere

@@ -1,7 +1,7 @@
-"""What a device can do by its datasheet, and what this machine has. Pure: asks the driver's own library, never torch.
+"""List devices with the rates of their datasheets, and detect those of this machine. Pure: uses the driver, not torch.
 
-Peaks are dense, with float32 accumulation; `peak_flop_s` (bf16) is the denominator of MFU. Rates of a CPU are counted
-from its cores, clock and vector width: an upper bound that nothing reaches, good enough to rank, not to promise.
+Peaks are dense, with float32 accumulation; `peak_flop_s` (bf16) is the denominator of MFU. Rates of a CPU are computed
+from its cores, clock and vector width: an upper bound, good enough to rank settings, not to predict speeds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import ctypes.util
 import dataclasses
 import os
+import platform
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -18,17 +19,17 @@ from pathlib import Path
 from optrush.errors import ConfigError
 
 GIB = 2**30
-CONTEXT_BYTES = 800 << 20  # what a CUDA process takes of a device beside torch's allocations
+CONTEXT_BYTES = 800 << 20  # of a CUDA process on its device, in addition to torch's allocations
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator as the driver names it; on a machine without one, kind "cpu". None: not known."""
+    """One accelerator by the driver's name; without one the CPU. None: not known."""
 
     kind: str  # "cuda" or "cpu"
     name: str
     capability: tuple[int, int]  # (0, 0) on CPU
-    peak_flop_s: float | None  # dense bf16; None: not known or no such products, and then MFU is null
+    peak_flop_s: float | None  # dense bf16; None: not known or not supported, and MFU is null
     half_flop_s: float | None = None  # the faster of dense bf16 and fp16
     float32_flop_s: float | None = None  # without tensor cores, as torch multiplies float32 by default
     bandwidth_bytes_s: float | None = None  # device memory
@@ -43,8 +44,8 @@ def _gpu(
     return Device("cuda", name, capability, peak, half, float32, bandwidth, link, int(gib * GIB))
 
 
-# What `--hardware` takes. Rates from NVIDIA's datasheet of each product (SXM where both exist); link: NVLink where the
-# product has it, else PCI Express x16; memory as drivers report it, less than the box says.
+# Names that `--hardware` takes. Rates from NVIDIA's datasheet of each product (SXM where both exist); link: NVLink
+# where the product has it, else PCI Express x16; memory as drivers report it, less than the nominal size.
 NAMED: dict[str, Device] = {
     "t4": _gpu("Tesla T4", (7, 5), 6.5e13, 8.1e12, 3.2e11, 1.6e10, 14.6),
     "v100": _gpu("Tesla V100-SXM2-16GB", (7, 0), 1.25e14, 1.57e13, 9.0e11, 1.5e11, 15.8),
@@ -58,19 +59,19 @@ NAMED: dict[str, Device] = {
     "h200": _gpu("NVIDIA H200", (9, 0), 9.895e14, 6.7e13, 4.8e12, 4.5e11, 139.8),
     "b200": _gpu("NVIDIA B200", (10, 0), 2.25e15, 7.5e13, 8.0e12, 9.0e11, 178.3),
 }
-# Other products of the same chip: what their datasheets say otherwise.
-_SISTERS = {
+# Other products of the same chip, where their datasheets differ.
+_VARIANTS = {
     "NVIDIA A100 80GB PCIe": dataclasses.replace(NAMED["a100-80"], bandwidth_bytes_s=1.935e12, link_bytes_s=3.2e10),
     "NVIDIA A100-PCIE-40GB": dataclasses.replace(NAMED["a100-40"], link_bytes_s=3.2e10),
     "NVIDIA H100 PCIe": _gpu("NVIDIA H100 PCIe", (9, 0), 7.56e14, 5.1e13, 2.0e12, 6.4e10, 79.1),
 }
-_BY_NAME = {d.name: d for d in NAMED.values()} | _SISTERS
+_BY_NAME = {d.name: d for d in NAMED.values()} | _VARIANTS
 
 CPU = Device("cpu", "cpu", (0, 0), None)
 
 
 def named(text: str) -> tuple[Device, int]:
-    """What `--hardware` names, and how many of them: "h200", "2xh200", "cpu", "auto".
+    """Return the device of a `--hardware` name, and their number: "h200", "2xh200", "cpu", "auto".
 
     Raises:
         ConfigError: an unknown name; `auto` on a machine whose devices differ.
@@ -78,11 +79,10 @@ def named(text: str) -> tuple[Device, int]:
     many, _, name = text.rpartition("x")
     count = 1 if not many else int(many) if many.isascii() and many.isdigit() and len(many) < 6 else 0
     if text == "auto":
-        found = probe()
-        return (found[0], 1) if found else (cpu(), 1)
+        return first_device(), 1
     name = name if many else text
     if count >= 1 and name == "cpu":
-        here = cpu()  # its processes share it
+        here = cpu()
         share = None if here.memory_bytes is None else here.memory_bytes // count
         return dataclasses.replace(here, memory_bytes=share), count
     if count < 1 or name not in NAMED:
@@ -93,7 +93,7 @@ def named(text: str) -> tuple[Device, int]:
 
 @cache
 def cpu() -> Device:
-    """This machine's processor and memory, as far as the system says."""
+    """Return this machine's processor and memory, as far as known."""
     float32, half = _cpu_rates()
     return dataclasses.replace(
         CPU, half_flop_s=half, float32_flop_s=float32, bandwidth_bytes_s=2e10, link_bytes_s=5e9, memory_bytes=_memory()
@@ -101,11 +101,8 @@ def cpu() -> Device:
 
 
 def _cpu_rates() -> tuple[float, float]:
-    """(float32, bf16) FLOP/s: cores x clock x lanes x two vector units x multiply and add."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
+    """Return (float32, bf16) FLOP/s: cores x clock x lanes x two vector units x multiply and add."""
+    text = _cpuinfo()
     flags = set(re.findall(r"\w+", next(iter(re.findall(r"^flags\s*:(.*)$", text, re.MULTILINE)), "")))
     mhz = [float(m) for m in re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", text, re.MULTILINE)]
     lanes = 16 if "avx512f" in flags else 8 if "avx2" in flags else 4
@@ -115,6 +112,19 @@ def _cpu_rates() -> tuple[float, float]:
     return float32, float32 * (2 if "avx512_bf16" in flags else 0.25)  # without such units bf16 is widened first
 
 
+def processor() -> tuple[str, int]:
+    """Return the model of this machine's processor, and the number of cores that this process may use."""
+    name = re.search(r"^model name\s*:\s*(.+)$", _cpuinfo(), re.MULTILINE)
+    return name[1].strip() if name else platform.machine(), len(os.sched_getaffinity(0))
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
 def _memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -122,8 +132,13 @@ def _memory() -> int | None:
         return None
 
 
+def first_device() -> Device:
+    """Return the first GPU of this machine, else its processor."""
+    return next(iter(probe()), None) or cpu()
+
+
 def probe() -> list[Device]:
-    """The CUDA devices of this machine, in the driver's order; empty without a driver or a device."""
+    """Return the CUDA devices of this machine, in the driver's order; empty without a driver or a device."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -131,7 +146,7 @@ def probe() -> list[Device]:
     count = ctypes.c_int()
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return []
-    found = []
+    devices = []
     for i in range(count.value):
         handle, name = ctypes.c_int(), ctypes.create_string_buffer(128)
         major, minor, size = ctypes.c_int(), ctypes.c_int(), ctypes.c_size_t()
@@ -142,12 +157,6 @@ def probe() -> list[Device]:
         known = driver.cuDeviceTotalMem_v2(ctypes.byref(size), handle) == 0
         text = name.value.decode()
         facts = _BY_NAME.get(text, Device("cuda", text, (0, 0), None))
-        found.append(
-            dataclasses.replace(
-                facts,
-                name=text,
-                capability=(major.value, minor.value),
-                memory_bytes=size.value if known else facts.memory_bytes,
-            )
-        )
-    return found
+        memory, capability = size.value if known else facts.memory_bytes, (major.value, minor.value)
+        devices.append(dataclasses.replace(facts, name=text, capability=capability, memory_bytes=memory))
+    return devices

@@ -1,9 +1,7 @@
-"""Who this process is among its peers, as a launcher said; and `--ranks N`, which launches.
+"""Read this process' rank from the environment; launch N processes of this command with one exit code (`--ranks N`).
 
-N processes of this command on this machine, and one exit code for all.
-
-torchrun does the same over many machines; this launcher exists because it passes on what torchrun swallows: 143, the
-exit code of a run that a signal stopped and that can be resumed.
+torchrun does the same over many machines, but replaces 143, the exit code of a run that a signal stopped and that can
+be resumed; this launcher returns it.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from functools import partial
 from optrush.errors import ConfigError
 
 _LIBC = ctypes.CDLL(None)
-GRACE_S = 30.0  # how long the others may take to leave after one has failed
+GRACE_S = 30.0  # for the others to exit after one has failed
 
 
 def launched() -> tuple[int, int]:
-    """(rank, ranks) as the launcher said in the environment; (0, 1) without one.
+    """Return (rank, ranks) from the environment of a launcher; (0, 1) without one.
 
     Raises:
-        ConfigError: it said one and not the other.
+        ConfigError: only one of the two is set.
     """
     if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
         found = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
@@ -39,11 +37,11 @@ def launched() -> tuple[int, int]:
 
 
 def spawn(arguments: Sequence[str], ranks: int) -> int:
-    """Runs `python -m optrush ARGUMENTS` as `ranks` processes; SIGTERM, SIGINT, SIGUSR1 and SIGHUP reach all of them.
+    """Run `python -m optrush ARGUMENTS` as `ranks` processes; SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed to all.
 
     Returns:
-        0 if all succeeded; else 143 if any was stopped by a signal in good order, 2 if any refused its input, else the
-        smallest code: what a rank said itself, rather than that of one killed for it.
+        0 if all succeeded; else 143 if a signal stopped one cleanly, 2 if one refused its input, else the smallest
+        code: a rank's own, rather than that of one that was killed afterwards.
     """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -79,10 +77,10 @@ def spawn(arguments: Sequence[str], ranks: int) -> int:
 
 
 def die_with_parent(parent: int) -> None:
-    """In a child, before it starts its work: a parent that is killed outright takes it along (it gets SIGTERM).
+    """Send this child process SIGTERM when its parent dies, even if the parent is killed.
 
     Args:
-        parent: its process id, as the parent itself gave it: one that died before this call signals nobody any more.
+        parent: its process id, determined in the parent: if it died before this call, the child exits.
     """
     _LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:

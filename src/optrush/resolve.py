@@ -19,7 +19,7 @@ from optrush.hardware import Device
 from optrush.launch import launched
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
 from optrush.models.source import Growth, check_positions, grow, locate
-from optrush.planner.micro_batch import choose
+from optrush.planner.micro_batch import choose_micro_batch
 from optrush.technique import (
     Edit,
     Environment,
@@ -109,7 +109,7 @@ def resolve(
         dpo=config.dpo,
     )
     if automatic:
-        env = dataclasses.replace(env, micro_rows=choose(techniques, env, hf))
+        env = dataclasses.replace(env, micro_rows=choose_micro_batch(techniques, env, hf))
     env = settle(techniques, env, classes)
     check_reference(env)
     if here:  # before hours of tokenising; a plan may suppose another machine

@@ -1,4 +1,4 @@
-"""Help and checks answer at once because they do not import torch; how fast they are is a benchmark's business."""
+"""Help, checks and plans import no heavy library, so that they start at once."""
 
 from __future__ import annotations
 
@@ -39,42 +39,31 @@ def test_import() -> None:
     assert loaded("import optrush") == []
 
 
+VERBS = (
+    "train", "eval", "bench", "techniques", "report", "init", "doctor", "plan", "calibrate", "export", "chat",
+    "generate", "data",
+)  # fmt: skip
+LLAMA = Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml"
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "code"),
     [
-        ["--help"],
-        ["--version"],
-        [],
-        *(
-            [verb, "--help"]
-            for verb in (
-                *("train", "eval", "bench", "techniques", "report", "init", "doctor", "plan", "calibrate"),
-                *("export", "chat", "generate"),
-            )
-        ),
+        *(([verb, "--help"], 0) for verb in VERBS),
+        (["--help"], 0),
+        (["--version"], 0),
+        ([], 2),
+        (["train", "no-such.yaml"], 2),
+        (["techniques", "--json"], 0),
+        (["doctor", "--json"], 0),
+        (["plan", str(LLAMA), "--hardware", "h200"], 0),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_help(arguments: list[str]) -> None:
-    assert loaded(HELP.format(arguments=arguments, code=2)) == []
+def test_commands_without_torch(arguments: list[str], code: int) -> None:
+    assert loaded(HELP.format(arguments=arguments, code=code)) == []
 
 
-def test_a_wrong_configuration_is_refused_without_torch() -> None:
-    assert loaded(HELP.format(arguments=["train", "no-such.yaml"], code=2)) == []
-
-
-def test_techniques() -> None:
-    assert loaded(HELP.format(arguments=["techniques", "--json"], code=0)) == []
-
-
-def test_doctor() -> None:
-    assert loaded(HELP.format(arguments=["doctor", "--json"], code=0)) == []
-
-
-def test_plan() -> None:
-    arguments = ["plan", str(Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml"), "--hardware", "h200"]
-    assert loaded(HELP.format(arguments=arguments, code=0)) == []
-
-
-def test_what_trains_waits_for_no_compiler_and_no_sharding() -> None:
-    """Nor for what a tokenizer or a report loads: each takes a process a second or more, and not all want them."""
+def test_training_imports_no_compiler_and_no_sharding() -> None:
+    """Nor the libraries of tokenizers and reports, which take a second or more and are not always used."""
     assert loaded("import optrush.trainer.run, optrush.bench.worker", OFTEN_UNUSED) == []

@@ -56,7 +56,7 @@ def test_for_programs(call: Call, write: Callable[..., str], here: Path, kept: P
     assert json.loads(file.read_text()) == json.loads(out.read_text()) == document
     assert {p["inputs"] for p in document["products"] if p["part"] == "down"} == {512}
     assert {a["seq"] for a in document["attention"]} == {32}
-    assert calibration.read(out).seconds == 1.0
+    assert calibration.read_calibration(out).seconds == 1.0
 
 
 def test_a_measured_file_can_be_carried_elsewhere(call: Call, write: Callable[..., str], kept: Path) -> None:
@@ -85,7 +85,7 @@ def never(*_: object, **__: object) -> None:
 def test_refusals_before_a_minute_is_spent(
     call: Call, write: Callable[..., str], here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optrush.planner.calibrate.calibrate", never)
+    monkeypatch.setattr("optrush.planner.calibrate.measure_rates", never)
     (here / "there.json").write_text("mine")
     assert "this file exists" in refused(call, "calibrate", "--out", "there.json")
     assert (here / "there.json").read_text() == "mine"

@@ -7,7 +7,8 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -156,7 +157,7 @@ def test_a_compiler_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_problems_of_every_run() -> None:
-    packages: dict[str, str | None] = dict.fromkeys((*setup.REQUIRED, *setup.BESIDE), "1.0")
+    packages: dict[str, str | None] = dict.fromkeys((*setup.REQUIRED, *setup.OPTIONAL), "1.0")
     assert not list(setup.problems([], packages | {"torch": "2.13.0+cpu"}))
     assert not list(setup.problems([NAMED["h200"]], packages | {"triton": None}))
     (missing,) = setup.problems([], packages | {"tokenizers": None})
@@ -189,10 +190,12 @@ def test_what_another_technique_gives_is_not_lacking(monkeypatch: pytest.MonkeyP
     assert option == "half=slow" and [n.found for n in lacks] == ["nothing is that slow"]
 
 
-def test_a_containers_limit(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
-    given: dict[str, Any] = {"/sys/fs/cgroup/memory.max": f"{2**30}\n", "/proc/cpuinfo": "model name : A Chip\n"}
-    monkeypatch.setattr(setup, "_text", lambda path: given.get(path, ""))
+def test_a_containers_limit(monkeypatch: pytest.MonkeyPatch, call: Call, tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(setup, "CONTAINER_LIMIT", limit)
+    monkeypatch.setattr(hardware, "_cpuinfo", lambda: "model name : A Chip\n")
+    limit.write_text(f"{2**30}\n")
     assert setup._processor().limit_bytes == 2**30 and setup._processor().model == "A Chip"
     assert "(1.0 GiB for this container)" in call("doctor").out
-    given["/sys/fs/cgroup/memory.max"] = "max\n"
+    limit.write_text("max\n")
     assert setup._processor().limit_bytes is None

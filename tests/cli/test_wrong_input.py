@@ -237,9 +237,6 @@ def test_no_configuration(call: Call, here: Path) -> None:
 
 CONFIGS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "mixture of experts": ({"model_type": "mixtral", "num_local_experts": 8}, ("num_local_experts = 8", "dense")),
-    "experts by name": ({"model_type": "qwen3_moe"}, ("a mixture of experts (qwen3_moe)", "dense")),
-    "vision": ({"vision_config": {"depth": 2}}, ("more than text (vision_config", "text-only")),
-    "encoder": ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, ("BertForMaskedLM", "causal")),
     "encoder-decoder": ({"model_type": "t5", "is_encoder_decoder": True}, ("an encoder-decoder", "causal")),
     "quantised": (
         {"quantization_config": {"quant_method": "gptq"}}, ("weights quantised on disk", "gptq", "unquantised"),
@@ -357,30 +354,23 @@ def test_text_without_a_target(call: Call, write: Write, model: Path, here: Path
 FINISHED = {"run.yaml": "model: tiny\n", "metrics.jsonl": '{"step": 1}\n'}
 
 
-def lying(folder: Path, files: dict[str, str]) -> dict[str, str]:
-    folder.mkdir(exist_ok=True)
+@pytest.mark.parametrize(
+    ("files", "clean", "says"),
+    [
+        ({"thesis.txt": "years of work"}, True, ("`train.clean: true` in out", "`thesis.txt` lies there", "move it")),
+        ({**FINISHED, "notes.md": "mine"}, True, ("`notes.md` lies there",)),
+        (FINISHED, False, ("`output: out`", "a run lies there", "--resume auto", "clean")),
+    ],
+    ids=["something else", "a run with something else", "a finished run"],
+)
+def test_output_that_is_not_empty(
+    files: dict[str, str], clean: bool, says: tuple[str, ...], call: Call, write: Write, here: Path
+) -> None:
+    (here / "out").mkdir()
     for name, text in files.items():
-        (folder / name).write_text(text)
-    return {p.name: p.read_text() for p in folder.iterdir()}
-
-
-def test_clean_of_something_else(call: Call, write: Write, here: Path) -> None:
-    before = lying(here / "out", {"thesis.txt": "years of work"})
-    found = call("train", write(train={"clean": True}))
-    refused(found, "`train.clean: true` in out", "`thesis.txt` lies there", "move it away", output=None)
-    assert lying(here / "out", {}) == before
-
-
-def test_clean_of_a_run_with_something_else(call: Call, write: Write, here: Path) -> None:
-    before = lying(here / "out", {**FINISHED, "notes.md": "mine"})
-    refused(call("train", write(train={"clean": True})), "`notes.md` lies there", output=None)
-    assert lying(here / "out", {}) == before
-
-
-def test_output_of_a_finished_run(call: Call, write: Write, here: Path) -> None:
-    before = lying(here / "out", FINISHED)
-    refused(call("train", write()), "`output: out`", "a run lies there", "--resume auto", "clean", output=None)
-    assert lying(here / "out", {}) == before
+        (here / "out" / name).write_text(text)
+    refused(call("train", write(train={"clean": True}) if clean else write()), *says, output=None)
+    assert {p.name: p.read_text() for p in (here / "out").iterdir()} == files
 
 
 def test_output_that_is_a_file(call: Call, write: Write, here: Path) -> None:

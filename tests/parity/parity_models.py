@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from optrush.data.batch import Batch, collate
 from optrush.data.schema import Document
-from optrush.models.weights import WeightMap
+from optrush.models.shapes import HF
+from optrush.models.weights import WeightMap, export
 
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -65,7 +67,7 @@ def reference(sizes: dict, *, seed: int = 0) -> torch.nn.Module:
 
 
 def reference_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and summed loss by transformers itself; documents are told by their restarting positions."""
+    """Logits and summed loss by transformers itself; documents are separated by their restarting positions."""
     logits = model(input_ids=batch.tokens, position_ids=batch.positions.long(), use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
     return logits, loss
@@ -112,3 +114,40 @@ def packed(lengths: list[list[int]], T: int, vocab: int, *, seed: int = 0, singl
 
     rows = [[(i, document(n)) for i, n in enumerate(row)] for row in lengths]
     return collate(rows, T, single=single, most=sum(map(len, lengths)) + len(lengths))
+
+
+def compare_step(ours: Any, recipe: WeightMap, theirs: PreTrainedModel, *, padding: bool) -> None:
+    """Logits, loss and every gradient of two packed rows; padding: logits behind the last document too."""
+    batch = packed([[5, 7, 3], [19, 1]], 20, 61)
+    logits, loss = reference_loss(theirs, batch)
+    hidden = ours(batch.tokens, batch.positions, batch.documents)
+    compared = torch.tensor([[True] * 15 + [padding] * 5, [True] * 20])
+    torch.testing.assert_close(ours.head.logits(hidden)[compared], logits[compared], rtol=1e-5, atol=1e-5)
+    mine = ours.head(hidden, batch.labels)
+    torch.testing.assert_close(mine, loss, rtol=1e-6, atol=0)
+    theirs.zero_grad()
+    ours.zero_grad()
+    loss.backward()
+    mine.backward()
+    assert compare_gradients(ours, recipe, theirs) >= 18
+
+
+def compare_alone(ours: Any) -> None:
+    """Packed documents against the same documents alone."""
+    batch = packed([[5, 7, 3], [12, 2]], 16, 61)
+    together = ours(batch.tokens, batch.positions, batch.documents)
+    for row, first, n in ((0, 0, 5), (0, 5, 7), (0, 12, 3), (1, 0, 12), (1, 12, 2)):
+        one = packed([[n]], n, 61, single=True)
+        alone = ours(batch.tokens[row : row + 1, first : first + n], one.positions, one.documents)
+        torch.testing.assert_close(together[row, first : first + n], alone[0], rtol=1e-5, atol=1e-5)
+
+
+def compare_export(
+    theirs: Any, ours: Any, recipe: WeightMap, hf: HF, folder: Path, max_shard_bytes: float = 5e9
+) -> None:
+    """Export, and load with transformers: equal bits under equal names."""
+    export(folder, ((n, p.data) for n, p in ours.named_parameters()), recipe, hf, max_shard_bytes)
+    again, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    mine, expected = again.state_dict(), theirs.state_dict()
+    assert mine.keys() == expected.keys() and all(torch.equal(mine[name], expected[name]) for name in expected)

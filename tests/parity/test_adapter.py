@@ -7,14 +7,22 @@ import json
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM
 
 from optrush.errors import NeedsError
-from optrush.models.hf import HFModel, adapt, probe
+from optrush.models.hf import HFModel, adapt, probe_model
 from optrush.models.load import load
-from optrush.models.weights import export
 
-from parity_models import FAMILIES, SIZES, compare_gradients, materialise, packed, reference, reference_loss, save
+from parity_models import (
+    FAMILIES,
+    SIZES,
+    compare_alone,
+    compare_export,
+    compare_step,
+    materialise,
+    packed,
+    reference,
+    save,
+)
 
 MODELS = {
     "gpt2": {
@@ -44,17 +52,7 @@ def model(request, tmp_path_factory):
 
 def test_logits_and_gradients(model):
     theirs, _, ours, recipe = model
-    batch = packed([[5, 7, 3], [19, 1]], 20, 61)
-    logits, loss = reference_loss(theirs, batch)
-    hidden = ours(batch.tokens, batch.positions, batch.documents)
-    torch.testing.assert_close(ours.head.logits(hidden), logits, rtol=1e-5, atol=1e-5)
-    mine = ours.head(hidden, batch.labels)
-    torch.testing.assert_close(mine, loss, rtol=1e-6, atol=0)
-    theirs.zero_grad()
-    ours.zero_grad()
-    loss.backward()
-    mine.backward()
-    assert compare_gradients(ours, recipe, theirs) >= 18
+    compare_step(ours, recipe, theirs, padding=True)
 
 
 @pytest.mark.parametrize("attention", ["masked", "sdpa"])
@@ -66,12 +64,7 @@ def test_packed_rows_equal_documents_alone(model, attention):
             ours.set_attention("sdpa")
         return
     assert ours.set_attention(attention) == 2
-    batch = packed([[5, 7, 3], [12, 2]], 16, 61)
-    together = ours(batch.tokens, batch.positions, batch.documents)
-    for row, first, n in ((0, 0, 5), (0, 5, 7), (0, 12, 3), (1, 0, 12), (1, 12, 2)):
-        one = packed([[n]], n, 61, single=True)
-        alone = ours(batch.tokens[row : row + 1, first : first + n], one.positions, one.documents)
-        torch.testing.assert_close(together[row, first : first + n], alone[0], rtol=1e-5, atol=1e-5)
+    compare_alone(ours)
     ours.set_attention("masked")
 
 
@@ -138,7 +131,7 @@ def test_rows_longer_than_the_positions_there_are(model):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rotations_that_ask_for_the_length_are_told_positions(kind):
+def test_rotations_that_depend_on_the_length_get_positions(kind):
     rope = {"rope_type": kind, "rope_theta": 1000.0, "factor": 2.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 16}
@@ -186,11 +179,7 @@ def test_through_wraps_every_block(model):
 
 def test_export_reloads_to_the_bit(model, tmp_path):
     theirs, hf, ours, recipe = model
-    export(tmp_path, ((n, p.data) for n, p in ours.named_parameters()), recipe, hf)
-    again, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    mine, want = again.state_dict(), theirs.state_dict()
-    assert mine.keys() == want.keys() and all(torch.equal(mine[name], want[name]) for name in want)
+    compare_export(theirs, ours, recipe, hf, tmp_path)
 
 
 def test_a_native_family_through_the_adapter(tmp_path):
@@ -232,10 +221,10 @@ def test_the_edited_config_counts(tmp_path):
 def test_the_probe_refuses_a_head_that_differs(name, slot, value, dtype):
     theirs = reference(MODELS[name]).to(dtype)
     ours = HFModel(theirs)
-    probe(ours, theirs, dtype)
+    probe_model(ours, theirs, dtype)
     setattr(ours.head, slot, value)
     with pytest.raises(NeedsError, match=r"our head's logits and its own .* differ by"):
-        probe(ours, theirs, dtype)
+        probe_model(ours, theirs, dtype)
 
 
 def test_what_is_drawn_and_what_is_not():
@@ -267,21 +256,4 @@ def test_the_probe_refuses_positions_that_run_on(monkeypatch):
     forward = HFModel.forward
     monkeypatch.setattr(HFModel, "forward", lambda self, t, p, d: forward(self, t, torch.arange(p.shape[1])[None], d))
     with pytest.raises(NeedsError, match="packed documents and the same documents alone differ by"):
-        probe(ours, theirs, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("hf", "message"),
-    [
-        ({**SIZES, "model_type": "mixtral", "num_local_experts": 8}, "mixture of experts .num_local_experts = 8"),
-        ({**SIZES, "model_type": "qwen3_moe"}, "mixture of experts .qwen3_moe"),
-        ({"model_type": "gemma3", "vision_config": {}}, "more than text .vision_config"),
-        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "architecture BertForMaskedLM"),
-        ({**SIZES, "model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "method gptq"),
-        ({"model_type": "nobody"}, "transformers does not know it"),
-    ],
-)
-def test_foreign_models_are_refused(hf, message):
-    with pytest.raises(NeedsError, match=message):
-        load(None, hf, None, torch.float32, 0)
+        probe_model(ours, theirs, torch.float32)

@@ -275,20 +275,20 @@ def test_auto_is_the_smallest_of_the_fastest_that_fit(name):
             by_rows[rows] = made.tokens_per_s
     fastest = max(by_rows.values())
     assert found.env.micro_rows == min(r for r, speed in by_rows.items() if speed >= 0.99 * fastest)
-    assert found.run.batch.micro_tokens == found.env.micro_rows * 2048 and "micro-batch" in found.run.with_
+    assert found.config.batch.micro_tokens == found.env.micro_rows * 2048 and "micro-batch" in found.config.with_
 
 
 def test_auto_knows_the_card():
     """Two blocks' memory apart: the smaller card takes smaller micro-batches; one that holds nothing takes one row."""
     small = dataclasses.replace(hardware.NAMED["h200"], memory_bytes=20 << 30)
     tiny = dataclasses.replace(hardware.NAMED["h200"], memory_bytes=4 << 30)
-    rows = [sized(device).setup.micro_rows for device in (hardware.NAMED["h200"], small, tiny)]
+    rows = [sized(device).env.micro_rows for device in (hardware.NAMED["h200"], small, tiny)]
     assert rows[0] > rows[1] > rows[2] == 1
 
 
 def test_auto_without_rates_takes_the_largest_that_fits():
     device = hardware.Device("cuda", "an unknown one", (9, 0), None, memory_bytes=1 << 40)
-    assert sized(device).setup.micro_rows == 32
+    assert sized(device).env.micro_rows == 32
 
 
 def test_auto_serves_who_wants_one_micro_batch(box):
@@ -306,7 +306,9 @@ def test_auto_on_ranks(box):
 
 def test_sizes():
     assert (
-        micro_batch.sizes(8) == [1, 2, 4, 8] and micro_batch.sizes(12) == [1, 2, 4, 12] and micro_batch.sizes(1) == [1]
+        micro_batch.micro_batch_rows(8) == [1, 2, 4, 8]
+        and micro_batch.micro_batch_rows(12) == [1, 2, 4, 12]
+        and micro_batch.micro_batch_rows(1) == [1]
     )
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from optrush.cli.plan import memory
+from optrush.cli.plan import memory_lines
 from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
@@ -145,7 +145,7 @@ def test_pages_are_used_again(box, here):
         gc.collect()
         pages = offloading(job).pages
         made.append(lanes[-1].made)
-        assert len(pages.free) == pages.made == lanes[-1].made, "all of them came back"
+        assert len(pages.free) == pages.allocated == lanes[-1].made, "all of them came back"
     assert made == made[:1] * 4 and made[0] > 0, "none was made after the first step"
 
 
@@ -215,7 +215,7 @@ def test_gradients(blocks, keep, page):
         model(x, given, offload).backward()
         assert all(torch.equal(w.grad, g) for w, g in zip(model.weights, want, strict=True))
     assert (offload.moved_bytes > 0) == (keep < blocks)
-    assert len(offload.pages.free) == offload.pages.made == offload.lane.made
+    assert len(offload.pages.free) == offload.pages.allocated == offload.lane.made
 
 
 def test_to_the_byte():
@@ -242,13 +242,13 @@ def test_at_most_two_blocks_are_on_the_device():
     alive = weakref.WeakSet()
     counts = []
 
-    class Watched(module.Piece):
+    class Watched(module.SavedStorage):
         def __init__(self, *args):
             super().__init__(*args)
             alive.add(self)
 
     def held():
-        return len({id(p.shelf) for p in alive if p.device is not None})
+        return len({id(p.store) for p in alive if p.device is not None})
 
     unpack = offload._unpack
 
@@ -258,7 +258,7 @@ def test_at_most_two_blocks_are_on_the_device():
         return out
 
     offload._unpack = counted
-    with mock.patch.object(module, "Piece", Watched):
+    with mock.patch.object(module, "SavedStorage", Watched):
         loss = model(x, given, offload)
         assert held() == 0, "all have left at the head"
         loss.backward()
@@ -298,7 +298,7 @@ def test_two_graphs_at_once():
     first.backward()
     assert all(torch.allclose(w.grad, 2 * g) for w, g in zip(model.weights, want, strict=True))
     del first, second
-    assert len(offload.pages.free) == offload.pages.made
+    assert len(offload.pages.free) == offload.pages.allocated
 
 
 def test_a_pass_that_was_cut_short():
@@ -326,7 +326,7 @@ def test_a_pass_that_was_cut_short():
     model(x, given, offload).backward()
     assert all(torch.equal(w.grad, g) for w, g in zip(model.weights, want, strict=True))
     gc.collect()
-    assert len(offload.pages.free) == offload.pages.made
+    assert len(offload.pages.free) == offload.pages.allocated
 
 
 def test_a_saved_tensor_that_is_written_to_is_an_error():
@@ -406,7 +406,7 @@ def book(*names):
     env = settle(techniques, SETUP)
     rules = [r for t in techniques for r in t.predict(env)]
     entries = baseline.entries(ModelShape.read(SHAPES["llama-3.2-1b"]), 2048, native=True, cuda=True)
-    return ledger.settle(entries, ledger.FLOAT32, rules)
+    return ledger.apply_rules(entries, ledger.FLOAT32, rules)
 
 
 def test_the_plan_moves_all_but_two_blocks():
@@ -432,9 +432,9 @@ def test_the_plan_counts_the_link_to_the_host():
     moved = book(NAME)
     effort = next(e for e in cost.efforts(moved, device, n) if e.name == "offload")
     assert effort.bytes == pytest.approx(2 * ledger.hosted(moved, n)) and effort.where == "link"
-    alone = cost.seconds(book(), device, n)
-    assert cost.seconds(moved, device, n) > effort.seconds > alone, "all of it is more than the link can carry"
-    assert cost.seconds(book(NAME, "recompute"), device, n) == cost.seconds(book("recompute"), device, n)
+    alone = cost.step_seconds(book(), device, n)
+    assert cost.step_seconds(moved, device, n) > effort.seconds > alone, "all of it is more than the link can carry"
+    assert cost.step_seconds(book(NAME, "recompute"), device, n) == cost.step_seconds(book("recompute"), device, n)
     assert not [e for e in cost.efforts(book(), device, n) if e.name == "offload"]
     assert cost.of(NAMED["a100-80"]).host_bytes_s < cost.of(device).host_bytes_s and cost.of(CPU) is None
 
@@ -444,9 +444,9 @@ def test_the_plan_says_how_much_host_memory():
     sets = ["batch.seq=2048", "batch.tokens=32768", "batch.micro_tokens=32768"]
     found = search.predict(parse_config(text, "x", sets, ("bf16", "attention", "recompute", NAME)), "h200")
     assert found.host_bytes == 15 * 2048 * 2 * 32768
-    assert "  and 1.88 GiB of pinned host memory" in memory(found)
+    assert "  and 1.88 GiB of pinned host memory" in memory_lines(found)
     without = search.predict(parse_config(text, "x", sets, ("bf16", "attention", "recompute")), "h200")
-    assert without.host_bytes == 0 and not [line for line in memory(without) if "host" in line]
+    assert without.host_bytes == 0 and not [line for line in memory_lines(without) if "host" in line]
 
 
 def test_a_search_takes_it_only_where_it_is_asked_for():

@@ -170,12 +170,14 @@ def book(shape, *, dtype="bfloat16", **with_):
     env = technique.settle(members, env)
     entries = baseline.entries(shape, 2048, native=True, cuda=True)
     widths = BFLOAT16 if dtype == "bfloat16" else FLOAT32
-    return shape, ledger.settle(entries, widths, [r for t in members for r in t.predict(env)], 1)
+    return shape, ledger.apply_rules(entries, widths, [r for t in members for r in t.predict(env)], 1)
 
 
 def there(book, phase, kind="gradients."):
     return sum(
-        ledger.held(book, line) * ledger._share(line, phase, 1) for line in book.lines if line.name.startswith(kind)
+        ledger.line_bytes(book, line) * ledger._share(line, phase, 1)
+        for line in book.lines
+        if line.name.startswith(kind)
     )
 
 

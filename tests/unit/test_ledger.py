@@ -14,7 +14,7 @@ from optrush import technique
 from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, cost, ledger
-from optrush.planner.ledger import FLOAT32, Ledger, Line, Rule, add, cut, freeze, like, live, peak, retype, settle
+from optrush.planner.ledger import FLOAT32, Ledger, Line, Rule, add, apply_rules, cut, freeze, like, live, peak, retype
 from optrush.technique import Environment, Part, Technique, instantiate
 from optrush.techniques import ALL
 
@@ -38,21 +38,21 @@ def booked(
     rules = [r for t in chosen for r in t.predict(env)]
     rules = rules if order is None else [rules[i % len(rules)] for i in order]
     entries = baseline.entries(shape, T, native=True, cuda=True)
-    return settle(entries, FLOAT32, rules, env.accumulation)
+    return apply_rules(entries, FLOAT32, rules, env.accumulation)
 
 
 def held(book: Ledger, kind: str) -> float:
-    return sum(ledger.held(book, line) for line in book.lines if line.name.startswith(kind))
+    return sum(ledger.line_bytes(book, line) for line in book.lines if line.name.startswith(kind))
 
 
 def test_the_order_of_techniques_never_matters():
-    with_ = {"amp": {}, "fused-adamw": {}, "attention": {}, "compile": {}, "recompute": {"every": 2}, "fused-loss": {}}
+    with_ = {"amp": {}, "attention": {}, "compile": {}, "recompute": {"every": 2}, "fused-loss": {}}
     env = technique.settle(members(with_), Environment(NAMED["h200"], 1, 2048, 16, 4, 1.0, "float32", True, 16))
     entries = baseline.entries(LLAMA, 2048, native=True, cuda=True)
     found = set()
     for order in itertools.permutations(members(with_)):
-        book = settle(entries, FLOAT32, [r for t in order for r in t.predict(env)], 4)
-        found.add((peak(book, 8192).bytes, cost.seconds(book, NAMED["h200"], 8192)))
+        book = apply_rules(entries, FLOAT32, [r for t in order for r in t.predict(env)], 4)
+        found.add((peak(book, 8192).bytes, cost.step_seconds(book, NAMED["h200"], 8192)))
     assert len(found) == 1
 
 
@@ -86,21 +86,21 @@ def test_a_rule_that_matches_nothing_raises(rule: Rule):
     entries = baseline.entries(LLAMA, 2048, native=True, cuda=True)
     rules = [rule, retype({"byte": 3}, "three")]
     with pytest.raises(ValueError, match=r"nothing is called|different widths|two entries"):
-        settle(entries, FLOAT32, rules)
+        apply_rules(entries, FLOAT32, rules)
 
 
 def test_a_role_that_nothing_has():
     with pytest.raises(ValueError, match="nothing has the role"):
-        settle([Line("a", "a", 1.0, "byte", "always")], FLOAT32, [retype({"wide": 2}, "why")])
+        apply_rules([Line("a", "a", 1.0, "byte", "always")], FLOAT32, [retype({"wide": 2}, "why")])
 
 
 def test_gradients_that_end_where_they_are_made():
     """Of the blocks one at a time; what is made before them is gone then, what comes after them is not there yet."""
-    places: tuple[ledger.Made, ...] = ("block", "before", "after", "throughout")
-    lines = [Line(f"g.{m}", m, 12.0, "byte", "gradient", blocks=4 if m == "block" else 1, made=m) for m in places]
+    places: tuple[ledger.ComputedIn, ...] = ("block", "before", "after", "throughout")
+    lines = [Line(f"g.{m}", m, 12.0, "byte", "gradient", blocks=4 if m == "block" else 1, computed=m) for m in places]
 
     def held_in(phase: str, *rules: Rule) -> list[float]:
-        book = settle(lines, FLOAT32, rules)
+        book = apply_rules(lines, FLOAT32, rules)
         return [ledger._there(book, line, 0.0, phase)[0] for line in book.lines]
 
     stepped = live("g.*", "updated at once", freed_on_update=True)
@@ -118,7 +118,7 @@ def test_gradients_that_end_where_they_are_made():
 
 def test_freezing_leaves_no_gradient_and_no_state():
     entries = baseline.entries(LLAMA, 2048, native=True, cuda=True)
-    book = settle(entries, FLOAT32, [freeze("blocks", "an adapter learns instead")])
+    book = apply_rules(entries, FLOAT32, [freeze("blocks", "an adapter learns instead")])
     assert held(book, "weights") == 4 * N
     assert held(book, "gradients") == 4 * (N - N_BLOCKS)
     assert held(book, "states") == 8 * (N - N_BLOCKS)
@@ -139,7 +139,7 @@ def test_bytes_a_parameter(with_, weight, gradient, states, casts):
     assert held(book, "casts") == casts * LLAMA.matrix_parameters
 
 
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("sync", ["last", "each"])
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -227,4 +227,4 @@ def test_every_technique_predicts(cls):
         env = Environment(NAMED["h200"], ranks, 2048, 16, 1, 1.0, "float32", True, 16, cls.claims)
         rules = list(t.predict(env))
         assert rules and all(r.reason for r in rules)
-        settle(baseline.entries(LLAMA, 2048, native=True, cuda=True), FLOAT32, rules)
+        apply_rules(baseline.entries(LLAMA, 2048, native=True, cuda=True), FLOAT32, rules)

@@ -1,11 +1,10 @@
-"""The plan: its figures against committed measurements and against itself; what it finds, and what it refuses."""
+"""Predictions against committed measurements and against each other; searches and refusals."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import statistics
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -125,7 +124,7 @@ def test_a_file_that_is_not_there(tmp_path):
 
 def test_the_best_is_a_run_that_can_be_prepared_and_fits():
     run = llama()
-    for name in ("h200", "4090", "t4", "v100", "2xa100-80", "cpu"):
+    for name in ("h200", "t4", "2xa100-80", "cpu"):
         found = search.search(run, name)
         device, ranks = hardware.named(name)
         for setting in found.settings:
@@ -264,12 +263,3 @@ def test_pairs_are_two_documents_and_padding_is_one():
     assert env.span == env.seq
     assert dataclasses.replace(env, claimed=owned | {Part.BATCH_LAYOUT}).span == pytest.approx(env.seq * env.reach)
     assert dataclasses.replace(env, claimed=owned | {Part.BATCH_LAYOUT, Part.ROW_WIDTH}).span == env.seq
-
-
-def test_packing_is_worth_what_padding_wastes():
-    text = "model: {shape: llama-3.2-1b}\nobjective: pretrain\ndata: {random: 8}\noutput: o\nwith: {}\n"
-    config = parse_config(text, "x")
-    by = defaultdict(float)
-    for name, with_ in (("single", {}), ("packed", {"packing": {}})):
-        by[name] = search.predict(config.model_copy(update={"with_": with_}), "h200").tokens_per_s
-    assert by["packed"] == pytest.approx(by["single"])  # random documents fill their rows

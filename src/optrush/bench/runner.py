@@ -253,7 +253,7 @@ def climb(
     whole = Climb(climbed, rungs, out, repeats or climbed.repeats, limit_s, command, record.source(), record.machine())
     _look(out, resume)
     _prepare(whole, show)
-    calibration.find(hardware.named("auto")[0])  # damaged, it is refused now, not a lack of predictions later
+    calibration.for_device(hardware.named("auto")[0])  # damaged, it is refused now, not a lack of predictions later
     whole.predict = _predict
     if resume:
         _read_back(whole)

@@ -1,7 +1,7 @@
-"""The command: its verbs (each in `commands`), its exit codes, and how an error is shown.
+"""The command: registers the verbs, prints errors, sets the exit code.
 
-Exit codes: 0 done; 1 the run failed; 2 the user must change something, nothing was written; 143 stopped by a signal,
-resumable.
+Exit codes: 0 done; 1 the run failed; 2 the user must change something, nothing was written; 130 interrupted by the
+keyboard; 143 stopped by a signal, resumable.
 """
 
 from __future__ import annotations
@@ -63,41 +63,37 @@ app.command()(setup.doctor)
 
 
 def main() -> None:
-    """The command: parses sys.argv, and exits with the code that the module's docstring lists."""
+    """Run the verb in sys.argv, and exit with a code that the module's docstring lists."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show a sign shows a question mark
-    code = _run()
+            stream.reconfigure(errors="replace")  # a terminal prints a question mark for a character it cannot show
+    debug = "--debug" in sys.argv
+    if debug:
+        sys.argv.remove("--debug")
+    code = 0
+    try:
+        app(prog_name="optrush")
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except (UserError, RunError) as error:
+        if debug:
+            raise
+        code = 2 if isinstance(error, UserError) else 1
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or not error.everywhere:
+            print(shown(f"{error}" if rank == "0" else f"rank {rank}:\n{error}"), file=sys.stderr)
+    except OSError as error:
+        if debug or error.filename is None or error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EROFS):
+            raise
+        code = 2
+        refusal = ConfigError(f"{error.filename}", f"{error.strerror}", "give a path that can be used")
+        print(shown(str(refusal)), file=sys.stderr)
+    except KeyboardInterrupt:
+        code = 130
     if "RANK" in os.environ:
-        # Threads of gloo can outlive their process group and abort the process while Python takes itself down (seen
-        # once in a dozen two-rank runs on two cores). All is written and closed by now: leave at once.
+        # Threads of gloo can outlive their process group and abort the process during Python's shutdown (once in a
+        # dozen two-rank runs on two cores). Everything is written and closed by now: leave at once.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
-
-
-def _run() -> int:
-    debug = "--debug" in sys.argv
-    if debug:
-        sys.argv.remove("--debug")
-    try:
-        app(prog_name="optrush")
-    except SystemExit as left:
-        return left.code if isinstance(left.code, int) else int(left.code is not None)
-    except (UserError, RunError) as error:
-        if debug:
-            raise
-        rank = os.environ.get("RANK", "0")
-        if rank == "0" or not error.everywhere:
-            print(shown(f"{error}" if rank == "0" else f"rank {rank}:\n{error}"), file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
-    except OSError as error:
-        if debug or error.filename is None or error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EROFS):
-            raise
-        refusal = ConfigError(f"{error.filename}", f"{error.strerror}", "give a path that can be used")
-        print(shown(str(refusal)), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0

@@ -1,4 +1,4 @@
-"""What several verbs share: the configuration with the flags laid over it, and whether to launch ranks."""
+"""Options that several verbs share, the configuration with these options applied, and the launch of ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document, for
 
 
 def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str]) -> Config:
-    """The YAML with its flags, checked."""
+    """Read and check the YAML with its flags."""
     from optrush.config import parse_config, refuse_secrets
 
     if not path.is_file():
@@ -45,20 +45,19 @@ def read_run(path: Path, sets: list[str], withs: list[str], withouts: list[str])
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
     config = parse_config(text, str(path), sets, withs, withouts)
-    refuse_secrets(config)  # whatever a verb does with it, it may write it down
+    refuse_secrets(config)  # any verb may write it to a file
     return config
 
 
 def launches(ranks: int) -> bool:
-    """Whether this process must start the others: it was told how many, and no launcher has started it."""
+    """Return whether this process must start the others: `--ranks` is given, and no launcher has started it."""
     started = os.environ.get("WORLD_SIZE")
     if ranks > 1 and started is not None and int(started) != ranks:
         raise ConfigError(f"--ranks {ranks}", f"a launcher has started {started}", "leave --ranks out under a launcher")
     return ranks > 1 and started is None
 
 
-# --- The flags that say how answers are drawn, for the verbs that ask a model.
-
+# --- sampling of answers, for the verbs that run a model
 
 Temperature = Annotated[
     float, typer.Option("--temperature", help="0.001 to 1000; below 1 the likely tokens get likelier still")
@@ -81,7 +80,7 @@ TheModel = Annotated[
 
 
 def given(context: typer.Context, names: Iterable[str]) -> list[str]:
-    """Those of these options that stand on the command line, as they are written there."""
+    """Return the flags of these options that are on the command line."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return [
         f"--{n.replace('_', '-')}" for n, source in sources.items() if source is not None and source.name != "DEFAULT"
@@ -89,7 +88,7 @@ def given(context: typer.Context, names: Iterable[str]) -> list[str]:
 
 
 def demand_used(context: typer.Context) -> None:
-    """Raises ConfigError for an option that another one makes void."""
+    """Raise ConfigError for an option that another one makes ineffective."""
     if context.params["plain"] and given(context, ["system"]):
         raise ConfigError("--system with --plain", "a text that is continued has no system prompt", "leave one out")
     if context.params["greedy"] and (void := given(context, ["temperature", "top_p", "top_k"])):
@@ -97,5 +96,5 @@ def demand_used(context: typer.Context) -> None:
 
 
 def drawn(seed: int | None) -> int:
-    """The seed given, or a new one."""
+    """Return the seed, or a new one if it is None."""
     return secrets.randbelow(2**31) if seed is None else seed

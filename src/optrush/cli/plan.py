@@ -1,4 +1,4 @@
-"""plan: what fits, how fast, what would be better, and what another model would cost; in less than a second."""
+"""plan: predict memory and speed, and search for better settings. calibrate: measure the rates that plan uses."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,11 +26,11 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 BAR = 24  # characters of the longest bar
-SMALL = 0.01  # of the peak: lines below are shown as one
+SMALL = 0.01  # share of the peak; smaller lines are shown as one
 
 
 def plan(
-    config: ConfigFile,
+    path: ConfigFile,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006
@@ -50,7 +52,7 @@ def plan(
     rests on the rates that `optrush calibrate` measured on the device; without them on its datasheet and on the share
     of it that such work reached on one H200, and says so.
     """
-    run = read_run(config, set_, with_, without)
+    config = read_run(path, set_, with_, without)
     from optrush.planner import search as planner
 
     if out is not None and out.exists() and not force:
@@ -58,16 +60,16 @@ def plan(
     prediction: Prediction | None = None
     refused: UserError | None = None
     try:
-        prediction = planner.predict(run, hardware)
-    except (ConfigError, ConflictError, NeedsError) as error:  # as configured it cannot run there; another may
-        refused = error  # and what no setting mends, the search meets again
-    found = planner.search(run, hardware, keep_maths=keep_maths)
+        prediction = planner.predict(config, hardware)
+    except (ConfigError, ConflictError, NeedsError) as error:  # another setting may run there
+        refused = error  # if none can, the search raises it too
+    found = planner.search(config, hardware, keep_maths=keep_maths)
     if as_json:
         print(json.dumps(_document(prediction, refused, found)))
     else:
-        print("\n".join(_text(run, hardware, prediction, refused, found)))
+        print("\n".join(_text(config, hardware, prediction, refused, found)))
     if out is not None:
-        _write(run, hardware, found, out)
+        _write(config, hardware, found, out)
 
 
 def _write(config: Config, name: str, found: SearchResult, out: Path) -> None:
@@ -86,7 +88,7 @@ def _write(config: Config, name: str, found: SearchResult, out: Path) -> None:
 
 
 def _document(prediction: Prediction | None, refused: UserError | None, found: SearchResult) -> dict[str, Any]:
-    """The document of --json: the prediction's fields, null where it was refused, and the alternatives."""
+    """Build the document of --json: the prediction's fields, null where it was refused, and the alternatives."""
     from optrush.planner.search import Prediction
 
     names = [f.name for f in dataclasses.fields(Prediction)]
@@ -111,19 +113,15 @@ def _document(prediction: Prediction | None, refused: UserError | None, found: S
 
 
 def _text(
-    config: Config,
-    hardware: str,
-    prediction: Prediction | None,
-    refused: UserError | None,
-    found: SearchResult,
+    config: Config, hardware: str, prediction: Prediction | None, refused: UserError | None, found: SearchResult
 ) -> list[str]:
-    """For people: the configuration's memory as a bar, its speed, better settings, other models."""
+    """Format the configuration's memory as bars, its speed, better settings and other models."""
     from optrush.planner import search as planner
 
     lines = ["as configured"]
     if prediction is not None:
-        lines += memory(prediction)
-        lines += ["", *work(prediction)]
+        lines += memory_lines(prediction)
+        lines += ["", *work_lines(prediction)]
     if refused is not None:
         lines += [f"  {text}" for text in str(refused).splitlines()]
     lines += ["", f"the best of {found.tried} sets of techniques that go together, each with its micro-batch"]
@@ -144,8 +142,8 @@ def _text(
     return lines
 
 
-def memory(p: Prediction) -> list[str]:
-    """The lines at the peak, longest first, as bars; and where the bytes of a parameter go."""
+def memory_lines(p: Prediction) -> list[str]:
+    """Format the lines at the peak as bars, largest first, and the bytes of a parameter."""
     kinds = " + ".join(f"{kind} {size:.3g}" for kind, size in p.a_parameter.items())
     total = sum(p.a_parameter.values())
     room = ""
@@ -167,13 +165,13 @@ def memory(p: Prediction) -> list[str]:
     return [*lines, f"  {'smaller lines':<{width}} {rest / GIB:7.2f}"]
 
 
-def work(p: Prediction) -> list[str]:
-    """Where the time of a step goes, longest first; what host and link do lies beside what the device does."""
+def work_lines(p: Prediction) -> list[str]:
+    """Format the time of a step by work, longest first; host and link run in parallel with the device."""
     lines = [f"  speed: {_speed(p)}", *([f"  rates: {p.rates_from}"] if p.rates_from else [])]
     total = sum(e.seconds for e in p.work if e.where == "device")
     shown = sorted((e for e in p.work if e.seconds >= 2 * SMALL * total), key=lambda e: -e.seconds)
     for e in shown:
-        did = ", ".join(
+        amounts = ", ".join(
             text
             for amount, text in (
                 (e.flop, f"{e.flop / 1e12:,.2f} TFLOP"),
@@ -182,8 +180,8 @@ def work(p: Prediction) -> list[str]:
             )
             if amount
         )
-        beside = "" if e.where == "device" else f" ({e.where})"
-        lines.append(f"  {e.name + beside:<22} {e.seconds * 1e3:9.1f} ms  {did:<32} {e.reason}")
+        place = "" if e.where == "device" else f" ({e.where})"
+        lines.append(f"  {e.name + place:<22} {e.seconds * 1e3:9.1f} ms  {amounts:<32} {e.reason}")
     return lines
 
 
@@ -203,15 +201,14 @@ def _hours(s: Candidate) -> str:
     return "" if not speed else f", {1e9 / speed / 3600:,.1f} h a billion tokens"
 
 
-# --- calibrate: what this machine really does in a second, for the plan.
+# --- calibrate
 
-
-EVERY_S = 10.0  # between two lines, where there is no terminal
-UNSTEADY = 0.10  # spread of a rate over the rounds, in the median, from which people are told
+EVERY_S = 10.0  # between two lines, without a terminal
+UNSTEADY = 0.10  # the median spread of a rate over the rounds above which a warning is printed
 
 
 def calibrate(
-    config: Annotated[
+    path: Annotated[
         Path | None, typer.Argument(help="a run's YAML: its shapes, rows and micro-batch", metavar="[CONFIG]")
     ] = None,
     seconds: Annotated[
@@ -234,64 +231,56 @@ def calibrate(
     The result is kept for this device, this torch and this driver, in place of an older one. `optrush plan` and the
     predictions of `optrush bench` take it from there, and say so (basis: calibrated).
     """
-    run = None if config is None else read_run(config, set_, with_, without)
-    if config is None and (set_ or with_ or without):
+    config = None if path is None else read_run(path, set_, with_, without)
+    if path is None and (set_ or with_ or without):
         raise ConfigError("--set, --with or --without", "no CONFIG to change", "name a CONFIG")
     if launched()[1] > 1:
         raise ConfigError("optrush calibrate", f"a launcher has started {launched()[1]} ranks", "start it alone")
+    from optrush.hardware import first_device
     from optrush.planner import calibration
-    from optrush.planner.calibrate import calibrate as measure
-    from optrush.planner.calibrate import here, loads
+    from optrush.planner.calibrate import loads, measure_rates
 
     if out is not None and out.exists():
         raise ConfigError(f"--out {out}", "this file exists", "take another name")
     for folder in (calibration.folder(), *(() if out is None else (out.absolute().parent,))):
-        calibration.check(folder)  # before a minute is spent
-    device = here()
-    with _Bar() as bar:
-        found = measure(loads(run, device), device, seconds, bar.tell)
+        calibration.check_writable(folder)  # before a minute is spent
+    device = first_device()
+    with _progress() as report:
+        found = measure_rates(loads(config, device), device, seconds, report)
     file = calibration.path(found)
-    for place in (file, *(() if out is None else (out,))):
-        calibration.write(found, place)
+    for target in (file, *(() if out is None else (out,))):
+        calibration.write_calibration(found, target)
     print(json.dumps(dataclasses.asdict(found)) if as_json else "\n".join(_calibration_text(found)))
     print(f"kept in {file}", file=sys.stderr)
 
 
-class _Bar:
-    """A bar with the time that is left; off a terminal a line every few seconds."""
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Yield a function that shows steps done, all steps and the current one: in a bar, or in a line now and then."""
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+    from optrush.console import err
 
-        from optrush.console import err
-
+    if sys.stderr.isatty():
         columns = (SpinnerColumn(), BarColumn(20), TimeRemainingColumn(), TextColumn("{task.description}"))
-        self.err = err
-        self.progress = Progress(*columns, console=err, transient=True) if sys.stderr.isatty() else None
-        self.task = None if self.progress is None else self.progress.add_task("", total=None)
-        self.begun = self.said = time.monotonic()
+        with Progress(*columns, console=err, transient=True) as progress:
+            task = progress.add_task("", total=None)
+            yield lambda done, steps, what: progress.update(task, total=steps, completed=done, description=what)
+        return
+    begun = last = time.monotonic()
 
-    def __enter__(self) -> _Bar:
-        if self.progress is not None:
-            self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.progress is not None:
-            self.progress.stop()
-
-    def tell(self, done: int, steps: int, what: str) -> None:
+    def report(done: int, steps: int, what: str) -> None:
+        nonlocal last
         now = time.monotonic()
-        if self.progress is not None and self.task is not None:
-            self.progress.update(self.task, total=steps, completed=done, description=what)
-        elif done and now - self.said > EVERY_S:
-            self.said = now
-            left = (now - self.begun) / done * (steps - done)
-            self.err.print(f"calibrating: {what}  ETA {left:.0f} s", markup=False)
+        if done and now - last > EVERY_S:
+            last = now
+            err.print(f"calibrating: {what}  ETA {(now - begun) / done * (steps - done):.0f} s", markup=False)
+
+    yield report
 
 
 def _calibration_text(c: Calibration) -> list[str]:
-    """For people: a row a shape, its three products beside each other."""
+    """Format a row for each shape, with its three products."""
     lines = [f"{c.device}, torch {c.torch}" + (f", driver {c.driver}" if c.driver else ""), ""]
     rows: dict[tuple[Any, ...], dict[str, float]] = {}
     for p in c.products:

@@ -1,4 +1,4 @@
-"""init, doctor: before the first run. What to write into a YAML, and what this machine has."""
+"""init: write a first YAML. doctor: show what this machine has and can run. techniques: list the techniques. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import dataclasses
 import json
 import os
 import platform
-import re
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -34,10 +33,6 @@ from optrush.technique import (
     missing,
 )
 from optrush.techniques import ALL
-
-if TYPE_CHECKING:
-    from optrush.technique import Requirement
-
 
 MODEL, DATA = "tiny", "sample:recipes"  # what --yes takes
 
@@ -67,29 +62,39 @@ def init(
     Its techniques and sizes are those that suit this machine (or --hardware). On a terminal, what no flag says is
     asked; elsewhere --model and --data are needed, or --yes. FILE is train.yaml unless you name one.
     """
-    from optrush.planner.init_config import Wanted, check_data, check_objective, check_output, compose
+    from optrush.planner.init_config import InitRequest, check_data, check_objective, check_output, compose
 
     _check_file(file, force)
     asking = sys.stdin.isatty() and not yes
-    ask = _asker(asking, yes)
-    model = ask("--model", model, MODEL, "A Hugging Face folder or hub id; `tiny` is built in, small and random.", None)
-    data = ask(
-        "--data", data, DATA, "A JSON Lines file of conversations or texts; sample:recipes is built in.", check_data
-    )
+
+    def value(flag: str, given: str | None, default: str, help_: str, check: Callable[[str], str] | None) -> str:
+        """From the flag, from --yes, or from the terminal."""
+        if given is not None:
+            return given
+        if yes:
+            return default
+        if not asking:
+            raise ConfigError("`optrush init` without a terminal to ask on", f"no {flag}", f"give {flag}, or --yes")
+        return _prompt(flag, default, help_, check)
+
+    help_ = "A Hugging Face folder or hub id; `tiny` is built in, small and random."
+    model = value("--model", model, MODEL, help_, None)
+    help_ = "A JSON Lines file of conversations or texts; sample:recipes is built in."
+    data = value("--data", data, DATA, help_, check_data)
     suggested = check_data(data)
     if objective is None:
         help_ = "sft learns the assistant's words of conversations, pretrain every token, dpo from pairs."
-        objective = ask("--objective", None, suggested, help_, check_objective) if asking else suggested
+        objective = _prompt("--objective", suggested, help_, check_objective) if asking else suggested
     if output is None:
         help_ = "The folder that the run writes into; it must be new or empty."
-        output = ask("--output", None, _new(file), help_, check_output) if asking else _new(file)
-    begun = compose(Wanted(model, objective, data, output, hardware, with_), str(file))
+        output = _prompt("--output", _new(file), help_, check_output) if asking else _new(file)
+    first = compose(InitRequest(model, objective, data, output, hardware, with_), str(file))
     try:
         with file.open("w" if force else "x", encoding="utf-8") as opened:
-            opened.write(begun.text)
+            opened.write(first.text)
     except OSError as error:
         raise ConfigError(f"to write {file}", f"{error.strerror}", "name another FILE") from None
-    ranks = f" --ranks {begun.ranks}" if begun.ranks > 1 else ""
+    ranks = f" --ranks {first.ranks}" if first.ranks > 1 else ""
     for more in (" --dry-run", ""):
         print(f"optrush train {shlex.quote(str(file))}{ranks}{more}")
 
@@ -103,34 +108,24 @@ def _check_file(file: Path, force: bool) -> None:
         raise ConfigError(f"to write {file}", f"{file.parent} is no folder", "make the folder, or name another FILE")
 
 
-def _asker(asking: bool, yes: bool) -> Callable[[str, str | None, str, str, Callable[[str], str] | None], str]:
-    """What gets a value: from its flag, from the person at the terminal, or from --yes."""
+def _prompt(flag: str, default: str, help_: str, check: Callable[[str], str] | None) -> str:
+    """Prompt for the value of a flag until `check` accepts it."""
 
-    def ask(flag: str, given: str | None, default: str, help_: str, check: Callable[[str], str] | None) -> str:
-        if given is not None:
-            return given
-        if yes:
-            return default
-        if not asking:
-            raise ConfigError("`optrush init` without a terminal to ask on", f"no {flag}", f"give {flag}, or --yes")
+    def checked(text: str) -> str:
+        try:
+            if check is not None:
+                check(text)
+        except UserError as error:
+            raise typer.BadParameter(f"{error.found}: {error.do}") from None
+        return text
 
-        def checked(text: str) -> str:
-            try:
-                if check is not None:
-                    check(text)
-            except UserError as error:
-                raise typer.BadParameter(f"{error.found}: {error.do}") from None
-            return text
-
-        typer.echo(help_, err=True)
-        answer: str = typer.prompt(flag.removeprefix("--"), default=default, value_proc=checked, err=True)
-        return answer
-
-    return ask
+    typer.echo(help_, err=True)
+    answer: str = typer.prompt(flag.removeprefix("--"), default=default, value_proc=checked, err=True)
+    return answer
 
 
 def _new(file: Path) -> str:
-    """A folder under runs/ that is named like the file and free."""
+    """Return a folder under runs/ that is named like the file and does not exist."""
     names = (f"runs/{file.stem}" + (f"-{n}" if n > 1 else "") for n in range(1, 10_000))
     return next(name for name in names if not os.path.lexists(name))
 
@@ -141,23 +136,24 @@ def doctor(as_json: Json = False) -> None:
     Each technique is `ok`, or `lacks` something: what was asked for, what was found, and the line that mends it. What
     is lacking is no error: the exit code is 0.
     """
-
     machine = examine()
     if as_json:
         print(json.dumps(_document(machine)))
         return
-    for line in [*_facts(machine), "", *_problems(machine), *_techniques(machine)]:
-        print(line)
+    lines = [*_facts(machine), ""]
+    if machine.problems:
+        lines += [*(line for need in machine.problems for line in _lacks(need, "")), ""]
+    print("\n".join([*lines, *(line for t in machine.techniques for line in _standing(t))]))
 
 
-def _document(machine: Machine) -> dict[str, object]:
-    found = dataclasses.asdict(machine)
-    for standing, shown in zip(machine.techniques, found["techniques"]):
-        shown["options"] = {name: [dataclasses.asdict(n) for n in lacks] for name, lacks in standing.options}
-    return found
+def _document(machine: MachineFacts) -> dict[str, object]:
+    document = dataclasses.asdict(machine)
+    for standing, row in zip(machine.techniques, document["techniques"]):
+        row["options"] = {name: [dataclasses.asdict(n) for n in lacks] for name, lacks in standing.options}
+    return document
 
 
-def _facts(machine: Machine) -> list[str]:
+def _facts(machine: MachineFacts) -> list[str]:
     host = machine.processor
     memory = "memory unknown" if host.memory_bytes is None else _gib(host.memory_bytes)
     if host.limit_bytes is not None:
@@ -179,19 +175,11 @@ def _facts(machine: Machine) -> list[str]:
     return [f"{name:<13} {value}" for name, value in rows]
 
 
-def _problems(machine: Machine) -> list[str]:
-    return [line for need in machine.problems for line in _lacks(need, "")] + [""] * bool(machine.problems)
-
-
-def _techniques(machine: Machine) -> list[str]:
-    return [line for standing in machine.techniques for line in _standing(standing)]
-
-
 NAME = 19  # letters of a technique's name
 
 
 def _standing(standing: Standing) -> list[str]:
-    word = _coloured("ok   ", "green") if standing.runs else _coloured("lacks", "red")
+    word = _colored("ok   ", "green") if standing.runs else _colored("lacks", "red")
     lines = [f"{standing.name:<{NAME}} {word}  {standing.summary}"]
     if standing.several:
         need = standing.lacks[0]
@@ -209,7 +197,7 @@ def _standing(standing: Standing) -> list[str]:
 
 def _lacks(need: Requirement, indent: str, option: str = "") -> list[str]:
     what = f"{option}: " if option else ""
-    word = _coloured("lacks", "red")
+    word = _colored("lacks", "red")
     return [
         f"{indent}{word}  {what}{need.asked}",
         f"{indent}       found {need.found}",
@@ -217,15 +205,15 @@ def _lacks(need: Requirement, indent: str, option: str = "") -> list[str]:
     ]
 
 
-def _coloured(text: str, colour: str) -> str:
-    return typer.style(text, fg=colour) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
+def _colored(text: str, color: str) -> str:
+    return typer.style(text, fg=color) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text
 
 
 def _gib(size: int | None) -> str:
     return "memory unknown" if size is None else f"{size / 2**30:.1f} GiB"
 
 
-# --- techniques: what there is, before anything runs.
+# --- techniques
 
 
 def techniques(as_json: Json = False) -> None:
@@ -262,18 +250,18 @@ def techniques(as_json: Json = False) -> None:
         print(f"{'':<19} {promise}; owns {owns}" + (f"; options: {options}" if options else ""))
 
 
-# --- What this machine has and which techniques it can run: the facts of `optrush doctor`. Pure: never asks torch.
+# --- what `optrush doctor` shows; determined without torch
 #
-# A technique is asked by its own `needs`, as a run would ask it; who acts in the compile stage also needs compilers.
-
+# A technique can run if its own `needs` are met, as in a run; the compile stage also needs compilers.
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
-BESIDE = ("triton",)  # comes with torch where there is a GPU build of it
+OPTIONAL = ("triton",)  # installed with torch where there is a GPU build of it
+CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
 class Processor:
-    """The host: what the system says, and what a container leaves of it."""
+    """The host, and the limits of a container."""
 
     model: str
     cores: int  # that this process may use
@@ -283,20 +271,18 @@ class Processor:
 
 @dataclass(frozen=True)
 class Standing:
-    """How a technique stands here: `ok`, `ok` with several ranks, or `lacks` with what mends it."""
+    """Whether a technique can run here: `ok`, `ok` with several ranks, or `lacks` with the remedy."""
 
     name: str
     summary: str
     runs: bool
     several: bool  # it needs more than one rank
     lacks: tuple[Requirement, ...]
-    options: tuple[
-        tuple[str, tuple[Requirement, ...]], ...
-    ]  # of its options' other values: `impl=varlen`, and what it lacks
+    options: tuple[tuple[str, tuple[Requirement, ...]], ...]  # other values, `impl=varlen`, and what each lacks
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """Everything that `optrush doctor` shows."""
 
     devices: tuple[Device, ...]
@@ -311,12 +297,12 @@ class Machine:
     techniques: tuple[Standing, ...]
 
 
-def examine(classes: Sequence[type[Technique]] = ALL) -> Machine:
-    """Looks at this machine."""
+def examine(classes: Sequence[type[Technique]] = ALL) -> MachineFacts:
+    """Collect the facts of this machine."""
     devices = hardware.probe()
-    packages = {name: library(name) for name in REQUIRED + BESIDE}
+    packages = {name: library(name) for name in REQUIRED + OPTIONAL}
     folder = Path.cwd()
-    return Machine(
+    return MachineFacts(
         devices=tuple(devices),
         driver=_driver(),
         processor=_processor(),
@@ -331,7 +317,7 @@ def examine(classes: Sequence[type[Technique]] = ALL) -> Machine:
 
 
 def problems(devices: Sequence[Device], packages: dict[str, str | None]) -> Iterator[Requirement]:
-    """What no technique needs in particular, and every run does."""
+    """Yield what every run needs and this machine lacks."""
     for name in REQUIRED:
         if packages[name] is None:
             yield Requirement(False, f"the package {name}", "not installed", f"python -m pip install {name}")
@@ -347,7 +333,7 @@ def problems(devices: Sequence[Device], packages: dict[str, str | None]) -> Iter
 
 
 def standing(cls: type[Technique], devices: Sequence[Device]) -> Standing:
-    """Whether a technique can run here, with its defaults and with each other choice of its options."""
+    """Return whether a technique can run here, with its defaults and with each other choice of its options."""
     device = devices[0] if devices else hardware.cpu()
     most = len(devices) or 2  # processes share a CPU, but not a GPU
     plain = cls(**cls.sample)
@@ -364,7 +350,7 @@ def standing(cls: type[Technique], devices: Sequence[Device]) -> Standing:
 
 
 def choices(cls: type[Technique]) -> Iterator[tuple[str, Any]]:
-    """(option, value) for every value but the default of the options that are a choice among names."""
+    """Yield (option, value) for every value but the default of options of type Literal."""
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if get_origin(hints[field.name]) is Literal:
@@ -372,9 +358,9 @@ def choices(cls: type[Technique]) -> Iterator[tuple[str, Any]]:
 
 
 def lacking(technique: Technique, device: Device, ranks: int) -> list[Requirement]:
-    """What a technique lacks on a device, whatever else is in the run: the fewest unmet over the owners of parts."""
-    # An ordinary run, and one of whole steps without clipping: what a technique asks of the model (blocks, dtype,
-    # positions) or of the step is met, what it asks of the machine is what is left.
+    """Return what a technique lacks on a device in any run: the fewest unmet needs over the owners of parts."""
+    # An ordinary run, and one of whole steps without clipping, meet needs of the model (blocks, dtype, positions) and
+    # of the step, so that those of the machine remain.
     plain = Environment(
         device=device, ranks=ranks, seq=2048, rows=8 * ranks, micro_rows=1, clip=1.0, dtype="float32", native=True,
         blocks=16,
@@ -401,16 +387,10 @@ def _driver() -> str | None:
 
 
 def _processor() -> Processor:
-    info = _text("/proc/cpuinfo")
-    name = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)
     memory = hardware.cpu().memory_bytes
-    limit = _text("/sys/fs/cgroup/memory.max").strip()
-    limited = int(limit) if limit.isdigit() and (memory is None or int(limit) < memory) else None
-    return Processor(name[1] if name else platform.machine(), len(os.sched_getaffinity(0)), memory, limited)
-
-
-def _text(path: str) -> str:
     try:
-        return Path(path).read_text()
+        limit = CONTAINER_LIMIT.read_text().strip()
     except OSError:
-        return ""
+        limit = ""
+    limited = int(limit) if limit.isdigit() and (memory is None or int(limit) < memory) else None
+    return Processor(*hardware.processor(), memory, limited)

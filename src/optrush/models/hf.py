@@ -1,14 +1,20 @@
-"""What the adapter must show before anything is trained: it runs the real model on the CPU and compares.
+"""Run any causal language model of transformers behind the interface of our own decoder.
 
-Documents of a packed row against the same documents alone, our head against the model's own, and sdpa without a mask
-against masked attention. The first two refuse a model, the last one only says which kernel it may have.
+The published modules compute, unchanged; our part is the interface around them: hidden states instead of logits, a head
+that is called, a `block_call` slot around every block, weights that can be sharded. transformers separates packed
+documents by their restarting positions, but only without an attention mask and without a cache, and only in models that
+pass positions to its mask builder. `adapt` therefore runs every model on the CPU first and compares (`probe_model`). A
+model with an unknown head, or in which documents attend to each other, is refused before anything is trained, with the
+difference in the error.
+
+Canonical names are transformers' own, except the head's: `head.weight`, `head.bias`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,137 +25,26 @@ from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.models.decoder import Head, Linear, call, redo_ties
 from optrush.models.shapes import HF
-from optrush.models.weights import Folder, Memory, Source, WeightEntry, WeightMap, drawn, enlarge, widened
+from optrush.models.weights import Folder, Memory, Source, WeightEntry, WeightMap, enlarge, random_init, widened
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
 
 
 PROBE_LENGTHS = (7, 1, 5, 11)  # documents of the probe's packed row
-PROBE_LOGIT = 60.0  # hidden states are stretched until logits are this large: a softcap shows only there
-
-
-def unsupported(config: Any, found: str) -> NeedsError:
-    """The refusal of a model, with what was found in it."""
-    return NeedsError(
-        f"a model of type {config.model_type!r} through transformers",
-        found,
-        "choose a model of another family; llama, mistral, qwen2 and qwen3 have a decoder here",
-    )
-
-
-@torch.no_grad()
-def probe(adapter: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
-    """Compare on the CPU: a packed row with its documents one by one, and our head with the model's own logits.
-
-    Packed and alone agree to rounding only, which in bfloat16 could hide a faint leak; so the first document is also
-    changed, which must leave every bit of the others.
-
-    Raises:
-        NeedsError: which of them differed, and by how much.
-    """
-    was, close = adapter.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
-    adapter.eval()
-    tokens, positions, documents = _probe_row(adapter)
-    try:
-        hidden = adapter(tokens, positions, documents)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise unsupported(adapter.config, f"it does not run on tokens and positions ({error})") from None
-    spans = list(zip(documents.starts[:-1].tolist(), documents.starts[1:].tolist(), strict=True))
-    single = documents._replace(single=True)
-    alone = [adapter(tokens[:, a:b], positions[:, a:b], single) for a, b in spans]
-    _compare(adapter.config, "packed documents and the same documents alone", hidden, torch.cat(alone, 1), close)
-    changed, first = tokens.clone(), spans[0][1]
-    changed[:, :first] = (changed[:, :first] + 1) % adapter.head.weight.shape[0]
-    others = adapter(changed, positions, documents)[:, first:]
-    _compare(adapter.config, "documents beside a changed document, before and after,", others, hidden[:, first:], 0.0)
-    largest = F.linear(hidden, adapter.head.weight).float().abs().max().clamp_min(1e-6).item()
-    # At 0 only a bias is left, at 1 all is as it comes, and a softcap shows only in large logits.
-    for factor in (0.0, 1.0, PROBE_LOGIT / largest):
-        ours, theirs = _both_logits(adapter, hf_model, tokens[:, spans[-1][0] :], factor)
-        _compare(adapter.config, f"our head's logits and its own (hidden states x {factor:.3g})", ours, theirs, close)
-    adapter.maskless = _maskless(adapter, tokens[:, spans[-1][0] :], single, alone[-1], close)
-    adapter.train(was)
-
-
-def _maskless(adapter: HFModel, tokens: Tensor, documents: Documents, want: Tensor, close: float) -> bool:
-    """Whether one document through sdpa without a mask is what it is through masked attention.
-
-    Chunks of attention could be longer than the probe's document, so they count as a difference.
-    """
-    if not set(getattr(adapter.config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}:
-        return False
-    try:
-        adapter.set_attention("sdpa")
-        adapter._leave_masks()
-        found = adapter(tokens, torch.arange(tokens.shape[1])[None], documents)
-    except (NeedsError, TypeError, ValueError, ImportError):
-        return False  # this model has no sdpa: whoever asks for it is told so
-    finally:
-        adapter.set_attention("masked")
-    return _apart(found, want) <= close
-
-
-def _both_logits(adapter: HFModel, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Logits of one document by our head and by the model itself, its hidden states multiplied by `factor`."""
-    kept: list[Tensor] = []
-
-    def multiply(_module: nn.Module, _args: Any, out: Any) -> Any:
-        out["last_hidden_state"] = out.last_hidden_state * factor
-        kept.append(out.last_hidden_state)
-        return out
-
-    hook = adapter._trunk.register_forward_hook(multiply)
-    try:
-        theirs = hf_model(input_ids=tokens, use_cache=False).logits
-    finally:
-        hook.remove()
-    return adapter.head.logits(kept[0]), theirs
-
-
-def _probe_row(adapter: HFModel) -> tuple[Tensor, Tensor, Documents]:
-    """One row of PROBE_LENGTHS documents, of tokens spread over the vocabulary."""
-    T, vocab = sum(PROBE_LENGTHS), adapter.head.weight.shape[0]
-    tokens = (torch.arange(T) * 7919 + 13)[None] % vocab
-    positions = torch.cat([torch.arange(n) for n in PROBE_LENGTHS])[None]
-    ids = torch.repeat_interleave(torch.arange(len(PROBE_LENGTHS)), torch.tensor(PROBE_LENGTHS))[None]
-    starts = torch.tensor([0, *PROBE_LENGTHS]).cumsum(0)
-    return tokens, positions.int(), Documents(starts.int(), ids.int(), max(PROBE_LENGTHS), False)
-
-
-def _compare(config: Any, what: str, ours: Tensor, theirs: Tensor, close: float) -> None:
-    apart, size = _apart(ours, theirs), theirs.float().abs().max().item()
-    if not apart <= close:  # not >: a NaN is a difference
-        raise unsupported(config, f"{what} differ by {apart * size:.2e}, where the largest value is {size:.2e}")
-
-
-def _apart(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, in units of the largest value of `theirs`."""
-    return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6)).item()
-
-
-# --- Any other causal language model of transformers, under the attributes that our own decoder has.
-#
-# The published module does the work, unchanged; what is ours is the seam around it: hidden states instead of logits, a
-# head that is called, a `through` slot before every block, weights that can be cut. transformers keeps packed documents
-# apart by their restarting positions, but only without an attention mask and without a cache, and only in models that
-# hand positions to its mask builder. So nothing is assumed: when it is made, the adapter runs the real model on the CPU
-# and compares (`probe`). A model whose head does more than we know, or whose documents see each other, is refused with
-# the difference found, before anything is trained.
-#
-# Canonical names are transformers' own, except the head's: `head.weight`, `head.bias`.
-
-
+PROBE_LOGIT = 60.0  # hidden states are scaled until logits are this large, which makes a softcap visible
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
-ALONE = "optrush_sdpa"  # what `_alone` is called in transformers' registers
-NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations that do not ask how long the row is
+ALONE = "optrush_sdpa"  # name of `_alone` in transformers' registries
+NUMBERED = frozenset(
+    {None, "default", "linear", "llama3", "yarn"}
+)  # rotations that do not depend on the length of the row
 
 
 class HFModel(nn.Module):
-    """A transformers model behind our attributes; see `model.decoder.Decoder` for what each means.
+    """A transformers model with the attributes of `models.decoder.Decoder`, where they are documented.
 
     Args:
-        hf_model: ...ForCausalLM with real values on the CPU; its modules are taken over, its class is left alone.
+        hf_model: ...ForCausalLM with real values on the CPU; its modules are reused, its class is not.
     """
 
     supports_packing = True
@@ -164,27 +59,27 @@ class HFModel(nn.Module):
         output = hf_model.get_output_embeddings()
         if not isinstance(backbone, nn.Module) or not isinstance(output, nn.Linear):
             raise unsupported(config, "no separate backbone and linear output layer")
-        self.add_module(self.prefix, backbone)  # under its own name: canonical names are then transformers' names
+        self.add_module(self.prefix, backbone)  # under its own name, so that canonical names are transformers' names
         self.head = Head(output.weight, output.bias)
         self.head.scale = _logit_scale(config)
         self.head.softcap = getattr(config, "final_logit_softcapping", None)
         self.block_call: Callable[..., Any] = call
-        self.maskless = False  # sdpa was seen to need no mask where rows hold one document
-        self._told: dict[str, Any] = {}  # what the attention function is told about such rows
+        self.maskless = False  # set by `probe_model`: sdpa needs no mask where rows hold one document
+        self._attention_flags: dict[str, Any] = {}  # arguments of the attention function for such rows
         self._numbered = _numbered(config)
         self._blocks = _block_list(backbone, self.prefix, config)  # number -> path
         for path in self._blocks.values():
             self._own_linears(path)
         for name in self._blocks:
             self._reroute(self.blocks[name])
-        # Counted before a technique stores them in another form, or puts adapters beside them.
+        # Counted before a technique stores them in another form or adds adapters.
         matrices = (p for block in self.blocks.values() for p in block.parameters() if p.ndim > 1)
         self._block_matrices = sum(p.numel() for p in matrices)
         self.ties = _ties(self)
         self._buffers_on_host: dict[tuple[str, str], Tensor] = {}
 
     def _own_linears(self, path: str) -> None:
-        """Each nn.Linear of a block becomes ours, with its slots; models of other linears, as GPT-2's, keep them."""
+        """Replace each nn.Linear of a block by ours, which has slots; other classes of linears, as GPT-2's, stay."""
         block = self.get_submodule(path)
         for name, module in list(block.named_modules()):
             if type(module) is nn.Linear:
@@ -192,7 +87,7 @@ class HFModel(nn.Module):
                 setattr(block.get_submodule(owner), role, Linear.of(module, role))
 
     def _reroute(self, layer: nn.Module) -> None:
-        """Let calls of one block's forward pass through the slot, on this instance only."""
+        """Route calls of one block's forward through the slot, on this instance only."""
         original = layer.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +97,7 @@ class HFModel(nn.Module):
 
     @property
     def _trunk(self) -> Any:
-        """The backbone, whatever name its family gives it."""
+        """The backbone; its name depends on the family."""
         return getattr(self, self.prefix)
 
     @property
@@ -217,34 +112,34 @@ class HFModel(nn.Module):
 
     @property
     def norm(self) -> nn.Module | None:
-        """The norm after the last block, if the backbone has one beside its blocks."""
+        """The norm after the last block, if the backbone has one next to its blocks."""
         parent = self.get_submodule(self._blocks["0"].rpartition(".")[0].rpartition(".")[0])
         norms = [m for m in parent.children() if "norm" in type(m).__name__.lower()]
         return norms[-1] if norms else None
 
     def forward(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
-        """tokens and positions (B, T) -> hidden states after the last norm (B, T, D).
+        """Return the hidden states after the last norm (B, T, D) of tokens and positions (B, T).
 
-        Packed documents are told by the restarts of `positions`. Where every row holds one document they are left out:
-        transformers then counts on through the padding, which no document reads, and needs no mask of its own.
+        transformers separates packed documents where `positions` restart. Without them, where every row holds one
+        document, it also numbers the padding, which no document attends to, and needs no mask.
         """
         alone = documents.single and tokens.shape[1] <= self._numbered
         out = self._trunk(
             input_ids=tokens, position_ids=None if alone else positions.long(), attention_mask=None, use_cache=False,
-            **(self._told if documents.single else {}),
+            **(self._attention_flags if documents.single else {}),
         )  # fmt: skip
         hidden: Tensor = out.last_hidden_state
         return hidden
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Every linear of the blocks by its canonical name (models of other linears, as GPT-2's, have none)."""
+        """Yield every linear of the blocks by its canonical name (none for other classes of linears, as GPT-2's)."""
         for path in self._blocks.values():
             for name, module in self.get_submodule(path).named_modules(prefix=path):
                 if isinstance(module, Linear):
                     yield name, module
 
     def set_attention(self, name: str) -> int:
-        """'masked' or 'sdpa', in transformers' own implementation; how many blocks changed.
+        """Select transformers' 'masked' or 'sdpa' attention; return the number of blocks changed.
 
         Raises:
             NeedsError: another name, or sdpa where scores are capped (transformers' sdpa leaves the cap out).
@@ -262,39 +157,39 @@ class HFModel(nn.Module):
                 "use masked attention",
             )
         self._trunk.set_attn_implementation(ATTENTIONS[name])
-        self._told = {}
+        self._attention_flags = {}
         if name == "sdpa" and self.maskless:
             self._leave_masks()
         return len(self._blocks)
 
     def _leave_masks(self) -> None:
-        """From sdpa to sdpa by `_alone`: compiled, transformers gives sdpa a mask in every case."""
+        """Replace sdpa by `_alone`: when compiled, transformers always passes a mask to sdpa."""
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 
         AttentionInterface.register(ALONE, _alone)
         AttentionMaskInterface.register(ALONE, sdpa_mask)
         self._trunk.set_attn_implementation(ALONE)
-        self._told = {"one_document": True}
+        self._attention_flags = {"one_document": True}
 
     @property
     def matrix_parameters(self) -> int:
-        """N_mm: the blocks' matrices and the head."""
+        """N_mm: number of weights of the blocks' matrices and the head."""
         return self._block_matrices + self.head.weight.numel()
 
     def flops(self, tokens: int, attended: int) -> int:
-        """Training FLOPs as `ModelShape.flops`; sliding windows are counted as if they were whole."""
+        """Return training FLOPs as `ModelShape.flops` does; sliding windows count as full attention."""
         c = self.config
         head_width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         attention = 6 * attended * c.num_attention_heads * head_width * len(self._blocks)
         return (6 * self.matrix_parameters - self.frozen_flops) * tokens + int(attention)
 
     def tie(self) -> None:
-        """Make every alias in `ties` its parameter again."""
+        """Restore every alias in `ties`."""
         redo_ties(self, self.ties)
 
     def to_meta(self) -> dict[str, Tensor]:
-        """Move to the meta device; the values it had, by canonical name. Buffers are kept for `restore_buffers`."""
+        """Move to the meta device; return the values by canonical name. Buffers are kept for `restore_buffers`."""
         values = {name: parameter.data for name, parameter in self.named_parameters()}
         for path, module in self.named_modules():
             for name, buffer in module._buffers.items():
@@ -305,21 +200,30 @@ class HFModel(nn.Module):
         return values
 
     def restore_buffers(self, device: torch.device) -> None:
-        """Give every buffer (RoPE frequencies, embedding scales) its value again, on `device`."""
+        """Restore the values of all buffers (RoPE frequencies, embedding scales) on `device`."""
         for (path, name), value in self._buffers_on_host.items():
             self.get_submodule(path)._buffers[name] = value.to(device, copy=True)
+
+
+def unsupported(config: Any, found: str) -> NeedsError:
+    """Return the error that refuses a model."""
+    return NeedsError(
+        f"a model of type {config.model_type!r} through transformers",
+        found,
+        "choose a model of another family; llama, mistral, qwen2 and qwen3 have a decoder here",
+    )
 
 
 def adapt(
     folder: Path | None, hf: HF, dtype: torch.dtype, seed: int, growth: Growth | None = None
 ) -> tuple[HFModel, WeightMap]:
-    """Load or draw a transformers model on the CPU, prove it, and hand it over on the meta device with its recipe.
+    """Load or draw a transformers model on the CPU and probe it; return it on the meta device with its weight map.
 
     Args:
-        growth: new tokens, of which `hf` has the vocabulary already and the folder not.
+        growth: new tokens; `hf` has the larger vocabulary already, the folder does not.
 
     Raises:
-        NeedsError: transformers does not know it, the weights do not fit, or the probe found a difference.
+        NeedsError: transformers does not support it, the weights do not fit, or the probe found a difference.
     """
     published = hf if growth is None else {**hf, "vocab_size": growth.rows}
     hf_model = _from_config(hf, dtype) if folder is None else _from_folder(folder, published, dtype)
@@ -333,7 +237,7 @@ def adapt(
             raise unsupported(adapter.config, f"a parameter without dimensions ({name})")
         entries[name] = WeightEntry(tuple(parameter.shape), ((names[id(parameter)], parameter.shape[0]),))
     source = None if folder is not None else _draw(adapter, entries, hf, seed, growth)
-    probe(adapter, hf_model, dtype)
+    probe_model(adapter, hf_model, dtype)
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
     buffers = {name: hf_model.state_dict()[name].clone() for name in sorted(persistent)}
     values = adapter.to_meta()
@@ -356,14 +260,10 @@ def _config(hf: HF) -> Any:
     return CONFIG_MAPPING[kind].from_dict(dict(hf))
 
 
-def _auto_model() -> Any:
+def _from_config(hf: HF, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM
-
-
-def _from_config(hf: HF, dtype: torch.dtype) -> Any:
-    config, auto = _config(hf), _auto_model()
+    config, auto = _config(hf), cast(Any, AutoModelForCausalLM)
     try:
         with _Undrawn():
             model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
@@ -373,7 +273,7 @@ def _from_config(hf: HF, dtype: torch.dtype) -> Any:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves matrices undrawn, with NaN at both ends: `_draw` replaces them, and drawing is most of making a model."""
+    """Skip the draw of matrices, most of the time of building a model: `_draw` replaces them. NaN at both ends."""
 
     draws = frozenset({"normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"})  # of Tensor or of torch.nn.init
 
@@ -388,36 +288,41 @@ class _Undrawn(TorchFunctionMode):
 
 
 def _from_folder(folder: Path, hf: HF, dtype: torch.dtype) -> Any:
-    config, auto = _config(hf), _auto_model()
-    Folder(folder)  # refuses pickles, and an index that leaves the folder
+    config = _config(hf)
+    Folder(folder)  # refuses pickles, and an index that refers to other folders
     try:
-        model, info = auto.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation="eager", local_files_only=True,
-            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
-        )  # fmt: skip
+        return _pretrained(folder, config, dtype, "eager")
     except (ValueError, OSError, RuntimeError) as error:
         raise unsupported(config, str(error).splitlines()[0]) from None
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(what):
-            raise NeedsError(
-                f"the weights in {folder}",
-                f"{what.replace('_', ' ')}: {sorted(map(str, info[what]))[0]}",
-                "check that config.json fits the weights",
-            )
+
+
+def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: str) -> Any:
+    """Return transformers' model of a folder in eval mode; raise NeedsError if its weights do not fit config.json."""
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True,
+        use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+    )  # fmt: skip
+    model, info = loaded
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if wrong := sorted(map(str, info.get(kind) or ())):
+            found, do = f"{kind.replace('_', ' ')}: {wrong[0]}", "check that config.json fits the weights"
+            raise NeedsError(f"the weights in {folder}", found, do)
     return model.eval()
 
 
 def _draw(adapter: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, growth: Growth | None) -> Source:
-    """Replace the values of a fresh model by the draw that every model class shares.
+    """Replace the values of a new model by the random draw that all model classes share.
 
-    What transformers makes constant (norms that start at 1, or at 0 where a family adds 1; biases) stays constant.
+    What transformers initializes to a constant (norms to 1, or to 0 where a family adds 1; biases) stays constant.
     """
     constants: dict[str, float] = {}
     for name, parameter in adapter.named_parameters():
         low, high = parameter.data.aminmax()
         if low == high or parameter.ndim < 2:
             constants[entries[name].pieces[0][0]] = float(low)
-    source = widened(drawn(hf, seed, constants), adapter, entries, growth)
+    source = widened(random_init(hf, seed, constants), adapter, entries, growth)
     recipe = WeightMap(entries, source)
     for name, parameter in adapter.named_parameters():
         recipe.fill(name, parameter.data, (0,) * parameter.ndim)
@@ -428,7 +333,7 @@ def _alone(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     one_document: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """transformers' sdpa; in a row of one document causal without a mask, but where the block has a window."""
+    """Run transformers' sdpa; in rows of one document causal and without a mask, unless the block has a window."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if one_document and kwargs.get("sliding_window") is None:
@@ -437,19 +342,19 @@ def _alone(
 
 
 def _numbered(config: Any) -> int:
-    """Up to this many tokens a row may be numbered from its first to its last, whatever its document's length."""
+    """Return the most tokens of a row that may be numbered from the first to the last, beyond its document's end."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {kind.get("rope_type") for kind in (rope, *rope.values()) if isinstance(kind, dict)}
     return (getattr(config, "max_position_embeddings", None) or 0) if kinds <= NUMBERED else 0
 
 
 def _logit_scale(config: Any) -> float:
-    """Cohere multiplies its logits by logit_scale, Granite divides them by logits_scaling."""
+    """Return the factor of the logits: Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
     return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def _block_list(backbone: nn.Module, prefix: str, config: Any) -> dict[str, str]:
-    """{'0': path of the first block, ...}: the first list of modules as long as the model has layers."""
+    """Return the paths of the blocks by number: the first list of modules as long as the model has layers."""
     count = config.num_hidden_layers
     for path, module in backbone.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -458,7 +363,7 @@ def _block_list(backbone: nn.Module, prefix: str, config: Any) -> dict[str, str]
 
 
 def _ties(module: nn.Module) -> tuple[tuple[str, str], ...]:
-    """(alias, first name) for every parameter that is registered twice."""
+    """Return (alias, first name) of every parameter that is registered twice."""
     first: dict[int, str] = {}
     ties = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -469,44 +374,129 @@ def _ties(module: nn.Module) -> tuple[tuple[str, str], ...]:
     return tuple(ties)
 
 
-# --- A folder as transformers alone loads it: what others will get. For talking to a model, and to verify an export.
+# --- the comparison before training: the model on the CPU
 
 
-KINDS = ("missing_keys", "unexpected_keys", "mismatched_keys")
+@torch.no_grad()
+def probe_model(adapter: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
+    """Compare on the CPU: a packed row with its documents one by one, and our head with the model's own logits.
+
+    Packed and single documents agree to rounding only, which in bfloat16 could hide a small leak; therefore the first
+    document is also changed, which must not change any bit of the others. sdpa without a mask is compared with masked
+    attention, and only sets `maskless`.
+
+    Raises:
+        NeedsError: one of them differs.
+    """
+    was, close = adapter.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
+    adapter.eval()
+    tokens, positions, documents = _probe_row(adapter)
+    try:
+        hidden = adapter(tokens, positions, documents)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise unsupported(adapter.config, f"it does not run on tokens and positions ({error})") from None
+    spans = list(zip(documents.starts[:-1].tolist(), documents.starts[1:].tolist(), strict=True))
+    single = documents._replace(single=True)
+    alone = [adapter(tokens[:, a:b], positions[:, a:b], single) for a, b in spans]
+    _compare(adapter.config, "packed documents and the same documents alone", hidden, torch.cat(alone, 1), close)
+    changed, first = tokens.clone(), spans[0][1]
+    changed[:, :first] = (changed[:, :first] + 1) % adapter.head.weight.shape[0]
+    others = adapter(changed, positions, documents)[:, first:]
+    _compare(
+        adapter.config, "documents in a row with a changed document, before and after,", others, hidden[:, first:], 0.0
+    )
+    largest = F.linear(hidden, adapter.head.weight).float().abs().max().clamp_min(1e-6).item()
+    # At 0 only a bias remains, 1 is the model itself, and a softcap is visible only in large logits.
+    for factor in (0.0, 1.0, PROBE_LOGIT / largest):
+        ours, theirs = _both_logits(adapter, hf_model, tokens[:, spans[-1][0] :], factor)
+        _compare(adapter.config, f"our head's logits and its own (hidden states x {factor:.3g})", ours, theirs, close)
+    adapter.maskless = _maskless(adapter, tokens[:, spans[-1][0] :], single, alone[-1], close)
+    adapter.train(was)
+
+
+def _maskless(adapter: HFModel, tokens: Tensor, documents: Documents, expected: Tensor, close: float) -> bool:
+    """Return whether sdpa without a mask equals masked attention on one document.
+
+    False for chunked attention, whose chunks could be longer than the probe's document.
+    """
+    if not set(getattr(adapter.config, "layer_types", None) or ()) <= {"full_attention", "sliding_attention"}:
+        return False
+    try:
+        adapter.set_attention("sdpa")
+        adapter._leave_masks()
+        found = adapter(tokens, torch.arange(tokens.shape[1])[None], documents)
+    except (NeedsError, TypeError, ValueError, ImportError):
+        return False  # this model has no sdpa: a request for it is refused later
+    finally:
+        adapter.set_attention("masked")
+    return _apart(found, expected) <= close
+
+
+def _both_logits(adapter: HFModel, hf_model: Any, tokens: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Return logits of one document by our head and by the model itself, its hidden states multiplied by `factor`."""
+    hidden: list[Tensor] = []
+
+    def multiply(_module: nn.Module, _args: Any, out: Any) -> Any:
+        out["last_hidden_state"] = out.last_hidden_state * factor
+        hidden.append(out.last_hidden_state)
+        return out
+
+    hook = adapter._trunk.register_forward_hook(multiply)
+    try:
+        theirs = hf_model(input_ids=tokens, use_cache=False).logits
+    finally:
+        hook.remove()
+    return adapter.head.logits(hidden[0]), theirs
+
+
+def _probe_row(adapter: HFModel) -> tuple[Tensor, Tensor, Documents]:
+    """Return a row of PROBE_LENGTHS documents, with tokens spread over the vocabulary."""
+    T, vocab = sum(PROBE_LENGTHS), adapter.head.weight.shape[0]
+    tokens = (torch.arange(T) * 7919 + 13)[None] % vocab
+    positions = torch.cat([torch.arange(n) for n in PROBE_LENGTHS])[None]
+    ids = torch.repeat_interleave(torch.arange(len(PROBE_LENGTHS)), torch.tensor(PROBE_LENGTHS))[None]
+    starts = torch.tensor([0, *PROBE_LENGTHS]).cumsum(0)
+    return tokens, positions.int(), Documents(starts.int(), ids.int(), max(PROBE_LENGTHS), False)
+
+
+def _compare(config: Any, what: str, ours: Tensor, theirs: Tensor, close: float) -> None:
+    apart, size = _apart(ours, theirs), theirs.float().abs().max().item()
+    if not apart <= close:  # not >: a NaN is a difference
+        raise unsupported(config, f"{what} differ by {apart * size:.2e}, where the largest value is {size:.2e}")
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference, in units of the largest value of `theirs`."""
+    return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6)).item()
+
+
+# --- a folder as transformers loads it: for chat and generation, and to verify an export
 
 
 def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """transformers' model of a folder, in eval mode.
+    """Load transformers' own model of a folder, in eval mode.
 
     Args:
         dtype: None: as stored.
 
     Raises:
-        NeedsError: transformers does not know it, its weights are pickles, or they do not fit its config.json.
+        NeedsError: transformers does not support it, its weights are pickles, or they do not fit its config.json.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging
 
-    Folder(folder)  # refuses pickles, and an index that leaves the folder
-    asked = f"the model {folder}"
+    Folder(folder)  # refuses pickles, and an index that refers to other folders
     shows = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        # Whatever attention config.json names, which may be code on the hub. It goes before the argument alone.
+        # config.json may name an attention whose code is on the hub, and has precedence over the argument.
         config._attn_implementation = "sdpa"
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype or "auto", local_files_only=True, use_safetensors=True,
-            trust_remote_code=False, attn_implementation="sdpa", output_loading_info=True,
-        )  # fmt: skip
+        model = _pretrained(folder, config, dtype or "auto", "sdpa")
     except (ValueError, OSError, RuntimeError, KeyError, ImportError) as error:
         found = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise NeedsError(asked, found, "name a folder that transformers loads") from None
+        raise NeedsError(f"the model {folder}", found, "name a folder that transformers loads") from None
     finally:
         if shows:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-    model, info = loaded
-    for kind in KINDS:
-        if wrong := sorted(map(str, info.get(kind) or ())):
-            raise NeedsError(asked, f"{kind.replace('_', ' ')}: {wrong[0]}", "check that config.json fits the weights")
-    return model.to(device).eval()
+    return model.to(device)

@@ -1,4 +1,4 @@
-"""Opens a model: our own decoder where it represents the model, else transformers' in an adapter; and its weights."""
+"""Load a model and its weights: our own decoder where it represents the model, else transformers' implementation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from optrush.models.shapes import HF, native_obstacle, refuse_foreign
 from optrush.models.source import Growth
 from optrush.models.weights import (
     WeightMap,
-    _constants,
-    drawn,
+    native_constants,
     native_entries,
-    opened,
+    open_weights,
+    random_init,
     refuse_packed,
     vocabulary_names,
     widened,
@@ -31,18 +31,18 @@ def load(
     seed: int,
     growth: Growth | None = None,
 ) -> tuple[Decoder | HFModel, WeightMap]:
-    """A model on the meta device, and the recipe of its values.
+    """Build a model on the meta device, and the map of its weights.
 
     Args:
-        folder: safetensors beside a config.json; None draws random weights.
-        hf: the config.json, perhaps edited: this one counts, not the folder's.
-        implementation: None takes our own decoder wherever it represents the model, else the adapter.
+        folder: of safetensors and config.json; None draws random weights.
+        hf: the config.json, perhaps edited; the folder's is ignored.
+        implementation: None takes our own decoder wherever it represents the model, else transformers'.
         dtype: type of the parameters.
         seed: of the random draw.
-        growth: new tokens, of which `hf` has the vocabulary already and the folder not.
+        growth: new tokens; `hf` has the larger vocabulary already, the folder does not.
 
     Raises:
-        NeedsError: the model is foreign, or the weights do not fit it.
+        NeedsError: the model is not supported, or the weights do not fit it.
         ConfigError: config.json is not complete.
     """
     refuse_foreign(hf)
@@ -53,11 +53,12 @@ def load(
     model = build(hf, dtype)
     entries = native_entries(model)
     if folder is None:
-        return model, WeightMap(entries, widened(drawn(hf, seed, _constants(entries)), model, entries, growth))
-    source = opened(folder)
+        drawn = random_init(hf, seed, native_constants(entries))
+        return model, WeightMap(entries, widened(drawn, model, entries, growth))
+    stored = open_weights(folder)
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in vocabulary_names(model, entries)}
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.shape.tied else {}
-    source.check(needed, tied)
-    return model, WeightMap(entries, widened(source, model, entries, growth))
+    stored.check(needed, tied)
+    return model, WeightMap(entries, widened(stored, model, entries, growth))

@@ -1,7 +1,7 @@
-"""What a model is made of, read from a Hugging Face config.json: sizes, counts of parameters, FLOPs. Pure Python.
+"""Read the sizes of a model from a Hugging Face config.json; count its parameters and FLOPs. Pure Python.
 
 Legend: T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head width, V vocabulary, L layers.
-Everything here answers before torch is imported, for the planner must answer on a machine without it.
+The planner needs this module on a machine without torch.
 """
 
 from __future__ import annotations
@@ -14,42 +14,28 @@ from optrush.errors import ConfigError, NeedsError
 
 HF = Mapping[str, Any]  # a config.json
 ROPE_KINDS = ("default", "linear", "llama3")
-FOREIGN_ROPE_KINDS = ("dynamic", "yarn", "longrope", "proportional")  # transformers alone computes these
+FOREIGN_ROPE_KINDS = ("dynamic", "yarn", "longrope", "proportional")  # computed by transformers only
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# What transformers assumes where config.json is silent (its configuration classes, versions 5.17 to 5.23).
-_SILENT: dict[str, dict[str, Any]] = {
+# Defaults of keys that config.json leaves out (transformers' configuration classes, versions 5.17 to 5.23).
+_QWEN = {
+    "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28
+}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-    },
-    "qwen2": {
-        "num_key_value_heads": 32,
-        "head_dim": None,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-        "max_window_layers": 28,
-    },
+    "mistral": {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": {**_QWEN, "head_dim": None},
+    "qwen3": {**_QWEN, "head_dim": 128},
 }
 
 
 @dataclass(frozen=True)
 class RopeShape:
-    """How positions become angles; the last four belong to 'llama3' alone (`factor` to 'linear' too)."""
+    """Rotary embedding; the last four fields are for 'llama3' only (`factor` also for 'linear')."""
 
     kind: str = "default"
     theta: float = 10000.0
@@ -78,11 +64,11 @@ class ModelShape:
     qk_norm: bool
     norm_eps: float
     rope: RopeShape
-    window: int | None  # a sliding window that some layer uses; None: every layer sees everything before it
+    window: int | None  # a sliding window that some layer uses; None: every layer attends to all earlier tokens
 
     @classmethod
     def read(cls, hf: HF) -> ModelShape:
-        """The shape in a config.json.
+        """Read the shape from a config.json.
 
         Raises:
             NeedsError: our decoder does not represent it (foreign kind, family, RoPE type...).
@@ -97,12 +83,8 @@ class ModelShape:
                 "set `implementation: transformers`, or choose a llama, mistral, qwen2 or qwen3 model "
                 f"with a RoPE type among {', '.join(ROPE_KINDS)}",
             )
-        return cls._read(hf)
-
-    @classmethod
-    def _read(cls, hf: HF) -> ModelShape:
         family = str(hf["model_type"])
-        full = {**_SILENT[family], **hf}
+        full = {**_DEFAULTS[family], **hf}
         width, heads = _size(hf, "hidden_size"), _size(hf, "num_attention_heads")
         kv_heads = heads if full["num_key_value_heads"] is None else _size(full, "num_key_value_heads")
         head_width = full["head_dim"] or width // heads
@@ -135,14 +117,14 @@ class ModelShape:
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights that take part in a matrix product: N_mm = N_lin + D V; the input embedding is a lookup."""
+        """Number of weights in matrix products: N_mm = N_lin + D V; the input embedding is a lookup."""
         D, E = self.width, self.head_width
         block = D * self.heads * E + 2 * D * self.kv_heads * E + self.heads * E * D + 3 * D * self.ff_width
         return self.layers * block + D * self.vocab
 
     @property
     def parameters(self) -> int:
-        """All parameters, a tied head counted once."""
+        """Number of all parameters, a tied head counted once."""
         D, E, F = self.width, self.head_width, self.ff_width
         qkv = (self.heads + 2 * self.kv_heads) * E
         small = 2 * D + (2 * E if self.qk_norm else 0)
@@ -150,7 +132,7 @@ class ModelShape:
         return self.matrix_parameters + self.layers * small + D + (0 if self.tied else self.vocab * D)
 
     def flops(self, tokens: int, attended: int) -> int:
-        """FLOPs of one training step's forward and backward: 6 N_mm a token, and causal attention.
+        """Return the FLOPs of a step's forward and backward pass: 6 N_mm a token, and causal attention.
 
         Args:
             tokens: real tokens.
@@ -161,7 +143,7 @@ class ModelShape:
     def check_window(self, T: int) -> None:
         """Raise NeedsError if a row of T tokens is longer than a sliding window that a layer uses.
 
-        Up to the window's length it hides nothing, so our decoder, which has none, is exact there.
+        Our decoder has no window; up to its length a window masks nothing, and our decoder is exact.
         """
         if self.window is not None and self.window < T:
             raise NeedsError(
@@ -188,7 +170,7 @@ def _rope_kind(hf: HF) -> str:
 
 
 def _rope(hf: HF) -> RopeShape:
-    """Both forms: `rope_parameters` (transformers 5) and `rope_theta` beside `rope_scaling` (before)."""
+    """Read both forms: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (earlier versions)."""
     given, kind = _rope_dict(hf), _rope_kind(hf)
     theta = given.get("rope_theta", hf.get("rope_theta"))
     theta = 10000.0 if theta is None else float(theta)
@@ -226,10 +208,10 @@ def _window(full: HF) -> int | None:
 
 
 def native_obstacle(hf: HF) -> str | None:
-    """Why our own decoder cannot represent this config.json, or None where it can.
+    """Return the reason why our own decoder cannot represent this config.json; None: it can.
 
     Raises:
-        NeedsError: a RoPE type in one of our families that transformers does not know either.
+        NeedsError: a RoPE type in one of our families that transformers does not have either.
     """
     return next(_obstacles(hf), None)
 
@@ -237,7 +219,7 @@ def native_obstacle(hf: HF) -> str | None:
 def _obstacles(hf: HF) -> Iterator[str]:
     family = hf.get("model_type")
     if family not in ARCHITECTURES:
-        yield f"model_type {family!r}, where our decoder knows {', '.join(ARCHITECTURES)}"
+        yield f"model_type {family!r}, where our decoder has {', '.join(ARCHITECTURES)}"
         return
     rope = _rope_dict(hf)
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -245,18 +227,18 @@ def _obstacles(hf: HF) -> Iterator[str]:
         return
     kind = _rope_kind(hf)
     if kind in FOREIGN_ROPE_KINDS:
-        yield f"RoPE type {kind!r}, where our decoder knows {', '.join(ROPE_KINDS)}"
+        yield f"RoPE type {kind!r}, where our decoder has {', '.join(ROPE_KINDS)}"
     elif kind not in ROPE_KINDS:
         raise NeedsError(
             f"RoPE type {kind!r} in a {family} model",
-            f"known here: {', '.join(ROPE_KINDS)}; known to transformers besides: {', '.join(FOREIGN_ROPE_KINDS)}",
+            f"known here: {', '.join(ROPE_KINDS)}; known to transformers too: {', '.join(FOREIGN_ROPE_KINDS)}",
             "correct rope_type in config.json",
         )
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         yield f"partial_rotary_factor {partial}: only a part of each head is rotated"
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-        yield f"hidden_act {hf['hidden_act']!r}, where our decoder knows silu"
+        yield f"hidden_act {hf['hidden_act']!r}, where our decoder has silu"
     if hf.get("attention_dropout"):
         yield f"attention_dropout {hf['attention_dropout']}, which our decoder does not have"
     odd = sorted(set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
@@ -265,7 +247,7 @@ def _obstacles(hf: HF) -> Iterator[str]:
 
 
 def refuse_foreign(hf: HF) -> None:
-    """Raise NeedsError for what is not one dense, unquantised, text-only causal language model."""
+    """Raise NeedsError for what is not one dense, unquantized, text-only causal language model."""
     kind = str(hf.get("model_type", ""))
     asked = f"to train a model of type {kind!r}"
     dense = "choose a dense text-only causal language model (architecture ...ForCausalLM)"
@@ -283,8 +265,8 @@ def refuse_foreign(hf: HF) -> None:
         if not str(name).endswith(("ForCausalLM", "LMHeadModel")):
             raise NeedsError(asked, f"architecture {name}, which is not a causal language model", dense)
     if hf.get("quantization_config") is not None:
-        said = hf["quantization_config"]
-        method = said.get("quant_method", "unnamed") if isinstance(said, dict) else f"of no mapping, {said!r}"
+        config = hf["quantization_config"]
+        method = config.get("quant_method", "unnamed") if isinstance(config, dict) else f"of no mapping, {config!r}"
         do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
         raise NeedsError(
             asked,
@@ -293,85 +275,49 @@ def refuse_foreign(hf: HF) -> None:
         )
 
 
-def _llama3(factor: float) -> dict[str, Any]:
+def _llama(
+    width: int, ff_width: int, heads: int, layers: int, rope_factor: float, *, tied: bool, **more: Any
+) -> dict[str, Any]:
     return {
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "dtype": "bfloat16",
+        "eos_token_id": 128001,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "initializer_range": 0.02,
+        "intermediate_size": ff_width,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": rope_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": tied,
+        "vocab_size": 128256,
+        **more,
     }
 
 
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "dtype": "bfloat16",
-    "eos_token_id": 128001,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "vocab_size": 128256,
-}
-
 # Published configurations, by the name that `shape:` takes.
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-3.2-1b": {
-        **_LLAMA,
-        "head_dim": 64,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 16,
-        "rope_scaling": _llama3(32.0),
-        "tie_word_embeddings": True,
-    },
+    "llama-3.2-1b": _llama(2048, 8192, 32, 16, 32.0, tied=True, head_dim=64),
     # For a fair comparison with systems whose head is never tied.
-    "llama-3.2-1b-untied": {
-        **_LLAMA,
-        "head_dim": 64,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 16,
-        "rope_scaling": _llama3(32.0),
-        "tie_word_embeddings": False,
-    },
-    "llama-3.2-3b": {
-        **_LLAMA,
-        "head_dim": 128,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_attention_heads": 24,
-        "num_hidden_layers": 28,
-        "rope_scaling": _llama3(32.0),
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "rope_scaling": _llama3(8.0),
-        "tie_word_embeddings": False,
-    },
-    "llama-3.1-70b": {
-        **_LLAMA,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_attention_heads": 64,
-        "num_hidden_layers": 80,
-        "rope_scaling": _llama3(8.0),
-        "tie_word_embeddings": False,
-    },
+    "llama-3.2-1b-untied": _llama(2048, 8192, 32, 16, 32.0, tied=False, head_dim=64),
+    "llama-3.2-3b": _llama(3072, 8192, 24, 28, 32.0, tied=True, head_dim=128),
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8.0, tied=False),
+    "llama-3.1-70b": _llama(8192, 28672, 64, 80, 8.0, tied=False),
     "qwen2.5-0.5b": {
         "architectures": ["Qwen2ForCausalLM"],
         "attention_dropout": 0.0,

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, a hub id, the built-in tiny model, or a named shape without files. Pure."""
+"""Locate a model's files: a folder, a hub id, the built-in tiny model, or a named shape without files. Pure."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from optrush.config import Config, nearest
 from optrush.errors import ConfigError
 from optrush.models.shapes import SHAPES
 
-CONFIG = ["config.json"]  # what is downloaded of a hub's model
+CONFIG = ["config.json"]  # files that are downloaded from the hub
 TOKENIZER = ["*.json", "*.jinja", "*.model"]
 WEIGHTS = ["*.safetensors", *TOKENIZER]
 
 
-def locate(run: Config, weights: bool = True) -> tuple[Path | None, dict[str, Any]]:
-    """The model's folder (None: a shape with random weights) and its config.json.
+def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str, Any]]:
+    """Return the model's folder (None: a shape with random weights) and its config.json.
 
     Args:
-        weights: False downloads no more of a hub's model than its config.json, and the tokenizer where it changes.
+        weights: False downloads only config.json from the hub, and the tokenizer where tokens are added.
 
     Raises:
         ConfigError: no such folder, shape or hub id; no config.json; not JSON.
     """
-    m = run.model
+    m = config.model
     if (m.path is None) == (m.shape is None):
         found = "both" if m.path else "neither"
         raise ConfigError("one of `model.path` and `model.shape`", found, "give exactly one")
@@ -40,24 +40,24 @@ def locate(run: Config, weights: bool = True) -> tuple[Path | None, dict[str, An
     folder = _tiny() if m.path == "tiny" else Path(m.path)
     if not folder.is_dir():
         folder = _download(m.path, WEIGHTS if weights else TOKENIZER if m.add_tokens else CONFIG)
-    config = folder / "config.json"
-    if not config.is_file():
+    file = folder / "config.json"
+    if not file.is_file():
         raise ConfigError(f"the model {folder}", "a folder without config.json", "name a Hugging Face model's folder")
     try:
-        hf = json.loads(config.read_bytes())
+        hf = json.loads(file.read_bytes())
     except ValueError as error:
-        raise ConfigError(f"{config}", f"not JSON: {error}", "download the model again") from None
+        raise ConfigError(f"{file}", f"not JSON: {error}", "download the model again") from None
     if not isinstance(hf, dict):
-        raise ConfigError(f"{config}", "no JSON object", "download the model again")
+        raise ConfigError(f"{file}", "no JSON object", "download the model again")
     return folder, hf
 
 
 def _tiny() -> Path:
-    """The built-in model's folder, written at first use."""
+    """Return the built-in model's folder, written at first use."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
     folder = cache / "tiny-1"
     if not folder.is_dir():
-        from optrush.models import tiny  # brings torch along
+        from optrush.models import tiny  # imports torch
 
         cache.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix="tiny-", dir=cache))
@@ -70,8 +70,8 @@ def _tiny() -> Path:
     return folder
 
 
-def _download(name: str, wanted: list[str]) -> Path:
-    """A model by its hub id: its weights, configuration and tokenizer; never its code or its pickles."""
+def _download(name: str, patterns: list[str]) -> Path:
+    """Download a model by its hub id: files that match, never its code or its pickles."""
     asked = f"the model {name}"
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ConfigError(asked, "no such folder", "name a Hugging Face model's folder, a hub id, or `tiny`")
@@ -79,33 +79,32 @@ def _download(name: str, wanted: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         found = f"no such folder, and the hub did not give it: {type(error).__name__}"
         raise ConfigError(asked, found, "check the name and the network, or name a folder") from None
 
 
 def check_positions(hf: dict[str, Any], length: int, asked: str) -> None:
-    """Refuses what is longer than the positions a model was made for (its config.json says how many)."""
+    """Raise ConfigError for rows longer than the positions in a model's config.json."""
     positions = hf.get("max_position_embeddings") or hf.get("n_positions")
     if positions is not None and length > positions:
         raise ConfigError(asked, f"a model of {positions} positions", f"set data.too_long and batch.seq: {positions}")
 
 
-# --- `model.add_tokens`: how many rows an embedding must have once its tokenizer has got special tokens. Pure.
+# --- `model.add_tokens`: the rows of an embedding after special tokens were added to its tokenizer
 #
-# The tokenizer itself says which ids they get, so that the plan, the data and the model cannot disagree. Rows beyond
-# the tokenizer's length, which many published embeddings have, are taken first; only then does the embedding grow.
-
+# The ids come from the tokenizer itself, so that the plan, the data and the model agree. Rows beyond the tokenizer's
+# length, which many published embeddings have, are used first; then the embedding grows.
 
 MULTIPLE = 128  # a grown vocabulary is a multiple of it: products then have no ragged tile
 
 
 class Growth(NamedTuple):
-    """What new tokens ask of embedding and head: the rows [first, last) become the mean of those before `first`."""
+    """Changes of embedding and head for new tokens: rows [first, last) become the mean of the rows before `first`."""
 
-    tokens: tuple[str, ...]  # that the tokenizer did not have
-    known: tuple[str, ...]  # that it had: nothing changes for them
+    tokens: tuple[str, ...]  # not in the tokenizer before
+    known: tuple[str, ...]  # in the tokenizer before: nothing changes for them
     rows: int  # of the published embedding
     first: int
     last: int
@@ -113,7 +112,7 @@ class Growth(NamedTuple):
 
     @property
     def note(self) -> str:
-        """What was done, for people."""
+        """A sentence for the log."""
         if not self.tokens:
             return f"model.add_tokens: the tokenizer has {', '.join(self.known)} already"
         held = f"; the tokenizer has {', '.join(self.known)}" if self.known else ""
@@ -124,10 +123,10 @@ class Growth(NamedTuple):
 
 
 def grow(config: Config, folder: Path | None, hf: dict[str, Any]) -> Growth | None:
-    """What `model.add_tokens` asks for; None: nothing is asked.
+    """Return the changes for `model.add_tokens`; None: there are none.
 
     Raises:
-        ConfigError: there is no tokenizer to give them to, or no size to grow; a token that cannot be one.
+        ConfigError: there is no tokenizer, or no vocab_size; a token cannot be added.
         NeedsError: the tokenizer cannot be opened.
     """
     asked = config.model.add_tokens
@@ -151,9 +150,9 @@ def grow(config: Config, folder: Path | None, hf: dict[str, Any]) -> Growth | No
 
 @cache
 def _added(folder: Path, tokens: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """The first new token's id, and the new tokens in the order of their ids, which follow each other.
+    """Return the first new token's id, and the new tokens in the order of their ids, which are consecutive.
 
-    Kept, for a plan asks of one folder many times.
+    Cached, because a plan repeats the call.
     """
     from optrush.data.chat_template import add_tokens, open_tokenizer
 

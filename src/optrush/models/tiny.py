@@ -1,7 +1,7 @@
-"""A small checkpoint made here, in the layout of a downloaded one: for a first run without a network, and for tests.
+"""Write a small checkpoint in the layout of a downloaded one: for a first run without a network, and for tests.
 
-Nothing is special about it: it is read back by the same code as any other folder. Its tokenizer writes a
-begin-of-text token by itself and its chat template writes one too, as many of the large models' do.
+It is read by the same code as any other folder. Both its tokenizer and its chat template add a begin-of-text token, as
+in many of the large models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POSITIONS = 4096
 
 
 def write(folder: Path, seed: int = 0, family: str = "llama") -> None:
-    """Writes config, weights, tokenizer with chat template, and generation config; the same bytes for the same seed."""
+    """Write config, weights, tokenizer with chat template, and generation config; the same bytes for the same seed."""
     assert family in FAMILIES, f"{family} is none of {FAMILIES}"
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
@@ -42,13 +42,13 @@ def write(folder: Path, seed: int = 0, family: str = "llama") -> None:
         eos_token_id=[tokenizer.convert_tokens_to_ids(END), tokenizer.eos_token_id],
         pad_token_id=tokenizer.pad_token_id,
     )
-    bars.disable_progress_bar()  # type: ignore[no-untyped-call]  # it writes one for a single file, among what the run says
+    bars.disable_progress_bar()  # type: ignore[no-untyped-call]  # for a single file, in the middle of a run's log
     model.save_pretrained(folder)
     bars.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on recipes; does not depend on the model's seed, so that tiny models share one."""
+    """Train a byte-level BPE on recipes; independent of the model's seed, so that tiny models share it."""
     engine = Tokenizer(models.BPE())
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()

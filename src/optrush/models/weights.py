@@ -1,12 +1,12 @@
-"""Where every parameter's values come from, and how they go back: recipes, folders of safetensors.
+"""Load and export the values of a model's parameters: maps to Hugging Face tensors, folders of safetensors.
 
-A parameter has one canonical name (the model's own). Its `Entry` says which Hugging Face tensors make it: one, copied;
-or several, laid together group by group (a fused qkv, a gate/up pair). A `Recipe` can therefore fill any rectangle of
-any parameter by reading only the rows it needs, which is how a shard is loaded without the whole, and undo the layout
-when a model is exported (save.py). Sources of values: a folder (`Folder`), random draws (`Drawn`), host memory
+A parameter has one canonical name (the model's own). Its `WeightEntry` lists the Hugging Face tensors that it consists
+of: one, copied; or several, interleaved in groups (a fused qkv, a gate/up pair). A `WeightMap` can therefore fill any
+rectangle of a parameter and reads only the rows it needs, which is how a shard is loaded without the whole; `split` is
+the inverse, for export. Values come from a folder (`Folder`, `Packed`), a random draw (`RandomInit`) or host memory
 (`Memory`).
 
-Nothing here unpickles: folders are safetensors or they are refused.
+Nothing is unpickled: a folder without safetensors is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 Initializer = Callable[[Tensor, Shape], None]
-"""Writes the rectangle of one parameter that begins at an offset and has the given tensor's shape into that tensor."""
+"""Fills a tensor with the rectangle of one parameter that begins at an offset and has the tensor's shape."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-COMPARED_ROWS = 8192  # rows of a duplicated head compared at a time
+CHUNK_rows = 32768  # rows read at a time, where all rows of an embedding or head are
 EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
 
 
@@ -46,12 +47,12 @@ class Source(Protocol):
     """Rows of tensors by Hugging Face name."""
 
     def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
-        """Rows [first, last) of a tensor that has `shape`; on any device, of any floating type."""
+        """Return rows [first, last) of a tensor that has `shape`; on any device, of any floating type."""
         ...
 
 
 class Folder:
-    """A folder of safetensors files, with one index or a single file. Reads slices; holds files open, not values."""
+    """A folder of safetensors files, with an index or a single file. Reads slices and keeps files open, not values."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,7 +104,7 @@ class Folder:
         return values
 
     def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
-        """Every needed tensor is there in its shape, and nothing else but what is known to be harmless.
+        """Check that the folder has every needed tensor in its shape, and no other but harmless ones.
 
         Args:
             needed: shapes by name.
@@ -113,18 +114,16 @@ class Folder:
             NeedsError: naming the tensor and the file.
         """
         for name, shape in needed.items():
+            found = f"no such tensor in {self.folder}"
+            if name in self.files:
+                if self.shape(name) == shape:
+                    continue
+                found = f"shape {list(self.shape(name))} in {self.folder / self.files[name]}"
             asked = f"tensor {name} of shape {list(shape)}"
-            if name not in self.files:
-                raise NeedsError(asked, f"no such tensor in {self.folder}", "check that config.json fits the weights")
-            if self.shape(name) != shape:
-                raise NeedsError(
-                    asked,
-                    f"shape {list(self.shape(name))} in {self.folder / self.files[name]}",
-                    "check that config.json fits the weights",
-                )
+            raise NeedsError(asked, found, "check that config.json fits the weights")
         for name in sorted(set(self.files) - set(needed)):
             if name.endswith("rotary_emb.inv_freq"):
-                continue  # old checkpoints stored what config.json says anyway
+                continue  # in old checkpoints, and redundant with config.json
             original = duplicates.get(name)
             if original is None or not self._equal(name, original):
                 what = "a tensor that this model does not have"
@@ -136,19 +135,19 @@ class Folder:
 
     def _equal(self, a: str, b: str) -> bool:
         shape, cpu = self.shape(a), torch.device("cpu")
-        starts = range(0, shape[0] if shape else 0, COMPARED_ROWS)
+        starts = range(0, shape[0] if shape else 0, CHUNK_rows)
         return shape == self.shape(b) and all(
-            torch.equal(self.rows(a, i, i + COMPARED_ROWS, shape, cpu), self.rows(b, i, i + COMPARED_ROWS, shape, cpu))
+            torch.equal(self.rows(a, i, i + CHUNK_rows, shape, cpu), self.rows(b, i, i + CHUNK_rows, shape, cpu))
             for i in starts
         )
 
 
 @dataclass(frozen=True)
 class RandomInit:
-    """Random weights: a normal draw for matrices, a constant where one is named (norms, biases).
+    """Random weights: a normal draw for matrices, constants for the tensors in `constants` (norms, biases).
 
     Each tensor is drawn whole in float32 on the target device from a generator of its own, seeded by (seed, name): the
-    same values under any cutting and any model class, on devices of one kind.
+    values are independent of sharding and of the model class, on devices of one kind.
     """
 
     seed: int
@@ -165,7 +164,7 @@ class RandomInit:
 
 @dataclass(frozen=True)
 class Memory:
-    """Tensors that already lie on the host."""
+    """Tensors in host memory."""
 
     tensors: dict[str, Tensor]
 
@@ -175,23 +174,24 @@ class Memory:
 
 @dataclass(frozen=True)
 class WeightEntry:
-    """How one parameter is made: `groups` groups of rows, in each group `rows` rows of every piece in turn."""
+    """The layout of one parameter: `groups` groups of rows, in each group `rows` rows of every piece in turn."""
 
     shape: Shape
     pieces: tuple[tuple[str, int], ...]  # (Hugging Face name, rows in one group)
     groups: int = 1
 
     def hf_shapes(self) -> Iterator[tuple[str, Shape]]:
+        """Yield (name, shape) of the Hugging Face tensors."""
         for name, rows in self.pieces:
             yield name, ((self.groups * rows, *self.shape[1:]) if self.shape else ())
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """Values of every parameter by canonical name.
+    """The source of every parameter's values, by canonical name.
 
-    `entries` say what is read, and what an export writes. Parameters that techniques add, and the published model has
-    not (of adapters, of weights stored in another form), have a filler instead.
+    `entries` list what is read, and what an export writes. Parameters that techniques add to the published model (of
+    adapters, of weights stored in another form) have a filler instead.
     """
 
     entries: dict[str, WeightEntry]
@@ -200,7 +200,7 @@ class WeightMap:
     fillers: dict[str, Initializer] = field(default_factory=dict)  # by canonical name
 
     def fill(self, name: str, local: Tensor, offset: Shape) -> None:
-        """Copy the rectangle of parameter `name` that begins at `offset` and has `local`'s shape into `local`.
+        """Fill `local` with the rectangle of parameter `name` that begins at `offset` and has `local`'s shape.
 
         Args:
             local: allocated, any device and floating type; may be empty.
@@ -214,7 +214,7 @@ class WeightMap:
         whole = entry.shape
         ends = [start + size for start, size in zip(offset, local.shape, strict=True)]
         assert len(ends) == len(whole) and all(0 <= s <= e <= n for s, e, n in zip(offset, ends, whole)), (
-            f"{name}: {tuple(local.shape)} at {offset} does not lie in {whole}"
+            f"{name}: {tuple(local.shape)} at {offset} is not inside {whole}"
         )
         if local.numel() == 0:
             return
@@ -237,7 +237,7 @@ class WeightMap:
         return together[first - g0 * rows : last - g0 * rows]
 
     def split(self, name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The Hugging Face tensors of a whole parameter: the inverse of `fill`."""
+        """Yield the Hugging Face tensors of a whole parameter: the inverse of `fill`."""
         entry = self.entries[name]
         assert tuple(full.shape) == entry.shape, f"{name}: {tuple(full.shape)} is not {entry.shape}"
         if len(entry.pieces) == 1:
@@ -248,7 +248,7 @@ class WeightMap:
             yield hf, part.clone(memory_format=torch.contiguous_format).flatten(0, 1)  # storage of its own
 
     def release(self) -> None:
-        """Drop host values that were only needed to fill: afterwards this recipe can split, and fill no more."""
+        """Free host values that only `fill` needs; afterwards `fill` fails, `split` works."""
         if isinstance(self.source, Memory):
             self.source.tensors.clear()
 
@@ -267,7 +267,7 @@ _OUTER_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head":
 
 
 def native_entries(model: Decoder) -> dict[str, WeightEntry]:
-    """The entry of every parameter of a decoder, in the order of its named_parameters."""
+    """Return the entry of every parameter of a decoder, in the order of its named_parameters."""
     entries: dict[str, WeightEntry] = {}
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
@@ -287,11 +287,10 @@ def native_entries(model: Decoder) -> dict[str, WeightEntry]:
 
 
 def fingerprint(folder: Path | None, seed: int) -> str:
-    """What tells one folder's values from another's without reading all of them: a sample of every tensor.
+    """Return a hash that identifies a folder's values by a sample of every tensor; of random weights the seed.
 
-    For weights that are not trained, and so not saved: a resumed run must find those it began with. Of each file the
-    name, the size, the header, every 64th MiB, and of each tensor the first and the last 4 KiB. Values that differ
-    between these alone are not told apart.
+    A resumed run compares it for weights that are not trained and therefore not saved. It covers name, size and header
+    of each file, every 64th MiB, and the first and last 4 KiB of each tensor, and misses differences elsewhere.
     """
     if folder is None:
         return f"drawn, seed {seed}"
@@ -315,58 +314,55 @@ def fingerprint(folder: Path | None, seed: int) -> str:
 
 
 def value_files(folder: Path) -> list[Path]:
-    """The files of a folder that hold its weights."""
+    """Return the files of a folder that contain its weights."""
     return [folder / name for name in sorted(set(Folder(folder).files.values()))]
 
 
-def drawn(hf: HF, seed: int, constants: Mapping[str, float]) -> RandomInit:
-    """The draw of a config.json: its initializer_range, 0.02 where it names none."""
+def random_init(hf: HF, seed: int, constants: Mapping[str, float]) -> RandomInit:
+    """Return random weights with the initializer_range of a config.json, by default 0.02."""
     return RandomInit(seed, float(hf.get("initializer_range") or 0.02), constants)
 
 
-def _constants(entries: Mapping[str, WeightEntry]) -> dict[str, float]:
+def native_constants(entries: Mapping[str, WeightEntry]) -> dict[str, float]:
+    """Return the initial values of a decoder's biases and norms."""
     names = [name for entry in entries.values() for name, _ in entry.pieces]
     biases = {name: 0.0 for name in names if name.endswith(".bias")}
     return biases | {name: 1.0 for name in names if name.endswith("norm.weight")}
 
 
-# --- A model as transformers keeps it: config.json and safetensors, written tensor by tensor as they come.
+# --- export: config.json and safetensors in transformers' layout, written tensor by tensor
 
-
-# Of config.json: the old name of `dtype`; and which attention computes the model, which may name code on the hub.
+# Of config.json: the old name of `dtype`; and the choice of attention, which may refer to code on the hub.
 LEFT_OUT = ("torch_dtype", "attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 
 
 class _Shards:
-    """Writes tensors into numbered files as they come; names them at the end, when their number is known."""
+    """Numbered files of tensors, written as tensors are added; renamed at the end, when their number is known."""
 
     def __init__(self, folder: Path, max_bytes: float) -> None:
         self.folder, self.max_bytes = folder, max_bytes
-        self.held: dict[str, Tensor] = {}
-        self.held_bytes = 0
-        self.written: list[list[str]] = []
-        self.total_bytes = 0
-        self.bytes_of: dict[torch.dtype, int] = {}
+        self.pending: dict[str, Tensor] = {}
+        self.pending_bytes = 0
+        self.written: list[list[str]] = []  # names of each file's tensors
+        self.bytes_of = Counter[torch.dtype]()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        size = tensor.numel() * tensor.element_size()
-        if self.held and self.held_bytes + size > self.max_bytes:
-            self.flush()
-        self.held[name] = tensor.detach().contiguous()
-        self.held_bytes += size
-        self.total_bytes += size
-        self.bytes_of[tensor.dtype] = self.bytes_of.get(tensor.dtype, 0) + size
+        if self.pending and self.pending_bytes + tensor.nbytes > self.max_bytes:
+            self._flush()
+        self.pending[name] = tensor.detach().contiguous()
+        self.pending_bytes += tensor.nbytes
+        self.bytes_of[tensor.dtype] += tensor.nbytes
 
     def _part(self, number: int) -> Path:
         return self.folder / f"model-{number:05d}.safetensors.part"
 
-    def flush(self) -> None:
-        save_file(self.held, self._part(len(self.written) + 1), metadata={"format": "pt"})
-        self.written.append(list(self.held))
-        self.held, self.held_bytes = {}, 0
+    def _flush(self) -> None:
+        save_file(self.pending, self._part(len(self.written) + 1), metadata={"format": "pt"})
+        self.written.append(list(self.pending))
+        self.pending, self.pending_bytes = {}, 0
 
     def close(self) -> None:
-        self.flush()
+        self._flush()
         if len(self.written) == 1:
             self._part(1).rename(self.folder / SINGLE)
             return
@@ -375,7 +371,7 @@ class _Shards:
             file = f"model-{i:05d}-of-{len(self.written):05d}.safetensors"
             self._part(i).rename(self.folder / file)
             weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": self.bytes_of.total()}, "weight_map": weight_map}
         (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -385,14 +381,14 @@ def export(
     """Write a folder that transformers' AutoModelForCausalLM loads: config.json and safetensors, in its own layout.
 
     Args:
-        folder: made if missing; must hold no weights yet.
+        folder: created if missing; must not contain weights.
         tensors: every parameter by canonical name, whole, on the CPU, aliases left out; consumed one at a time.
         recipe: of the model that they belong to.
         hf: its config.json; "dtype" becomes the type that most of the bytes have.
         max_shard_bytes: begin a new file rather than exceed this, unless one tensor alone does.
 
     Raises:
-        CheckpointError: the folder already holds weights, or a parameter is unknown, given twice or missing.
+        CheckpointError: the folder already contains weights, or a parameter is unknown, given twice or missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     asked = f"export to {folder}"
@@ -408,7 +404,7 @@ def export(
             shards.add(hf_name, part)
     if missing:
         raise CheckpointError(asked, f"no values for {sorted(missing)[0]}", "export all of the model's parameters")
-    dtype = max(shards.bytes_of, key=lambda d: shards.bytes_of[d])
+    dtype = shards.bytes_of.most_common(1)[0][0]
     for hf_name, buffer in recipe.buffers.items():
         shards.add(hf_name, buffer)
     shards.close()
@@ -419,19 +415,16 @@ def export(
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-# --- Values of the rows that new tokens get: the mean of the rows of the tokens that were there.
+# --- new tokens: their rows of embedding and head are the mean of the rows of the existing tokens
 #
-# Source: Hewitt 2021, https://nlp.stanford.edu/~johnhew/vocab-expansion.html: with rows drawn at random, new tokens can
-# take most of the probability before they were ever seen; with the mean of the old logits' rows, n of them among V take
-# no more than about n / V of it. Differs from the source: rows without a token, which published embeddings are padded
-# with, do not count in the mean, and those that a new token gets are overwritten.
-
-
-CHUNK_rows = 32768  # that are read at a time
+# Source: Hewitt 2021, https://nlp.stanford.edu/~johnhew/vocab-expansion.html: with random rows, new tokens can take
+# most of the probability before any training; with the mean of the old rows, n of them among V take at most about n / V
+# of it. Differs from the source: rows without a token, which pad published embeddings, do not count in the mean; and
+# are overwritten where a new token gets one of them.
 
 
 class WithNewTokens:
-    """A source that gives embedding and head the rows of new tokens, under any cutting; all else is as it is."""
+    """A source that adds the rows of new tokens to embedding and head, under any sharding."""
 
     def __init__(self, source: Source, names: frozenset[str], growth: Growth) -> None:
         self.source, self.names, self.growth = source, names, growth
@@ -452,7 +445,7 @@ class WithNewTokens:
         return torch.cat(parts)
 
     def _mean(self, name: str, shape: Shape, device: torch.device) -> Tensor:
-        """The mean row (D,) float32, summed in float64; a bias' is ()."""
+        """Return the mean row (D,) in float32, summed in float64; of a bias ()."""
         if name not in self._means:
             n = self.growth.first
             chunks = [range(at, min(at + CHUNK_rows, n)) for at in range(0, n, CHUNK_rows)]
@@ -462,12 +455,12 @@ class WithNewTokens:
 
 
 def widened(source: Source, model: Any, entries: dict[str, WeightEntry], growth: Growth | None) -> Source:
-    """The source, or where tokens are new the one that has rows for them."""
+    """Return the source with rows for new tokens, if there are any."""
     return source if growth is None else WithNewTokens(source, vocabulary_names(model, entries), growth)
 
 
 def refuse_frozen(model: Any, recipe: WeightMap, growth: Growth) -> None:
-    """Raises NeedsError where new tokens have rows that are not trained: they would mean the average token forever."""
+    """Raise NeedsError if the rows of new tokens are not trained: they would remain the mean of the others."""
     both = {id(model.embedding.weight), id(model.head.weight)}
     rows = [name for name, p in model.named_parameters() if id(p) in both and not p.requires_grad]
     if not growth.tokens or not rows:
@@ -476,19 +469,19 @@ def refuse_frozen(model: Any, recipe: WeightMap, growth: Growth) -> None:
     if len(both) == 1:  # a tied head
         modules.append("lm_head")
     found = f"{' and '.join(modules)} frozen: the new rows would stay what they are, the mean of the others"
-    do = f"train them too, beside the adapters (save: [{', '.join(modules)}])"
+    do = f"train them in addition to the adapters (save: [{', '.join(modules)}])"
     raise NeedsError(f"`model.add_tokens: [{', '.join(growth.tokens)}]`", found, do)
 
 
 def vocabulary_names(model: Any, entries: dict[str, WeightEntry]) -> frozenset[str]:
-    """The published names of a model's parameters that have a row for each token: embedding, head, its bias."""
+    """Return the published names of a model's parameters with a row for each token: embedding, head, its bias."""
     wide = {id(model.embedding.weight), id(model.head.weight), id(model.head.bias)}
     return frozenset(entries[name].pieces[0][0] for name, p in model.named_parameters() if id(p) in wide)
 
 
 @torch.no_grad()
 def enlarge(hf_model: Any, growth: Growth) -> None:
-    """Gives a transformers model on the CPU the rows of new tokens."""
+    """Add the rows of new tokens to a transformers model on the CPU."""
     if growth.vocab > growth.rows:
         hf_model.resize_token_embeddings(growth.vocab, mean_resizing=False)
     output = hf_model.get_output_embeddings()
@@ -497,45 +490,40 @@ def enlarge(hf_model: Any, growth: Growth) -> None:
         p[growth.first : growth.last] = p[: growth.first].mean(0, dtype=torch.float64).to(p.dtype)
 
 
-# --- Folders whose weights were quantised to 4 bits before: by bitsandbytes, saved by transformers. Read byte by byte.
+# --- folders of 4-bit weights: quantized by bitsandbytes, saved by transformers, read without dequantization
 #
-# Beside a tensor `x.weight`, there packed as uint8 (n, 1), lie `x.weight.absmax`, `.quant_map`, for double quantisation
-# `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4`: the bytes of a JSON text with the
-# shape, the sizes of blocks and the offset. Their config.json has a `quantization_config`. The bytes are taken as they
-# are by whoever holds the weights in that form, and by nobody else.
-
+# Next to a tensor `x.weight`, packed as uint8 (n, 1), there are `x.weight.absmax`, `.quant_map`, with double
+# quantization `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4`: the bytes of a JSON text
+# with the shape, the sizes of blocks and the offset. config.json has a `quantization_config`. Only a technique that
+# stores weights in this form can read them.
 
 MARK = ".quant_state.bitsandbytes__"
 MAP, NESTED_MAP = ".quant_map", ".nested_quant_map"
-PARTS = {"codes": "", "absmax": ".absmax", "nested": ".nested_absmax"}  # of kernels/nf4.py: what follows the name
+PARTS = {"codes": "", "absmax": ".absmax", "nested": ".nested_absmax"}  # of kernels/nf4.py: suffix of the name
 
 
-def opened(folder: Path) -> Folder | Packed:
-    """A folder of dense weights, or of 4-bit ones.
+def open_weights(folder: Path) -> Folder | Packed:
+    """Open a folder of dense or of 4-bit weights.
 
     Raises:
         NeedsError: as `Folder` and `Packed`.
     """
-    found = Folder(folder)
-    return Packed(found) if any(MARK in name for name in found.files) else found
+    opened = Folder(folder)
+    return Packed(opened) if any(MARK in name for name in opened.files) else opened
 
 
 def refuse_packed(folder: Path) -> None:
-    """For models that run through transformers.
-
-    Raises:
-        NeedsError: the folder's weights are packed.
-    """
-    if isinstance(opened(folder), Packed):
+    """Raise NeedsError if the weights are packed, which models in transformers cannot load here."""
+    if isinstance(open_weights(folder), Packed):
         found = "a model that runs through transformers, where weights are dense until they are loaded"
         raise NeedsError(f"the packed weights in {folder}", found, "start from the unquantised checkpoint, --with nf4")
 
 
 class Packed:
-    """A source some of whose tensors are packed: they have parts instead of rows.
+    """A source with some packed tensors, which have parts instead of rows.
 
     Raises:
-        NeedsError: they are packed in another way than kernels/nf4.py has.
+        NeedsError: they are packed in another format than that of kernels/nf4.py.
     """
 
     def __init__(self, everything: Folder) -> None:
@@ -547,7 +535,7 @@ class Packed:
         self.dense.files = {n: f for n, f in everything.files.items() if n not in sides | set(marks.values())}
 
     def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
-        """As `Folder.check`; a packed tensor has the shape that it was packed from.
+        """Check as `Folder.check` does; the shape of a packed tensor is that of its dense values.
 
         Raises:
             NeedsError: naming the tensor.
@@ -561,10 +549,10 @@ class Packed:
         self.dense.check({n: s for n, s in needed.items() if n not in self.states}, duplicates)
 
     def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
-        """Of what is not packed.
+        """Return rows of a tensor that is not packed.
 
         Raises:
-            NeedsError: it is packed, and somebody wants it dense.
+            NeedsError: it is packed.
         """
         if name in self.states:
             found = f"{name} is packed in 4 bits"
@@ -572,13 +560,13 @@ class Packed:
         return self.dense.rows(name, first, last, shape, device)
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """The parts of a packed tensor as `nf4.quantise` names them.
+        """Return the parts of a packed tensor by the names of `nf4.quantise`.
 
         Raises:
-            NeedsError: one is not there in its size.
+            NeedsError: one is missing, or has another size or type.
         """
-        state = self.states[name]
-        found = {part: self._read(name + end).reshape(-1) for part, end in PARTS.items() if self._has(name + end)}
+        state, files = self.states[name], self.everything.files
+        found = {part: self._read(name + end).reshape(-1) for part, end in PARTS.items() if name + end in files}
         if "nested" in found:
             offset = torch.tensor([state["nested_offset"]], dtype=torch.float32)
             found["nested"] = torch.cat((found["nested"], offset)).to(found["nested"].dtype)  # checked below
@@ -598,7 +586,7 @@ class Packed:
         return values
 
     def _state(self, name: str, mark: str) -> dict[str, Any]:
-        """What its mark says, checked."""
+        """Return the checked contents of a tensor's `quant_state`."""
         asked = f"tensor {name} in {self.everything.folder}, packed by bitsandbytes"
         do = "quantise its unquantised checkpoint anew: --with nf4 does it while it loads"
         try:
@@ -614,10 +602,7 @@ class Packed:
         cpu = torch.device("cpu")
         maps = {MAP: nf4.table(cpu)} | ({NESTED_MAP: nf4.dynamic_map(cpu)} if "nested_offset" in state else {})
         for end, known in maps.items():
-            held = self._read(name + end).float() if self._has(name + end) else torch.empty(0)
-            if held.shape != known.shape or not torch.allclose(held, known):
+            table = self._read(name + end).float() if name + end in self.everything.files else torch.empty(0)
+            if table.shape != known.shape or not torch.allclose(table, known):
                 raise NeedsError(asked, f"{end[1:]} has other values than bitsandbytes gives it", do)
         return state
-
-    def _has(self, name: str) -> bool:
-        return name in self.everything.files

@@ -1,9 +1,9 @@
-"""The ledger of a run without techniques: what a decoder's parameters, its blocks, its head and its optimizer hold.
+"""Build the ledger of a run without techniques: parameters, blocks, head and optimizer of a decoder.
 
-The memory is what torch has allocated at once (as `torch.cuda.max_memory_allocated` counts it) on one rank. Operators
-run one at a time here, and each keeps for the backward pass what its formula needs; lines that a compiler fuses away
-are marked. Saved values were read off torch's own autograd (saved tensors of one block, deduplicated by storage), and
-tests/unit/test_ledger_oracle.py holds them to it.
+Memory is what torch has allocated at once (as `torch.cuda.max_memory_allocated` counts it) on one rank. Operators run
+one at a time, and each keeps for the backward pass what its formula needs; lines that a compiler fuses away are marked.
+The saved values equal torch's own autograd (saved tensors of one block, deduplicated by storage;
+tests/unit/test_ledger_oracle.py).
 
 Letters as everywhere: T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head width, V
 vocabulary, L blocks.
@@ -12,23 +12,48 @@ vocabulary, L blocks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 
 from optrush.models.shapes import ModelShape
 from optrush.planner import ledger
-from optrush.planner.ledger import Entry, Line, Live, Made, Role, Rule, Side, Work
+from optrush.planner.ledger import ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, Work
 from optrush.technique import Environment, Part, Technique
 
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
 # On a CPU the resident set is counted: the process with Python, torch and a tokenizer, and the C library's heap, which
 # keeps more than is in use. The factors were fitted to a small model's ladder (Linux, torch 2.13); whole scores, which
-# come and go at every block, scatter most. What is as large as glibc's largest threshold for memory of its own
-# (mallopt(3), M_MMAP_THRESHOLD) goes back to the system at once.
+# are allocated and freed in every block, scatter most. An allocation as large as glibc's largest threshold for memory
+# of its own (mallopt(3), M_MMAP_THRESHOLD) is returned to the system when it is freed.
 PROCESS_BYTES, HEAP, HEAP_OF_SCORES, APART = 4.1e8, 1.4, 4.0, 2**25
 
 
+def book(techniques: Sequence[Technique], env: Environment, shape: ModelShape, padding: float) -> Ledger:
+    """Build the ledger of a model and a set of techniques, with all rules applied.
+
+    Args:
+        env: settled, with a micro-batch.
+        padding: share of the slots of a micro-batch that hold no token, before techniques pack rows.
+    """
+    widths = ledger.BFLOAT16 if env.dtype == "bfloat16" else ledger.FLOAT32
+    plain = _cached(shape, env.seq, env.native, env.device.kind == "cuda", padding)
+    changes = [*_objective(env, shape), *(rule for t in techniques for rule in t.predict(env))]
+    return ledger.apply_rules(plain, widths, changes, env.accumulation)
+
+
+@cache  # one for all sets of a search
+def _cached(shape: ModelShape, T: int, native: bool, cuda: bool, padding: float) -> list[Entry]:
+    return entries(shape, T, native=native, cuda=cuda, padding=padding)
+
+
 def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: float = 0.0) -> list[Entry]:
-    """Lines and work of float32 training, masked attention, whole logits, a loop over parameters as optimizer."""
+    """Build lines and work of float32 training with masked attention, whole logits and updates in a loop.
+
+    Args:
+        T: tokens a row.
+        native: our own decoder, not transformers'.
+        padding: share of the slots that hold no token.
+    """
     lines = [*_parameters(shape), *_block(shape, T, native, cuda), *_head(shape), *_tie(shape), *_rest(shape, cuda)]
     if not cuda:
         lines = [dataclasses.replace(e, values=e.values * _heap(e, shape, T), side="") for e in lines]
@@ -49,8 +74,12 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
     blocks = s.parameters - embedding - head - s.width
     matrices = s.matrix_parameters - s.vocab * s.width
     parts = (("blocks", blocks, s.layers), ("embedding", embedding, 1), ("head", head, 1), ("norm", s.width, 1))
-    # A tied weight's gradient begins at the head and ends at the embedding (`_tie`).
-    made: dict[str, Made] = {"head": "before", "norm": "before", "embedding": "throughout" if s.tied else "after"}
+    # The gradient of a tied weight begins at the head and ends at the embedding (`_tie`).
+    computed: dict[str, ComputedIn] = {
+        "head": "before",
+        "norm": "before",
+        "embedding": "throughout" if s.tied else "after",
+    }
     kinds: tuple[tuple[str, Role, Live, int, str], ...] = (
         ("weights", "weight", "always", 1, "a value each"),
         ("gradients", "gradient", "gradient", 1, "a value each, from its backward pass to the update"),
@@ -60,8 +89,8 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
         for part, values, count in parts:
             if values:
                 reason = f"{values:,} parameters: {why}"
-                when = made.get(part, "block")
-                yield Line(f"{kind}.{part}", reason, each * values, role, live, blocks=count, made=when)
+                when = computed.get(part, "block")
+                yield Line(f"{kind}.{part}", reason, each * values, role, live, blocks=count, computed=when)
     why = "copies of the matrices in the products' type, kept until their backward pass"
     yield Line("casts.blocks", why, matrices, "cast", "saved", blocks=s.layers)
     yield Line("casts.head", why, s.vocab * s.width, "cast", "saved")
@@ -117,18 +146,12 @@ def _head(s: ModelShape) -> Iterator[Line]:
     yield line("hidden gradient", "the gradient that leaves the head, D", D, "residual", "backward")
     yield line("logits", "V, and their gradient in their place", V, "product", "head")
     yield line("logits.eager", "the softmax and two gradients of it, 2 V in float32", 2 * V, "wide", "head", True)
-    yield line(
-        "logits.cast.eager",
-        "and where logits are narrower, what makes them 3 V in float32",
-        V,
-        "narrowing",
-        "head",
-        True,
-    )
+    why = "and where logits are narrower, what makes them 3 V in float32"
+    yield line("logits.cast.eager", why, V, "narrowing", "head", True)
 
 
 def _tie(s: ModelShape) -> Iterator[Line]:
-    """A tied weight has two gradients: the head's waits for the embedding's, which comes last, and they are added."""
+    """Yield the two gradients of a tied weight: the head's waits for the embedding's, the last one, and is added."""
     values = s.vocab * s.width if s.tied else 0
     yield Line("tied.embedding", "the embedding's own gradient, V D, beside the head's", values, "gradient", "end")
     yield Line("tied.sum", "and their sum, where it is not made in place, V D", values, "gradient", "end")
@@ -150,58 +173,40 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[Work]
     D, F, V, L = s.width, s.ff_width, s.vocab, s.layers
     q, kv = s.heads * s.head_width, s.kv_heads * s.head_width
     scores = s.heads * T * L
+
+    def moved(name: str, reason: str, values: float, role: Role = "product", fusable: bool = False) -> Work:
+        return Work(name, reason, "token", values=values, role=role, fusable=fusable)
+
     yield Work("padding", "slots that hold no token", "token", padding=padding)
     for name, weights in (("qkv", D * (q + 2 * kv)), ("o", q * D), ("gate_up", 2 * D * F), ("down", F * D)):
         yield Work(f"forward.{name}", "2 a weight of the blocks", "token", 2 * L * weights)
         yield Work(f"backward.{name}", "4 a weight of the blocks", "token", 4 * L * weights)
     yield Work("forward.scores", "every score, masked or not: 4 T H E a block", "token", 4 * T * q * L)
-    moved = "scores written, scaled, masked, made probabilities, cast, read"
-    yield Work("forward.scores.moved", moved, "token", values=10 * scores, role="wide")
-    yield Work(
-        "forward.elementwise",
-        "norms, rotation, gating",
-        "token",
-        values=L * (6 * D + 2 * (q + kv) + 3 * F),
-        role="product",
-    )
-    yield Work(
-        "forward.eager", "the same one operator at a time", "token", values=L * 75 * D, role="plain", fusable=True
-    )
+    why = "scores written, scaled, masked, made probabilities, cast, read"
+    yield moved("forward.scores.moved", why, 10 * scores, "wide")
+    yield moved("forward.elementwise", "norms, rotation, gating", L * (6 * D + 2 * (q + kv) + 3 * F))
+    yield moved("forward.eager", "the same one operator at a time", L * 75 * D, "plain", True)
     yield Work("forward.launches", "about 45 operators a block", "micro", launches=45 * L, fusable=True)
     yield Work("backward.scores", "8 T H E a block", "token", 8 * T * q * L)
-    yield Work("backward.scores.moved", "gradients of the scores, likewise", "token", values=11 * scores, role="wide")
-    yield Work(
-        "backward.elementwise",
-        "norms, rotation, gating",
-        "token",
-        values=L * (10 * D + 2 * (q + kv) + 6 * F),
-        role="product",
-    )
-    yield Work(
-        "backward.eager", "the same one operator at a time", "token", values=L * 150 * D, role="plain", fusable=True
-    )
+    yield moved("backward.scores.moved", "gradients of the scores, likewise", 11 * scores, "wide")
+    yield moved("backward.elementwise", "norms, rotation, gating", L * (10 * D + 2 * (q + kv) + 6 * F))
+    yield moved("backward.eager", "the same one operator at a time", L * 150 * D, "plain", True)
     yield Work("backward.launches", "about 90 operators a block", "micro", launches=90 * L, fusable=True)
     yield Work("head.products", "6 a weight of the head", "token", 6 * D * V)
-    yield Work("head.moved", "logits, their softmax and their gradients", "token", values=4 * V, role="wide")
-    yield Work("head.eager", "the same one operator at a time", "token", values=6 * V, role="wide", fusable=True)
+    yield moved("head.moved", "logits, their softmax and their gradients", 4 * V, "wide")
+    yield moved("head.eager", "the same one operator at a time", 6 * V, "wide", True)
     yield Work("casts", "weights read, their copies written", "micro", values=1.5 * s.matrix_parameters, role="cast")
     yield Work("update", "weights, gradients, states: read and written", "step", values=7 * s.parameters, role="weight")
-    yield Work(
-        "update.loop",
-        "the same one operator at a time",
-        "step",
-        values=11 * s.parameters,
-        role="weight",
-        launches=14 * (L * 9 + 2),
-    )
+    why, launches = "the same one operator at a time", 14 * (L * 9 + 2)
+    yield Work("update.loop", why, "step", values=11 * s.parameters, role="weight", launches=launches)
     yield Work("norm", "gradients read for their norm", "step", values=s.parameters, role="gradient")
 
 
 def rounded_update(env: Environment) -> Iterator[Rule]:
-    """What replaces the baseline's update where bfloat16 weights are not rounded to the nearest."""
+    """Yield rules that replace the baseline's update where bfloat16 weights are not rounded to the nearest."""
     yield ledger.live("update.loop", "float32 inside, and no temporaries of whole parameters", gone=True)
     if env.device.kind == "cpu":
-        # 100 ns a weight on one core, torch 2.13; as values moved at the rate that a CPU is taken to have.
+        # 100 ns a weight on one core, torch 2.13; expressed as values moved at the assumed rate of a CPU.
         why = "random bits and roundings, one operator at a time"
         yield ledger.like("weights.*", Work("update.rounding", why, "step", values=400, role="wide"))
     elif Part.OPTIMIZER not in env.claimed:
@@ -209,13 +214,8 @@ def rounded_update(env: Environment) -> Iterator[Rule]:
         yield ledger.add(Work("update.launches", "a kernel for each parameter", "step", launches=launches))
 
 
-def rules(techniques: Iterable[Technique], env: Environment, shape: ModelShape) -> list[Rule]:
-    """All that edits the baseline: of the objective and of the techniques."""
-    return [*_asked(env, shape), *(rule for t in techniques for rule in t.predict(env))]
-
-
-def _asked(env: Environment, shape: ModelShape) -> Iterator[Rule]:
-    """What the objective asks for beside one forward and one backward pass."""
+def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
+    """Yield the work that the objective adds to one forward and one backward pass."""
     if env.dpo is None:
         return
     flop = 2 * shape.width * shape.vocab

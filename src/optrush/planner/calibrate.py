@@ -1,9 +1,9 @@
-"""What this machine's first device really does in a second, at the shapes of a model, under load.
+"""Measure the rates of this machine's first device at the shapes of a model, under load.
 
-Products of the linears (forward, and both of the backward pass), causal attention, copies, the link to the host, and
-the host's time to start an operator. Every shape is measured in several rounds, one shape after the other, so that all
-share one history of heat and clocks; its rate is the median over the rounds. Values are random: a product of constants
-draws less power and so runs faster than any training does.
+Measured are products of the linears (forward, and both of the backward pass), causal attention, copies, the link to the
+host, and the host's time to start an operator. Every shape is measured in several rounds, each over all shapes, so that
+all have the same history of heat and clocks; its rate is the median over the rounds. Values are random: a product of
+constants draws less power and runs faster than any training.
 """
 
 from __future__ import annotations
@@ -19,44 +19,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optrush import hardware
-from optrush.config import Config, parse_config
+from optrush.config import Config
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import GIB, Device
 from optrush.models.shapes import ModelShape
 from optrush.models.source import locate
-from optrush.planner.calibration import Attention, Calibration, Product, called, driver, torch_version
+from optrush.planner.calibration import Attention, Calibration, Product, device_name, driver, torch_version
 from optrush.planner.cost import linears
 from optrush.trainer.trainer import exhausted
 
 ROUNDS = 3
-WARM_S = 0.1  # of the time, before the rounds: clocks and temperature settle
-LONGER = 4  # times the rows' length, at which attention without scores is measured too: its rate grows with it
-HEAD_TOKENS = 8192  # at most, as the head's loss goes over the logits in chunks
+WARM_S = 0.1  # share of the time before the rounds, in which clocks and temperature settle
+LONGER = 4  # attention without scores is also measured at rows longer by this factor, because its rate grows
+HEAD_TOKENS = 8192  # at most, because the head's loss processes the logits in chunks
 ROOM = 0.4  # of the free memory, for the operands
-PERIOD = 4_194_301  # values drawn, a prime: repeated to fill the operands, they never line up with a row
-FIRST = 16  # tokens with which a shape begins to look for the size that fits its time
+PERIOD = 4_194_301  # random values, a prime: repeated to fill the operands, they never align with a row
+FIRST = 16  # tokens of the first size that is tried for a shape
 COPY_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}
-# What is measured without a CONFIG. A processor gets the model that it can train.
-DEFAULT = """
-model: {}
-objective: pretrain
-data: {{random: 8}}
-batch: {{seq: {}, tokens: {tokens}, micro_tokens: {tokens}}}
-output: unused
-"""
-MODELS = {
-    "cuda": (("{shape: llama-3.2-1b}", 2048, 16384), ("{shape: llama-3.1-8b}", 4096, 16384)),
+# (model, tokens a row, tokens of a micro-batch) measured without a CONFIG; for a processor a model that it can train.
+MODELS: dict[str, tuple[tuple[Any, int, int], ...]] = {
+    "cuda": (({"shape": "llama-3.2-1b"}, 2048, 16384), ({"shape": "llama-3.1-8b"}, 4096, 16384)),
     "cpu": (("tiny", 256, 1024),),
 }
 
-Tell = Callable[[int, int, str], None]
+Report = Callable[[int, int, str], None]  # steps done, all steps, what is measured now
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Load:
-    """A model's shape with the rows that it is trained on."""
+    """A model's shape and the rows of its training."""
 
     name: str
     shape: ModelShape
@@ -66,35 +58,34 @@ class Load:
 
 @dataclass
 class Trial:
-    """One thing to measure: work that grows with a size, and how to do it once."""
+    """One measurement: work of a size, and a function that prepares a call for it."""
 
     name: str
-    what: dict[str, Any]  # the fields of its Product or Attention, without its rate
+    fields: dict[str, Any]  # of its Product or Attention, without size and rate
     kind: type[Product] | type[Attention]
-    grows: str  # which of the fields is the size
-    size: int  # at most; less where memory or time holds no more
+    sized: str  # the field that contains the size
+    size: int  # at most; reduced to fit memory and time
     flop: float  # a unit of the size
     make: Callable[[int], Call]
     rates: list[float] = field(default_factory=list)  # one a round
 
     @property
     def values(self) -> int:
-        """Of all operands."""
-        w = self.what
+        """Number of values of all operands."""
+        w = self.fields
         if self.kind is Product:
             return int(self.size * (w["inputs"] + w["outputs"]) + w["inputs"] * w["outputs"])
         return int(2 * self.size * w["seq"] * w["head_width"] * (w["heads"] + w["kv_heads"]))
 
-    def made(self) -> Product | Attention:
-        """Its line of the file."""
+    def result(self) -> Product | Attention:
+        """Return the median rate, as a record of the calibration."""
         middle = statistics.median(self.rates)
         spread = (max(self.rates) - min(self.rates)) / middle
-        fields: dict[str, Any] = {**self.what, self.grows: self.size}
-        return self.kind(**fields, flop_s=middle, spread=spread)
+        return self.kind(**{**self.fields, self.sized: self.size}, flop_s=middle, spread=spread)
 
 
 class Bench:
-    """The device, and random values that operands are cut from."""
+    """The device, with pools of random values of which operands are slices."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.cuda = device, device.kind == "cuda"
@@ -103,22 +94,20 @@ class Bench:
             raise NeedsError(f"rates of {device.name}", found, "install the build of torch for CUDA")
         self.place = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
         self.half = torch.bfloat16 if not self.cuda or device.capability >= (8, 0) else torch.float16
-        # Types of which torch's attention holds no scores: of others a row of 4 T has sixteen times as many.
+        # Types for which torch's attention holds no scores; for others a row of 4 T has sixteen times as many.
         self.scoreless = {torch.bfloat16} if self.cuda else {torch.bfloat16, torch.float32}
         free = torch.cuda.mem_get_info()[0] if self.cuda else device.memory_bytes or GIB
         self.room = ROOM * free / (1 if self.cuda else 4)
         self.pools: dict[torch.dtype, Tensor] = {}
 
     def fill(self, dtype: torch.dtype, values: int) -> None:
-        """Draws the values that `cut` gives out."""
-        drawn = torch.randn(min(PERIOD, values), device=self.place, generator=self._seeded()).to(dtype)
+        """Draw the pool of a type, of which `cut` returns slices."""
+        generator = torch.Generator(self.place).manual_seed(0)
+        drawn = torch.randn(min(PERIOD, values), device=self.place, generator=generator).to(dtype)
         self.pools = {dtype: drawn.repeat(-(-values // len(drawn)))[:values]}
 
-    def _seeded(self) -> torch.Generator:
-        return torch.Generator(self.place).manual_seed(0)
-
     def cut(self, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Iterator[Tensor]:
-        """Operands of these shapes, side by side in the pool."""
+        """Yield operands of these shapes, consecutive slices of the pool."""
         begin = 0
         for shape in shapes:
             size = torch.Size(shape).numel()
@@ -130,7 +119,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, call: Call, enough: float) -> float:
-        """Of one call, over as many as `enough` seconds hold, at least one."""
+        """Return the seconds of a call, the mean of as many calls as fit into `enough` seconds, at least one."""
         begun, calls, more = time.perf_counter(), 0, 1
         while True:
             for _ in range(more):
@@ -143,28 +132,30 @@ class Bench:
             more = min(2 * more, max(1, int((enough - spent) / spent * calls)))
 
 
-def calibrate(loads: Sequence[Load], device: Device, seconds: float, tell: Tell = lambda *_: None) -> Calibration:
-    """Measures a device; about `seconds` long, longer where one pass over everything takes longer.
+def measure_rates(
+    loads: Sequence[Load], device: Device, seconds: float, report: Report = lambda *_: None
+) -> Calibration:
+    """Measure a device in about `seconds`, or longer if a single pass over all shapes takes longer.
 
     Args:
-        device: this process' first, as `hardware.probe` found it, or the CPU.
-        tell: called with steps done, steps in all and what is measured now.
+        device: from `hardware.first_device`.
+        report: called before each measurement.
 
     Raises:
-        NeedsError: torch does not see the device, or a shape does not fit into its memory.
+        NeedsError: torch does not find the device, or a shape does not fit into its memory.
     """
     try:
-        return _measured(Bench(device), loads, seconds, tell)
+        return _measured(Bench(device), loads, seconds, report)
     except (MemoryError, RuntimeError) as error:
         if not exhausted(error):
             raise
-        found = "its memory is full: something else has it, or attention in float32 holds whole scores"
+        found = "its memory is full: another process uses it, or attention in float32 holds whole scores"
         do = "end what else runs there, or calibrate with a CONFIG of shorter rows"
         raise NeedsError(f"rates of {device.name}", found, do) from error
 
 
-def _measured(bench: Bench, loads: Sequence[Load], seconds: float, tell: Tell) -> Calibration:
-    found: list[Product | Attention] = []
+def _measured(bench: Bench, loads: Sequence[Load], seconds: float, report: Report) -> Calibration:
+    results: list[Product | Attention] = []
     parts = [(dtype, list(_trials(bench, loads, dtype))) for dtype in (bench.half, torch.float32)]
     count = sum(len(trials) for _, trials in parts)
     slice_s = seconds * (1 - WARM_S) / (count * ROUNDS + 4)
@@ -173,36 +164,36 @@ def _measured(bench: Bench, loads: Sequence[Load], seconds: float, tell: Tell) -
     for part, (dtype, trials) in enumerate(parts, 1):
         bench.fill(dtype, _held(bench, trials))
         for trial in trials:
-            tell(done, steps, trial.name)
+            report(done, steps, trial.name)
             _fit(bench, trial, slice_s)
             done += 1
         warm = max(trials, key=lambda t: t.flop * t.size)
         bench.seconds(warm.make(warm.size), seconds * WARM_S / len(parts))
         for number in range(ROUNDS):
             if number > 1 and time.perf_counter() - begun > seconds * part / len(parts):
-                done += len(trials)  # slower than it was given time for: two rounds must do
+                done += len(trials)  # the time is over: two rounds must suffice
                 continue
             for trial in trials:
-                tell(done, steps, trial.name)
+                report(done, steps, trial.name)
                 took = bench.seconds(trial.make(trial.size), slice_s)
                 trial.rates.append(trial.flop * trial.size / took)
                 done += 1
-        found += [t.made() for t in trials]
+        results += [t.result() for t in trials]
     bench.pools.clear()
-    tell(done, steps, "copies")
+    report(done, steps, "copies")
     copied = _copied(bench, slice_s)
     up, down = _linked(bench, slice_s)
-    tell(steps - 1, steps, "launches")
+    report(steps - 1, steps, "launches")
     return Calibration(
-        device=called(bench.device),
+        device=device_name(bench.device),
         torch=torch_version(),
         driver=driver() if bench.cuda else None,
         date=datetime.datetime.now().astimezone().isoformat("T", "seconds"),
         seconds=seconds,
         threads=torch.get_num_threads(),
         float32=torch.get_float32_matmul_precision(),
-        products=tuple(f for f in found if isinstance(f, Product)),
-        attention=tuple(f for f in found if isinstance(f, Attention)),
+        products=tuple(f for f in results if isinstance(f, Product)),
+        attention=tuple(f for f in results if isinstance(f, Attention)),
         copy_bytes_s=copied,
         to_device_bytes_s=up,
         from_device_bytes_s=down,
@@ -211,15 +202,19 @@ def _measured(bench: Bench, loads: Sequence[Load], seconds: float, tell: Tell) -
 
 
 def loads(config: Config | None, device: Device) -> list[Load]:
-    """The shapes to measure: a run's, or those that suit the device.
+    """Return the shapes to measure: of a run, or by default for the device.
 
     Raises:
-        UserError: a model that the plan does not know, or a micro-batch that is not a number yet.
+        UserError: the planner does not support the model, or the micro-batch is not a number yet.
     """
     if config is not None:
         return [_load(config)]
-    here = MODELS[device.kind]
-    return [_load(parse_config(DEFAULT.format(model, seq, tokens=tokens), "defaults")) for model, seq, tokens in here]
+    trees = [
+        {"model": model, "batch": {"seq": seq, "tokens": tokens, "micro_tokens": tokens}}
+        for model, seq, tokens in MODELS[device.kind]
+    ]
+    rest = {"objective": "pretrain", "data": {"random": 8}, "output": "unused"}
+    return [_load(Config.model_validate(tree | rest)) for tree in trees]
 
 
 def _load(config: Config) -> Load:
@@ -235,38 +230,38 @@ def _load(config: Config) -> Load:
 
 
 def _trials(bench: Bench, loads: Sequence[Load], dtype: torch.dtype) -> Iterator[Trial]:
-    """Every shape once, though several models have it."""
+    """Yield a trial for each shape and direction, once even if several models have it."""
     seen: set[tuple[object, ...]] = set()
     name = str(dtype).removeprefix("torch.")
     for load in loads:
         for part, (outputs, inputs) in linears(load.shape).items():
             most = min(load.tokens, HEAD_TOKENS) if part == "head" else load.tokens
-            what = {"part": part, "dtype": name, "inputs": inputs, "outputs": outputs}
+            fields: dict[str, Any] = {"part": part, "dtype": name, "inputs": inputs, "outputs": outputs}
             for direction in ("forward", "input", "weight"):
                 if (inputs, outputs, direction) in seen:
                     continue
                 seen.add((inputs, outputs, direction))
-                made = _product(bench, dtype, direction, inputs, outputs)
+                make = _product(bench, dtype, direction, inputs, outputs)
                 flop = 2.0 * inputs * outputs
                 title = f"{load.name} {part}, {direction}, {name}"
-                yield Trial(title, {**what, "direction": direction}, Product, "tokens", most, flop, made)
+                yield Trial(title, {**fields, "direction": direction}, Product, "tokens", most, flop, make)
         s, heads = load.shape, {f: getattr(load.shape, f) for f in ("heads", "kv_heads", "head_width")}
         longer = dtype in bench.scoreless
         for T in dict.fromkeys((load.seq, max(load.seq, min(LONGER * load.seq, load.tokens)) if longer else load.seq)):
-            what = {"dtype": name, "seq": T, **heads}
+            fields = {"dtype": name, "seq": T, **heads}
             for times, direction in enumerate(("forward", "backward"), 1):
-                if (*what.values(), direction) in seen:
+                if (*fields.values(), direction) in seen:
                     continue
-                seen.add((*what.values(), direction))
+                seen.add((*fields.values(), direction))
                 flop = 2.0 * times * T**2 * s.heads * s.head_width
                 title = f"{load.name} attention, T={T}, {direction}, {name}"
-                made = _attended(bench, dtype, direction, s, T)
+                make = _attended(bench, dtype, direction, s, T)
                 most = max(1, load.tokens // T)
-                yield Trial(title, {**what, "direction": direction}, Attention, "rows", most, flop, made)
+                yield Trial(title, {**fields, "direction": direction}, Attention, "rows", most, flop, make)
 
 
 def _product(bench: Bench, dtype: torch.dtype, direction: str, inputs: int, outputs: int) -> Callable[[int], Call]:
-    """The product as autograd asks for it, so that operands lie in memory as in training."""
+    """Prepare a product as autograd computes it, so that operands have the strides of training."""
 
     def make(tokens: int) -> Call:
         x, w, y = bench.cut(dtype, (tokens, inputs), (outputs, inputs), (tokens, outputs))
@@ -280,7 +275,7 @@ def _product(bench: Bench, dtype: torch.dtype, direction: str, inputs: int, outp
 
 
 def _attended(bench: Bench, dtype: torch.dtype, direction: str, s: ModelShape, T: int) -> Callable[[int], Call]:
-    """Torch's own choice of kernel for whole causal rows of T. The output's gradient is random too."""
+    """Prepare torch's attention for whole causal rows of T. The output's gradient is random too."""
 
     def make(rows: int) -> Call:
         q_shape, k_shape = (rows, s.heads, T, s.head_width), (rows, s.kv_heads, T, s.head_width)
@@ -299,8 +294,8 @@ def _attended(bench: Bench, dtype: torch.dtype, direction: str, s: ModelShape, T
 
 
 def _held(bench: Bench, trials: Sequence[Trial]) -> int:
-    """Values of a pool that every trial fits into; sizes are cut where the device's memory does not hold them."""
-    most = bench.room / (4 if trials[0].what["dtype"] == "float32" else 2)
+    """Reduce sizes until each trial fits into the device's memory; return the values of a pool for all of them."""
+    most = bench.room / (4 if trials[0].fields["dtype"] == "float32" else 2)
     for trial in trials:
         while trial.size > 1 and trial.values > most:
             trial.size //= 2
@@ -311,7 +306,7 @@ def _held(bench: Bench, trials: Sequence[Trial]) -> int:
 
 
 def _fit(bench: Bench, trial: Trial, slice_s: float) -> None:
-    """Cuts the size to the largest of which a call takes at most a slice. The first calls load the kernels."""
+    """Reduce the size to the largest for which a call takes at most a slice. The first calls load the kernels."""
     size = min(FIRST if trial.kind is Product else 1, trial.size)
     while True:
         call = trial.make(size)
@@ -329,14 +324,14 @@ def _fit(bench: Bench, trial: Trial, slice_s: float) -> None:
 
 
 def _copied(bench: Bench, enough: float) -> float:
-    """Bytes a second, read and written, of a copy within the device's memory."""
+    """Return bytes a second, read and written, of a copy within the device's memory."""
     source = torch.randn(COPY_BYTES[bench.place.type] // 4, device=bench.place)
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / _middle(bench, lambda: target.copy_(source), enough)
 
 
 def _linked(bench: Bench, enough: float) -> tuple[float | None, float | None]:
-    """Bytes a second from and to pinned memory of the host, one direction at a time; None on a CPU."""
+    """Return bytes a second from and to pinned memory of the host, one direction at a time; None on a CPU."""
     if not bench.cuda:
         return None, None
     host = torch.randn(COPY_BYTES["cuda"] // 4).pin_memory()
@@ -348,19 +343,14 @@ def _linked(bench: Bench, enough: float) -> tuple[float | None, float | None]:
 
 
 def _launched(bench: Bench, enough: float) -> float:
-    """Seconds that the host takes to start a small operator that autograd notes down, as in a forward pass."""
+    """Return the host's seconds to start a small operator that autograd records, as in a forward pass."""
     x = torch.randn(256, device=bench.place, requires_grad=True)
     y = torch.randn(256, device=bench.place)
     return _middle(bench, lambda: x * y, enough)
 
 
 def _middle(bench: Bench, call: Call, enough: float) -> float:
-    """The median over the rounds, after a first call that counts for nothing."""
+    """Return the median of the seconds over the rounds, after a first call that is not counted."""
     call()
     bench.sync()
     return statistics.median(bench.seconds(call, enough / ROUNDS) for _ in range(ROUNDS))
-
-
-def here() -> Device:
-    """The device that a calibration is of: the first GPU, else the processor."""
-    return next(iter(hardware.probe()), hardware.cpu())

@@ -1,8 +1,8 @@
-"""The calibration file: what `optrush calibrate` measured on a device, where it lies, whose it is. Pure.
+"""Store and find the rates that `optrush calibrate` measured on a device. Pure.
 
-One JSON file a device, version of torch and driver, in the `calibrations` folder of the user's cache. It names itself
-what it was measured on, so a file that was measured elsewhere can be put there: then a plan for that device is based
-on it. A file there that cannot be read is an error, whatever device it is of: nobody is told "calibrated" by chance.
+One JSON file for each device, version of torch and driver, in the `calibrations` folder of the user's cache. The file
+contains the name of its device, so that a file measured on another machine can be put there and plans for that device
+use it. A file that cannot be read is an error, whatever its device: a plan never falls back to a datasheet silently.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import errno
 import hashlib
 import json
 import os
-import platform
 import re
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -76,15 +75,15 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)  # by identity: a plan looks rates up by it, thousands of times
 class Calibration:
-    """Everything that was measured on one device, medians over the rounds."""
+    """The rates measured on one device, medians over the rounds."""
 
     __pydantic_config__ = _STRICT
 
-    device: str  # as `called` names it
+    device: str  # from `device_name`
     torch: str
     driver: str | None  # None: a CPU
     date: str  # ISO 8601
-    seconds: Rate  # that it was given
+    seconds: Rate  # that the measurement was given
     threads: Count  # of the processor; on a GPU they only start operators
     float32: str  # torch's float32 matmul precision: "highest" is without TF32
     products: tuple[Product, ...]
@@ -96,8 +95,8 @@ class Calibration:
     format: Literal[1] = FORMAT
 
     @property
-    def said(self) -> str:
-        """Where the rates come from, in a line."""
+    def source(self) -> str:
+        """A sentence on the source of the rates."""
         driver = "" if self.driver is None else f", driver {self.driver}"
         return f"measured on {self.date[:10]} with torch {self.torch}{driver}"
 
@@ -106,24 +105,24 @@ _ADAPTER = TypeAdapter(Calibration)
 
 
 def folder() -> Path:
-    """Where calibrations lie: in `$OPTRUSH_CACHE`, or in the user's cache."""
-    given = os.environ.get("OPTRUSH_CACHE")
-    root = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
+    """Return the folder of calibrations: in `$OPTRUSH_CACHE`, or in the user's cache."""
+    cache = os.environ.get("OPTRUSH_CACHE")
+    root = Path(cache) if cache else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
     return root / "calibrations"
 
 
 def path(c: Calibration) -> Path:
-    """The file of a calibration; the next one of the same device, torch and driver replaces it."""
+    """Return the file of a calibration, the same for all of one device, torch and driver."""
     key = (c.device, c.torch, c.driver or "")
     plain = re.sub(r"[^a-z0-9.]+", "-", " ".join(key).lower()).strip("-")
     return folder() / f"{plain[:80]}-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:8]}.json"
 
 
-def check(place: Path) -> None:
-    """Makes the folder that a calibration will go to.
+def check_writable(place: Path) -> None:
+    """Create a folder for calibrations.
 
     Raises:
-        ConfigError: it cannot be made, or nothing be written there.
+        ConfigError: it cannot be created, or is not writable.
     """
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -138,11 +137,11 @@ def _unwritten(place: Path, error: OSError) -> ConfigError:
     return ConfigError(f"to write the calibration {place}", f"{error.strerror}", do)
 
 
-def write(c: Calibration, file: Path) -> None:
-    """Writes a calibration whole or not at all.
+def write_calibration(c: Calibration, file: Path) -> None:
+    """Write a calibration atomically.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: it cannot be written.
     """
     new = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
@@ -158,51 +157,50 @@ def write(c: Calibration, file: Path) -> None:
         raise _unwritten(file, error) from None
 
 
-def read(file: Path) -> Calibration:
-    """A calibration from its file.
+def read_calibration(file: Path) -> Calibration:
+    """Read a calibration from its file.
 
     Raises:
-        ConfigError: it cannot be read, is of another format, or is none.
+        ConfigError: it cannot be read, is of another format, or is not a calibration.
     """
     asked = f"the calibration {file}"
     try:
         text = file.read_bytes()
-        said = json.loads(text)
+        tree = json.loads(text)
     except OSError as error:
         raise ConfigError(asked, f"cannot be read: {error.strerror}", AGAIN) from None
     except (ValueError, RecursionError):
         raise ConfigError(asked, "damaged: not JSON", AGAIN) from None
-    version = said.get("format") if isinstance(said, dict) else None
-    if not isinstance(said, dict) or "launch_s" not in said:
+    if not isinstance(tree, dict) or "launch_s" not in tree:
         raise ConfigError(asked, "no calibration: another program's file", AGAIN)
-    if version != FORMAT:
-        raise ConfigError(asked, f"format {version!r}, where this version of optrush reads {FORMAT}", AGAIN)
+    if tree.get("format") != FORMAT:
+        raise ConfigError(asked, f"format {tree.get('format')!r}, where this version of optrush reads {FORMAT}", AGAIN)
     try:
-        found = _ADAPTER.validate_json(text)
+        calibration = _ADAPTER.validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ConfigError(asked, f"damaged: `{where}`: {first['msg']}", AGAIN) from None
-    for kind, held in (("products", found.products), ("attention", found.attention)):
-        if {m.dtype == "float32" for m in held} != {True, False}:
+    for kind, measured in (("products", calibration.products), ("attention", calibration.attention)):
+        if {m.dtype == "float32" for m in measured} != {True, False}:
             raise ConfigError(asked, f"damaged: `{kind}` lacks a type: float32, or one that is narrower", AGAIN)
-    return found
+    return calibration
 
 
-def find(device: Device) -> Calibration | None:
-    """The calibration of a device: that of this torch and this driver, else the newest; None: it has none.
+def for_device(device: Device) -> Calibration | None:
+    """Return a device's calibration for this torch and driver, else its newest; None: it has none.
 
     Raises:
         ConfigError: a file among the calibrations cannot be read.
     """
     files = sorted(folder().glob("*.json"))
-    name = called(device) if files else ""
-    held = [c for c in map(read, files) if c.device == name]
-    return max(held, key=lambda c: (_is_here(c), c.date), default=None)
+    name = device_name(device) if files else ""
+    own = [c for c in map(read_calibration, files) if c.device == name]
+    return max(own, key=lambda c: (_is_here(c), c.date), default=None)
 
 
 def stale(c: Calibration) -> str:
-    """What is different now on the machine that it was measured on; empty: nothing, or the device is elsewhere."""
+    """Return what has changed on this machine since the measurement; empty: nothing, or the device is not here."""
     if c.driver is not None and c.device not in {d.name for d in hardware.probe()}:
         return ""
     now = {"torch": (c.torch, torch_version()), "driver": (c.driver, None if c.driver is None else driver())}
@@ -213,24 +211,16 @@ def _is_here(c: Calibration) -> bool:
     return c.torch == torch_version() and c.driver == (None if c.driver is None else driver())
 
 
-def called(device: Device) -> str:
-    """A device's name in its calibration: the driver's for a GPU; for a CPU its model and the cores of this process."""
-    return device.name if device.kind == "cuda" else _processor()
-
-
-@cache
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    cores = len(os.sched_getaffinity(0))
-    return f"{name[1].strip() if name else platform.machine()}, {cores} core{'s' * (cores != 1)}"
+def device_name(device: Device) -> str:
+    """Return a device's name in its calibration: the driver's for a GPU; for a CPU its model and the usable cores."""
+    if device.kind == "cuda":
+        return device.name
+    model, cores = hardware.processor()
+    return f"{model}, {cores} core{'s' * (cores != 1)}"
 
 
 def torch_version() -> str:
-    """Of the torch that is installed, without importing it."""
+    """Return the version of the installed torch, without importing it."""
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -239,10 +229,10 @@ def torch_version() -> str:
 
 @cache
 def driver() -> str:
-    """The version of NVIDIA's driver, as its kernel module says."""
+    """Return the version of NVIDIA's driver, from its kernel module."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         return "unknown"
-    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
-    return found[1] if found else "unknown"
+    version = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
+    return version[1] if version else "unknown"

@@ -1,7 +1,7 @@
-"""The first YAML of a run: what `optrush init` writes for a model, data and a machine. Pure.
+"""Write a run's first YAML for a model, data and a machine (`optrush init`). Pure.
 
-The values are chosen once (`choose`, `pick`) and written once, as text with a comment for every block (`commented`);
-the text is read back and prepared before anybody gets it, so that what is written can run.
+`compose` chooses the values (`choose_values`, `_pick`, `_fitting`), formats them with a comment for every block
+(`yaml_text`), and parses and resolves the text, so that the written configuration can run.
 """
 
 from __future__ import annotations
@@ -29,27 +29,18 @@ from optrush.resolve import resolve
 from optrush.technique import Environment, Part, Requirement, Technique, compilers, instantiate
 from optrush.techniques import ALL
 
-# --- A run's first YAML as text: every block with what it means, its default, and when to change it. Pure.
-#
-# The values come from `begin`; here they only get their places and their comments. Text is quoted where YAML would read
-# something else.
+# --- the text
 
 
-def write(
-    tree: dict[str, Any],
-    file: str,
-    device: Device,
-    techniques: dict[str, dict[str, Any]],
-    left: Sequence[tuple[str, Requirement]],
-    said: str,
-    ranks: int,
-    classes: Sequence[type[Technique]] = ALL,
-) -> str:
-    """The tree and its techniques as YAML, every block with what it means, its default, and when to change it.
+def yaml_text(
+    tree: dict[str, Any], file: str, device: Device, techniques: dict[str, dict[str, Any]],
+    left: Sequence[tuple[str, Requirement]], memory: str, ranks: int, classes: Sequence[type[Technique]] = ALL,
+) -> str:  # fmt: skip
+    """Format the tree and its techniques as YAML: for every block its meaning, its default, and when to change it.
 
     Args:
-        left: techniques that would suit and cannot run, with what they lack.
-        said: what the plan says of memory.
+        left: suitable techniques that cannot run, with what they lack.
+        memory: the prediction of memory, as part of a sentence.
     """
     batch, optim = tree["batch"], tree["optim"]
     rows = batch["tokens"] // batch["seq"]
@@ -59,12 +50,12 @@ def write(
     machine = "this CPU" if device.kind == "cpu" else _line(device.name)
     if device.memory_bytes is not None:
         machine += f", {device.memory_bytes / hardware.GIB:.1f} GiB"
-    wants = "models that have learnt before; random weights want about 1e-3"
+    rate = "models that have learnt before; random weights want about 1e-3"
     if "dpo" in tree:
-        wants = "other objectives; for pairs 1e-6 is usual, of a model that has learnt before"
+        rate = "other objectives; for pairs 1e-6 is usual, of a model that has learnt before"
     larger = "double it while memory lasts" if device.kind == "cpu" else "halve it when memory runs out"
     lines = [
-        f"# A run of optrush, written for {machine}; {_line(said)}.",
+        f"# A run of optrush, written for {machine}; {_line(memory)}.",
         f"#   {command} --dry-run    shows memory, disk and the first rows; writes nothing",
         f"#   {command}",
         "# A key that is left out has its default. Flags change values for one run: --set optim.lr=1e-4",
@@ -86,7 +77,7 @@ def write(
         "",
         "# AdamW. The rate is what to change first: lower if the loss jumps, higher if it hardly falls.",
         "optim:",
-        f"  lr: {optim['lr']!r}  # default 2e-5, for {wants}",
+        f"  lr: {optim['lr']!r}  # default 2e-5, for {rate}",
         f"  schedule: {optim['schedule']}  # how the rate falls after the warm-up: cosine (default), linear, constant",
         f"  warmup: {optim['warmup']!r}  # the part of the run (or a number of steps) in which the rate rises from 0",
         f"  clip: {optim['clip']!r}  # the largest norm of a gradient (default); null turns clipping off",
@@ -192,7 +183,7 @@ def _technique_lines(
 
 
 def _flow(value: Any) -> str:
-    """A value on one line."""
+    """Format a value on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_text(k)}: {_flow(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
@@ -203,7 +194,7 @@ def _flow(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """Text that `parse` reads back as itself: plain where that is safe, else in quotes."""
+    """Format text so that `parse_yaml` returns it: plain where that is safe, else in quotes."""
     if re.fullmatch(r"[\w./][\w./~+@-]*", value, re.ASCII) and parse_scalar(value) == value:
         return value
     return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=2**31).removesuffix("\n")
@@ -213,17 +204,19 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-SMALLEST = "{model: tiny, objective: sft, data: {sample: recipes}, output: out}"  # to read flags with
+# --- the values
+
+SMALLEST = "{model: tiny, objective: sft, data: {sample: recipes}, output: out}"  # to parse flags with
 SAMPLES = ("recipes",)
 SAMPLE, RANDOM, SHAPE = "sample:", "random", "shape:"
-COUNTED = 2000  # rows of a file that are counted, to choose what is held out
+COUNTED = 2000  # rows of a file that are counted, to choose the part that is held out
 FEW = 10  # rows of which nothing is held out
 GPU_SEQ, GPU_TOKENS = 2048, 32768
 CPU_SEQ, CPU_TOKENS = 512, 2048
-FASTER = 1.01  # less than this gain is not worth a larger micro-batch
+FASTER = 1.01  # the least gain for which the micro-batch is enlarged
 CPU_CONVERSATIONS = 300  # of the sample: minutes on two cores
 
-# What is chosen for each kind of device, in the ladder's order; of several options the first that can run here.
+# Techniques for each kind of device, in the ladder's order; of several options the first that can run here.
 Choice = tuple[str, tuple[dict[str, Any], ...]]
 ON_GPU: tuple[Choice, ...] = (
     ("amp", ({}, {"dtype": "fp16"})),
@@ -242,8 +235,8 @@ ON_CPU: tuple[Choice, ...] = (
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What the flags or the answers said."""
+class InitRequest:
+    """The values of the flags or prompts."""
 
     model: str  # a folder, a hub id, `tiny`, `shape:NAME`
     objective: str
@@ -254,46 +247,46 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The text, the run that it parses to, and with how many ranks it runs."""
+class FirstConfig:
+    """The text, the configuration that it parses to, and the number of ranks."""
 
     text: str
     config: Config
     ranks: int
 
 
-def compose(wanted: Wanted, file: str, classes: Sequence[type[Technique]] = ALL) -> Begun:
-    """The YAML for what is wanted, checked as `optrush train` will check it.
+def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] = ALL) -> FirstConfig:
+    """Compose a YAML, and check it as `optrush train` does.
 
     Raises:
-        UserError: as `prepare`; the data file cannot be read; the output is not empty.
+        UserError: as `resolve`; the data file cannot be read; the output is not empty.
     """
-    device, ranks = hardware.named(wanted.hardware)
-    here = wanted.hardware == "auto"
-    if not wanted.model:
+    device, ranks = hardware.named(request.hardware)
+    here = request.hardware == "auto"
+    if not request.model:
         raise ConfigError("the model ''", "no name", "name a Hugging Face folder, a hub id, or `tiny`")
-    check_objective(wanted.objective)
-    check_data(wanted.data)
-    check_output(wanted.output)
-    asked = parse_config(SMALLEST, file, withs=wanted.withs).with_
-    if ranks == 1 and any(Part.DATA in t.claims for t in instantiate(classes, asked)):
+    check_objective(request.objective)
+    check_data(request.data)
+    check_output(request.output)
+    own = parse_config(SMALLEST, file, withs=request.withs).with_
+    if ranks == 1 and any(Part.DATA in t.claims for t in instantiate(classes, own)):
         ranks = max(2, len(hardware.probe())) if here else 2
-    tree = choose(wanted, device, ranks)
+    tree = choose_values(request, device, ranks)
     env = resolve(Config.model_validate(tree), classes, 1, device).env
-    techniques, left = pick(wanted, asked, env, classes, here)
+    techniques, left = _pick(request, own, env, classes, here)
     config = Config.model_validate(tree | {"with": techniques})
     resolve(config, classes, ranks, device)
-    tree["batch"]["micro_tokens"], said = fitting(config, wanted.hardware, ranks, classes)
-    text = write(tree, file, device, techniques, left, said, ranks, classes)
+    tree["batch"]["micro_tokens"], memory = _fitting(config, request.hardware, ranks, classes)
+    text = yaml_text(tree, file, device, techniques, left, memory, ranks, classes)
     config = parse_config(text, file)
     resolve(config, classes, ranks, device)
-    return Begun(text, config, ranks)
+    return FirstConfig(text, config, ranks)
 
 
-def fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[type[Technique]]) -> tuple[int, str]:
-    """The micro-batch to take, and what the plan says of it; on a CPU one row, as small as it gets.
+def _fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[type[Technique]]) -> tuple[int, str]:
+    """Return the micro-batch and its predicted memory, as part of a sentence.
 
-    It grows while it fits and that makes it faster; where the plan does not know the model, one row.
+    It grows while it fits and is faster; it is one row on a CPU, and where the planner does not support the model.
     """
     T, most = config.batch.seq, config.batch.tokens // ranks
     cpu = hardware.named(hardware_name)[0].kind == "cpu"
@@ -304,23 +297,22 @@ def fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[ty
             break
         batch = config.batch.model_copy(update={"micro_tokens": rows * T})
         try:
-            found = search.predict(config.model_copy(update={"batch": batch}), hardware_name, ranks, classes)
+            p = search.predict(config.model_copy(update={"batch": batch}), hardware_name, ranks, classes)
         except UserError as error:
             return T, f"no prediction of memory: {error.found}"
-        faster = best is None or (found.tokens_per_s or 0.0) > (best.tokens_per_s or 0.0) * FASTER
-        if best is not None and not (found.fits and faster):
+        if best is not None and not (p.fits and (p.tokens_per_s or 0.0) > (best.tokens_per_s or 0.0) * FASTER):
             break
-        best, micro = found, rows * T
+        best, micro = p, rows * T
     assert best is not None
     fits = "" if best.fits else ", which is too much: take a smaller model, or add techniques (`optrush techniques`)"
     return micro, f"predicted to need {best.peak_bytes / hardware.GIB:.1f} GiB of memory at most{fits}"
 
 
-def choose(wanted: Wanted, device: Device, ranks: int = 1) -> dict[str, Any]:
-    """Every value but the techniques, as the tree that the YAML will hold."""
-    tree: dict[str, Any] = {"model": _model(wanted.model), "objective": wanted.objective}
-    tree["data"] = _data(wanted.data, device)
-    pairs = wanted.objective == "dpo"
+def choose_values(request: InitRequest, device: Device, ranks: int = 1) -> dict[str, Any]:
+    """Choose every value except the techniques; return them as the tree of the YAML."""
+    model = {"shape": request.model.removeprefix(SHAPE)} if request.model.startswith(SHAPE) else request.model
+    tree: dict[str, Any] = {"model": model, "objective": request.objective, "data": _data(request.data, device)}
+    pairs = request.objective == "dpo"
     if pairs:
         tree["dpo"] = {"beta": 0.1, "loss": "sigmoid", "reference": "auto"}
         if "too_long" in tree["data"]:
@@ -329,27 +321,27 @@ def choose(wanted: Wanted, device: Device, ranks: int = 1) -> dict[str, Any]:
     seq = _longest(tree, GPU_SEQ if gpu else CPU_SEQ)
     rows = max(1, (GPU_TOKENS if gpu else CPU_TOKENS) // seq // ranks) * ranks
     tree["batch"] = {"seq": seq, "tokens": seq * rows, "micro_tokens": seq}
-    fresh = wanted.model == "tiny" or wanted.model.startswith(SHAPE)
-    lr = 2e-3 if wanted.model == "tiny" else 3e-4 if fresh else 2e-5
+    fresh = request.model == "tiny" or request.model.startswith(SHAPE)
+    lr = 2e-3 if request.model == "tiny" else 3e-4 if fresh else 2e-5
     lr = lr / 10 if pairs and fresh else 1e-6 if pairs else lr  # 1e-6 is also TRL's
     tree["optim"] = {"lr": lr, "schedule": "cosine", "warmup": 0.1 if fresh else 0.03, "clip": 1.0}
     tree["train"] = {"steps": 100} if "random" in tree["data"] else {"epochs": 1}
     tree["train"] |= {"log_every": 5, "save_every": 0.25, "keep": 2}
     if "eval" in tree["data"]:
         tree["train"]["eval_every"] = 0.25
-    return tree | {"seed": 0, "output": wanted.output}
+    return tree | {"seed": 0, "output": request.output}
 
 
-def pick(
-    wanted: Wanted, asked: dict[str, Any], env: Environment, classes: Sequence[type[Technique]], here: bool
+def _pick(
+    request: InitRequest, own: dict[str, Any], env: Environment, classes: Sequence[type[Technique]], here: bool
 ) -> tuple[dict[str, dict[str, Any]], list[tuple[str, Requirement]]]:
-    """The techniques of the run with their options, in the ladder's order, and what was left out with its reason."""
+    """Choose techniques with their options, in the ladder's order; return them, and those left out with the reason."""
     known = {c.name: c for c in classes}
-    taken = {part for t in instantiate(classes, asked) for part in t.claims}
-    text = not wanted.data.startswith(RANDOM)
+    taken = {part for t in instantiate(classes, own) for part in t.claims}
+    text = not request.data.startswith(RANDOM)
     chosen: dict[str, tuple[dict[str, Any], ...]] = {}
     for name, options in ON_GPU if env.device.kind == "cuda" else ON_CPU:
-        if name in asked or known[name].claims & taken or (not text and Part.BATCH_LAYOUT in known[name].claims):
+        if name in own or known[name].claims & taken or (not text and Part.BATCH_LAYOUT in known[name].claims):
             continue
         if not text and name == "attention":  # rows of one document need no mask
             options = options[-1:]
@@ -358,21 +350,21 @@ def pick(
     while True:
         owned = frozenset(taken.union(*(known[name].claims for name in chosen)))
         settled = dataclasses.replace(env, claimed=owned)
-        found = {name: _first(known[name], options, settled, here) for name, options in chosen.items()}
-        lacks = {name: f for name, f in found.items() if isinstance(f, Requirement)}
+        first = {name: _first(known[name], options, settled, here) for name, options in chosen.items()}
+        lacks = {name: need for name, need in first.items() if isinstance(need, Requirement)}
         if not lacks:
             break
         for name, need in lacks.items():
             left.append((name, need))
             del chosen[name]
-    techniques = {**{name: f for name, f in found.items() if isinstance(f, dict)}, **asked}
+    techniques = {**{name: options for name, options in first.items() if isinstance(options, dict)}, **own}
     return {c.name: techniques[c.name] for c in classes if c.name in techniques}, left
 
 
 def _first(
     cls: type[Technique], options: Sequence[dict[str, Any]], env: Environment, here: bool
 ) -> dict[str, Any] | Requirement:
-    """The first of these options whose needs are met, or what the last lacks."""
+    """Return the first of these options whose needs are met, or what the last one lacks."""
     unmet: list[Requirement] = []
     for option in options:
         technique = instantiate([cls], {cls.name: option})[0]
@@ -384,28 +376,25 @@ def _first(
     return unmet[0]
 
 
-def _model(text: str) -> Any:
-    return {"shape": text.removeprefix(SHAPE)} if text.startswith(SHAPE) else text
-
-
 def _data(text: str, device: Device) -> dict[str, Any]:
     if text.startswith(SAMPLE):
-        held = {"sample": text.removeprefix(SAMPLE), "eval": 0.1, "too_long": "split"}
-        return held if device.kind == "cuda" else held | {"max_samples": CPU_CONVERSATIONS}
+        sample = {"sample": text.removeprefix(SAMPLE), "eval": 0.1, "too_long": "split"}
+        return sample if device.kind == "cuda" else sample | {"max_samples": CPU_CONVERSATIONS}
     if text == RANDOM or text.startswith(RANDOM + ":"):
         n = text.removeprefix(RANDOM).removeprefix(":")
         return {"random": int(n) if n else True}
-    rows = count(Path(text).expanduser())
+    with Path(text).expanduser().open("rb") as file:
+        rows = sum(1 for _ in islice(file, COUNTED))
     held_out = {} if rows < FEW else {"eval": 0.1 if rows < COUNTED else 0.02}
     return {"path": text, **held_out, "too_long": "split"}
 
 
 def check_data(text: str) -> str:
-    """What the data suggests as objective.
+    """Return the objective that suits the data.
 
     Raises:
-        ConfigError: no such sample, no number.
-        DataError: no such file, or its first row is not understood.
+        ConfigError: no such sample, or not a number of documents.
+        DataError: no such file, or its first row is invalid.
     """
     from optrush.data.readers import read
     from optrush.data.schema import Chat, Pair
@@ -420,13 +409,12 @@ def check_data(text: str) -> str:
         if not re.fullmatch(r"random(:[1-9]\d*)?", text):
             raise ConfigError(f"the data {text}", "no number of documents", "write random, or random:4096")
         return "pretrain"
-    where, found = next(read(Path(text).expanduser()))
-    kind = row(where, found)
+    kind = row(*next(read(Path(text).expanduser())))
     return "dpo" if isinstance(kind, Pair) else "sft" if isinstance(kind, Chat) else "pretrain"
 
 
 def check_objective(text: str) -> str:
-    """The objective as it was given, if there is such a one."""
+    """Return the objective if it exists; else raise ConfigError."""
     known = ("sft", "pretrain", "dpo")
     if text not in known:
         raise ConfigError(f"the objective {text}", "no such objective", nearest(text, known))
@@ -434,10 +422,10 @@ def check_objective(text: str) -> str:
 
 
 def check_output(text: str) -> str:
-    """The output as it was given, if a run may begin there: it does not exist, or is empty.
+    """Return the output if it does not exist or is an empty folder.
 
     Raises:
-        ConfigError: it is no folder, or something lies there.
+        ConfigError: it is a file, or a folder that is not empty.
     """
     path = Path(text).expanduser()
     if not text:
@@ -449,14 +437,8 @@ def check_output(text: str) -> str:
     return text
 
 
-def count(path: Path) -> int:
-    """Rows of a file, up to COUNTED."""
-    with path.open("rb") as file:
-        return sum(1 for _ in islice(file, COUNTED))
-
-
 def _longest(tree: dict[str, Any], seq: int) -> int:
-    """T, at most what the model was made for."""
+    """Return the tokens a row: `seq`, or fewer if the model has fewer positions."""
     bare = {"model": tree["model"], "objective": tree["objective"], "data": tree["data"], "output": "runs/new"}
     _, hf = locate(Config.model_validate(bare))
     refuse_foreign(hf)

@@ -1,12 +1,12 @@
-"""Memory and work, predicted before anything is built: symbolic lines, and the rules by which techniques edit them.
+"""Predict memory and work before anything is built: symbolic lines, and the rules by which techniques edit them.
 
-`baseline.lines` writes the lines of a run without techniques; each technique's `predict` yields rules; `settle` applies
-them in one order of kinds (add, retype, freeze, cut, live) whatever order they came in, so that the order of
-techniques never matters; `peak` and `seconds` then evaluate the lines for a micro-batch of so many tokens. A rule that
-matches nothing raises: a prediction and the code it predicts must not drift apart. Pure arithmetic, per rank.
+`baseline.entries` builds the lines of a run without techniques; each technique's `predict` yields rules; `apply_rules`
+applies them by kind (add, retype, freeze, cut, live), so that the order of techniques never matters; `peak` and
+`cost.step_seconds` evaluate the result for a micro-batch of a given size. A rule that matches nothing raises, so that a
+prediction cannot drift from the code it predicts. Pure arithmetic, per rank.
 
-Widths are asked last. A line says what kind of value it holds (its role), and precision decides once how many bytes a
-value of that role takes: so a technique that adds a line need not know which precision runs beside it.
+Bytes are resolved last: a line has a role (the kind of its values), and precision defines the bytes of a value of each
+role. A technique that adds a line is therefore independent of the precision of the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import enum
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -28,9 +28,9 @@ Role = Literal[
 ]  # fmt: skip
 # Bytes a value in float32 training. cast: a weight's copy in the products' type; product: what a product saves of its
 # inputs; residual: the stream between blocks; widening: a float32 copy beyond the value itself; narrowing: a copy in
-# the products' type beside a float32 value; wide: float32 whatever the precision; code: a byte, and its share of a
+# the products' type in addition to a float32 value; wide: float32 in any precision; code: a byte, and its share of a
 # float32 scale for 256 of them; nibble: half a byte, and its share of one for 128 of them; stored: a weight in another
-# form, whose owner says how wide it is; plain: what operators move one at a time, of which norms stay in float32.
+# form, whose technique sets the width; plain: what operators move one at a time, of which norms stay in float32.
 FLOAT32: Mapping[Role, float] = {
     "weight": 4, "gradient": 4, "state": 4, "cast": 0, "product": 4, "residual": 4, "widening": 0, "narrowing": 0,
     "wide": 4, "byte": 1, "code": 1 + 4 / 256, "nibble": 0.5 + 4 / 128, "stored": 4, "plain": 4,
@@ -44,11 +44,11 @@ BFLOAT16: Mapping[Role, float] = {
 COMPILED, OURS = 2.5, 7.0
 
 Live = Literal["always", "gradient", "saved", "forward", "backward", "end", "head", "update"]
-"""When a line is there: always; from its backward pass to the update; from its forward to its backward pass; in
+"""When a line is in memory: always; from its backward pass to the update; from its forward to its backward pass; in
 one block's forward or backward pass; at the end of the whole backward pass; at the head; in the update."""
 
-Made = Literal["block", "before", "after", "throughout"]
-"""When a gradient is made: in a block's backward pass; before all of those, after them, or from before to after."""
+ComputedIn = Literal["block", "before", "after", "throughout"]
+"""When a gradient is computed: in a block's backward pass; before all of those, after them, or from before to after."""
 
 Side = Literal["", "feed", "scores"]
 """Of a block's backward pass: the feed-forward part's, which comes first, or that of attention with whole scores."""
@@ -64,23 +64,23 @@ class Line:
     role: Role
     live: Live
     per_token: bool = False  # values of one token of a micro-batch; else of the model
-    blocks: int = 1  # equal parts, one a block; 1: lies outside the blocks
-    most_tokens: float = math.inf  # a chunked operator holds no more at once
+    blocks: int = 1  # equal parts, one a block; 1: outside the blocks
+    most_tokens: float = math.inf  # that a chunked operator holds at once
     fusable: bool = False  # exists because operators run one at a time
-    made: Made = "block"  # of gradients
+    computed: ComputedIn = "block"  # of gradients
     side: Side = ""
     # what rules change
     gone: bool = False
-    freed_on_update: bool = False  # a gradient that is there only while it is made
+    freed_on_update: bool = False  # a gradient that is in memory only while it is computed
     recomputed: float = 0.0  # share of the blocks that keep it only while they run again
-    blocks_on_device: float = math.inf  # of so many blocks on the device, of the others on the host
+    blocks_on_device: float = math.inf  # number of blocks whose part is on the device; the others are on the host
     cut: Mapping[str, int] = field(default_factory=dict)  # axis -> ranks
     gathered: int = 0  # parts that are whole at a time, of a line that is cut
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a device or the host must do. flop and moved bytes a token, a micro-batch or a step."""
+    """FLOP, moved bytes and launches of a device or the host, for each token, micro-batch or step."""
 
     name: str
     reason: str
@@ -99,12 +99,12 @@ class Work:
 
 
 Entry = Line | Work
-Kind = enum.IntEnum("Kind", "ADD RETYPE FREEZE CUT LIVE")  # of rules, in the order in which they act
+Kind = enum.IntEnum("Kind", "ADD RETYPE FREEZE CUT LIVE")  # of rules, in the order in which they are applied
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One edit with its reason; made by `add`, `like`, `retype`, `freeze`, `cut`, `live`."""
+    """One edit with its reason; built by `add`, `like`, `retype`, `freeze`, `cut`, `live`."""
 
     kind: Kind
     reason: str
@@ -116,51 +116,49 @@ class Rule:
 
 
 def add(*entries: Entry) -> Rule:
-    """New lines or work, which the other kinds of rules see too."""
+    """Add lines or work, to which the other kinds of rules apply too."""
     return Rule(Kind.ADD, "; ".join(e.reason for e in entries), entries=entries)
 
 
 def like(match: str, entry: Entry) -> Rule:
-    """A new entry of `entry.values` times the values of the matching lines of the baseline."""
+    """Add an entry with `entry.values` times the values of the matching lines of the baseline."""
     return Rule(Kind.ADD, entry.reason, match, (entry,))
 
 
 def retype(widths: Mapping[Role, float], reason: str) -> Rule:
-    """Other bytes a value, by role."""
+    """Set the bytes of a value, by role."""
     return Rule(Kind.RETYPE, reason, bytes_per_value=widths)
 
 
 def freeze(match: str, reason: str) -> Rule:
-    """The parameters that match are not trained: their gradients and states go."""
+    """Remove gradients and states of the parameters that match, which are not trained."""
     return Rule(Kind.FREEZE, reason, match)
 
 
 def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0) -> Rule:
-    """Each rank of an axis holds its share; of the `blocks` parts, `gathered` are whole at a time where used."""
+    """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole at a time."""
     return Rule(Kind.CUT, reason, match, changes={"cut": {axis: ranks}, "gathered": gathered})
 
 
 def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> Rule:
-    """What matches is `gone`, `recomputed` in a share of the blocks, `blocks_on_device` of them, held for
-    `most_tokens` at once, done `times` over, `freed_on_update`, `live` at another time, of other `unit` or `role`."""
-    known = {
-        "gone",
-        "recomputed",
-        "blocks_on_device",
-        "most_tokens",
-        "times",
-        "unit",
-        "freed_on_update",
-        "live",
-        "role",
-    }
-    assert changes.keys() <= known, changes
+    """Change fields of what matches, combined with their old values by `_EDITS`."""
+    assert changes.keys() <= _EDITS.keys() - {"cut", "gathered"}, changes
     return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable)
+
+
+# How the old value of a field and a rule's are combined. Rules of one kind commute, so that their order never matters.
+_EDITS: Mapping[str, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys(("gone", "recomputed", "freed_on_update", "gathered"), max),
+    **dict.fromkeys(("most_tokens", "blocks_on_device"), min),
+    **dict.fromkeys(("unit", "live", "role"), lambda _, new: new),
+    "times": operator.mul,
+    "cut": operator.or_,
+}
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """Settled lines and work, with the widths that precision has decided."""
+    """Lines and work after all rules, with the bytes of a value by role."""
 
     lines: tuple[Line, ...]
     work: tuple[Work, ...]
@@ -168,13 +166,13 @@ class Ledger:
     accumulation: int  # micro-batches of a step
 
     def width(self, line: Line) -> float:
-        """Bytes a value of this line."""
+        """Return the bytes of a value of a line."""
         return 0.0 if line.gone else self.bytes_per_value[line.role]
 
     @cached_property
     def forms(self) -> dict[str, tuple[float, float, dict[float, float]]]:
-        """By phase: bytes that are there once, bytes a token, and bytes a token up to so many tokens."""
-        found = {}
+        """Bytes by phase: once, for each token, and for each token up to a number of tokens."""
+        forms = {}
         for phase in PHASES:
             once, each, chunks = 0.0, 0.0, dict[float, float]()
             for line in self.lines:
@@ -186,26 +184,26 @@ class Ledger:
                     each += share
                 else:
                     chunks[line.most_tokens] = chunks.get(line.most_tokens, 0.0) + share
-            found[phase] = (once, each, chunks)
-        return found
+            forms[phase] = (once, each, chunks)
+        return forms
 
 
-def settle(
+def apply_rules(
     baseline: Sequence[Entry], widths: Mapping[Role, float], rules: Iterable[Rule], accumulation: int = 1
 ) -> Ledger:
-    """The ledger after all rules, in the order of their kinds.
+    """Apply rules in the order of their kinds.
 
     Raises:
-        ValueError: a rule that matches nothing, or two that contradict each other.
+        ValueError: a rule matches nothing, or two contradict each other.
     """
     entries = list(baseline)
-    given: dict[Role, float] = {}
+    changed: dict[Role, float] = {}
     for rule in sorted(rules, key=lambda r: r.kind):
         if rule.kind is Kind.ADD:
             entries += _added(rule, baseline)
         elif rule.kind is Kind.RETYPE:
             for role, width in rule.bytes_per_value.items():
-                if given.setdefault(role, width) != width:
+                if changed.setdefault(role, width) != width:
                     raise ValueError(f"two rules give {role!r} different widths ({rule.reason})")
                 if not any(e.role == role for e in entries):
                     raise ValueError(f"nothing has the role {role!r} ({rule.reason})")
@@ -219,7 +217,7 @@ def settle(
         raise ValueError(f"two entries are called {doubled[0][1]!r}")
     lines = tuple(e for e in entries if isinstance(e, Line))
     work = tuple(e for e in entries if isinstance(e, Work))
-    return Ledger(lines, work, {**widths, **given}, accumulation)
+    return Ledger(lines, work, {**widths, **changed}, accumulation)
 
 
 def _added(rule: Rule, baseline: Sequence[Entry]) -> tuple[Entry, ...]:
@@ -239,31 +237,16 @@ def _matches(rule: Rule, entry: Entry) -> bool:
     return (entry.fusable or not rule.fusable) and _named(entry.name, rule.match)
 
 
-@cache  # a search asks the same few hundred questions for each of its sets
+@cache  # a search repeats the same few hundred calls for each of its sets
 def _named(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern)
 
 
 def _edited(rule: Rule, entry: Entry) -> Entry:
-    """The entry as the rule leaves it. Edits of one kind commute, so that the order of techniques never matters."""
-    if rule.kind is Kind.FREEZE:
-        return dataclasses.replace(entry, gone=True)
-    changed: dict[str, Any] = {}
-    for name, value in rule.changes.items():
-        if not hasattr(entry, name):  # what only lines have, or only work
-            continue
-        old = getattr(entry, name)
-        if name == "times":
-            changed[name] = old * value
-        elif name in ("most_tokens", "blocks_on_device"):
-            changed[name] = min(old, value)
-        elif name == "cut":
-            changed[name] = {**old, **value}
-        elif name in ("unit", "live", "role"):
-            changed[name] = value
-        else:  # gone, recomputed, stepped, gathered
-            changed[name] = max(old, value)
-    return dataclasses.replace(entry, **changed)
+    changes = {"gone": True} if rule.kind is Kind.FREEZE else rule.changes
+    # Some fields are of lines only, or of work only.
+    present = {name: value for name, value in changes.items() if hasattr(entry, name)}
+    return dataclasses.replace(entry, **{n: _EDITS[n](getattr(entry, n), value) for n, value in present.items()})
 
 
 # --- evaluation
@@ -271,7 +254,7 @@ def _edited(rule: Rule, entry: Entry) -> Entry:
 
 @dataclass(frozen=True)
 class Item:
-    """One line of memory as people read it."""
+    """One line of memory in a report."""
 
     name: str
     bytes: int
@@ -280,7 +263,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that lies in memory at once, and in which phase of a step."""
+    """The largest memory of a step, and the phase in which it occurs."""
 
     phase: str
     items: tuple[Item, ...]
@@ -296,25 +279,25 @@ _WORKING = {"forward": "forward", "head": "head", "update": "update", "backward,
 
 
 def peak(ledger: Ledger, tokens: float) -> Peak:
-    """The worst phase of a step with micro-batches of `tokens` tokens.
+    """Return the phase with the most memory in a step with micro-batches of `tokens` tokens.
 
-    Saved lines shrink and gradients grow while the backward pass goes from the last block to the first, both evenly:
-    so the most lies at one of the two, or at the embedding. Within a block it lies in the feed-forward part, or where
-    attention holds whole scores: then what the feed-forward part kept is gone.
+    Saved lines shrink and gradients grow evenly while the backward pass goes from the last block to the first, so that
+    the maximum is at one of the two, or at the embedding. Within a block it is in the feed-forward part, or where
+    attention holds whole scores, after the feed-forward part has freed what it saved.
     """
     worst = max(PHASES, key=lambda phase: _bytes(ledger, tokens, phase))
     items = []
     for line in ledger.lines:
-        there, gathered = _there(ledger, line, tokens, worst)
-        items.append(Item(line.name, round(there), line.reason))
+        own, gathered = _there(ledger, line, tokens, worst)
+        items.append(Item(line.name, round(own), line.reason))
         items.append(Item(f"gathered {line.name}", round(gathered), "cut over the ranks, and whole while it is used"))
     return Peak(worst, tuple(i for i in items if i.bytes))
 
 
 def largest(ledger: Ledger, room: float, unit: int) -> int:
-    """The largest micro-batch, in whole units of `unit` tokens, whose peak is at most `room` bytes; 0 if none is.
+    """Return the tokens of the largest micro-batch, a multiple of `unit`, whose peak is at most `room` bytes; else 0.
 
-    Solved, not searched: in each phase the bytes are linear in the tokens, with a bend where a chunk is full.
+    In each phase the bytes are linear in the tokens, with a bend where a chunk is full, so that this is solved exactly.
     """
     bends = sorted({line.most_tokens for line in ledger.lines if math.isfinite(line.most_tokens)})
     tokens = min(_solved(ledger, room, phase, [0.0, *bends]) for phase in PHASES)
@@ -335,76 +318,78 @@ def _bytes(ledger: Ledger, tokens: float, phase: str) -> float:
     return once + each * tokens + sum(size * min(tokens, most) for most, size in chunks.items())
 
 
-def held(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
-    """Bytes of a line while all of it is there, without what is gathered."""
+def line_bytes(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
+    """Return the bytes of a line while all of it is in memory, without what is gathered."""
     count = min(tokens, line.most_tokens) if line.per_token else 1.0
     return ledger.width(line) * line.values * count / math.prod(line.cut.values())
 
 
 def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float, float]:
-    """Bytes of a line in a phase: this rank's share, and what is gathered whole beside it."""
-    bytes_ = held(ledger, line, tokens) * _share(line, phase, ledger.accumulation)
-    there = bytes_ > 0 and phase.startswith("backward") if line.live == "gradient" else phase != "update"
-    if not (line.gathered and there):
+    """Return the bytes of a line in a phase: this rank's share, and what is gathered whole in addition."""
+    bytes_ = line_bytes(ledger, line, tokens) * _share(line, phase, ledger.accumulation)
+    in_use = bytes_ > 0 and phase.startswith("backward") if line.live == "gradient" else phase != "update"
+    if not (line.gathered and in_use):
         return bytes_, 0.0
     used = min(ledger.width(line), ledger.bytes_per_value["product"])
     return bytes_, used * line.values * min(line.gathered, line.blocks) / line.blocks
 
 
 def hosted(ledger: Ledger, tokens: float) -> float:
-    """Bytes on the host: what is paged, and what waits there for the backward pass."""
+    """Return the bytes on the host: what is paged, and what waits there for the backward pass."""
     return paged(ledger) + awaiting(ledger, tokens)
 
 
 def awaiting(ledger: Ledger, tokens: float) -> float:
-    """Bytes that wait on the host for the backward pass: each crosses the link to it twice a micro-batch."""
+    """Return the bytes that wait on the host for the backward pass: each crosses the link twice a micro-batch."""
     return _on_host(ledger, "saved", tokens)
 
 
 def paged(ledger: Ledger) -> float:
-    """Bytes that live on the host: each crosses the link to it twice an update."""
+    """Return the bytes that stay on the host: each crosses the link twice an update."""
     return _on_host(ledger, "always", 0.0)
 
 
 def _on_host(ledger: Ledger, live: Live, tokens: float) -> float:
     return sum(
-        held(ledger, line, tokens) * (1 - line.recomputed) * (1 - line.blocks_on_device / line.blocks)
+        line_bytes(ledger, line, tokens) * (1 - line.recomputed) * (1 - line.blocks_on_device / line.blocks)
         for line in ledger.lines
         if line.live == live and line.blocks_on_device < line.blocks
     )
 
 
 def _near(line: Line, phase: str) -> float:
-    """Of how many blocks the device holds what was saved. Beside those that stay one is on its way, but at the head;
-    where none stays, one in use and one on its way."""
+    """Return the number of blocks whose saved values are on the device.
+
+    Those that stay, and, except at the head, one in transfer; where none stays, one in use and one in transfer.
+    """
     return line.blocks_on_device if phase == "head" else max(2.0, line.blocks_on_device + 1)
 
 
 def _share(line: Line, phase: str, accumulation: int) -> float:
-    """Which part of a line is there in a phase."""
+    """Return the share of a line that is in memory in a phase."""
     one = 1 / line.blocks
     scores = phase.endswith(SCORES)
     if line.live == "always":
         return min(1.0, line.blocks_on_device * one)
     if line.live == "gradient" and line.freed_on_update:
-        # Before the blocks' it is gone when theirs begin: the head's is made where the head's logits are.
+        # One from before the blocks is freed when theirs begin: the head's is computed together with the logits.
         last = float(phase == "backward, embedding")
-        parts: dict[Made, float] = {"block": one * (1 - last), "before": 0.0, "after": last, "throughout": 1.0}
-        return parts[line.made] if phase.startswith("backward") else 0.0
+        parts: dict[ComputedIn, float] = {"block": one * (1 - last), "before": 0.0, "after": last, "throughout": 1.0}
+        return parts[line.computed] if phase.startswith("backward") else 0.0
     if line.live == "gradient":
-        if accumulation > 1:  # those of earlier micro-batches, and this one's embedding's until it is whole
-            end = {"throughout": "backward", "after": "backward, embedding"}.get(line.made)
+        if accumulation > 1:  # those of earlier micro-batches, and this one's of the embedding until it is complete
+            end = {"throughout": "backward", "after": "backward, embedding"}.get(line.computed)
             return 2.0 if end and phase.startswith(end) else 1.0
         late = phase in ("backward, embedding", "update")
-        early = phase in ("forward", "head") or (line.made == "after" and not late)
+        early = phase in ("forward", "head") or (line.computed == "after" and not late)
         return 0.0 if early else one if phase.startswith(LAST) else 1.0
     if line.live == "saved":
         backward = phase.startswith("backward")
         if phase in ("backward, embedding", "update") or (backward and line.blocks == 1):
-            return 0.0  # what lies outside the blocks was used first
-        there = one if phase.startswith(FIRST) else min(1.0, _near(line, phase) * one)
+            return 0.0  # what is outside the blocks was used first
+        saved = one if phase.startswith(FIRST) else min(1.0, _near(line, phase) * one)
         used = one if scores and line.side == "feed" else 0.0  # of the block in its backward pass
-        return (there - used) * (1 - line.recomputed) + (one - used if line.recomputed and backward else 0.0)
+        return (saved - used) * (1 - line.recomputed) + (one - used if line.recomputed and backward else 0.0)
     if line.side == ("feed" if scores else "scores"):
         return 0.0
     return float(line.live == _WORKING.get(phase, "backward"))

@@ -1,7 +1,7 @@
-"""The micro-batch that `batch.micro_tokens: auto` begins with: predicted, before anything is built. Pure.
+"""Predict the micro-batch of `batch.micro_tokens: auto`, before anything is built. Pure.
 
-Of the powers of two that divide a rank's rows of a step, and all of them at once: those whose predicted peak fits on
-the device, of these the fastest, and of equally fast ones the smallest. The rehearsal then tries it (rehearse.py).
+The candidates are the powers of two that divide a rank's rows of a step, and all of its rows. Of those whose predicted
+peak fits on the device the fastest is chosen, and of equally fast ones the smallest; a trial step then tests it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from optrush.planner.cost import CLOSE, room
 from optrush.technique import Environment, Technique, settle
 
 
-def choose(techniques: Sequence[Technique], env: Environment, hf: Mapping[str, Any]) -> int:
-    """Rows of one micro-batch.
+def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Mapping[str, Any]) -> int:
+    """Return the rows of one micro-batch.
 
     Args:
-        setup: not settled yet, of a micro-batch of any size.
+        env: not settled yet; its micro-batch is ignored.
 
     Raises:
-        UserError: what `settle` raises of every size, or no prediction of this model on a CPU, where what is too large
-            is killed by the system instead of failing.
+        UserError: `settle` rejects every size; or this model has no prediction and the device is a CPU, where the
+            system kills a process that needs too much memory.
     """
     possible: list[Environment] = []
     refused: NeedsError | None = None
-    for n in sizes(env.rows // env.ranks):
+    for rows in micro_batch_rows(env.rows // env.ranks):
         try:
-            possible.append(settle(techniques, dataclasses.replace(env, micro_rows=n)))
-        except NeedsError as error:  # some techniques want a step in one micro-batch
+            possible.append(settle(techniques, dataclasses.replace(env, micro_rows=rows)))
+        except NeedsError as error:  # some techniques need a step of one micro-batch
             refused = error
     if not possible:
         assert refused is not None
@@ -46,30 +46,27 @@ def choose(techniques: Sequence[Technique], env: Environment, hf: Mapping[str, A
             raise ConfigError("`batch.micro_tokens: auto` on a CPU", f"no prediction of memory: {obstacle}", do)
         return possible[-1].micro_rows  # the rehearsal halves it until it fits
     shape, device, T = ModelShape.read(hf), _device(possible[0]), env.seq
-    known = cost.of(device, calibration.find(device), shape, T)
+    rates, most = cost.of(device, calibration.for_device(device), shape, T), room(device)
     speeds: list[tuple[float, int]] = []
-    for made in possible:
-        entries = baseline.entries(shape, T, native=made.native, cuda=device.kind == "cuda", padding=0.0)
-        widths = ledger.BFLOAT16 if made.dtype == "bfloat16" else ledger.FLOAT32
-        book = ledger.settle(entries, widths, baseline.rules(techniques, made, shape), made.accumulation)
-        tokens, most = made.micro_rows * T, room(device)
-        if most is None or ledger.peak(book, tokens).bytes <= most:
-            # Where rates are unknown the largest: fewer and larger products are not slower.
-            seconds = cost.seconds(book, device, tokens, known)
-            speeds.append((made.micro_rows if seconds is None else 1 / seconds, made.micro_rows))
+    for one in possible:
+        book, rows = baseline.book(techniques, one, shape, 0.0), one.micro_rows
+        if most is None or ledger.peak(book, rows * T).bytes <= most:
+            # Without rates the largest is chosen: fewer and larger products are not slower.
+            seconds = cost.step_seconds(book, device, rows * T, rates)
+            speeds.append((rows if seconds is None else 1 / seconds, rows))
     if not speeds:
-        return possible[0].micro_rows  # it may fit all the same: the rehearsal will tell
+        return possible[0].micro_rows  # it may fit all the same: the trial step decides
     fastest, _ = max(speeds)
     return min(rows for speed, rows in speeds if speed >= fastest * (1 - CLOSE))
 
 
-def sizes(share: int) -> list[int]:
-    """Rows that a micro-batch may have, of a rank's rows of a step; the smallest first."""
+def micro_batch_rows(share: int) -> list[int]:
+    """Return the possible rows of a micro-batch, smallest first, for a rank with `share` rows of a step."""
     return sorted({2**k for k in range(share.bit_length()) if share % 2**k == 0} | {share})
 
 
 def _device(env: Environment) -> Device:
-    """Where the run trains, with rates and memory: of a CPU, this machine's, which its ranks share."""
+    """Return the device with rates and memory; on a CPU, this machine's memory divided by the ranks that share it."""
     if env.device.kind != "cpu" or env.device.memory_bytes is not None:
         return env.device
     here = hardware.cpu()

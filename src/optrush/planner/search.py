@@ -1,20 +1,17 @@
-"""What a run will need and how fast it will be, before anything is built; and which settings would do better. Pure.
+"""Predict a run's memory and speed before anything is built, and search for better settings. Pure.
 
-config.json -> ModelShape -> the baseline's ledger -> rules of the techniques -> peak and seconds. The search does the
-same for every compatible set of techniques, solves each for its largest micro-batch, and ranks by useful tokens a
-second. Nothing here knows a technique's name: sets come from claims and needs, and a technique says itself which of
-its options are worth a thought (`variants`).
+config.json -> ModelShape -> the baseline's ledger -> rules of the techniques -> peak and seconds. The search evaluates
+sets of techniques that can be combined, each with its best micro-batch, and ranks them by useful tokens a second. No
+technique is named here: claims and needs decide which sets are possible, `Technique.variants` which options are tried.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 from optrush import technique
@@ -22,7 +19,7 @@ from optrush.config import Config
 from optrush.data.length_estimate import held
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import named
-from optrush.models.shapes import SHAPES, ModelShape, native_obstacle
+from optrush.models.shapes import HF, SHAPES, ModelShape, native_obstacle
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
 from optrush.planner.cost import CLOSE, Rates, room
@@ -31,58 +28,415 @@ from optrush.resolve import resolve
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, in_order, instantiate
 from optrush.techniques import ALL
 
-# --- The best of very many combinations without trying them all: one choice changed at a time, until none betters it.
-#
-# Options that go together double the combinations each, so that soon no plan can try them all. Most of them are good,
-# or not, whatever the others are; there one change at a time finds the same (tests/unit/test_ascent.py compares). Where
-# two changes gain together what each alone would lose, it may stop short. Pure.
+Options = Sequence[Technique | None]  # of one technique: leaving it out, or one of its variants
 
+
+@dataclass(frozen=True)
+class Prediction:
+    """Memory and speed of one configuration on the rank that needs most."""
+
+    peak_bytes: int
+    memory_kind: str  # "cuda_allocated" or "rss"
+    phase: str
+    lines: tuple[Item, ...]  # their sum is the peak
+    device: str
+    capacity_bytes: int | None
+    fits: bool
+    tokens_per_s: float | None  # useful ones, of all ranks; None where the device's rates are unknown
+    basis: str  # "datasheet" or "calibrated"
+    rates_from: str = ""  # a sentence on the source of the rates
+    work: tuple[cost.WorkTime, ...] = ()  # of one step on one rank
+    room_bytes: int | None = None  # what a peak may have of the capacity, without the CUDA context and the gaps
+    parameters: int = 0
+    a_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)  # bytes of each kind
+    # Seconds of a step by part at the device's ceiling: measured rates, or the datasheet's whole ones.
+    ceiling_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    host_bytes: int = 0  # of pinned host memory, in addition to the device's
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A set of techniques with a micro-batch."""
+
+    with_: Mapping[str, Mapping[str, Any]]
+    micro_rows: int
+    prediction: Prediction
+
+    def over(self, config: Config) -> Config:
+        """Return the configuration with this setting."""
+        batch = config.batch.model_copy(update={"micro_tokens": self.micro_rows * config.batch.seq})
+        return config.model_copy(update={"with_": {k: dict(v) for k, v in self.with_.items()}, "batch": batch})
+
+    @property
+    def title(self) -> str:
+        """The techniques in a line."""
+        return " ".join(_title(name, options) for name, options in self.with_.items()) or "no technique"
+
+    @property
+    def speed(self) -> float:
+        """Useful tokens a second; 0 if not known."""
+        return self.prediction.tokens_per_s or 0.0
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The best settings, the number of sets that were tried, and why other techniques are not in the best setting."""
+
+    settings: tuple[Candidate, ...]
+    tried: int
+    lost: tuple[tuple[str, str], ...]
+
+
+def predict(
+    config: Config, hardware: str = "auto", ranks: int | None = None, classes: Sequence[type[Technique]] = ALL
+) -> Prediction:
+    """Predict peak memory and speed of a run as configured.
+
+    Args:
+        hardware: as in `hardware.named`.
+        ranks: processes; None: the number in the hardware's name.
+
+    Raises:
+        UserError: the configuration cannot be resolved on this hardware, or the planner does not support its model.
+    """
+    device, count = named(hardware)
+    resolved = resolve(config, classes, ranks or count, device)
+    lengths = held(config)
+    env = dataclasses.replace(resolved.env, reach=lengths.reach)
+    tokens = env.micro_rows * env.seq
+    book = baseline.book(resolved.techniques, env, _shape(resolved.hf), lengths.padding)
+    rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), resolved.hf, env.span, env.seq)
+    return dataclasses.replace(
+        _prediction(book, env, ledger.peak(book, tokens), rates),
+        ceiling_s={} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling),
+        host_bytes=round(ledger.hosted(book, tokens)),
+    )
+
+
+def search(
+    config: Config, hardware: str = "auto", classes: Sequence[type[Technique]] = ALL, *, keep_maths: bool = False,
+    best: int = 3,
+) -> SearchResult:  # fmt: skip
+    """Search sets of techniques and micro-batches for the fastest settings; the tokens of a step stay the same.
+
+    The climb starts from the run's own set and from the empty set, and changes one technique at a time (`climb`).
+
+    Args:
+        keep_maths: leave out techniques that change what is computed (`Numerics.DIFFERENT_MATHS`).
+        best: number of settings.
+    """
+    problem = _problem(config, hardware, classes)
+    options, unmet = _options(problem.env, classes, keep_maths, config.with_)
+    evaluations = Evaluations(problem)
+    configured = [instantiate([c], {c.name: config.with_[c.name]})[0] for c in classes if c.name in config.with_]
+    own = tuple(next((t for t in group if t in configured), None) for group in options)
+    none = tuple(None if None in group else group[0] for group in options)
+    climb((own, none), options, lambda a, b: bool(a.claims & b.claims), evaluations.score)
+    settings = sorted(evaluations.settings, key=lambda s: s.speed, reverse=True)
+    leading = tuple(_leading(settings, best))
+    lost = _lost(leading[0], settings, options, problem.env) if leading else ()
+    return SearchResult(leading, evaluations.tried, (*lost, *unmet))
+
+
+def family(
+    config: Config, hardware: str, setting: Candidate, classes: Sequence[type[Technique]] = ALL
+) -> Iterator[tuple[str, int, Candidate | None]]:
+    """Predict the named shapes of the model's family on the same hardware, smallest first.
+
+    Each has the given setting, with or without a technique that saves less for the backward pass.
+
+    Yields:
+        name, parameters, setting; None: it does not fit.
+    """
+    problem = _problem(config, hardware, classes)
+    saving = [t for c in classes if Part.ACTIVATION_CHECKPOINTING in c.claims for t in _variants(c, problem.env)]
+    kept = [t for t in instantiate(classes, setting.with_) if Part.ACTIVATION_CHECKPOINTING not in t.claims]
+    shapes = {n: ModelShape.read(hf) for n, hf in SHAPES.items() if hf["model_type"] == problem.hf["model_type"]}
+    for name, shape in sorted(shapes.items(), key=lambda s: s[1].parameters):
+        env = dataclasses.replace(problem.env, blocks=shape.layers, vocab=shape.vocab, shape=shape)
+        evaluations = Evaluations(dataclasses.replace(problem, hf=copy.deepcopy(SHAPES[name]), env=env))
+        for less in (None, *saving):
+            evaluations.score((*kept, less))
+        yield name, shape.parameters, max(evaluations.settings, key=lambda s: s.speed, default=None)
+
+
+def _prediction(book: Ledger, env: Environment, peak: ledger.Peak, rates: Rates | None) -> Prediction:
+    tokens = env.micro_rows * env.seq
+    seconds = None if rates is None else cost.step_seconds(book, env.device, tokens, rates)
+    useful = env.rows * env.seq * cost.filled_share(book)
+    most = room(env.device)
+    parameters, by_kind = _parameters(book)
+    return Prediction(
+        peak_bytes=peak.bytes,
+        memory_kind="cuda_allocated" if env.device.kind == "cuda" else "rss",
+        phase=peak.phase,
+        lines=peak.items,
+        device=env.device.name,
+        capacity_bytes=env.device.memory_bytes,
+        fits=most is None or peak.bytes <= most,
+        tokens_per_s=None if seconds is None else useful / seconds,
+        basis="datasheet" if rates is None else rates.basis,
+        rates_from="" if rates is None else rates.source,
+        work=() if rates is None else tuple(cost.efforts(book, env.device, tokens, rates)),
+        room_bytes=None if most is None else int(most),
+        parameters=parameters,
+        a_parameter=by_kind,
+    )
+
+
+def _parameters(book: Ledger) -> tuple[int, dict[str, float]]:
+    """Return the number of parameters, and the average bytes of one by kind."""
+    kinds: dict[str, float] = {}
+    for line in book.lines:
+        kind = line.name.partition(".")[0]
+        if kind in ("weights", "gradients", "states", "casts"):
+            kinds[kind] = kinds.get(kind, 0.0) + ledger.line_bytes(book, line)
+    count = round(sum(line.values for line in book.lines if line.name.startswith("weights.")))
+    return count, {kind: size / count for kind, size in kinds.items() if size}
+
+
+def _shape(hf: HF) -> ModelShape:
+    if (obstacle := native_obstacle(hf)) is not None:
+        asked = f"a plan for a model of type {hf.get('model_type')!r}"
+        raise NeedsError(asked, obstacle, "train it without a plan")
+    return ModelShape.read(hf)
+
+
+# --- one problem and its evaluations
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The constants of a search."""
+
+    hf: dict[str, Any]
+    env: Environment
+    padding: float
+    calibration: Calibration | None
+
+
+def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]]) -> _Problem:
+    """Resolve the configuration with one row a micro-batch, and of the techniques only the owner of Part.TRAINED."""
+    device, ranks = named(hardware)
+    batch = config.batch.model_copy(update={"micro_tokens": config.batch.seq})
+    kept = {c.name: config.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in config.with_}
+    resolved = resolve(config.model_copy(update={"with_": kept, "batch": batch}), classes, 1, device)
+    rows = resolved.env.rows
+    if rows % ranks:
+        raise ConfigError(
+            f"`batch.tokens: {config.batch.tokens}`",
+            f"{rows} rows, which {ranks} ranks cannot share",
+            f"take {max(1, rows // ranks) * ranks * config.batch.seq}",
+        )
+    lengths = held(config)
+    env = dataclasses.replace(resolved.env, ranks=ranks, reach=lengths.reach)
+    return _Problem(resolved.hf, env, lengths.padding, calibration.for_device(device))
+
+
+def _options(
+    env: Environment, classes: Sequence[type[Technique]], keep_maths: bool, configured: Mapping[str, Mapping[str, Any]]
+) -> tuple[list[Options], list[tuple[str, str]]]:
+    """Return the options of each technique, and (name, reason) of techniques that are not tried at all."""
+    options: list[Options] = []
+    unmet: list[tuple[str, str]] = []
+    for cls in classes:
+        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS:
+            unmet.append((cls.name, "it changes the maths, which are to be kept"))
+            continue
+        own = instantiate([cls], {cls.name: configured[cls.name]}) if cls.name in configured else []
+        tried = _variants(cls, env)
+        # The run's own options are tried too; a technique without variants that the run has is never left out.
+        options.append([*([None] if tried or not own else []), *dict.fromkeys([*tried, *own])])
+    return options, unmet
+
+
+def _variants(cls: type[Technique], env: Environment) -> list[Technique]:
+    return [instantiate([cls], {cls.name: options})[0] for options in cls.variants(env)]
+
+
+class Evaluations:
+    """Sets of techniques with their best settings, each evaluated once."""
+
+    def __init__(self, problem: _Problem) -> None:
+        self.problem = problem
+        # By set: its fastest setting; the bytes of its smallest peak, where none fits; None: it is not possible.
+        self.results = dict[tuple[Technique | None, ...], Candidate | int | None]()
+
+    @property
+    def settings(self) -> list[Candidate]:
+        """Settings that fit, each with its fastest micro-batch."""
+        return [s for s in self.results.values() if isinstance(s, Candidate)]
+
+    @property
+    def tried(self) -> int:
+        """Number of possible sets."""
+        return sum(s is not None for s in self.results.values())
+
+    def score(self, chosen: tuple[Technique | None, ...]) -> Score | None:
+        """Rank a set: what fits first, by speed and then by memory; what does not fit by memory alone."""
+        if chosen not in self.results:
+            self.results[chosen] = self._evaluate([t for t in chosen if t is not None])
+        result = self.results[chosen]
+        if isinstance(result, Candidate):
+            return True, result.speed, -result.prediction.peak_bytes
+        return None if result is None else (False, -result)
+
+    def _evaluate(self, members: list[Technique]) -> Candidate | int | None:
+        claimed = [part for t in members for part in t.claims]
+        if len(claimed) != len(set(claimed)):
+            return None
+        one = self.problem.env
+        for micro_rows in dict.fromkeys((one.micro_rows, one.rows // one.ranks)):  # some need a step of one micro-batch
+            with suppress(ConflictError, NeedsError):
+                env = technique.settle(in_order(members), dataclasses.replace(one, micro_rows=micro_rows))
+                return _fastest(members, env, self.problem)
+        return None
+
+
+def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) -> Candidate | int:
+    """Choose the micro-batch: of those that fit, the smallest of the fastest.
+
+    Returns:
+        bytes of the peak with the smallest micro-batch, where none fits.
+    """
+    hf = copy.deepcopy(problem.hf)
+    for t in members:
+        t.config(hf)
+    most, rows = room(env.device), env.rows // env.ranks
+    rates: Rates | None = None
+    best: tuple[float, Environment, Ledger] | None = None
+    book: Ledger | None = None
+    rules: list[ledger.Rule] = []
+    powers = [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
+    for sizes in filter(None, (powers, [rows])):  # rules may depend on whether there is accumulation
+        first = dataclasses.replace(env, micro_rows=sizes[0])
+        predicted = [r for t in members for r in t.predict(first)]
+        if book is None or predicted != rules:
+            book, rules = baseline.book(members, first, _shape(hf), problem.padding), predicted
+            rates, _ = cost.expected_and_ceiling(env.device, problem.calibration, hf, env.span, env.seq)
+        largest = rows if most is None else ledger.largest(book, most, env.seq) // env.seq
+        for size in (n for n in sizes if n <= largest):
+            sized = dataclasses.replace(env, micro_rows=size)
+            if any(technique.unmet(members, sized)):
+                continue
+            book = dataclasses.replace(book, accumulation=sized.accumulation)
+            seconds = None if rates is None else cost.step_seconds(book, env.device, size * env.seq, rates)
+            speed = 1 / (seconds or 1.0)
+            if best is None or speed > best[0] * (1 + CLOSE):
+                best = (speed, sized, book)
+    if best is None:
+        assert book is not None
+        return ledger.peak(book, env.seq * (1 if rows % 2 == 0 else rows)).bytes
+    _, env, book = best
+    peak = ledger.peak(book, env.micro_rows * env.seq)
+    return Candidate({t.name: _changed(t) for t in members}, env.micro_rows, _prediction(book, env, peak, rates))
+
+
+def _changed(t: Technique) -> dict[str, Any]:
+    """Return the options that differ from the defaults."""
+    fields = dataclasses.fields(t)  # type: ignore[arg-type]
+    return {f.name: getattr(t, f.name) for f in fields if getattr(t, f.name) != f.default}
+
+
+# --- what is reported of a search
+
+
+def _leading(settings: Sequence[Candidate], best: int) -> Iterator[Candidate]:
+    """Yield `best` of the settings, fastest first: of equally fast ones only the one that needs least memory."""
+    left = list(settings)
+    for _ in range(best):
+        if not left:
+            return
+        close = [s for s in left if s.speed >= left[0].speed * (1 - CLOSE)]
+        yield min(close, key=lambda s: (s.prediction.peak_bytes, len(s.with_)))
+        left = [s for s in left if s not in close]
+
+
+def _lost(
+    best: Candidate, settings: Sequence[Candidate], options: Sequence[Options], env: Environment
+) -> Iterator[tuple[str, str]]:
+    """Yield, for each technique that could be added, left out or changed, what it would cost or why it cannot be."""
+    free = [group for group in options if None in group or len(group) > 1]  # the others are in every setting
+    for t in (t for group in free for t in group if t is not None):
+        name, changed = t.name, _changed(t)
+        if best.with_.get(name) == changed:
+            others = [s for s in settings if name not in s.with_]
+            what = f"without {name}"
+        else:
+            others = [s for s in settings if s.with_.get(name) == changed]
+            what = f"with {_title(name, changed)}"
+        other = next(_leading(others, 1), None)
+        yield what, _unusable(t, env) if other is None else _difference(other, best)
+
+
+def _unusable(t: Technique, env: Environment) -> str:
+    """Return why no setting has a technique: what it lacks by itself, else memory."""
+    claims = (frozenset[Part](), frozenset(Part))  # without any other technique, and with an owner of every part
+    unmet = [[n for n in t.needs(dataclasses.replace(env, claimed=owned)) if not n.met] for owned in claims]
+    fewest: list[Requirement] = min(unmet, key=len)
+    return f"{fewest[0].asked}; found {fewest[0].found}" if fewest else "nothing that fits"
+
+
+def _difference(other: Candidate, best: Candidate) -> str:
+    gain = other.speed / (best.speed or 1.0) - 1
+    more = (other.prediction.peak_bytes - best.prediction.peak_bytes) / 2**30
+    return f"{gain:+.0%} tokens/s, {more:+.1f} GiB at {other.micro_rows} rows"
+
+
+def _title(name: str, options: Mapping[str, Any]) -> str:
+    return name + (":" + ",".join(f"{k}={v}" for k, v in options.items()) if options else "")
+
+
+# --- hill climbing over combinations
+#
+# The number of combinations grows exponentially with the options. Most options are good or bad whatever the others are;
+# for those, changing one at a time finds the optimum (compared in tests/unit/test_climb.py). Where two changes gain
+# only together, it may stop at a local optimum.
 
 T = TypeVar("T")
 Chosen = tuple[T | None, ...]  # one option of each group
 Groups = Sequence[Sequence[T | None]]
-Clash = Callable[[Any, Any], bool]  # two options that cannot stand together: who comes puts the other out
-Score = tuple[float, ...]  # whether it is good for anything, then what is larger is better; compared in order
+Clash = Callable[[Any, Any], bool]  # whether an option must be dropped when another one is added
+Score = tuple[float, ...]  # whether it is usable, then values of which larger is better; compared in order
 Value = Callable[[Chosen[T]], Score | None]  # of a combination; None: it is not possible
+IMPOSSIBLE: Score = (-1.0,)  # less than any score
 
 
-def climb(
-    begins: Sequence[tuple[T | None, ...]], groups: Sequence[Sequence[T | None]], clash: Clash, value: Value[T]
-) -> Chosen[T]:
-    """The best combination that is found, climbing from each beginning.
+def climb(begins: Sequence[Chosen[T]], groups: Groups[T], clash: Clash, value: Value[T]) -> Chosen[T]:
+    """Return the best combination reached by climbing from each beginning.
 
-    `value` has then been asked of every single change of it; and, of every option that none of these is good for
-    anything with, of the best that a climb with it finds: so that what is said of it is not said of one change alone.
+    Every single change of it has then been evaluated; and, for each option with which none of these is usable, the best
+    combination that a climb with this option reaches. A report on an option therefore rests on more than one change.
 
     Args:
-        value: remembers what it was asked.
+        value: caches its results.
     """
-    best = max((_ascend(b, groups, clash, value) for b in begins), key=lambda c: value(c) or (-1.0,))
+    best = max((_ascend(b, groups, clash, value) for b in begins), key=lambda c: value(c) or IMPOSSIBLE)
     for place, group in enumerate(groups):
         for option in group:
-            held = [[option] if i == place else g for i, g in enumerate(groups)]
             around = [best, *_changes(best, place, [option], clash, value)]
             if not any((w := value(c)) and w[0] for c in around if c[place] == option):
-                other = _ascend(_put(best, place, option, clash), held, clash, value)
-                if (value(other) or (-1.0,)) > (value(best) or (-1.0,)):
+                fixed = [[option] if i == place else g for i, g in enumerate(groups)]
+                other = _ascend(_put(best, place, option, clash), fixed, clash, value)
+                if (value(other) or IMPOSSIBLE) > (value(best) or IMPOSSIBLE):
                     return climb([other], groups, clash, value)
     return best
 
 
 def _ascend(begin: Chosen[T], groups: Groups[T], clash: Clash, value: Value[T]) -> Chosen[T]:
-    """A combination that no single change betters; `begin` need not be possible."""
+    """Return a combination that no single change improves; `begin` need not be possible."""
     here, best = begin, value(begin)
-    place, calm = 0, 0
-    while calm < len(groups):  # groups in a row that bettered nothing
-        found = [
-            (w, there)
+    place, unchanged = 0, 0
+    while unchanged < len(groups):  # groups in a row without an improvement
+        scored = [
+            (score, there)
             for there in _changes(here, place, groups[place], clash, value)
-            if (w := value(there)) and all(o in group for o, group in zip(there, groups))
+            if (score := value(there)) and all(o in group for o, group in zip(there, groups))
         ]
-        top = max(found, key=lambda f: f[0], default=None)
-        calm += 1
+        top = max(scored, key=lambda s: s[0], default=None)
+        unchanged += 1
         if top is not None and (best is None or top[0] > best):
-            (best, here), calm = top, 0
+            (best, here), unchanged = top, 0
         place = (place + 1) % len(groups)
     return here
 
@@ -97,7 +451,7 @@ def _put(here: Chosen[T], place: int, option: T | None, clash: Clash) -> Chosen[
 def _changes(
     here: Chosen[T], place: int, group: Sequence[T | None], clash: Clash, value: Value[T]
 ) -> Iterator[Chosen[T]]:
-    """With another option of the group; where that is not possible, with one of the others left out as well."""
+    """Yield combinations with another option of the group; if one is not possible, also without one of the others."""
     for option in group:
         if option == here[place]:
             continue
@@ -108,354 +462,3 @@ def _changes(
         for i, o in enumerate(there):
             if i != place and o is not None:
                 yield (*there[:i], None, *there[i + 1 :])
-
-
-Options = Sequence[Technique | None]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Of one configuration, for the worst rank."""
-
-    peak_bytes: int
-    memory_kind: str  # "cuda_allocated" or "rss"
-    phase: str
-    lines: tuple[Item, ...]  # their sum is the peak
-    device: str
-    capacity_bytes: int | None
-    fits: bool
-    tokens_per_s: float | None  # useful ones, of all ranks; None where the device's rates are unknown
-    basis: str  # "datasheet" or "calibrated"
-    rates_from: str = ""  # where the rates come from, for people
-    work: tuple[cost.WorkTime, ...] = ()  # of one step on one rank
-    room_bytes: int | None = None  # of the capacity, what a peak may have: less the CUDA context and the gaps
-    parameters: int = 0
-    a_parameter: Mapping[str, float] = dataclasses.field(default_factory=dict)  # bytes of each kind
-    # Seconds of a step by part, were the device at its ceiling: measured rates, or the datasheet's whole ones.
-    ceiling_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    host_bytes: int = 0  # of pinned host memory, beside the device's
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One set of techniques with a micro-batch."""
-
-    with_: Mapping[str, Mapping[str, Any]]
-    micro_rows: int
-    prediction: Prediction
-
-    def over(self, config: Config) -> Config:
-        """The run with this setting."""
-        batch = config.batch.model_copy(update={"micro_tokens": self.micro_rows * config.batch.seq})
-        return config.model_copy(update={"with_": {k: dict(v) for k, v in self.with_.items()}, "batch": batch})
-
-    @property
-    def title(self) -> str:
-        """The techniques in a line."""
-        return " ".join(map(_titled, self.with_.items())) or "no technique"
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """What a search found: the best settings, how many sets it tried, and why other techniques are not in the best."""
-
-    settings: tuple[Candidate, ...]
-    tried: int
-    lost: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """What a search does not vary."""
-
-    hf: dict[str, Any]
-    env: Environment
-    padding: float
-    found: Calibration | None
-
-
-def predict(
-    config: Config, hardware: str = "auto", ranks: int | None = None, classes: Sequence[type[Technique]] = ALL
-) -> Prediction:
-    """Peak memory and speed of a run as it is configured.
-
-    Args:
-        hardware: as `hardware.named` takes it.
-        ranks: processes; None: as many as the hardware's name says.
-
-    Raises:
-        UserError: the run cannot be prepared there, or the plan does not know its model.
-    """
-    device, count = named(hardware)
-    prepared = resolve(config, classes, ranks or count, device)
-    holding = held(config)
-    env = dataclasses.replace(prepared.env, reach=holding.reach)
-    tokens = env.micro_rows * env.seq
-    book = _book(prepared.techniques, env, prepared.hf, holding.padding)
-    expected, most = cost.known(device, calibration.find(device), prepared.hf, env.span, env.seq)
-    parts = {} if most is None else cost.parts(book, tokens, most)
-    found = _prediction(book, env, ledger.peak(book, tokens), expected)
-    return dataclasses.replace(found, ceiling_s=parts, host_bytes=round(ledger.hosted(book, tokens)))
-
-
-def search(
-    config: Config,
-    hardware: str = "auto",
-    classes: Sequence[type[Technique]] = ALL,
-    *,
-    keep_maths: bool = False,
-    best: int = 3,
-) -> SearchResult:
-    """The best settings over sets of techniques that go together, and micro-batch; tokens a step stay as they are.
-
-    From the run's own set, and from none, one technique is changed at a time until no change is faster (ascent.py).
-
-    Args:
-        keep_maths: leave out techniques that change what is computed (`Numerics.DIFFERENT_MATHS`).
-        best: so many settings.
-    """
-    scene = _scene(config, hardware, classes)
-    options, unmet = _options(scene.env, classes, keep_maths, config.with_)
-    looked = _Evaluated(scene)
-    asked = [instantiate([c], {c.name: config.with_[c.name]})[0] for c in classes if c.name in config.with_]
-    own = tuple(next((t for t in group if t in asked), None) for group in options)
-    none = tuple(None if None in group else group[0] for group in options)
-    climb((own, none), options, lambda a, b: bool(a.claims & b.claims), looked.worth)
-    settings = sorted(looked.settings, key=lambda s: s.prediction.tokens_per_s or 0.0, reverse=True)
-    return SearchResult(tuple(_leading(settings, best)), looked.tried, (*_lost(settings, options, scene.env), *unmet))
-
-
-def family(
-    config: Config, hardware: str, setting: Candidate, classes: Sequence[type[Technique]] = ALL
-) -> Iterator[tuple[str, int, Candidate | None]]:
-    """What the named shapes of the run's family would cost on the same hardware, smallest first.
-
-    Each takes the given setting, with or without what keeps less for the backward pass; None: it does not fit.
-
-    Yields:
-        name, parameters, setting.
-    """
-    scene = _scene(config, hardware, classes)
-    chosen: list[Options] = [[t] for t in instantiate(classes, setting.with_)]
-    saving = [t for c in classes if Part.ACTIVATION_CHECKPOINTING in c.claims for t in _variants(c, scene.env)]
-    chosen = [[o for o in group if o and Part.ACTIVATION_CHECKPOINTING not in o.claims] or [None] for group in chosen]
-    shapes = {n: ModelShape.read(hf) for n, hf in SHAPES.items() if hf["model_type"] == scene.hf["model_type"]}
-    for name, shape in sorted(shapes.items(), key=lambda s: s[1].parameters):
-        env = dataclasses.replace(scene.env, blocks=shape.layers, vocab=shape.vocab, shape=shape)
-        other = dataclasses.replace(scene, hf=copy.deepcopy(SHAPES[name]), env=env)
-        looked = _Evaluated(other)
-        for one in itertools.product(*chosen, [None, *saving]):
-            looked.worth(one)
-        yield name, shape.parameters, max(looked.settings, key=lambda s: s.prediction.tokens_per_s or 0.0, default=None)
-
-
-def _scene(config: Config, hardware: str, classes: Sequence[type[Technique]]) -> _Problem:
-    """Everything but the micro-batch and the techniques (save who says what is trained), checked."""
-    device, ranks = named(hardware)
-    batch = config.batch.model_copy(update={"micro_tokens": config.batch.seq})
-    kept = {c.name: config.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in config.with_}
-    prepared = resolve(config.model_copy(update={"with_": kept, "batch": batch}), classes, 1, device)
-    if prepared.env.rows % ranks:
-        rows = prepared.env.rows
-        do = f"take {max(1, rows // ranks) * ranks * config.batch.seq}"
-        raise ConfigError(
-            f"`batch.tokens: {config.batch.tokens}`", f"{rows} rows, which {ranks} ranks cannot share", do
-        )
-    holding = held(config)
-    env = dataclasses.replace(prepared.env, ranks=ranks, reach=holding.reach)
-    return _Problem(prepared.hf, env, holding.padding, calibration.find(device))
-
-
-def _book(members: Sequence[Technique], env: Environment, hf: Mapping[str, Any], empty: float) -> Ledger:
-    """The settled ledger of a set of techniques."""
-    if (obstacle := native_obstacle(hf)) is not None:
-        asked = f"a plan for a model of type {hf.get('model_type')!r}"
-        raise NeedsError(asked, obstacle, "train it without a plan")
-    entries = _baseline(shape := ModelShape.read(hf), env.seq, env.native, env.device.kind == "cuda", empty)
-    widths = ledger.BFLOAT16 if env.dtype == "bfloat16" else ledger.FLOAT32
-    return ledger.settle(entries, widths, baseline.rules(members, env, shape), env.accumulation)
-
-
-@cache  # one for all sets of a search
-def _baseline(shape: ModelShape, T: int, native: bool, cuda: bool, empty: float) -> list[ledger.Entry]:
-    return baseline.entries(shape, T, native=native, cuda=cuda, padding=empty)
-
-
-def _prediction(book: Ledger, env: Environment, peak: ledger.Peak, speeds: Rates | None) -> Prediction:
-    tokens = env.micro_rows * env.seq
-    seconds = None if speeds is None else cost.seconds(book, env.device, tokens, speeds)
-    useful = env.rows * env.seq * cost.filled(book)
-    most = room(env.device)
-    kind = "cuda_allocated" if env.device.kind == "cuda" else "rss"
-    return Prediction(
-        peak.bytes, kind, peak.phase, peak.items, env.device.name, env.device.memory_bytes,
-        most is None or peak.bytes <= most, None if seconds is None else useful / seconds,
-        "datasheet" if speeds is None else speeds.basis, "" if speeds is None else speeds.said,
-        () if speeds is None else tuple(cost.efforts(book, env.device, tokens, speeds)),
-        None if most is None else int(most), *_a_parameter(book),
-    )  # fmt: skip
-
-
-def _a_parameter(book: Ledger) -> tuple[int, dict[str, float]]:
-    """How many parameters there are, and what each costs on average: where 16 bytes a parameter go."""
-    kinds: dict[str, float] = {}
-    for line in book.lines:
-        kind = line.name.partition(".")[0]
-        if kind in ("weights", "gradients", "states", "casts"):
-            kinds[kind] = kinds.get(kind, 0.0) + ledger.held(book, line)
-    count = round(sum(line.values for line in book.lines if line.name.startswith("weights.")))
-    return count, {kind: size / count for kind, size in kinds.items() if size}
-
-
-def _options(
-    env: Environment, classes: Sequence[type[Technique]], keep_maths: bool, given: Mapping[str, Mapping[str, Any]]
-) -> tuple[list[Options], list[tuple[str, str]]]:
-    """For each technique: leaving it out, or one of its variants; and why some cannot run here at all."""
-    options: list[Options] = []
-    unmet: list[tuple[str, str]] = []
-    for cls in classes:
-        if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS:
-            unmet.append((cls.name, "it changes the maths, which are to be kept"))
-            continue
-        own = instantiate([cls], {cls.name: given[cls.name]}) if cls.name in given else []
-        tried = _variants(cls, env)
-        # What the run asks for, too; and what no search tries is not left out by one either.
-        options.append([*([None] if tried or not own else []), *dict.fromkeys([*tried, *own])])
-    return options, unmet
-
-
-def _variants(cls: type[Technique], env: Environment) -> list[Technique]:
-    return [instantiate([cls], {cls.name: given})[0] for given in cls.variants(env)]
-
-
-class _Evaluated:
-    """Sets that were looked at, each once."""
-
-    def __init__(self, scene: _Problem) -> None:
-        self.scene, self.found = scene, dict[tuple[Technique | None, ...], Candidate | int | None]()
-
-    @property
-    def settings(self) -> list[Candidate]:
-        """Those that fit, each with its fastest micro-batch."""
-        return [s for s in self.found.values() if isinstance(s, Candidate)]
-
-    @property
-    def tried(self) -> int:
-        """How many go together."""
-        return sum(s is not None for s in self.found.values())
-
-    def worth(self, chosen: tuple[Technique | None, ...]) -> Score | None:
-        """What fits before what does not; by speed, then by memory; what does not fit by memory alone."""
-        if chosen not in self.found:
-            self.found[chosen] = self._look([t for t in chosen if t is not None])
-        found = self.found[chosen]
-        if isinstance(found, Candidate):
-            return True, found.prediction.tokens_per_s or 0.0, -found.prediction.peak_bytes
-        return None if found is None else (False, -found)
-
-    def _look(self, members: list[Technique]) -> Candidate | int | None:
-        claimed = [part for t in members for part in t.claims]
-        if len(claimed) != len(set(claimed)):
-            return None
-        one = self.scene.env
-        for micro_rows in dict.fromkeys((one.micro_rows, one.rows // one.ranks)):  # some want a step in one
-            with suppress(ConflictError, NeedsError):
-                env = technique.settle(in_order(members), dataclasses.replace(one, micro_rows=micro_rows))
-                return _fastest(members, env, self.scene)
-        return None
-
-
-def _fastest(members: Sequence[Technique], env: Environment, scene: _Problem) -> Candidate | int:
-    """With the micro-batch to take: solved for the largest that fits, then the smallest that is as fast.
-
-    Returns:
-        bytes of the peak with the smallest micro-batch, where nothing fits.
-    """
-    hf = copy.deepcopy(scene.hf)
-    for t in members:
-        t.config(hf)
-    most, rows = room(env.device), env.rows // env.ranks
-    speeds: Rates | None = None
-    best: tuple[float, Environment, Ledger] | None = None
-    book: Ledger | None = None
-    rules: list[ledger.Rule] = []
-    for alone in (False, True):  # rules may depend on whether there is accumulation
-        sizes = [rows] if alone else [2**k for k in range(20) if 2**k < rows and rows % 2**k == 0]
-        if not sizes:
-            continue
-        asked = [r for t in members for r in t.predict(dataclasses.replace(env, micro_rows=sizes[0]))]
-        if book is None or asked != rules:
-            book, rules = _book(members, dataclasses.replace(env, micro_rows=sizes[0]), hf, scene.padding), asked
-            speeds, _ = cost.known(env.device, scene.found, hf, env.span, env.seq)
-        largest = rows if most is None else ledger.largest(book, most, env.seq) // env.seq
-        for n in (n for n in sizes if n <= largest):
-            made = dataclasses.replace(env, micro_rows=n)
-            if any(technique.unmet(members, made)):
-                continue
-            book = dataclasses.replace(book, accumulation=made.accumulation)
-            taken = None if speeds is None else cost.seconds(book, env.device, n * env.seq, speeds)
-            speed = 1 / (taken or 1.0)
-            if best is None or speed > best[0] * (1 + CLOSE):
-                best = (speed, made, book)
-    if best is None:
-        assert book is not None
-        return ledger.peak(book, env.seq * (1 if rows % 2 == 0 else rows)).bytes
-    _, env, book = best
-    peak = ledger.peak(book, env.micro_rows * env.seq)
-    return Candidate({t.name: _chosen(t) for t in members}, env.micro_rows, _prediction(book, env, peak, speeds))
-
-
-def _chosen(t: Technique) -> dict[str, Any]:
-    """Its options that are not the defaults."""
-    fields = dataclasses.fields(t)  # type: ignore[arg-type]
-    return {f.name: getattr(t, f.name) for f in fields if getattr(t, f.name) != f.default}
-
-
-def _leading(settings: Sequence[Candidate], best: int) -> Iterator[Candidate]:
-    """The fastest; of equally fast ones the one that needs least memory, and none that another equals in all."""
-    left, given = list(settings), 0
-    while left and given < best:
-        fastest = left[0].prediction.tokens_per_s or 0.0
-        close = [s for s in left if (s.prediction.tokens_per_s or 0.0) >= fastest * (1 - CLOSE)]
-        chosen = min(close, key=lambda s: (s.prediction.peak_bytes, len(s.with_)))
-        yield chosen
-        given += 1
-        left = [s for s in left if s not in close]
-
-
-def _lost(settings: Sequence[Candidate], options: Sequence[Options], env: Environment) -> Iterator[tuple[str, str]]:
-    """What the best setting would be with one technique more, less or otherwise, or why it cannot be had."""
-    best = next(_leading(settings, 1), None)
-    if best is None:
-        return
-    free = [group for group in options if None in group or len(group) > 1]  # else as the run asks for it, always
-    for t in (t for group in free for t in group if t is not None):
-        name, given = t.name, _chosen(t)
-        if best.with_.get(name) == given:
-            others = [s for s in settings if name not in s.with_]
-            what = f"without {name}"
-        else:
-            others = [s for s in settings if s.with_.get(name) == given]
-            what = f"with {_titled((name, given))}"
-        other = next(_leading(others, 1), None)
-        yield what, _unusable(t, env) if other is None else _against(other, best)
-
-
-def _unusable(t: Technique, env: Environment) -> str:
-    """Why no setting has it: what it lacks by itself, else memory."""
-    others = (frozenset[Part](), frozenset(Part))  # nobody beside it, or somebody for every part
-    unmet = [[n for n in t.needs(dataclasses.replace(env, claimed=owned)) if not n.met] for owned in others]
-    fewest: list[Requirement] = min(unmet, key=len)
-    lacks = fewest[0] if fewest else None
-    return "nothing that fits" if lacks is None else f"{lacks.asked}; found {lacks.found}"
-
-
-def _against(other: Candidate, best: Candidate) -> str:
-    gain = (other.prediction.tokens_per_s or 0.0) / (best.prediction.tokens_per_s or 1.0) - 1
-    more = (other.prediction.peak_bytes - best.prediction.peak_bytes) / 2**30
-    return f"{gain:+.0%} tokens/s, {more:+.1f} GiB at {other.micro_rows} rows"
-
-
-def _titled(item: tuple[str, Mapping[str, Any]]) -> str:
-    name, options = item
-    return name + (":" + ",".join(f"{k}={v}" for k, v in options.items()) if options else "")

@@ -1,4 +1,4 @@
-"""Climbing finds what trying everything finds, where changes hardly depend on each other; and says what it must."""
+"""Compare climbing with trying every combination, where changes hardly depend on each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_plan import LLAMA
 
 from optrush.config import parse_config
 from optrush.planner import cost, search
-from optrush.planner.search import _ascend, _Evaluated, _options, _scene, climb
+from optrush.planner.search import Evaluations, _ascend, _options, _problem, climb
 from optrush.techniques import ALL
 
 GROUPS = [[None, "a1", "a2"], [None, "b"], [None, "c1", "c2"], [None, "d"], ["e", "f"]]
@@ -78,9 +78,7 @@ def test_from_what_is_not_possible() -> None:
     ("hardware", "sets"),
     [
         ("h200", ()),
-        ("4090", ()),
         ("t4", ("model.shape=qwen2.5-0.5b",)),
-        ("h200", ("model.shape=llama-3.1-8b", "batch.tokens=16384", "batch.micro_tokens=16384")),
         ("4090", ("model.shape=llama-3.1-8b",)),
     ],
 )
@@ -90,10 +88,10 @@ def test_a_plan_finds_what_trying_all_sets_finds(hardware: str, sets: tuple[str,
     classes = [t for t in ALL if t.name in few]
     config = parse_config(LLAMA, "x", sets).model_copy(update={"with_": {}})
     found = search.search(config, hardware, classes)
-    looked = _Evaluated(_scene(config, hardware, classes))
-    for chosen in itertools.product(*_options(looked.scene.env, classes, False, {})[0]):
-        looked.worth(chosen)
-    assert found.tried < looked.tried / 2
-    speeds = [s.prediction.tokens_per_s or 0.0 for s in looked.settings]
+    evaluations = Evaluations(_problem(config, hardware, classes))
+    for chosen in itertools.product(*_options(evaluations.problem.env, classes, False, {})[0]):
+        evaluations.score(chosen)
+    assert found.tried < evaluations.tried / 2
+    speeds = [s.prediction.tokens_per_s or 0.0 for s in evaluations.settings]
     got = [s.prediction.tokens_per_s or 0.0 for s in found.settings]
     assert bool(speeds) == bool(got) and max(got, default=0.0) >= max(speeds, default=0.0) * (1 - cost.CLOSE)
