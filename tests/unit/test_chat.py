@@ -135,13 +135,25 @@ def test_one_bos_a_document(bytelevel, name):
         assert made.ids.tolist().count(bytelevel.bos_token_id) == 1 and made.ids[0] == bytelevel.bos_token_id
 
 
-def test_a_text_row_is_the_tokenizers_ids_and_one_eos(bytelevel):
-    tokens = Tokens(bytelevel)
-    plain = bytelevel("Two eggs.")["input_ids"]
-    for text in ("Two eggs.", "Two eggs.<|eos|>"):
-        document = tokens.document(Text(text), "assistant", WHERE)
-        assert document.ids.tolist() == [*plain, bytelevel.eos_token_id]
-        assert document.targets.tolist() == [False] + [True] * len(plain)
+TEXTS = [
+    "Two eggs.", "Two eggs.<|eos|>", "",
+    "  It's the end,\r\n\r\n isn't it?\t I'LL go  ", "naïve café, e\u0301, 1234567 ½ eggs",
+    "中文字 ひらがな 한국어", "ภาษาไทย हिन्दी العربية עברית",
+    "🙂🙂 \U00020000 \u0378", "a<|im_start|>b<|im_end|><|im_en", "x" * 5000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_row_is_the_tokenizers_ids_and_one_eos(bytelevel, sentencepiece, text):
+    for tokenizer in (bytelevel, sentencepiece):
+        tokens, ids = Tokens(tokenizer), tokenizer(text)["input_ids"]
+        ids = ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
+        (found,) = tokens.batch([(WHERE, Text(text))], "assistant")
+        if len(ids) == 1:
+            assert isinstance(found, DataError)
+            continue
+        assert found[0].ids.tolist() == ids and found[0].ids.dtype == np.int32
+        assert found[0].targets.tolist() == [False] + [True] * (len(ids) - 1)
 
 
 def test_a_turn_after_the_last_answer_is_read_and_not_learnt(bytelevel):

@@ -26,7 +26,6 @@ from jinja2.exceptions import TemplateError
 from optrush.config import Config
 from optrush.data import schema
 from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, RowLocation, Text
-from optrush.data.words import Unknown, Words
 from optrush.errors import ConfigError, DataError, NeedsError
 
 if TYPE_CHECKING:
@@ -601,7 +600,6 @@ def _texts(value: Any) -> Iterator[str]:
 TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
 REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may hold
-WORDS_chars = 1 << 20  # of text that are tokenised before it is worth a moment to find out how to do it faster
 # Parts of a tokenizer that cut a text, or compose its characters (NFC), and change nothing else.
 CUTTING = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation"}
 COMPOSING = {"Sequence", "NFC"}
@@ -619,10 +617,10 @@ class _Draft(NamedTuple):
 
 
 class _Ids(NamedTuple):
-    """A text's tokens, and what the library said of them if it was asked."""
+    """A text's tokens."""
 
     ids: np.ndarray  # (n,) int32
-    encoding: Encoding | None
+    encoding: Encoding  # its offsets are right only where `_encode` requested them
 
 
 class _Laid(NamedTuple):
@@ -666,8 +664,6 @@ class Tokens:
         self._today = today
         self._engine = _engine(tokenizer)
         self._sizes = _token_bytes(self._engine)
-        self._words: Words | None = None
-        self._until_words = WORDS_chars if self._sizes is not None else None  # characters; None: not to be asked again
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
         self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
@@ -787,41 +783,18 @@ class Tokens:
         return _Draft(where, masker.rendered, special=False, spans=spans, rest=train_on == "all")
 
     def _encode(self, drafts: list[_Draft]) -> list[_Ids]:
-        """The drafts' texts as tokens, with offsets only where those are needed."""
-        summed, words = self._sizes is not None, self._fast(sum(len(draft.text) for draft in drafts))
-        made: list[_Ids | None] = [None] * len(drafts)
-        ways: dict[tuple[bool, bool], list[int]] = {}  # of the drafts that are left to the library
-        looked = False
+        """Tokenize the drafts' texts, with offsets only where `_document` needs them."""
+        made: dict[int, _Ids] = {}
+        groups: dict[tuple[bool, bool], list[int]] = {}  # (with special tokens, with offsets): drafts
         for n, draft in enumerate(drafts):
-            exact = draft.seam > 0 or (draft.spans != () and not summed)
-            ids = None if words is None or exact else words.ids(draft.text, draft.special)
-            if ids is not None and not looked:  # one of each batch
-                alone = self._engine.encode(draft.text, add_special_tokens=draft.special)
-                if ids.tolist() != alone.ids:
-                    raise AssertionError(f"the tokens of the row at {draft.where} are not the tokenizer's own")
-                looked = True
-            if ids is None:
-                ways.setdefault((draft.special, exact), []).append(n)
-            else:
-                made[n] = _Ids(ids, None)
-        for (special, exact), those in ways.items():
-            encode = self._engine.encode_batch if exact else self._engine.encode_batch_fast
-            found = encode([drafts[n].text for n in those], add_special_tokens=special)
-            for n, encoding in zip(those, found, strict=True):
+            offsets = draft.seam > 0 or (draft.spans != () and self._sizes is None)
+            groups.setdefault((draft.special, offsets), []).append(n)
+        for (special, offsets), members in groups.items():
+            encode = self._engine.encode_batch if offsets else self._engine.encode_batch_fast
+            encodings = encode([drafts[n].text for n in members], add_special_tokens=special)
+            for n, encoding in zip(members, encodings, strict=True):
                 made[n] = _Ids(np.array(encoding.ids, np.int32), encoding)
-        return cast("list[_Ids]", made)
-
-    def _fast(self, chars: int) -> Words | None:
-        """What tokenises faster than the library, once it is worth it; None where there is none."""
-        if self._until_words is not None:
-            self._until_words -= chars
-            if self._until_words < 0:
-                self._until_words = None
-                with suppress(Unknown):
-                    self._words = Words(self._engine)
-        if self._words is not None and self._words.wasteful:
-            self._words = None
-        return self._words
+        return [made[n] for n in range(len(drafts))]
 
     def _document(self, draft: _Draft, found: _Ids) -> Document:
         if not draft.special:
@@ -843,7 +816,6 @@ class Tokens:
                 ids = np.concatenate((ids, np.array([self._eos], np.int32)))
             targets = np.ones(len(ids), bool)
             if draft.seam:
-                assert found.encoding is not None
                 # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
                 covers = (found.encoding.char_to_token(at) for at in range(draft.seam, len(draft.text)))
                 targets[: next((token for token in covers if token is not None), None)] = False
@@ -854,7 +826,7 @@ class Tokens:
         return Document(ids, targets)
 
     def _lay(self, draft: _Draft, found: _Ids) -> _Laid:
-        ids, encoding = found
+        ids = found.ids
         if not draft.spans:
             return _Laid(draft.text, ids, ids, ids)  # nobody asks what they cover
         if self._sizes is not None:
@@ -863,8 +835,9 @@ class Tokens:
             composed = self._engine.normalizer is None or is_normalized("NFC", draft.text)
             if len(ids) and ends[-1] == len(text) and composed:
                 return _Laid(text, ids, ends - sizes, ends)
-            encoding = None  # which has none
-        encoding = encoding or self._engine.encode(draft.text, add_special_tokens=False)
+            encoding = self._engine.encode(draft.text, add_special_tokens=False)  # `found` was made without offsets
+        else:
+            encoding = found.encoding
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         return _Laid(draft.text, ids, offsets[:, 0], offsets[:, 1])
 

@@ -94,7 +94,7 @@ class Padded:
 class Fitted(Padded):
     """One sample a row, padded to the longest of its micro-batch."""
 
-    snug: ClassVar[bool] = True
+    pad_to_longest: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
