@@ -37,12 +37,12 @@ RANK = f"""
 import sys; sys.modules["torch"] = None; sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
 tokenize.CHUNK_bytes = {SMALL_bytes}
 tokens = Tokens(PreTrainedTokenizerFast.from_pretrained(sys.argv[2]))
-for path in tokenize.tokenised(tokenize.Work(parse({TEXT!r}, "x"), tokens, (Path(sys.argv[3]),))):
+for path in tokenize.tokenised(tokenize.Work(parse_config({TEXT!r}, "x"), tokens, (Path(sys.argv[3]),))):
     print(path.name, flush=True)
 """
 

@@ -19,9 +19,9 @@ from optrush.data.dataset import held_rows, permutation
 from optrush.data.length_estimate import estimate
 from optrush.data.packing import Packed
 from optrush.data.readers import attempts, chunks
-from optrush.data.sampler import Live, Loading, reading
+from optrush.data.sampler import Loading, Stream, reading
 from optrush.data.sources import read_sources
-from optrush.errors import DataError
+from optrush.errors import ConfigError, DataError
 from optrush.models import tiny
 
 VOCAB = 32768
@@ -352,9 +352,10 @@ def test_a_stream_gives_what_the_cache_gives(here, tokens, kind, clean):
         rows = sorted(set(cached.train.row))
         assert len(live.train) == len(rows) == sum(n for n, _ in live.train.spans)
         assert [w for _, w in live.train.spans] == [w for _, w in cached.train.spans]
-        numbers = permutation(len(rows), 3, 0).tolist() + [0, 0]
-        got = dict(zip(numbers, live.train.read(numbers), strict=True))
-        flat = [one for n in range(len(rows)) for one in got[n]]
+        part = live.train.read(permutation(len(rows), 3, 0).tolist())
+        flat = [one for _, one in sorted(part.samples, key=lambda sample: sample[0])]
+        again = live.train.read([0, 0]).samples
+        assert part.rows == len(rows) and len(again) == 2 * sum(n == 0 for n, _ in part.samples)
         assert len(flat) == len(cached.train)
         for i, one in enumerate(flat):
             for a, b in zip(one, cached.train.documents(i), strict=True):
@@ -367,8 +368,11 @@ def test_a_stream_goes_to_other_processes(here, tokens):
     written(here / "a.jsonl", texts(0, 30))
     live = read(tokens, "a.jsonl", stream=True, eval=0.2).train
     copy = pickle.loads(pickle.dumps(live))
-    a, b = (source.read([3, 20, 4]) for source in (live, copy))
-    assert [s[0][0].ids.tolist() for s in a] == [s[0][0].ids.tolist() for s in b]
+    a, b = (source.read([3, 20, 4]).samples for source in (live, copy))
+    assert [(n, d.ids.tolist()) for n, (d,) in a] == [(n, d.ids.tolist()) for n, (d,) in b]
+    for unknown in (live.lengths, live.targets, lambda: live.documents(0)):
+        with pytest.raises(ConfigError, match=r"data\.stream"):
+            unknown()
     assert copy.fingerprint == live.fingerprint and (live.parts, len(live)) == (1, 24)
 
 
@@ -378,11 +382,12 @@ def test_bad_rows_of_a_stream(here, tokens, monkeypatch):
     with pytest.raises(DataError, match=r"a\.jsonl:301"):
         live.read([5, 301, 300][::-1])
     live = read(tokens, "a.jsonl", stream=True, bad_rows="quarantine", most_bad=0.5).train
-    assert [len(samples) for samples in live.read([299, 300, 301, 304])] == [1, 0, 0, 1]
-    assert [where.line for where, _ in live.refused] == [301, 302]
+    part = live.read([299, 300, 301, 304])
+    assert [n for n, _ in part.samples] == [299, 304] and part.rows == 4
+    assert [where.line for where, _ in part.refused] == [301, 302]
     assert (live.counts.rows, live.counts.refused) == (4, 2)
     for workers in (0, 2):  # each bad row is written down once, however often and by whomever it is read
-        steps = Live(live, Packed(window=40), T=512, rows=4, seed=0)
+        steps = Stream(live, Packed(window=40), T=512, rows=4, seed=0, most_bad=0.5)
         steps.aside = here / f"aside-{workers}.jsonl"
         batches = steps.run(steps.plan(steps=40), 0, rank=0, ranks=1, micro_rows=4, loading=Loading(workers))
         with reading(batches):
@@ -390,7 +395,7 @@ def test_bad_rows_of_a_stream(here, tokens, monkeypatch):
         lines = [json.loads(line)["line"] for line in steps.aside.read_text().splitlines()]
         assert sorted(lines) == list(range(301, 301 + len(BAD)))
     few = read(tokens, "a.jsonl", stream=True, bad_rows="quarantine", most_bad=0.001).train
-    steps = Live(few, Packed(), T=512, rows=4, seed=0)
+    steps = Stream(few, Packed(), T=512, rows=4, seed=0, most_bad=0.001)
     with pytest.raises(DataError, match=rf"{len(BAD)} of {len(few)}: a\.jsonl:"):
         next(steps.run(steps.plan(steps=1), 0, rank=0, ranks=1, micro_rows=4, loading=Loading()))
     long = written(here / "long.jsonl", [*texts(0, 250), {"text": "long " * 200}])

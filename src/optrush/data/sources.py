@@ -261,7 +261,7 @@ RANDOM_DOCUMENTS = 4096  # of `data.random: true`
 
 @dataclass(frozen=True)
 class Sources:
-    train: Source | Streamed
+    train: Source
     held_out: Source | None
     fingerprint: str
     summary: str  # counts, for people
@@ -315,8 +315,9 @@ def read_sources(
             train = rows
             if held.any():
                 train = rows.without(held, named)
-                held_out = view(rows.shelf(held), T=T, how=how)
-                reading.refused += rows.refused
+                shelf = rows.shelf(held)
+                held_out = view(shelf, T=T, how=how)
+                reading.refused += [row for _, row in shelf.refused]
         else:
             train = view(rows, T=limit, how=d.too_long, keep=~held, named=f"but {named}", origins=origins)
             train.counts.cleaned, train.counts.marked = rows.cleaned, rows.marked

@@ -24,7 +24,7 @@ from torch import Tensor
 from optrush import console
 from optrush.data import readers, sampler, tokenize
 from optrush.data.batch import Batch
-from optrush.data.dataset import Source, Streamed
+from optrush.data.dataset import Source
 from optrush.data.tokenize import no_room, root
 from optrush.errors import ConfigError, UserError
 from optrush.models.weights import value_files
@@ -93,7 +93,7 @@ def _asked(trainer: Trainer) -> bool:
 
 def _counted(trainer: Trainer) -> Source:
     """The pairs to train on; ConfigError where they are not there before the run."""
-    if isinstance(trainer.sources.train, Streamed):
+    if not trainer.sources.train.tokenized:
         found = "`data.stream`: nobody has read its rows before step 0, and what is trained cannot be undone"
         raise ConfigError("a reference for `objective: dpo`", found, "leave data.stream out, or train an adapter")
     return trainer.sources.train
