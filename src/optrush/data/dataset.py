@@ -30,12 +30,12 @@ from optrush.data.tokenize import (
     Shard,
     SHARD_tok,
     Work,
-    digest,
+    cache_root,
     identity,
     mapped,
     meaning,
-    mixed,
-    root,
+    mixed_kinds,
+    shard_digest,
     silent,
 )
 from optrush.errors import ConfigError, DataError
@@ -129,10 +129,10 @@ class TokenShards:
         before = self.rows_before[-1]
         if len(shard):
             if self.tokens_before[-1] and shard.parts != self.parts:
-                raise mixed(RowLocation(self.files[shard.files[0]], int(shard.lines[0])))
+                raise mixed_kinds(RowLocation(self.files[shard.files[0]], int(shard.lines[0])))
             self.parts = shard.parts
         self.made.append(made)
-        self.names.append(made.stem.rsplit("-", 1)[1] if isinstance(made, Path) else digest(shard))
+        self.names.append(made.stem.rsplit("-", 1)[1] if isinstance(made, Path) else shard_digest(shard))
         self.rows_before.append(before + shard.rows)
         self.tokens_before.append(self.tokens_before[-1] + len(shard.ids))
         self.total = self.rows_before[-1] if most is None else min(most, self.rows_before[-1])
@@ -301,7 +301,7 @@ def _cuts(targets: np.ndarray, T: int, how: str, counts: Counts) -> np.ndarray:
     return np.vstack([begin, np.minimum(T, len(targets) - begin), learnt])[:, keep]
 
 
-def fit(
+def fit_row(
     documents: tuple[Document, ...], T: int, how: str, where: RowLocation, counts: Counts
 ) -> list[tuple[Document, ...]]:
     """Return one row's documents as samples of at most T tokens, as `view` makes them.
@@ -529,7 +529,7 @@ class Streamed:
         """SHA-256 over the files and all that determines the samples."""
         data = self.work.config.data
         parts = [
-            readers.fingerprint(self.work.files, root(data.cache)), identity(self.work.tokens),
+            readers.fingerprint(self.work.files, cache_root(data.cache)), identity(self.work.tokens),
             learnt(self.work.config),
             self.work.cleaning, data.text_rows, data.too_long, self.T, self.total, self.named,
             [weight for _, weight in self.origins],
@@ -551,12 +551,12 @@ class Streamed:
                 refused.append(self._refused(where, made))
                 continue
             if len(made) != self.parts:
-                raise mixed(where)
+                raise mixed_kinds(where)
             highest = max(int(document.ids.max()) for document in made)
             if highest >= self.vocab:
                 raise foreign(str(where), highest, self.vocab)
             too_long = self.work.config.data.too_long
-            fitted = [made] if self.T is None else fit(made, self.T, too_long, where, self.counts)
+            fitted = [made] if self.T is None else fit_row(made, self.T, too_long, where, self.counts)
             samples += [(n, sample) for sample in fitted]
         return SampleChunk(samples, len(numbers), refused)
 

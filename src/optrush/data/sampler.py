@@ -449,9 +449,9 @@ class Stream:
         new = [r for r in part.refused if r.where not in self._refused]
         self._refused.update((r.where, r) for r in new)
         if self.aside is not None:
-            tokenize.append(self.aside, new)
+            tokenize.append_bad_rows(self.aside, new)
         if self._refused and self.read >= min(tokenize.EARLY_rows, self.samples):
-            tokenize.check(list(self._refused.values()), min(self.read, self.samples), self.most_bad)
+            tokenize.check_bad_share(list(self._refused.values()), min(self.read, self.samples), self.most_bad)
 
     def _tasks(self, window: int) -> Iterator[Task]:
         for w in itertools.count(window):

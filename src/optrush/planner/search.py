@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from optrush import technique
 from optrush.config import Config
-from optrush.data.length_estimate import held
+from optrush.data.length_estimate import estimate_fill
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import named
 from optrush.models.shapes import SHAPES, ModelShape, native_obstacle
@@ -188,7 +188,7 @@ def predict(
     """
     device, count = named(hardware)
     prepared = resolve(config, classes, ranks or count, device)
-    holding = held(config)
+    holding = estimate_fill(config)
     env = dataclasses.replace(prepared.env, reach=holding.reach)
     tokens = env.micro_rows * env.seq
     book = _book(prepared.techniques, env, prepared.hf, holding.padding)
@@ -261,7 +261,7 @@ def _scene(config: Config, hardware: str, classes: Sequence[type[Technique]]) ->
         raise ConfigError(
             f"`batch.tokens: {config.batch.tokens}`", f"{rows} rows, which {ranks} ranks cannot share", do
         )
-    holding = held(config)
+    holding = estimate_fill(config)
     env = dataclasses.replace(prepared.env, ranks=ranks, reach=holding.reach)
     return _Problem(prepared.hf, env, holding.padding, calibration.find(device))
 

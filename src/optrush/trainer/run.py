@@ -273,7 +273,7 @@ def fit(
             run_dir.put(output / "run.yaml", dump_config(absolute(config)))
             if manifest is None or trainer.stream.tokenized:  # a stream meets earlier bad rows no more
                 (output / QUARANTINE).unlink(missing_ok=True)
-                tokenize.append(output / QUARANTINE, trainer.sources.refused)
+                tokenize.append_bad_rows(output / QUARANTINE, trainer.sources.refused)
             if not trainer.stream.tokenized:
                 trainer.stream.aside = output / QUARANTINE
             if trainer.sources.cleaned is not None:
