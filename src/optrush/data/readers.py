@@ -2,7 +2,7 @@
 
 Lenient readers guess a schema and change it silently when a row does not fit. Here a bad row is never repaired and
 never skipped: `read` raises at the first, `attempts` yields each as a value, so that a cleaner can count them.
-Everything streams: memory is bounded by the longest row, not by the file. `find` turns `data.path` into files.
+All but JSON arrays streams: memory is bounded by the longest row, not by the file. `find` turns `data.path` into files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ NAMES = f"{', '.join(KNOWN)}, or one of the text kinds with {', '.join(PACKED)}"
 TEXT_ROWS = ("file", "paragraph", "line")
 LONGEST_ROW_bytes = 32 * 2**20
 PIECE_bytes = 2**20
-ARRAY_PIECE_bytes = 2**20  # of a JSON array, whose items are found while it is read
 TAKEN_bytes = 2**10  # packed bytes unpacked at once: even zstd makes at most 32 MiB of these
 
 Rows = Iterator[tuple[int, dict[str, Any] | str]]  # (number, the row or the reason why it is none)
@@ -179,6 +177,10 @@ def _object(raw: bytes) -> dict[str, Any] | str:
         value = decode(raw)
     except ValueError as error:
         return str(error) if raw.strip() else "an empty line"
+    return _checked_object(value)
+
+
+def _checked_object(value: Any) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else f"{kind_of(value)} where an object {{...}} belongs"
 
 
@@ -221,41 +223,14 @@ def _paragraphs(file: io.BufferedReader) -> Rows:
             parts, size, first = [], 0, 0
 
 
-# Strings whole, objects without inner brackets whole, brackets and commas; a quote alone begins a string that goes on
-# beyond what was read.
-STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-MARKS = re.compile(rb'%b|\{(?:[^\[\]{}"]++|%b)*+\}|["\[\]{},]' % (STRING, STRING), re.DOTALL)
-
-
 def _items(file: io.BufferedReader) -> Rows:
-    """Yield the items of one JSON array, found by their brackets, each decoded alone."""
-    data, at, start, depth, row = file.read(ARRAY_PIECE_bytes), 0, 0, 0, 0
-    while True:
-        then = len(data)
-        for match in MARKS.finditer(data, at):
-            mark = match[0]
-            if mark == b'"':
-                then = match.start()
-                break
-            depth += (mark in b"[{") - (mark in b"]}")
-            if depth == 1 and mark == b"[":
-                start = match.end()
-            elif depth == 0 or (depth == 1 and mark == b","):
-                item, start = data[start : match.start()], match.end()
-                if mark == b"," or row or item.strip():
-                    row += 1
-                    yield row, _object(item) if item.strip() else "nothing between commas"
-                if depth == 0:
-                    rest = chain([data[start:]], iter(partial(file.read, ARRAY_PIECE_bytes), b""))
-                    if mark != b"]" or any(more.strip() for more in rest):
-                        raise Damaged(f"the list ends after row {row}, and the file goes on")
-                    return
-        if len(data) - start > LONGEST_ROW_bytes:
-            raise Damaged(f"row {row + 1} is longer than {LONGEST_ROW_bytes >> 20} MiB, or does not end")
-        more = file.read(ARRAY_PIECE_bytes)
-        if not more:
-            raise Damaged(f"cut off: the file ends inside row {row + 1}, or without the list's `]`")
-        data, at, start = data[start:] + more, then - start, 0
+    """Yield the items of one JSON array, which is read whole."""
+    try:
+        values = decode(file.read())
+    except ValueError as error:
+        raise Damaged(str(error)) from None
+    for row, value in enumerate(values, 1):
+        yield row, _checked_object(value)
 
 
 def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
