@@ -1,4 +1,4 @@
-"""Collate rows of documents into the batches that a model sees.
+"""Collate rows of documents into the batches that a model gets.
 
 Shapes: B rows of a micro-batch, T tokens a row, N documents a batch (docs/notation.md).
 A row has exactly T slots, so that compiled code gets one shape. Slots that no document fills are padding, and padding

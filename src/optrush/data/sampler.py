@@ -245,7 +245,7 @@ class Stream:
         self.cost, self.shuffle, self.most_bad = cost, shuffle, most_bad
         self.tokenized = source.tokenized
         self.reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
-        self.samples: int = sum(samples_of(n, weight) for n, weight in source.spans)  # of an epoch
+        self.samples: int = sum(_samples_of(n, weight) for n, weight in source.spans)  # of an epoch
         self._windows = -(-self.samples // layout.window)  # of an epoch
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # (epoch, its samples)
         self._before = [0]  # rows before each window of the run
@@ -345,7 +345,7 @@ class Stream:
 
     def batches(self, k: int, plan: Plan, *, rank: int, ranks: int, micro_rows: int) -> list[Batch]:
         """Return this rank's micro-batches of step k: the same number on every rank and in every step."""
-        return batches(self, self.step(k, plan), plan.widest, rank=rank, ranks=ranks, micro_rows=micro_rows)
+        return micro_batches(self, self.step(k, plan), plan.widest, rank=rank, ranks=ranks, micro_rows=micro_rows)
 
     def run(
         self, plan: Plan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
@@ -366,7 +366,7 @@ class Stream:
                 rows = self.step(k, plan)
                 documents = max(len(row) + 1 for row in rows) if self.layout.isolated else 2
                 room = max(room, -(-documents // ROOM) * ROOM)
-                yield _pinned(batches(self, rows, room, rank=rank, ranks=ranks, micro_rows=micro_rows), pinned)
+                yield _pinned(micro_batches(self, rows, room, rank=rank, ranks=ranks, micro_rows=micro_rows), pinned)
         finally:
             self._parts, self._next_step = None, -1  # drops the loader, which ends its workers
 
@@ -416,7 +416,7 @@ class Stream:
             rows = Rows(np.zeros(1, np.int64), *np.zeros((4, 0), np.int64))
             if len(lengths):
                 before = self._before[w] % self.rows
-                rows = self.layout.place(lengths, self.T, self.rows, before, random_bits(self.seed, epoch, j))
+                rows = self.layout.place(lengths, self.T, self.rows, before, _window_bits(self.seed, epoch, j))
             kept = list(self._laid.items())[-1:] if self.tokenized else []
             self._laid = {**dict(kept), w: _Window(rows, numbers, samples)}
         return self._laid[w]
@@ -469,7 +469,9 @@ class Stream:
         return self.source.read(numbers)
 
 
-def batches(stream: Stream, rows: Sequence[Row], widest: int, *, rank: int, ranks: int, micro_rows: int) -> list[Batch]:
+def micro_batches(
+    stream: Stream, rows: Sequence[Row], widest: int, *, rank: int, ranks: int, micro_rows: int
+) -> list[Batch]:
     """Return this rank's part of a step's rows as micro-batches.
 
     Args:
@@ -503,7 +505,7 @@ def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuff
     """
     parts, base = [], 0
     for n, weight in spans:
-        whole, some = int(weight), samples_of(n, weight) - int(weight) * n
+        whole, some = int(weight), _samples_of(n, weight) - int(weight) * n
         turn = permutation(n, seed, 0)[(epoch * some + np.arange(some)) % n] if some else np.zeros(0, np.int64)
         parts += [base + np.tile(np.arange(n), whole), base + np.sort(turn)]
         base += n
@@ -511,12 +513,12 @@ def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuff
     return samples[permutation(len(samples), seed, epoch)] if shuffle else samples
 
 
-def random_bits(seed: int, epoch: int, window: int) -> np.random.PCG64:
+def _window_bits(seed: int, epoch: int, window: int) -> np.random.PCG64:
     """Return the random bits of one window."""
     return np.random.PCG64(np.random.SeedSequence([seed, epoch, window]))
 
 
-def samples_of(n: int, weight: float) -> int:
+def _samples_of(n: int, weight: float) -> int:
     """Return how many samples an epoch reads of an origin of n samples."""
     return max(1, round(n * weight))
 

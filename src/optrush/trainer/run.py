@@ -161,7 +161,7 @@ def worst(trainer: Trainer, plan: Plan) -> Batch:
     documents = [[(0, Document(part, np.ones(len(part), bool))) for part in parts] for parts in cut]
     # A live stream's room for documents grows with what it meets.
     widest = plan.length.widest or (ROOM if rows.layout.isolated else 2)
-    (batch,) = sampler.batches(rows, documents, widest, rank=0, ranks=1, micro_rows=env.micro_rows)
+    (batch,) = sampler.micro_batches(rows, documents, widest, rank=0, ranks=1, micro_rows=env.micro_rows)
     return batch
 
 
