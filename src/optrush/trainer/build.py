@@ -144,13 +144,9 @@ def _build(
         refuse_frozen(model, recipe, growth)
     if held_out is not None:
         trainer.evaluation = sampler.evaluation(
-            held_out,
-            T=env.seq,
-            micro_rows=env.micro_rows,
-            rank=world.data_rank,
-            ranks=world.data_ranks,
+            held_out, T=env.seq, micro_rows=env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
             packed=model.supports_packing,
-        )
+        )  # fmt: skip
     if config.dpo is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = fingerprint(prepared.folder, config.seed)
     materialise(trainer)
