@@ -14,7 +14,7 @@ from optrush.data.schema import Document, RowLocation, bad_row
 from optrush.data.tokenize import Builder
 from optrush.errors import DataError
 
-quick = settings(database=None, max_examples=60)
+quick = settings(database=None, max_examples=40)
 FILES = (Path("a.jsonl"), Path("b.jsonl"))
 WHERE = RowLocation(Path("some.jsonl"), 5)
 

@@ -21,7 +21,7 @@ from optrush.data.sampler import Loading, Stream, ahead, epoch_order, evaluation
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, RunError
 
-quick = settings(database=None, max_examples=60)
+quick = settings(database=None, max_examples=40)
 T = 16
 
 
