@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from optrush import files
 from optrush.config import parse_config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
-from optrush.data.tokenize import Work, jobs, tokenised
+from optrush.data.tokenize import Work, jobs, tokenized
 from optrush.errors import DataError
 from optrush.models import tiny
 
@@ -37,12 +38,12 @@ RANK = f"""
 import sys; sys.modules["torch"] = None; sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast
-from optrush.config import parse
+from optrush.config import parse_config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
 tokenize.CHUNK_bytes = {SMALL_bytes}
 tokens = Tokens(PreTrainedTokenizerFast.from_pretrained(sys.argv[2]))
-for path in tokenize.tokenised(tokenize.Work(parse({TEXT!r}, "x"), tokens, (Path(sys.argv[3]),))):
+for path in tokenize.tokenized(tokenize.Work(parse_config({TEXT!r}, "x"), tokens, (Path(sys.argv[3]),))):
     print(path.name, flush=True)
 """
 
@@ -85,7 +86,7 @@ def reference(model: Path, path: Path) -> list[str]:
     """The names, which hold the digests, of what one process makes without being disturbed."""
     work = given(model, path)
     made = [s for job in jobs(work.files, "file") for s in tokenize.shards(job, work.tokens, "assistant", "file")]
-    return [tokenize.digest(s) for s in made]
+    return [tokenize.shard_digest(s) for s in made]
 
 
 def digests(names: list[str]) -> list[str]:
@@ -116,7 +117,7 @@ def test_killed_at_any_moment(model: Path, path: Path) -> None:
     told("tokenising is killed", KILLS, {"shards": len(names)})
 
 
-@pytest.mark.parametrize("call", ["write", "sync", "rename"])
+@pytest.mark.parametrize("call", ["write_piece", "sync_file", "rename_file"])
 @pytest.mark.parametrize("when", ["before", "half", "after"])
 def test_killed_at_every_call_that_changes_the_disk(
     model: Path, path: Path, call: str, when: str, monkeypatch: pytest.MonkeyPatch
@@ -127,14 +128,14 @@ def test_killed_at_every_call_that_changes_the_disk(
     monkeypatch.setattr(tokenize, "SHARD_tok", 2000)
     monkeypatch.setattr(tokenize, "BATCH_rows", 4)
     job = next(jobs(work.files, "file"))
-    whole = [tokenize.digest(s) for s in tokenize.shards(job, work.tokens, "assistant", "file")]
+    whole = [tokenize.shard_digest(s) for s in tokenize.shards(job, work.tokens, "assistant", "file")]
     assert len(whole) > 2
-    real: Callable[..., Any] = getattr(tokenize, call)
+    real: Callable[..., Any] = getattr(files, call)
 
     def end(*args: Any) -> Any:
         if not list(folder.glob("*.safetensors")):
             return real(*args)
-        if when == "half" and call == "write":
+        if when == "half" and call == "write_piece":
             data = bytes(args[1])
             real(args[0], data[: len(data) // 2])
             args[0].flush()
@@ -143,13 +144,13 @@ def test_killed_at_every_call_that_changes_the_disk(
         os.kill(os.getpid(), signal.SIGKILL)
 
     def dying() -> None:
-        setattr(tokenize, call, end)
+        setattr(files, call, end)
         tokenize.commit_chunk(job, work.tokens, "assistant", "file", None, folder, 0, 0)
 
     assert run(dying) == -signal.SIGKILL
-    store = tokenize.Store(folder)
+    store = tokenize.ShardStore(folder)
     done, kept = store.begun[0], shards(folder)
-    assert len(done) == (2 if (call, when) == ("rename", "after") else 1) and 0 not in store.whole
+    assert len(done) == (2 if (call, when) == ("rename_file", "after") else 1) and 0 not in store.whole
     skip = sum(tokenize.mapped(p).rows for p in done)
     names, _ = tokenize.commit_chunk(job, work.tokens, "assistant", "file", None, folder, skip, len(done))
     assert digests([p.name for p in done] + names) == whole and kept.items() <= shards(folder).items()
@@ -169,13 +170,13 @@ def test_workers_end_with_the_process_that_started_them(model: Path, path: Path)
         assert time.monotonic() - begun < 60, "a worker lives on"
         time.sleep(0.02)
     kept = shards(given(model, path).folder)
-    list(tokenised(given(model, path)))
+    list(tokenized(given(model, path)))
     assert kept.items() <= shards(given(model, path).folder).items()
     told("the process that tokenises is killed, its workers not", 1, {"gone_s": round(time.monotonic() - begun, 2)})
 
 
 def test_a_worker_is_killed(model: Path, path: Path) -> None:
-    made = tokenised(given(model, path))
+    made = tokenized(given(model, path))
     first = next(made)
     assert isinstance(first, Path)
     workers = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
@@ -186,7 +187,7 @@ def test_a_worker_is_killed(model: Path, path: Path) -> None:
         list(made)
     assert "what is done is kept" in caught.value.do
     kept = shards(first.parent)
-    names = [p.name for p in tokenised(given(model, path)) if isinstance(p, Path)]
+    names = [p.name for p in tokenized(given(model, path)) if isinstance(p, Path)]
     assert digests(names) == reference(model, path) and kept.items() <= shards(first.parent).items()
 
 
@@ -201,12 +202,12 @@ def test_the_disk_is_full(model: Path, path: Path) -> None:
         (work.folder / "tokenizer.json").symlink_to(model / "tokenizer.json")  # is not what shall fail
         Path.write_text = lambda *_: 0  # type: ignore[method-assign, assignment]
         with pytest.raises(DataError) as caught:
-            list(tokenised(work))
+            list(tokenized(work))
         assert caught.value.found == os.strerror(errno.EFBIG) and "data.cache" in caught.value.do
         assert not list(work.folder.glob("*.safetensors")) + list(work.folder.glob(f"*{tokenize.TEMPORARY}*"))
 
     assert run(limited) == 0
-    assert list(tokenised(given(model, path)))
+    assert list(tokenized(given(model, path)))
 
 
 def test_two_processes_do_the_work_once(model: Path, path: Path) -> None:

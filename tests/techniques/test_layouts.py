@@ -17,7 +17,7 @@ from golden.make_golden import CASES, T
 from trials import assembled, furthest, golden_run, published, steps, wire
 
 MARGIN = 0.1  # nats a token, of the mean over the seeds
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2)
 
 
 def first_step(trainer):

@@ -21,7 +21,7 @@ def trained(box, **with_):
     return list(steps(job)), weights(job)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_equal_bits_over_eight_steps(box, workers):
     base, ahead = trained(box), trained(box, loader={"workers": workers, "prefetch": 3})
     assert ahead[0] == base[0]
@@ -65,3 +65,13 @@ def test_the_batches_come_from_other_processes(box):
     wire(job)
     pids = {next(job.batches)[0].tokens[0, 0].item() for _ in range(4)}
     assert len(pids) == 2 and os.getpid() not in pids
+
+
+@pytest.mark.parametrize("with_", [{}, {"loader": {"workers": 2}}], ids=["here", "workers"])
+def test_streamed_data_trains_alike(box, with_):
+    """`data.stream`: the same rows in the same steps, tokenized while training."""
+    base = trained(box)[0]
+    job = assembled(golden_run(box, packed=True, sets=["data.stream=true"], **with_))
+    assert not job.stream.tokenized and job.stream.totals(job.stream.plan(steps=8), 1) is None
+    for (loss, norm, _), (want, want_norm, _) in zip(steps(job), base, strict=True):
+        assert loss == pytest.approx(want, rel=1e-6) and norm == pytest.approx(want_norm, rel=1e-5)

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optrush.data import tokenize
-from optrush.data.dataset import Counts, Random, TokenShards, fit, held_rows, permutation, view
+from optrush.data.dataset import Counts, Random, TokenShards, fit_row, held_rows, permutation, view
 from optrush.data.schema import Document, RowLocation, bad_row
 from optrush.data.tokenize import Builder
 from optrush.errors import DataError
 
-quick = settings(database=None, max_examples=60)
+quick = settings(database=None, max_examples=40)
 FILES = (Path("a.jsonl"), Path("b.jsonl"))
 WHERE = RowLocation(Path("some.jsonl"), 5)
 
@@ -61,7 +61,7 @@ def test_a_view_is_what_fitting_each_row_gives(shards, T, how):
     """The vectorised way against one row at a time, over any shards."""
     counts, wanted, of = Counts(), [], []
     for row, documents in enumerate(d for found in shards for d in found):
-        fitted = fit(documents, T, how, WHERE, counts)
+        fitted = fit_row(documents, T, how, WHERE, counts)
         wanted += fitted
         of += [row] * len(fitted)
     if not wanted:
@@ -86,9 +86,9 @@ def test_a_view_is_what_fitting_each_row_gives(shards, T, how):
 def test_rows_too_long():
     short = (document(8),)
     counts = Counts()
-    assert fit(short, 8, "error", WHERE, counts) == [short] and counts == Counts()
+    assert fit_row(short, 8, "error", WHERE, counts) == [short] and counts == Counts()
     with pytest.raises(DataError) as caught:
-        fit((document(9),), 8, "error", WHERE, counts)
+        fit_row((document(9),), 8, "error", WHERE, counts)
     assert caught.value.found == "9 tokens at some.jsonl:5" and "8" in caught.value.asked
     assert all(choice in caught.value.do for choice in ("split", "drop", "truncate", "batch.seq"))
     with pytest.raises(DataError, match=r"9 tokens at a\.jsonl:11"):
@@ -124,9 +124,9 @@ def test_pairs():
             view(shelf(both), T=9, how=how)
         assert caught.value.do.endswith("data.too_long: drop") and "a.jsonl:11" in caught.value.found
         with pytest.raises(DataError, match="pairs of at most 9 tokens"):
-            fit(both[1], 9, how, WHERE, Counts())
+            fit_row(both[1], 9, how, WHERE, Counts())
     counts = Counts()
-    assert fit(both[1], 9, "drop", WHERE, counts) == [] and (counts.dropped, counts.targets_lost) == (1, 8)
+    assert fit_row(both[1], 9, "drop", WHERE, counts) == [] and (counts.dropped, counts.targets_lost) == (1, 8)
 
 
 def test_pairs_do_not_mix_with_other_rows():
@@ -212,7 +212,7 @@ def test_a_shard_comes_back_from_its_file(tmp_path):
     rows = [(document(9, [2, 8]),), "bad \0 \u2028 row", (document(3),)]
     made = shelf(rows).made[0]
     path = tokenize.commit_shard(made, tmp_path, 7, 2)
-    assert path.name == f"000007-002-{tokenize.digest(made)}.safetensors" and tokenize.intact(path)
+    assert path.name == f"000007-002-{tokenize.shard_digest(made)}.safetensors" and tokenize.intact(path)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
     held = TokenShards(FILES)
     held.add(path, None)

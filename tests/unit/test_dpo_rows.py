@@ -28,7 +28,7 @@ LAYOUTS = [Padded(), Fitted(), Sorted(7), Packed(), Packed(5)]
 class Pairs:
     """Pair i: documents of tokens 2i and 2i + 1, of lengths that depend on i."""
 
-    parts, fingerprint = 2, ""
+    parts, fingerprint, tokenized = 2, "", True
 
     def __init__(self, n: int) -> None:
         self.n, self.spans = n, ((n, 1.0),)
@@ -183,7 +183,7 @@ def test_the_largest_micro_batch_is_full_rows_of_pairs():
     rows.reference = known(25)
     weight = torch.zeros(90, 1)
     model = SimpleNamespace(embedding=SimpleNamespace(weight=weight))
-    job = SimpleNamespace(stream=rows, setup=SimpleNamespace(seq=T, micro_rows=2), model=model)
+    job = SimpleNamespace(stream=rows, env=SimpleNamespace(seq=T, micro_rows=2), model=model)
     plan = SimpleNamespace(length=rows.plan(epochs=1))
     batch = worst(job, plan)
     assert batch.n_tokens == 2 * T and batch.n_terms == 2 and batch.n_targets == 2 * (T - 2)

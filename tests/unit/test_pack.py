@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from optrush.data import packing
 from optrush.data.packing import Fitted, Packed, Padded, Sorted, Wrapped, deal, survey
 
-quick = settings(database=None, max_examples=200)
+quick = settings(database=None, max_examples=100)
 T = 16
 ALL = [Padded(), Fitted(), Sorted(), Wrapped(0), Wrapped(1), Wrapped(5), Packed()]
 lengths = st.lists(st.integers(1, T), min_size=1, max_size=60).map(np.array)

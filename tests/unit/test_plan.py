@@ -11,7 +11,7 @@ import pytest
 
 from optrush import hardware
 from optrush.config import dump_config, parse_config
-from optrush.data.length_estimate import estimate, held
+from optrush.data.length_estimate import estimate, estimate_fill
 from optrush.errors import ConfigError, DataError, NeedsError
 from optrush.planner import cost, search
 from optrush.resolve import resolve
@@ -201,10 +201,12 @@ def test_what_rows_hold(tmp_path):
     config = parse_config(f"model: tiny\nobjective: sft\ndata: {{path: {file}}}\nbatch: {{seq: 200}}\noutput: o\n", "x")
     lengths = estimate(config.data, 0)
     assert lengths == pytest.approx([100, 100], abs=0.6)
-    assert held(config) == pytest.approx((1 - sum(lengths) / 400, sum(n * n for n in lengths) / (200 * sum(lengths))))
-    assert held(llama()) == (0.0, 1.0)
+    assert estimate_fill(config) == pytest.approx(
+        (1 - sum(lengths) / 400, sum(n * n for n in lengths) / (200 * sum(lengths)))
+    )
+    assert estimate_fill(llama()) == (0.0, 1.0)
     sample = parse_config("model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: o\n", "x")
-    assert 0.5 < held(sample).padding < 0.95
+    assert 0.5 < estimate_fill(sample).padding < 0.95
 
 
 def test_attention_knows_the_documents_of_a_row(tmp_path):
@@ -257,9 +259,9 @@ def test_pairs_are_two_documents_and_padding_is_one():
     text = "model: {shape: llama-3.2-1b, tokenizer: t}\nobjective: dpo\ndata: {sample: recipes}\noutput: o\n"
     config = parse_config(text + "batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}\n", "x")
     lengths = estimate(config.data, config.seed, pairs=True)
-    assert held(config).reach == pytest.approx(sum(2 * (n / 2) ** 2 for n in lengths) / (2048 * sum(lengths)))
+    assert estimate_fill(config).reach == pytest.approx(sum(2 * (n / 2) ** 2 for n in lengths) / (2048 * sum(lengths)))
     owned = frozenset({Part.PACKED_ROWS})
-    env = dataclasses.replace(resolve(llama()).env, reach=held(config).reach, claimed=owned)
+    env = dataclasses.replace(resolve(llama()).env, reach=estimate_fill(config).reach, claimed=owned)
     assert env.span == env.seq
     assert dataclasses.replace(env, claimed=owned | {Part.BATCH_LAYOUT}).span == pytest.approx(env.seq * env.reach)
     assert dataclasses.replace(env, claimed=owned | {Part.BATCH_LAYOUT, Part.ROW_WIDTH}).span == env.seq

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from optrush.data.chat_template import Tokens
 from optrush.data.schema import Chat, Completion, Document, Message, Pair, RowLocation, Text
-from optrush.data.sources import SAMPLES, probe
+from optrush.data.sources import SAMPLES, probe_rows
 from optrush.errors import DataError
 from optrush.models import tiny
 
@@ -38,7 +38,7 @@ def look(tokens, rows, train_on="assistant", *, cut=lambda documents: documents,
     """Probes the rows, their documents cut as the run would."""
     samples = [(RowLocation(Path("d.jsonl"), n + 1), row) for n, row in enumerate(rows)]
     made = [() if isinstance(found, DataError) else cut(found) for found in tokens.batch(samples, train_on)]
-    probe(samples, made, tokens, train_on, rows=len(rows), truncated=truncated, most_truncated=most)
+    probe_rows(samples, made, tokens, train_on, rows=len(rows), truncated=truncated, most_truncated=most)
 
 
 def shorter(n):

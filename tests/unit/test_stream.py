@@ -15,20 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optrush.data import sampler
-from optrush.data.dataset import Random, permutation
+from optrush.data.dataset import Random, SampleChunk, permutation
 from optrush.data.packing import Fitted, Packed, Padded, Sorted, Wrapped
-from optrush.data.sampler import Live, Loading, Stream, ahead, epoch_order, evaluation, reading
+from optrush.data.sampler import Loading, Stream, ahead, epoch_order, evaluation, reading
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, RunError
 
-quick = settings(database=None, max_examples=60)
+quick = settings(database=None, max_examples=40)
 T = 16
 
 
 class Listed:
     """Samples whose tokens are their number."""
 
-    parts, fingerprint = 1, ""
+    parts, fingerprint, tokenized = 1, "", True
 
     def __init__(self, lengths, spans=None):
         self.held, self.spans = np.array(lengths, np.int64), spans or ((len(lengths), 1.0),)
@@ -58,10 +58,10 @@ class Pairs(Listed):
 class Rowed(Listed):
     """The same as rows that are read when they are needed."""
 
-    refused = ()
+    tokenized = False
 
     def read(self, numbers):
-        return [(self.documents(n),) for n in numbers]
+        return SampleChunk([(n, self.documents(n)) for n in numbers], len(numbers))
 
 
 sources = st.lists(st.integers(1, T), min_size=1, max_size=40).map(Listed)
@@ -275,7 +275,7 @@ def test_any_index_any_ranks_any_workers(layout, live):
 
     def made():
         if live:
-            return Live(Rowed(lengths), layout, T=T, rows=4, seed=1)
+            return Stream(Rowed(lengths), layout, T=T, rows=4, seed=1)
         return stream(Listed(lengths), seed=1, layout=layout)
 
     plan = made().plan(steps=20)
@@ -301,7 +301,7 @@ def test_any_index_any_ranks_any_workers(layout, live):
 @pytest.mark.parametrize("layout", [Packed(11), Sorted(13), Padded(), Wrapped(1, 10)])
 def test_live_rows_make_the_same_batches_as_cached_ones(layout):
     lengths = [1 + i * 7 % T for i in range(60)]
-    live = Live(Rowed(lengths), layout, T=T, rows=4, seed=1)
+    live = Stream(Rowed(lengths), layout, T=T, rows=4, seed=1)
     cached = stream(Listed(lengths), seed=1, layout=layout)
     plan = cached.plan(steps=20)
     one = [samples(cached.step(k, plan)) for k in range(20)]
@@ -310,16 +310,16 @@ def test_live_rows_make_the_same_batches_as_cached_ones(layout):
 
 
 def test_live_rows_need_a_number_of_steps_and_something_in_them():
-    live = Live(Rowed([3, 4]), Packed(), T=T, rows=1, seed=0)
+    live = Stream(Rowed([3, 4]), Packed(), T=T, rows=1, seed=0)
     with pytest.raises(ConfigError, match=r"train\.steps"):
         live.plan(epochs=1.0)
 
     class Empty(Rowed):
         def read(self, numbers):
-            return [() for _ in numbers]
+            return SampleChunk([], len(numbers))
 
     with pytest.raises(DataError, match="not one sample"):
-        next(Live(Empty([3, 4]), Packed(), T=T, rows=1, seed=0).run(
+        next(Stream(Empty([3, 4]), Packed(), T=T, rows=1, seed=0).run(
             live.plan(steps=1), 0, rank=0, ranks=1, micro_rows=1, loading=Loading()
         ))  # fmt: skip
 

@@ -68,7 +68,6 @@ def rows(config: Config, hf: dict[str, Any], folder: Path, steps: int) -> Iterat
     import torch
 
     from optrush.data.chat_template import open_tokens
-    from optrush.data.dataset import Streamed
     from optrush.data.packing import Padded
     from optrush.data.sampler import Stream
     from optrush.data.sources import read_sources
@@ -76,7 +75,7 @@ def rows(config: Config, hf: dict[str, Any], folder: Path, steps: int) -> Iterat
     source = read_sources(
         config, open_tokens(config, folder if config.model.path else None), int(hf["vocab_size"])
     ).train
-    assert not isinstance(source, Streamed), "the system's needs refuse it"
+    assert source.tokenized, "the system's needs refuse it"
     T, count = config.batch.seq, config.batch.tokens // config.batch.seq
     stream = Stream(source, Padded(), T=T, rows=count, seed=config.seed)
     plan = stream.plan(steps=steps)

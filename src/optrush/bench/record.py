@@ -18,6 +18,7 @@ from typing import Any, Literal, Self
 
 import optrush
 from optrush.errors import DataError
+from optrush.files import write_whole
 from optrush.technique import digest, library
 
 RECORDS, RUNGS = "records.jsonl", "rungs"
@@ -105,12 +106,7 @@ def write(folder: Path, records: Iterable[Record]) -> None:
 
 def put(path: Path, text: str) -> None:
     """Writes a small file whole or not at all: a killed climb leaves the old one or the new one."""
-    new = path.with_name(path.name + ".tmp")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
+    write_whole(path, text)
 
 
 # --- What a figure was made with: the machine, the versions, and the very code. Pure: asks no library to load itself.

@@ -34,7 +34,7 @@ from optrush.config import Config, parse_config
 from optrush.data import sampler
 from optrush.data.batch import Batch
 from optrush.data.chat_template import open_tokens
-from optrush.data.dataset import Streamed
+from optrush.data.dataset import SampleChunk
 from optrush.data.sampler import reading
 from optrush.data.schema import Document
 from optrush.data.sources import read_sources
@@ -264,8 +264,7 @@ def first_documents(
         assert isinstance(weight, Tensor)
         source = read_sources(baseline, open_tokens(baseline, prepared.folder), weight.shape[0]).train
     order = sampler.epoch_order(source.spans, baseline.seed, 0)[:count].tolist()
-    rows = source.read(order) if isinstance(source, Streamed) else [[source.documents(n)] for n in order]
-    return [(n, document) for n, samples in zip(order, rows) for sample in samples for document in sample]
+    return [(n, document) for n, sample in source.read(order).samples for document in sample]
 
 
 def obstacle(trainer: Trainer, documents: Sequence[tuple[int, Document]]) -> str | None:
@@ -303,6 +302,7 @@ class Few:
     held: Sequence[tuple[int, Document]]
     parts: int = 1
     fingerprint: str = ""
+    tokenized: bool = True
 
     @property
     def spans(self) -> tuple[tuple[int, float], ...]:
@@ -319,6 +319,9 @@ class Few:
 
     def documents(self, i: int) -> tuple[Document, ...]:
         return tuple(document for _, document in self.held[i * self.parts : (i + 1) * self.parts])
+
+    def read(self, numbers: Sequence[int]) -> SampleChunk:
+        return SampleChunk([(n, self.documents(n)) for n in numbers], len(numbers))
 
 
 def prove(trainer: Trainer, batches: list[Batch], steps: int) -> dict[str, Any]:

@@ -383,7 +383,7 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
     from optrush.data import readers
     from optrush.data.chat_template import open_tokens
     from optrush.data.cleaning import clean, folder_for, write_rows
-    from optrush.data.tokenize import root
+    from optrush.data.tokenize import cache_root
     from optrush.models.source import locate
     from optrush.report import data
 
@@ -392,7 +392,7 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
         found = "no `data.path`" if d.path is None else "no `data.clean`"
         do = "say what and how: --set data.clean.exact_duplicates=true, or `clean:` under `data:`"
         raise ConfigError(f"to clean into {folder}", found, do)
-    cache = root(d.cache)
+    cache = cache_root(d.cache)
     named = [p if isinstance(p, str) else p.path for p in ([d.path] if isinstance(d.path, str) else d.path)]
     reads = list(dict.fromkeys(file for path in named for file in readers.find(path, cache)))
     tokens = None

@@ -1,8 +1,8 @@
-"""What travels from disk to gradient: a document, a row of documents, a batch of rows.
+"""Collate rows of documents into the batches that a model gets.
 
 Shapes: B rows of a micro-batch, T tokens a row, N documents a batch (docs/notation.md).
-A row has exactly T slots, so that compiled code sees one shape; what no document fills is padding, and padding is a
-document of its own (it attends to itself alone and is never a target), so that no kernel needs a special case.
+A row has exactly T slots, so that compiled code gets one shape. Slots that no document fills are padding, and padding
+is a document of its own (it attends to itself alone and is never a target), so that no kernel needs a special case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHORTEST = 64  # Documents.longest is rounded up to a power of two from here on:
 
 
 class Documents(NamedTuple):
-    """Where the documents of B whole rows lie. A NamedTuple: compilers and checkpointing look through it."""
+    """Boundaries of the documents of B whole rows. A NamedTuple: compilers and checkpointing unpack it."""
 
     starts: Tensor  # (N+1,) int32: cumulative lengths over the B*T slots, padded with B*T to a fixed N
     ids: Tensor  # (B, T) int32: number of the document within its row
@@ -30,8 +30,8 @@ class Documents(NamedTuple):
     single: bool  # on the host: every row begins one document and nothing but padding follows it
 
 
-class Counts(NamedTuple):
-    """Of one row, on the host: what the batch's tensors do not tell of it."""
+class RowCounts(NamedTuple):
+    """Counts of one row, on the host, that the batch's tensors do not have."""
 
     tokens: int  # real tokens
     attended: int  # sum of squared document lengths
@@ -51,20 +51,20 @@ class Batch:
     n_tokens: int  # real tokens, padding excluded
     attended: int  # sum of squared document lengths: what causal attention costs
     samples: tuple[int, ...]  # global sample indices
-    rows: tuple[Counts, ...]  # the last three, row by row
+    rows: tuple[RowCounts, ...]  # the last three, row by row
     extra: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of pairs, of which a row has room for P. Pair p is the documents 2p (chosen) and 2p + 1 (rejected) of its row.
+    """Tensors of pairs, of which a row has room for P. Pair p is its row's documents 2p (chosen) and 2p + 1 (rejected).
     pairs (B, P) bool: whether there is such a pair.
     reference (B, P, 2) float32: log-probabilities of its documents under the reference, where they were made before."""
 
     def parts(self, most: int) -> list[Batch]:
-        """The batch in parts of at most `most` rows, together the same rows in the same order; from the host's."""
+        """Return the batch in parts of at most `most` rows, in order; only of a batch on the host."""
         B = len(self.rows)
         return [self] if most >= B else [self._part(first, min(B, first + most)) for first in range(0, B, most)]
 
     def _part(self, first: int, last: int) -> Batch:
-        """The rows [first, last), views of this batch's but for `starts`. `longest` stays: it is a bound, and for
-        another one compiled code would be compiled anew."""
+        """Return the rows [first, last), views of this batch's but for `starts`. `longest` stays: it is a bound, and
+        another one would cause a recompilation."""
         B, T = self.tokens.shape
         starts, room = self.documents.starts, len(self.documents.starts) - 1
         inside = starts[(starts >= first * T) & (starts < last * T)] - first * T  # rows begin documents
@@ -82,13 +82,13 @@ class Batch:
         )  # fmt: skip
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device; from pinned memory, without waiting where the device allows it."""
+        """Return the batch on a device; from pinned memory, without waiting where the device allows it."""
         if device.type == "cpu" or self.tokens.device == device:
             return self
         return self._each(lambda t: t.pin_memory().to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory; torch's loader asks for it by this name."""
+        """Return the batch in page-locked memory; torch's loader calls this method."""
         return self._each(lambda t: t.pin_memory())
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
@@ -108,14 +108,14 @@ def collate(
     parts: int = 1,
     reference: np.ndarray | None = None,
 ) -> Batch:
-    """Rows of (sample index, document) into one Batch on the host.
+    """Collate rows of (sample index, document) into one Batch on the host.
 
     Args:
         rows: B rows; each holds documents whose lengths sum to at most T (none: the row is padding).
         T: tokens a row.
-        single: every row holds at most one document (see `Documents.single`).
+        single: every row has at most one document (`Documents.single`).
         most: most documents a batch can hold, padding counted: fixes the length of `starts`.
-        isolated: False makes the documents of a row one: positions run on, and each sees those before it.
+        isolated: False makes the documents of a row one: positions run on, and each attends to those before it.
         parts: documents of a sample: 1, of pairs 2.
         reference: (samples, 2) float32, of pairs, where their reference is known.
     """
@@ -125,7 +125,7 @@ def collate(
     positions = np.zeros((B, T), np.int32)
     ids = np.zeros((B, T), np.int32)
     lengths: list[int] = []
-    counts: list[Counts] = []
+    counts: list[RowCounts] = []
     longest = 1
     for b, row in enumerate(rows):
         at, spans = 0, []
@@ -138,7 +138,7 @@ def collate(
             at += n
         if not isolated and row:
             spans = [at]
-        counts.append(Counts(at, sum(n * n for n in spans), tuple(sample for sample, _ in row[::parts])))
+        counts.append(RowCounts(at, sum(n * n for n in spans), tuple(sample for sample, _ in row[::parts])))
         if at < T:
             spans.append(T - at)
         ends = np.cumsum(spans)
@@ -162,7 +162,7 @@ def collate(
 
 
 def _pairs(rows: Sequence[Sequence[int]], P: int, reference: np.ndarray | None) -> dict[str, Tensor]:
-    """`Batch.extra` of rows of pairs, by their sample indices."""
+    """Return `Batch.extra` of rows of pairs, by their sample indices."""
     there = np.zeros((len(rows), P), bool)
     known = np.zeros((len(rows), P, 2), np.float32)
     for b, samples in enumerate(rows):
@@ -174,5 +174,5 @@ def _pairs(rows: Sequence[Sequence[int]], P: int, reference: np.ndarray | None) 
 
 
 def _terms(learnt: int, extra: Mapping[str, Tensor]) -> int:
-    """The objective's divisor: pairs where there are such, else target tokens."""
+    """Return the objective's divisor: the number of pairs if there are any, else of target tokens."""
     return int(extra["pairs"].sum()) if extra else learnt

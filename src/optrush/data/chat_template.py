@@ -1,8 +1,8 @@
-"""From rows to token ids and a mask of what is learnt, through the model's own chat template, without guessing.
+"""Turn rows into token ids and a mask of what is learnt, through the model's own chat template, without guessing.
 
-A mask that is empty, complete or shifted trains a wrong model without a sign; hence every doubt here is an error with
-the row's place. Which characters the assistant wrote is proven in mask.py; from characters to tokens the tokenizer's
-offsets lead. All texts of many rows go to the tokenizer at once, which is where the time goes.
+A mask that is empty, complete or shifted trains a wrong model without a sign; so every doubt here is an error with the
+row's place. `Masker` proves which characters the assistant wrote; the tokenizer's offsets map characters to tokens.
+All texts of many rows go to the tokenizer at once, which takes most of the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from unicodedata import is_normalized
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -26,7 +25,6 @@ from jinja2.exceptions import TemplateError
 from optrush.config import Config
 from optrush.data import schema
 from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, RowLocation, Text
-from optrush.data.words import Unknown, Words
 from optrush.errors import ConfigError, DataError, NeedsError
 
 if TYPE_CHECKING:
@@ -34,22 +32,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# --- A chat template: compiled once, rendered in the sandbox, and asked what it does with the parts of a conversation.
+# --- A chat template: compiled once, rendered in the sandbox, and probed for what it does with a conversation's parts.
 #
 # Templates differ in what they take (a text, or a list of parts; a call's arguments as an object, or as JSON) and drop
-# what they do not know without a word. Both are found out by rendering placeholders, never by reading the source.
+# unknown parts silently. Rendering placeholders shows both; the source is never read.
 
 
 LONGEST_RENDER_chars = 32 * 2**20
-# What an expression of a template can raise besides jinja's own errors.
+# What an expression of a template can raise apart from jinja's own errors.
 RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 MEND = "mend the row, or give another template (model.chat_template)"
-MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations that are remembered; messages of one
+MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
 SHOWN = 4  # things left out that an error message names
 PLACED = re.compile(r"97351([0-9]{6})")
 PLACEHOLDER = "97351{:06}"  # digits pass through quoting, escaping and capitals as they are
 
-Shown = dict[str, Any]  # a message as a template sees it
+Shown = dict[str, Any]  # a message as a template gets it
 
 
 class Template:
@@ -62,7 +60,7 @@ class Template:
         self._whole: set[object] = set()  # shapes of conversations of which nothing is left out, a bounded number
 
     def shown(self, message: Message) -> Shown:
-        """The message in the form that the template takes."""
+        """Return the message in the form that the template takes."""
         shown = message.shown()
         if message.calls and self._json_arguments:
             shown["tool_calls"] = [
@@ -76,10 +74,10 @@ class Template:
     def render(
         self, turns: Sequence[Shown], where: RowLocation, tools: Sequence[Any] = (), prompt: bool = False
     ) -> str:
-        """The conversation as text.
+        """Render the conversation.
 
         Args:
-            turns: what `shown` makes of the messages.
+            turns: the messages as `shown` returns them.
             prompt: whether the header of an answer follows, as when the model is to write one.
 
         Raises:
@@ -99,7 +97,7 @@ class Template:
     def check(self, chat: Chat, where: RowLocation) -> None:
         """Raises DataError where the template leaves out the tools, a call, or a turn that is not the assistant's.
 
-        What is left out depends on roles and places, so each shape of a conversation is looked at once.
+        What is left out depends on roles and places, so each shape of a conversation is checked once.
         """
         shape = (len(chat.tools), *((m.role, not m.content.strip(), len(m.calls)) for m in chat.messages))
         if shape in self._whole:
@@ -131,10 +129,10 @@ class Template:
             self._whole.add(shape)
 
     def around(self, chat: Chat, where: RowLocation) -> list[str] | None:
-        """What is written before, between and behind the contents of a conversation like this, by its roles alone.
+        """Return the text before, between and behind the contents of a conversation like this, by its roles alone.
 
-        None where something but contents is said, or the template does not write each of them once and in order.
-        Whether it does so with these contents, only its render of them shows.
+        None if a turn has more than content, or the template does not write each content once and in order. Whether it
+        does so with these contents, only its render of them shows.
         """
         turns, roles = chat.messages, tuple([message.role for message in chat.messages])
         plain = all(m.content.strip() and not (m.calls or m.reasoning or m.name or m.call_id) for m in turns)
@@ -146,14 +144,14 @@ class Template:
             named = [Message(role, PLACEHOLDER.format(i)) for i, role in enumerate(roles)]
             try:
                 pieces = PLACED.split(self.render([self.shown(message) for message in named], where))
-            except DataError:  # the conversation's own render says why
+            except DataError:  # the conversation's own render raises it with the reason
                 pieces = []
             whole = [int(number) for number in pieces[1::2]] == list(range(len(turns)))
             self._around[roles] = pieces[::2] if whole else None
         return self._around[roles]
 
     def _render(self, turns: Sequence[Shown], tools: Sequence[Any] = (), prompt: bool = False) -> str:
-        # What apply_chat_template does, less its copies of the data, which come from JSON and are plain already.
+        # As apply_chat_template, without its copies of the data, which come from JSON and are plain already.
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         rendered = _compile_jinja_template(self.source).render(
@@ -205,25 +203,25 @@ def _json(arguments: Any) -> str:
 
 # --- Which characters of a rendered conversation the assistant wrote, proven or refused, never guessed.
 #
-# A template cannot be asked, so the conversation is rendered twice: once really, once with every text that the
-# assistant wrote (a content, a reasoning, a call's name, a value of its arguments) put between two marks. Without the
-# marks, the second must be the first, character by character; then what lies between them is what the assistant wrote.
+# The conversation is rendered twice: once as it is, once with every text that the assistant wrote (a content, a
+# reasoning, a call's name, a value of its arguments) between two marks. Without the marks, the second must equal the
+# first, character by character; then the text between the marks is what the assistant wrote.
 #
 # A turn of nothing but content is learnt from its text to the end-of-turn token behind it. Where reasoning or calls are
 # written, what the template puts around them (`<tool_call>`, a channel) must be learnt too. Such a turn begins where
-# the header ends (that of the same turn with nothing but content, or the one after which the model is asked to write),
-# and ends where the render of the conversation up to it ends.
+# the header ends (that of the same turn with nothing but content, or the generation prompt), and ends where the render
+# of the conversation up to it ends.
 
 
 CHANGED = "the template changes the assistant's text, so it cannot be masked"
 NO_STOP = "no end-of-turn token follows the assistant's text: the model would never learn to stop"
 MEND_TEMPLATE = "give another template (model.chat_template), or train on all tokens (data.train_on: all)"
 MEND_EARLIER = "train on the last answer only (data.train_on: last), or give another template (model.chat_template)"
-MOST_TURNS = 1000  # where each turn must be looked at by itself
+MOST_TURNS = 1000  # if each turn needs a render of its own
 THINKING = re.compile("(</?think>)")
 
 
-class Span(NamedTuple):
+class CharSpan(NamedTuple):
     """Characters [start, end) to be learnt.
 
     `stops` are the tokens that end the turn, one in most templates: they follow, perhaps after white space, or, if the
@@ -237,7 +235,7 @@ class Span(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A text that the assistant wrote, as the row has it."""
+    """A text that the assistant wrote, as it is in the row."""
 
     turn: int
     name: str
@@ -252,7 +250,7 @@ class Found(NamedTuple):
     end: int
 
 
-class Marks:
+class EndMarks:
     """The added tokens that can end a turn."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
@@ -264,7 +262,7 @@ class Marks:
         return re.compile("|".join(map(re.escape, self.tokens)) or "(?!)")
 
     def first(self, text: str) -> tuple[str, ...]:
-        """The tokens that the text begins with, one directly after the other, but for white space before them."""
+        """Return the tokens that the text begins with, one directly after the other; leading white space is skipped."""
         text, found = text.lstrip(), list[str]()
         while token := self._pattern.match(text):
             found.append(token[0])
@@ -272,7 +270,7 @@ class Marks:
         return tuple(found)
 
     def last(self, text: str) -> str | None:
-        """The token that the text ends with."""
+        """Return the token that the text ends with."""
         found = list(self._pattern.finditer(text))
         return found[-1][0] if found and found[-1].end() == len(text) else None
 
@@ -287,7 +285,9 @@ class Masker:
         DataError: the template fails, or leaves out something that the assistant did not write.
     """
 
-    def __init__(self, template: Template, marks: Marks, chat: Chat, turns: Sequence[int], where: RowLocation) -> None:
+    def __init__(
+        self, template: Template, marks: EndMarks, chat: Chat, turns: Sequence[int], where: RowLocation
+    ) -> None:
         self._template, self._marks, self._where = template, marks, where
         self._chat, self._turns = chat, turns
         template.check(chat, where)
@@ -299,17 +299,17 @@ class Masker:
         self._marked = re.compile(f"{self._open}([0-9]+):(.*?){self._close}", re.DOTALL)
         self._cut(split=False)
 
-    def spans(self) -> list[Span]:
-        """What is learnt of each of the turns, in order; DataError where that cannot be proven."""
+    def spans(self) -> list[CharSpan]:
+        """Return what is learnt of each of the turns, in order; raises DataError if it cannot be proven."""
         found: dict[int, list[Found]] = {i: [] for i in self._turns}
         for leaf in self._proven():
             found[self._leaves[leaf.leaf].turn].append(leaf)
-        spans: list[Span] = []
+        spans: list[CharSpan] = []
         stops: tuple[str, ...] = ()
         for i, mine in reversed(found.items()):
             if [self._leaves[f.leaf].name for f in mine] == ["content"]:
                 stops = stops or self._stops(i, mine[0])
-                spans.append(Span(mine[0].start, mine[0].end, stops, closed=False))
+                spans.append(CharSpan(mine[0].start, mine[0].end, stops, closed=False))
             else:
                 spans.append(self._turn(i, mine))
         spans.reverse()
@@ -318,7 +318,7 @@ class Masker:
         return spans
 
     def changes(self, i: int) -> tuple[str, str] | None:
-        """What later turns change of the text up to the end of turn `i`: (as it is without them, as it is here)."""
+        """Return what later turns change of the text up to the end of turn `i`: (without them, with them), or None."""
         tail = self._until(i)[-1]
         alone = self._render(self._shown[: i + 1])
         alone = alone[: len(alone) - len(tail) + len(_ending(tail, "".join(self._marks.first(self._plain(i, 0)[1]))))]
@@ -339,7 +339,7 @@ class Masker:
         return self._template.render(turns, self._where, self._chat.tools, prompt)
 
     def _turn_with(self, i: int, texts: Mapping[int, str], twice: bool = False) -> Shown:
-        """Turn `i` with these leaves, by number, put between marks; `twice`: each of its calls made two times."""
+        """Return turn `i` with these leaves, by number, between marks; `twice`: each of its calls made two times."""
         numbers = iter(range(self._numbered[i], len(self._leaves)))
 
         def mark(name: str, text: str) -> str:
@@ -350,14 +350,14 @@ class Masker:
         return self._template.shown(replace(message, calls=message.calls * 2) if twice else message)
 
     def _with(self, texts: Mapping[int, str]) -> str:
-        """The conversation with these leaves put between marks."""
+        """Render the conversation with these leaves between marks."""
         turns = list(self._shown)
         for i in self._turns:
             turns[i] = self._turn_with(i, texts)
         return self._render(turns)
 
     def _prove(self, texts: Mapping[int, str]) -> list[Found]:
-        """Where these leaves lie in the rendered text if it is made of them as they are given here; or nothing."""
+        """Return the places of these leaves in the rendered text, if it is made of exactly them; else nothing."""
         pieces = self._marked.split(self._with(texts))
         found, text, at = list[Found](), [pieces[0]], len(pieces[0])
         for k, inner, piece in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
@@ -367,14 +367,14 @@ class Masker:
         seen = Counter(f.leaf for f in found)
         if "".join(text) != self.rendered or seen.keys() != texts.keys():
             return []
-        for k, start, end in found:  # what is in a call may be quoted, and a call's name be told again by its answer
+        for k, start, end in found:  # texts of a call may be quoted, and its answer may repeat a call's name
             called = self._leaves[k].name.startswith("tool_calls")
             if not called and (seen[k] > 1 or self.rendered[start:end] != texts[k]):
                 return []
         return found
 
     def _filled(self) -> list[Found]:
-        """Where all leaves lie if the rendered text is that of other contents with these in their place; or nothing."""
+        """Return the places of all leaves, if the rendered text is that of placeholders replaced by them; else []."""
         pieces = self._template.around(self._chat, self._where)
         if pieces is None:
             return []
@@ -388,7 +388,7 @@ class Masker:
         return [Found(k, *places[i]) for k, i in enumerate(self._turns)]  # of each turn, its content is the only leaf
 
     def _proven(self) -> list[Found]:
-        """Where all leaves lie, each as it is or without white space at its ends, as the template writes it."""
+        """Return the places of all leaves, each with or without white space at its ends, as the template writes it."""
         if found := self._filled():
             return found
         texts = {k: leaf.text for k, leaf in enumerate(self._leaves)}
@@ -409,7 +409,7 @@ class Masker:
         raise self._refused(CHANGED)
 
     def _until(self, i: int, twice: bool = False) -> list[str]:
-        """The conversation up to turn `i`, split at its leaves: text, number, leaf, text, number, leaf, ..., text.
+        """Render the conversation up to turn `i`, split at its leaves: text, number, leaf, text, ..., leaf, text.
 
         Args:
             twice: whether the turn makes each of its calls two times.
@@ -418,9 +418,9 @@ class Masker:
         return self._marked.split(self._render([*self._shown[:i], self._turn_with(i, texts, twice)]))
 
     def _stops(self, i: int, content: Found) -> tuple[str, ...]:
-        """The tokens that end a turn of nothing but content, asked for where no turn follows.
+        """Return the tokens that end a turn of nothing but content, from a render where no turn follows.
 
-        What stands before another turn may be that turn's header, which must not pass for an end.
+        Text before another turn may be that turn's header, which must not count as an end.
         """
         last = i + 1 == len(self._chat.messages)
         stops = self._marks.first(self.rendered[content.end :] if last else self._until(i)[-1])
@@ -428,8 +428,8 @@ class Masker:
             raise self._refused(NO_STOP)
         return stops
 
-    def _turn(self, i: int, mine: list[Found]) -> Span:
-        """The whole of a turn with more than content, its end-of-turn token included."""
+    def _turn(self, i: int, mine: list[Found]) -> CharSpan:
+        """Return the span of a turn with more than content, its end-of-turn token included."""
         self._slow()
         pieces = self._until(i)
         leaves = [int(k) for k in pieces[1::3]]
@@ -454,16 +454,16 @@ class Masker:
         for value in _scalars([call["function"]["arguments"] for call in self._chat.messages[i].calls]):
             if not any(form in self.rendered[start:end] for form in (str(value), json.dumps(value))):
                 raise self._refused(f"{CHANGED}: {json.dumps(value)} of messages[{i}].tool_calls is left out")
-        return Span(start, end, (stop,), closed=True)
+        return CharSpan(start, end, (stop,), closed=True)
 
     def _plain(self, i: int, after: int) -> tuple[str, str]:
-        """What is written before and behind turn `i` if it is nothing but content, and so many turns follow."""
+        """Return what is written before and behind turn `i` if it is nothing but content, and so many turns follow."""
         spoken = self._template.shown(Message("assistant", f"{self._open}0:a{self._close}"))
         pieces = self._marked.split(self._render([*self._shown[:i], spoken, *self._shown[i + 1 : i + 1 + after]]))
         return pieces[0], pieces[-1]
 
     def _headers(self, i: int, plain: str) -> Iterator[str]:
-        """The text up to where turn `i` may begin: behind a plain turn's header, or the one that asks for a turn."""
+        """Yield the text up to where turn `i` may begin: behind a plain turn's header, or the generation prompt."""
         yield plain
         with suppress(DataError):  # the answer to a call can be refused where no call was made
             yield self._plain(i, len(self._chat.messages))[0]
@@ -473,15 +473,15 @@ class Masker:
                 yield asked
 
     def _ends(self, i: int, stop: str) -> bool:
-        """Whether a token that ends turns with calls only ends the turn, and not each call."""
+        """Return whether a token that ends turns with calls ends only the turn, and not each call."""
         try:
             pieces = self._until(i, twice=True)
         except DataError:
-            return False  # a template that takes one call a turn: its end cannot be told from the turn's
+            return False  # a template that takes one call a turn: the end of a call may be that of the turn
         return "".join(pieces[3::3]).count(stop) == 1
 
     def _slow(self) -> None:
-        """Refuses what takes a render or more for each turn, where there are very many."""
+        """Raise DataError if very many turns need a render each."""
         if len(self._turns) > MOST_TURNS:
             raise self._refused(f"{len(self._turns)} answers, calls or trimmed texts among them; at most {MOST_TURNS}")
 
@@ -496,7 +496,7 @@ class Masker:
 
 
 def _ending(tail: str, usual: str) -> str:
-    """What belongs to a turn still of the text behind its last leaf, where no turn follows.
+    """Return the part of the text behind a turn's last leaf that belongs to the turn, if no turn follows.
 
     Args:
         usual: the tokens that end turns of nothing but content.
@@ -505,7 +505,7 @@ def _ending(tail: str, usual: str) -> str:
 
 
 def _changed(message: Message, change: Callable[[str, str], str], split: bool) -> Message:
-    """The message with each text that the assistant wrote replaced by change(its name, it); blank ones are left.
+    """Return the message with each text of the assistant replaced by change(its name, it); blank ones stay.
 
     Args:
         split: whether a content is taken apart at `<think>` and `</think>`.
@@ -544,7 +544,7 @@ def _leaves(turn: int, message: Message, split: bool) -> list[Leaf]:
 
 
 def _scalars(value: Any) -> Iterator[Any]:
-    """The values of a JSON object that are not texts."""
+    """Yield the values of a JSON object that are not texts."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _scalars(inner)
@@ -553,21 +553,21 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _forms(text: str) -> list[str]:
-    """The text as it is, and without white space or newlines at its ends, each once."""
+    """Return the text as it is, and without white space or newlines at its ends, each once."""
     left = [text, text.lstrip("\n"), text.lstrip()]
     return list(dict.fromkeys(form for start in left for form in (start, start.rstrip("\n"), start.rstrip())))
 
 
-# --- Control tokens that a message holds as text: they would end its turn, or begin another that nobody wrote.
+# --- Control tokens in the text of a message: they would end its turn, or forge another.
 
 
 def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Finds any of these texts, the longest at a place."""
+    """Return an expression that matches any of these texts, the longest at a place."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=lambda t: (-len(t), t)))) or "(?!)")
 
 
 def refuse(chat: Chat, controls: re.Pattern[str], where: RowLocation) -> None:
-    """Raises DataError where a message, a call or a tool holds a control token as text."""
+    """Raise DataError if a message, a call or a tool contains a control token as text."""
     for name, text in _said(chat):
         if found := controls.search(text):
             raise DataError(
@@ -578,7 +578,7 @@ def refuse(chat: Chat, controls: re.Pattern[str], where: RowLocation) -> None:
 
 
 def _said(chat: Chat) -> Iterator[tuple[str, str]]:
-    """All texts of a conversation, with what they are."""
+    """Yield all texts of a conversation, each with its name."""
     for i, turn in enumerate(chat.messages):
         yield f"messages[{i}]", turn.content
         more = [turn.reasoning, turn.name, turn.call_id, *_texts(turn.calls)]
@@ -587,7 +587,7 @@ def _said(chat: Chat) -> Iterator[tuple[str, str]]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings in nested lists and objects, names too."""
+    """Yield all strings in nested lists and objects, names too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -600,11 +600,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 TRAIN_ON = ("assistant", "last", "all")
 LONGEST_TEMPLATE_bytes = 64 * 2**10
-REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may hold
-WORDS_chars = 1 << 20  # of text that are tokenised before it is worth a moment to find out how to do it faster
-# Parts of a tokenizer that cut a text, or compose its characters (NFC), and change nothing else.
-CUTTING = {"Sequence", "Split", "ByteLevel", "Digits", "Punctuation"}
-COMPOSING = {"Sequence", "NFC"}
+REASONING_MARKS = frozenset({"<think>", "</think>"})  # tokens that an answer's text may contain
 
 
 class _Draft(NamedTuple):
@@ -612,33 +608,22 @@ class _Draft(NamedTuple):
 
     where: RowLocation
     text: str
-    special: bool  # the tokenizer's special tokens belong around it: the template writes none
+    special: bool  # add the tokenizer's special tokens: no template has written them
     seam: int = 0  # learnt from this character on
-    spans: tuple[Span, ...] = ()  # learnt, or not learnt where all else is
-    rest: bool = True  # whether what lies outside of the spans is learnt
-
-
-class _Ids(NamedTuple):
-    """A text's tokens, and what the library said of them if it was asked."""
-
-    ids: np.ndarray  # (n,) int32
-    encoding: Encoding | None
+    spans: tuple[CharSpan, ...] = ()  # learnt, or (if `rest`) not learnt
+    rest: bool = True  # whether the text outside of the spans is learnt
 
 
 class _Laid(NamedTuple):
-    """A text's tokens and what of it each covers, counted in characters, or in bytes where the text is bytes."""
+    """A text's tokens and the characters [starts, ends) that each covers."""
 
-    text: str | bytes
+    text: str
     ids: np.ndarray  # (n,) int32
     starts: np.ndarray  # (n,) int64
     ends: np.ndarray  # (n,) int64
 
-    def at(self, character: int, text: str) -> int:
-        """The place of a character of the text."""
-        return character if isinstance(self.text, str) else len(text[:character].encode())
-
     def token(self, at: int) -> int:
-        """The first token that ends behind a place; as many as there are tokens if none does."""
+        """Return the first token that ends behind a place; the number of tokens if none does."""
         return int(self.ends.searchsorted(at, "right"))
 
 
@@ -665,13 +650,10 @@ class Tokens:
         self._given = template
         self._today = today
         self._engine = _engine(tokenizer)
-        self._sizes = _token_bytes(self._engine)
-        self._words: Words | None = None
-        self._until_words = WORDS_chars if self._sizes is not None else None  # characters; None: not to be asked again
         self._eos = cast("int | None", tokenizer.eos_token_id)
         self._end = "" if self._eos is None else str(tokenizer.convert_ids_to_tokens(self._eos))
         self._added = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
-        self._marks = Marks(list(self._added))
+        self._marks = EndMarks(list(self._added))
         self._ends = frozenset(self._added[token] for token in self._marks.tokens)
         control = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._control = frozenset(control) & frozenset(self._marks.tokens) - REASONING_MARKS
@@ -680,7 +662,7 @@ class Tokens:
     def batch(
         self, samples: Sequence[tuple[RowLocation, Row]], train_on: str
     ) -> list[tuple[Document, ...] | DataError]:
-        """Each row's document, the two of a pair (chosen, rejected), or the error that names the row.
+        """Return each row's document, the two of a pair (chosen, rejected), or the error that names the row.
 
         Args:
             train_on: what is learnt of a conversation or a completion: `assistant` all answers, `last` the last one,
@@ -708,7 +690,7 @@ class Tokens:
         return made
 
     def document(self, row: Row, train_on: str, where: RowLocation) -> Document:
-        """The token ids of a row that is no pair, and which are learnt; DataError with its place if none would be."""
+        """Return the token ids of a row that is no pair, and which are learnt; raises DataError if none would be."""
         assert not isinstance(row, Pair)
         made = self.batch([(where, row)], train_on)[0]
         if isinstance(made, DataError):
@@ -716,9 +698,9 @@ class Tokens:
         return made[0]
 
     def marked(self, row: Row) -> bool:
-        """Whether a plain text holds special tokens as its author wrote them; its end-of-text token does not count.
+        """Return whether a plain text contains special tokens; its end-of-text token does not count.
 
-        They are taken for what they say: pretraining data is made so. In messages they are refused.
+        They are tokenized as special tokens: pretraining data is written so. In messages they are refused.
         """
         if not isinstance(row, Text | Completion):
             return False
@@ -726,20 +708,20 @@ class Tokens:
         return self._controls.search(text.removesuffix(self._end)) is not None
 
     def template(self) -> str:
-        """The chat template's source; DataError where there is none, or a monstrous one."""
+        """Return the chat template's source; raises DataError if there is none, or a monstrous one."""
         return self._template.source
 
     def masker(self, chat: Chat, turns: Sequence[int], where: RowLocation) -> Masker:
-        """The conversation under the template; DataError where it cannot be rendered, or loses something."""
+        """Return the conversation under the template; raises DataError if it cannot be rendered, or loses something."""
         return Masker(self._template, self._marks, chat, turns, where)
 
     @cached_property
     def _forgers(self) -> re.Pattern[str]:
-        """Tokens that no message may hold: special ones, and those that the template writes around plain turns."""
+        """Tokens that no message may contain: special ones, and those that the template writes around plain turns."""
         plain = (Message("system", "a"), Message("user", "b"), Message("assistant", "c"), Message("user", "d"))
         written, nowhere = "", RowLocation(Path("the template"), 0)
         for turns in (plain, plain[1:]):
-            with suppress(DataError):  # a template may know no system turn
+            with suppress(DataError):  # a template may refuse a system turn
                 written += self._template.render([self._template.shown(turn) for turn in turns], nowhere)
         marks = {token for token in self._marks.tokens if token in self._control or token in written}
         return any_of(marks - REASONING_MARKS)
@@ -786,51 +768,26 @@ class Tokens:
             refuse(row, any_of(unknown), where)
         return _Draft(where, masker.rendered, special=False, spans=spans, rest=train_on == "all")
 
-    def _encode(self, drafts: list[_Draft]) -> list[_Ids]:
-        """The drafts' texts as tokens, with offsets only where those are needed."""
-        summed, words = self._sizes is not None, self._fast(sum(len(draft.text) for draft in drafts))
-        made: list[_Ids | None] = [None] * len(drafts)
-        ways: dict[tuple[bool, bool], list[int]] = {}  # of the drafts that are left to the library
-        looked = False
+    def _encode(self, drafts: list[_Draft]) -> list[Encoding]:
+        """Tokenize the drafts' texts, with offsets only where `_document` needs them."""
+        encodings: dict[int, Encoding] = {}
+        groups: dict[tuple[bool, bool], list[int]] = {}  # (with special tokens, with offsets): drafts
         for n, draft in enumerate(drafts):
-            exact = draft.seam > 0 or (draft.spans != () and not summed)
-            ids = None if words is None or exact else words.ids(draft.text, draft.special)
-            if ids is not None and not looked:  # one of each batch
-                alone = self._engine.encode(draft.text, add_special_tokens=draft.special)
-                if ids.tolist() != alone.ids:
-                    raise AssertionError(f"the tokens of the row at {draft.where} are not the tokenizer's own")
-                looked = True
-            if ids is None:
-                ways.setdefault((draft.special, exact), []).append(n)
-            else:
-                made[n] = _Ids(ids, None)
-        for (special, exact), those in ways.items():
-            encode = self._engine.encode_batch if exact else self._engine.encode_batch_fast
-            found = encode([drafts[n].text for n in those], add_special_tokens=special)
-            for n, encoding in zip(those, found, strict=True):
-                made[n] = _Ids(np.array(encoding.ids, np.int32), encoding)
-        return cast("list[_Ids]", made)
+            groups.setdefault((draft.special, draft.seam > 0 or draft.spans != ()), []).append(n)
+        for (special, offsets), members in groups.items():
+            encode = self._engine.encode_batch if offsets else self._engine.encode_batch_fast
+            encodings.update(zip(members, encode([drafts[n].text for n in members], add_special_tokens=special)))
+        return [encodings[n] for n in range(len(drafts))]
 
-    def _fast(self, chars: int) -> Words | None:
-        """What tokenises faster than the library, once it is worth it; None where there is none."""
-        if self._until_words is not None:
-            self._until_words -= chars
-            if self._until_words < 0:
-                self._until_words = None
-                with suppress(Unknown):
-                    self._words = Words(self._engine)
-        if self._words is not None and self._words.wasteful:
-            self._words = None
-        return self._words
-
-    def _document(self, draft: _Draft, found: _Ids) -> Document:
+    def _document(self, draft: _Draft, encoding: Encoding) -> Document:
+        ids = np.array(encoding.ids, np.int32)
         if not draft.special:
-            laid = self._lay(draft, found)
-            targets = np.full(len(laid.ids), draft.rest)
+            targets = np.full(len(ids), draft.rest)
+            if draft.spans:
+                laid = _Laid(draft.text, ids, *np.array(encoding.offsets, np.int64).reshape(-1, 2).T)
             for span in draft.spans:
                 first, last = self._tokens(draft, laid, span)
                 targets[first : last + 1] = not draft.rest
-            ids = laid.ids
         else:
             if self._eos is None:
                 raise DataError(
@@ -838,14 +795,12 @@ class Tokens:
                     "the tokenizer has no end-of-text token (eos_token)",
                     "set eos_token in tokenizer_config.json",
                 )
-            ids = found.ids
             if not len(ids) or ids[-1] != self._eos:
                 ids = np.concatenate((ids, np.array([self._eos], np.int32)))
             targets = np.ones(len(ids), bool)
             if draft.seam:
-                assert found.encoding is not None
                 # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
-                covers = (found.encoding.char_to_token(at) for at in range(draft.seam, len(draft.text)))
+                covers = (encoding.char_to_token(at) for at in range(draft.seam, len(draft.text)))
                 targets[: next((token for token in covers if token is not None), None)] = False
         targets[:1] = False
         if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
@@ -853,27 +808,12 @@ class Tokens:
             raise DataError(asked, "not one token of it would be learnt", "take it out")
         return Document(ids, targets)
 
-    def _lay(self, draft: _Draft, found: _Ids) -> _Laid:
-        ids, encoding = found
-        if not draft.spans:
-            return _Laid(draft.text, ids, ids, ids)  # nobody asks what they cover
-        if self._sizes is not None:
-            sizes, text = self._sizes[ids], draft.text.encode()
-            ends = sizes.cumsum()
-            composed = self._engine.normalizer is None or is_normalized("NFC", draft.text)
-            if len(ids) and ends[-1] == len(text) and composed:
-                return _Laid(text, ids, ends - sizes, ends)
-            encoding = None  # which has none
-        encoding = encoding or self._engine.encode(draft.text, add_special_tokens=False)
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        return _Laid(draft.text, ids, offsets[:, 0], offsets[:, 1])
-
-    def _tokens(self, draft: _Draft, laid: _Laid, span: Span) -> tuple[int, int]:
-        """The first and the last token of a span, its end-of-turn token included."""
-        start, end = laid.at(span.start, draft.text), laid.at(span.end - span.closed, draft.text)
+    def _tokens(self, draft: _Draft, laid: _Laid, span: CharSpan) -> tuple[int, int]:
+        """Return the first and the last token of a span, its end-of-turn token included."""
+        start, end = span.start, span.end - span.closed
         stop, *further = (self._added[token] for token in span.stops)
         # The token that ends a turn begins where the text ends, or a little earlier if it swallows white space
-        # (`lstrip`). White space may lie between (some templates write one space before it); it is learnt too, or the
+        # (`lstrip`). White space may come between (some templates write one space before it); it is learnt too, or the
         # model could not reach the end by itself.
         last = laid.token(end)
         while last < len(laid.ids) and laid.ids[last] != stop:
@@ -897,7 +837,7 @@ class Tokens:
 
 
 def answers(chat: Chat, train_on: str) -> list[int]:
-    """The turns to be masked, by number: those that are learnt, or with `all` those that are not."""
+    """Return the turns to be masked, by number: those that are learnt, or with `all` those that are not."""
     turns = [i for i, message in enumerate(chat.messages) if message.role == "assistant"]
     if train_on == "all":
         return [i for i in turns if not chat.messages[i].learnt]
@@ -906,7 +846,7 @@ def answers(chat: Chat, train_on: str) -> list[int]:
 
 
 def _dated(source: str, today: datetime.date) -> str:
-    """The template with its calls for the date answered: the sandbox lets no function of ours in."""
+    """Return the template with its calls for the date replaced: the sandbox takes no function of ours."""
 
     def answer(call: re.Match[str]) -> str:
         return f"{call[1]}{today.strftime(call[2])}{call[1]}"
@@ -915,7 +855,7 @@ def _dated(source: str, today: datetime.date) -> str:
 
 
 def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A private copy of the tokenizer's engine whose offsets are exact.
+    """Return a private copy of the tokenizer's engine whose offsets are exact.
 
     Byte-level post-processors trim white space off the offsets, so that a token of spaces seems to cover nothing.
     """
@@ -928,37 +868,7 @@ def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     return engine
 
 
-def _token_bytes(engine: Tokenizer) -> np.ndarray | None:
-    """The bytes of text that each token stands for, (largest id + 1,) int64; None where a token alone cannot tell.
-
-    A byte-level BPE cuts a text's bytes into tokens and changes none of them. So sums of these are the offsets, which
-    would take the tokenizer a quarter of its time. Only added tokens can cover more than they say (the white space that
-    they swallow) and a normaliser can change the text: `Tokens._lay` looks for both.
-    """
-    from tokenizers import models, pre_tokenizers
-
-    model, alphabet = engine.model, pre_tokenizers.ByteLevel.alphabet()
-    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
-        return None
-    cuts, normalises = _kinds(engine.pre_tokenizer), _kinds(engine.normalizer)
-    vocabulary = engine.get_vocab(with_added_tokens=False)
-    if "ByteLevel" not in cuts or cuts - CUTTING or normalises - COMPOSING or not vocabulary.keys() >= set(alphabet):
-        return None
-    added = {i: len(token.content.encode()) for i, token in engine.get_added_tokens_decoder().items()}
-    sizes = {i: len(token) for token, i in vocabulary.items()} | added
-    found = np.zeros(max(sizes) + 1, np.int64)
-    found[list(sizes)] = list(sizes.values())
-    return found
-
-
-def _kinds(part: Any) -> set[str]:
-    """The types of which a part of a tokenizer is made, what adds a space before the text among them."""
-    state = "" if part is None else part.__getstate__().decode()
-    return set(re.findall(r'"type":"(\w+)"', state)) | ({"prefix"} if '"add_prefix_space":true' in state else set())
-
-
 # --- The tokenizer of a run: the model's own, with special tokens added and its chat template or the one given.
-
 
 START, END = "<|im_start|>", "<|im_end|>"
 CHATML = (
@@ -971,7 +881,7 @@ AROUND = ("{}", "a{}b", "a {} b\n")  # texts in which an added token must come o
 
 
 def open_tokens(config: Config, folder: Path | None, today: datetime.date | None = None) -> Tokens | None:
-    """The model's tokenizer, as the run changes it, with its chat template; None for a shape without one.
+    """Return the model's tokenizer, as the run changes it, with its chat template; None for a shape without one.
 
     Raises:
         ConfigError: no such template, or tokens that cannot be added.
@@ -992,7 +902,7 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer of a folder.
+    """Return transformers' tokenizer of a folder.
 
     Raises:
         NeedsError: there is none.
@@ -1007,7 +917,7 @@ def open_tokenizer(folder: Path) -> Any:
 
 
 def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """Gives a tokenizer special tokens; those that it did not have, in the order of their ids.
+    """Add special tokens to a tokenizer; return the new ones in the order of their ids.
 
     One that it had and that was not special is from now on, under its id.
 
@@ -1041,7 +951,7 @@ def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
-    """The ids with which an answer ends under the tokenizer's template; none where that cannot be told."""
+    """Return the ids that end an answer under the tokenizer's template; none if they are unknown."""
     chat = Chat((Message("user", "a"), Message("assistant", "b")))
     with suppress(DataError):
         (span,) = Tokens(tokenizer).masker(chat, [1], RowLocation(Path("the template"), 0)).spans()
@@ -1054,7 +964,7 @@ def _asked(token: str) -> str:
 
 
 def _template(given: str, tokenizer: Any) -> str:
-    """The source of the template that a run names: a file's, or ChatML where no such file is."""
+    """Return the source of the template that a run names: a file's, or ChatML if `chatml` is no file."""
     path = Path(given)
     asked = f"`model.chat_template: {path}`"
     if not path.is_file():
@@ -1068,7 +978,7 @@ def _template(given: str, tokenizer: Any) -> str:
 
 
 def _chatml(tokenizer: Any) -> str:
-    """ChatML, with the begin-of-text token before it where the tokenizer writes one before every text.
+    """Return ChatML, with the begin-of-text token before it if the tokenizer writes one before every text.
 
     Raises:
         ConfigError: the tokenizer has not the two tokens.

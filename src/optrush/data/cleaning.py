@@ -1240,7 +1240,7 @@ def clean(
             from optrush.data import tokenize
 
             refused = [tokenize.BadRow(where, bad_row(where, why)) for _, where, why in table.bad]
-            tokenize.check(refused, len(table), most_bad)
+            tokenize.check_bad_share(refused, len(table), most_bad)
         for share in table.apply():
             tell(reading + (1 - reading) * share, len(table))
     account = Account(table, evaluation)

@@ -1,4 +1,4 @@
-"""How long a run's documents are, estimated from characters in a blink: for the plan, which does not tokenise. Pure."""
+"""Estimate the lengths of a run's documents from characters, for the plan, which does not tokenize. Pure."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ CHARS_A_TOKEN = 4.0  # of English; the usual rule of thumb
 CHARS_A_TURN = 8  # of a template around a turn
 
 
-class Held(NamedTuple):
-    """What rows of T slots hold, by estimate."""
+class Fill(NamedTuple):
+    """How documents fill rows of T slots, by estimate."""
 
     padding: float  # share of the slots that hold no token, where a row holds one document
     reach: float  # a token's document as a share of T, on average over the tokens; a pair is two documents
 
 
-def held(config: Config) -> Held:
-    """Of the run's data; where lengths cannot be told, rows are taken to be full of one document.
+def estimate_fill(config: Config) -> Fill:
+    """Estimate how the run's data fills its rows; of unknown lengths, each row counts as full of one document.
 
     Raises:
         DataError: a local file is not there.
@@ -37,15 +37,15 @@ def held(config: Config) -> Held:
     T = config.batch.seq
     lengths = [min(n, T) for n in estimate(config.data, config.seed, pairs=config.objective == "dpo")]
     if not any(lengths):
-        return Held(0.0, 1.0)
+        return Fill(0.0, 1.0)
     reach = sum(n * n for n in lengths) / (T * sum(lengths))
-    return Held(1 - sum(lengths) / (T * len(lengths)), reach / 2 if config.objective == "dpo" else reach)
+    return Fill(1 - sum(lengths) / (T * len(lengths)), reach / 2 if config.objective == "dpo" else reach)
 
 
 def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:
-    """Tokens of the first documents, or pairs of them; empty where they fill their rows or cannot be told.
+    """Estimate the tokens of the first documents, or pairs of them; empty if they fill their rows or are unknown.
 
-    That is with random tokens, a missing file or a library that is missing; a data set of the hub is not fetched.
+    Unknown are a missing file and data that needs a missing library; a data set of the hub is not fetched.
     """
     if data.sample == "recipes":
         from optrush.data.sample import conversations, preferences
@@ -68,7 +68,7 @@ def _size(turns: Sequence[dict[str, str]]) -> int:
 
 
 def _files(path: str) -> list[Path]:
-    """The local files that a path names."""
+    """Return the local files that a path names."""
     from optrush.data.readers import find
     from optrush.errors import UserError
 
@@ -76,7 +76,7 @@ def _files(path: str) -> list[Path]:
         return []
     try:
         return find(path)
-    except UserError:  # said when the run reads them
+    except UserError:  # the run raises it when it reads them
         return []
 
 
@@ -85,7 +85,7 @@ def _spread(files: Sequence[Path], most: int) -> list[Path]:
 
 
 def _chars(file: Path, text_rows: str, most: int) -> Iterator[int]:
-    """Characters of the first rows of a file, with those of a template; bad rows are left out."""
+    """Yield the characters of the first rows of a file, with those of a template; bad rows are left out."""
     from optrush.data.readers import attempts
     from optrush.data.schema import Chat, Pair, parse, text
     from optrush.errors import UserError

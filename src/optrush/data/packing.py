@@ -1,13 +1,13 @@
-"""Which samples lie in which row: layouts, pure functions on lengths.
+"""Lay samples out in rows: layouts, pure functions on lengths.
 
-A layout is given a window, some ten thousand samples in the epoch's random order, and makes rows of it. Looking at a
-window fills rows to 99.9 % where taking samples one after the other leaves a tenth empty; and what a layout must know
-stays bounded, however long the data is. A sample is a document, or the two of a pair, which always share a row.
+A layout gets a window, some ten thousand samples in the epoch's random order, and makes rows of it. Packing a whole
+window fills rows to 99.9 %; taking samples one after the other leaves a tenth empty. The window also bounds memory,
+however long the data is. A sample is a document, or the two of a pair, which always share a row.
 
-Padded   one sample a row, padded to T                             where nothing else is asked for
+Padded   one sample a row, padded to T                             the default
 Fitted   one sample a row, padded to the longest of the micro-batch
 Sorted   one sample a row, steps of like lengths, in random order
-Wrapped  all tokens in one line, cut into full rows                documents are torn and see each other
+Wrapped  all tokens in one line, cut into full rows                documents are cut and attend to each other
 Packed   best fit decreasing, rows in random order                 samples stay whole and isolated
 """
 
@@ -21,14 +21,14 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-WINDOW = 65536  # samples that a layout looks at together
+WINDOW = 65536  # samples that a layout lays out together
 BUCKET = 64  # widths of rows that are not T are multiples of it: few distinct shapes
 
 
 class Rows(NamedTuple):
     """Rows of one window: row r holds the pieces [starts[r], starts[r+1]).
 
-    A piece is tokens [first, last) of a sample; those before `fresh` are there as context and not learnt (again).
+    A piece is tokens [first, last) of a sample; those before `fresh` are context and not learnt (again).
     """
 
     starts: np.ndarray  # (R+1,) int64
@@ -41,11 +41,11 @@ class Rows(NamedTuple):
         return len(self.starts) - 1
 
     def squares(self) -> np.ndarray:
-        """(R,) int64: what attention costs each row, the sum of its pieces' squared lengths."""
+        """Return the cost of attention of each row, the sum of its pieces' squared lengths, (R,) int64."""
         return self._sums((self.last - self.first) ** 2)
 
     def tokens(self) -> np.ndarray:
-        """(R,) int64: real tokens of each row."""
+        """Return the real tokens of each row, (R,) int64."""
         return self._sums(self.last - self.first)
 
     def _sums(self, of: np.ndarray) -> np.ndarray:
@@ -54,24 +54,24 @@ class Rows(NamedTuple):
 
 
 class Layout(Protocol):
-    """How windows become rows. Its `repr` names it in a checkpoint's fingerprint: equal ones make equal rows."""
+    """A way from windows to rows. Its `repr` is in a checkpoint's fingerprint: equal ones make equal rows."""
 
     @property
     def window(self) -> int:
-        """Samples it looks at together."""
+        """Samples that it lays out together."""
 
-    one_doc: ClassVar[bool]  # no row ever holds two samples
-    isolated: ClassVar[bool]  # documents of a row do not see each other
+    one_doc: ClassVar[bool]  # no row has two samples
+    isolated: ClassVar[bool]  # documents of a row do not attend to each other
     uncut: ClassVar[bool]  # it cuts no sample, so none may be longer than T
     pad_to_longest: ClassVar[bool]  # a micro-batch is only as wide as its longest row (to a multiple of BUCKET), not T
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
-        """Rows of one window.
+        """Return the rows of one window.
 
         Args:
             lengths: (n,) int64, tokens of its samples, in the epoch's order.
             rows: rows of one step.
-            before: rows of the first step that lie before this window, fewer than `rows`.
+            before: rows of the window's first step that are in earlier windows, fewer than `rows`.
             draw: random bits that depend on (seed, epoch, window) alone.
         """
 
@@ -94,7 +94,7 @@ class Padded:
 class Fitted(Padded):
     """One sample a row, padded to the longest of its micro-batch."""
 
-    snug: ClassVar[bool] = True
+    pad_to_longest: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Sorted:
     pad_to_longest: ClassVar[bool] = True
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
-        """Steps are aligned with the run's: the window's first may lie in a step that has begun."""
+        """Return rows in steps aligned with the run's: the window may begin inside a step."""
         order = np.argsort(lengths, kind="stable")
-        head = (rows - before) % rows  # what the step under way still takes
+        head = (rows - before) % rows  # rows that complete the step under way
         steps = -(-(len(order) - head) // rows)
         if steps < 1:
             return _alone(lengths, order)
@@ -136,8 +136,8 @@ class Wrapped:
     pad_to_longest: ClassVar[bool] = False
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
-        """Row after row, each from where the one before ended, less the overlap."""
-        assert 0 <= self.overlap < T, "a row of nothing but what was there before"
+        """Return row after row, each from where the one before ended, less the overlap."""
+        assert 0 <= self.overlap < T, "a row of nothing but overlap"
         ends: list[int] = np.cumsum(lengths).tolist()
         sizes: list[int] = lengths.tolist()
         starts, pieces, at = [0], [], 0
@@ -224,15 +224,15 @@ def _pieces(lengths: np.ndarray, samples: np.ndarray, starts: np.ndarray) -> Row
 
 
 def shuffled(n: int, draw: np.random.PCG64) -> np.ndarray:
-    """An order of n things, the same with any version of numpy: its raw words never change."""
+    """Return an order of n things, the same with any version of numpy, whose raw words never change."""
     return np.argsort(draw.random_raw(n), kind="stable")
 
 
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Rows to ranks: as many to each, and as nearly the same cost as a greedy choice finds.
+    """Deal rows to ranks: as many to each, of nearly the same cost, by a greedy choice.
 
-    The dearest row first, each to the rank that has the least so far and still takes rows; then the dearest and the
-    cheapest rank exchange the two rows that bring them nearest to each other, while there are such.
+    The most expensive row first, each to the rank with the least cost that still takes rows; then the most and the
+    least expensive rank exchange the two rows that bring their costs nearest, while that helps.
     """
     if ranks == 1:
         return [list(range(len(costs)))]
@@ -256,12 +256,12 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def snug(longest: int, T: int) -> int:
-    """The width of a snug micro-batch."""
+    """Return the width of a micro-batch padded to its longest row: a multiple of BUCKET, at most T."""
     return min(T, max(1, -(-longest // BUCKET)) * BUCKET)
 
 
 def snug_slots(used: np.ndarray, micro_rows: int, T: int) -> int:
-    """Slots of rows with so many tokens each, in snug micro-batches in this order."""
+    """Return the slots of rows of so many tokens each, in micro-batches padded to their longest row."""
     first = np.arange(0, len(used), micro_rows)
     longest = np.maximum.reduceat(used, first)
     count = np.minimum(micro_rows, len(used) - first)
@@ -270,23 +270,23 @@ def snug_slots(used: np.ndarray, micro_rows: int, T: int) -> int:
 
 @dataclass(frozen=True)
 class Survey:
-    """What a layout makes of some lengths."""
+    """The result of a layout on some lengths."""
 
     name: str
     rows: int
     slots: int  # token slots computed: rows x their width
     tokens: int  # real ones; a token that is repeated as context counts as padding
     fill: float  # tokens / slots
-    squares: int  # sum of squared lengths of what attends to itself: what attention costs
+    squares: int  # sum of squared lengths of what attends to itself, the cost of attention
     seconds: float  # that the layout took
 
 
 def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 0) -> list[Survey]:
-    """The four layouts on the same samples, in random order, those longer than T cut where the layout cuts none.
+    """Measure the four layouts on the same samples, in random order; those longer than T cut if the layout cuts none.
 
     Args:
         lengths: (N,) int64 tokens of each sample.
-        rows, micro_rows: of a step, and of a micro-batch, to whose longest a snug layout is padded.
+        rows, micro_rows: of a step, and of a micro-batch, to whose longest row some layouts pad.
     """
     found = []
     for name, layout in LAYOUTS.items():

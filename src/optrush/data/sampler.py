@@ -1,9 +1,9 @@
-"""The order of the samples, and which of them a step, a rank and a micro-batch get.
+"""Order the samples of a run, and cut the order into steps, ranks and micro-batches.
 
-An epoch is a random order of the samples, cut into windows; a layout makes rows of each window (pack.py). All of it is
-a pure function of (seed, epoch, window), so rows have a global number g over the whole run, and where a run stands is
-that one number: step k takes the rows [kR, (k+1)R). None of this knows of ranks, micro-batches or worker processes, so
-any number of them resumes the run; only the last question, which rows of a step are mine, does.
+An epoch is a random order of the samples, cut into windows; a layout makes rows of each window (packing.py). The order
+is a pure function of (seed, epoch, window). Rows therefore have a global number g over the whole run, and the position
+of a run is one number. Ranks, micro-batches and worker processes enter only after the rows of a step are fixed, so a
+run can resume with any number of them.
 """
 
 from __future__ import annotations
@@ -23,46 +23,42 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
+import torch.utils.data
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from optrush.data import tokenize
 from optrush.data.batch import Batch, collate
-from optrush.data.dataset import Source, permutation
+from optrush.data.dataset import Sample, SampleChunk, Source, permutation
 from optrush.data.packing import Layout, Packed, Padded, Rows, deal, snug, snug_slots
 from optrush.data.schema import Document, RowLocation
 from optrush.data.tokenize import BadRow
 from optrush.errors import ConfigError, DataError, RunError, UserError
 from optrush.launch import die_with_parent
 
-if TYPE_CHECKING:
-    from optrush.data.dataset import Source, Streamed
-
-
-# --- Work done ahead by other processes, in order: torch's DataLoader over a pure function of a number.
+# --- Prefetching by worker processes, in order: torch's DataLoader over a pure function of a number.
 #
-# Which process makes an item, and when, changes nothing about it, so a run may go on with any number of workers. What
-# fails in a worker is raised here as it was raised there; a worker that dies is an error at once, not a wait.
-
+# The result of an item does not depend on the worker that computes it, so a run may resume with any number of workers.
+# An exception in a worker is raised again in the trainer; a dead worker is an error at once, not a wait.
 
 Number = TypeVar("Number")
 Item = TypeVar("Item")
 
-GRACE_S = 2.0  # for a worker to end when it is asked to
-_workers: list[BaseProcess] = []  # of the loader that was made last
-os.register_at_fork(after_in_child=_workers.clear)  # they are not the child's to end
+GRACE_S = 2.0  # for a worker to end after SIGTERM
+_workers: list[BaseProcess] = []  # of the newest loader
+os.register_at_fork(after_in_child=_workers.clear)  # a forked child must not end its parent's workers
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are made ready: by the training process itself, unless there are workers."""
+    """How batches are prepared: by the training process itself if `workers` is 0."""
 
     workers: int = 0
-    prefetch: int = 2  # items that each worker is ahead
-    pinned: bool = False  # in page-locked memory, from which a GPU fetches without the CPU
+    prefetch: int = 2  # items that each worker prepares ahead
+    pinned: bool = False  # in page-locked memory, which a GPU reads without the CPU
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class _Failed:
     error: UserError | RunError
 
 
-class _Made(Dataset[Item], Generic[Number, Item]):
+class _Mapped(torch.utils.data.Dataset[Item], Generic[Number, Item]):
     def __init__(self, make: Callable[[Number], Item]) -> None:
         self.make = make
 
@@ -86,24 +82,23 @@ class _Made(Dataset[Item], Generic[Number, Item]):
 
 
 def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
-    """make(n) for each number, in their order. Workers begin at once: use it inside `reading`, which ends them.
+    """Return make(n) for each number, in order. Workers start at once; `reading` around the consumer ends them.
 
     Raises:
-        UserError, RunError: as `make` raised them; anything else as a RunError that says where.
+        UserError, RunError: as `make` raised them; any other exception of a worker as a RunError with its place.
     """
     if not loading.workers:
-        return _here(make, numbers, loading.pinned)
+        return (_pinned(make(number), loading.pinned) for number in numbers)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
         loader: DataLoader[Item] = DataLoader(
-            _Made(make),
+            _Mapped(make),
             batch_size=None,
             sampler=numbers,
             num_workers=loading.workers,
             prefetch_factor=loading.prefetch,
-            worker_init_fn=partial(_begin, os.getpid()),
-            # What the worker reads is in memory already; it never touches a GPU nor a process group.
-            multiprocessing_context="fork",
+            worker_init_fn=partial(_start_worker, os.getpid()),
+            multiprocessing_context="fork",  # a worker reads what is in memory, and uses no GPU and no process group
         )
         before = set(multiprocessing.active_children())
         items = iter(loader)
@@ -111,35 +106,33 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
         return _received(items, loading.pinned)
 
 
-def _here(make: Callable[[Number], Item], numbers: Iterable[Number], pinned: bool) -> Iterator[Item]:
-    for number in numbers:
-        item = make(number)
-        yield pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]
-
-
 def _received(items: Iterator[Item], pinned: bool) -> Iterator[Item]:
-    """Pinned here, not by torch's thread: its loader waits for that thread without limit when it ends."""
+    """Yield the workers' items, pinned here: torch's own pinning thread can block the end of the loader for ever."""
     for item in items:
         if isinstance(item, _Failed):
             raise item.error
-        yield pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]
+        yield _pinned(item, pinned)
 
 
-def _begin(trainer: int, _: int) -> None:
-    """A worker lives as long as its trainer, which alone decides when a signal ends the run.
+def _pinned(item: Item, pinned: bool) -> Item:
+    return pin_memory(item) if pinned else item  # type: ignore[no-untyped-call]
 
-    Schedulers and terminals signal every process. So only a SIGTERM of the trainer itself ends a worker: that is how
-    the interpreter ends the children it has left.
+
+def _start_worker(trainer: int, _: int) -> None:
+    """Set up a worker: it ends with its trainer, and by no signal but the trainer's own SIGTERM.
+
+    Schedulers and terminals signal every process of a job, and the trainer alone decides when a signal ends the run.
+    The interpreter sends SIGTERM to the children that are left when it ends.
     """
-    gc.freeze()  # what the trainer left to collect may be of a device that does not work here
+    gc.freeze()  # objects that the trainer left to collect may belong to a device that does not work here
     die_with_parent(trainer)
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_obey, args=(trainer,), daemon=True).start()
+    threading.Thread(target=_exit_on_sigterm, args=(trainer,), daemon=True).start()
 
 
-def _obey(trainer: int) -> None:
+def _exit_on_sigterm(trainer: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
         pass
     os._exit(0)
@@ -147,71 +140,92 @@ def _obey(trainer: int) -> None:
 
 @contextmanager
 def reading(batches: Iterator[Item]) -> Iterator[None]:
-    """Around what consumes batches: ends the workers afterwards, and says what one has died of.
+    """End the workers after the block, and raise RunError with the reason if one died.
 
-    Torch tells of a dead worker wherever the main thread is, as a plain RuntimeError.
+    Torch raises a plain RuntimeError for a dead worker, wherever the main thread is.
     """
     try:
         yield
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        _end()  # they may wait for a lock that the dead one holds
-        said = next(line for line in str(error).splitlines() if "DataLoader worker" in line)
-        raise RunError(f"a data worker died ({said}); the last checkpoint is intact: --resume auto") from error
+        _end_workers()  # they may wait for a lock that the dead one holds
+        reason = next(line for line in str(error).splitlines() if "DataLoader worker" in line)
+        raise RunError(f"a data worker died ({reason}); the last checkpoint is intact: --resume auto") from error
     finally:
         if isinstance(batches, Generator):
             batches.close()
-        _end()
+        _end_workers()
 
 
-def _end() -> None:
-    """Ends the workers that are left: asks first, for torch takes any other end of a worker for a failure."""
+def _end_workers() -> None:
+    """End the workers that are left, by SIGTERM first: torch takes any other end of a worker for a failure."""
     left = [_workers.pop() for _ in range(len(_workers))]
     for worker in left:
         worker.terminate()
     for worker in left:
         worker.join(GRACE_S)
     if any(worker.is_alive() for worker in left):
-        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # through which torch would tell of it
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
         for worker in left:
             worker.kill()
             worker.join()
         signal.signal(signal.SIGCHLD, handler)
 
 
+# --- The steps of a run.
+#
+# Of tokenized data the lengths are known, so any step follows from its number, and workers make whole steps. Of
+# streamed data (`data.stream`) a window's rows are known once all of its samples are tokenized: workers tokenize chunks
+# of samples, steps come in their order, the position of a run is (window, row) in one number, and only `train.steps`
+# ends the run. Order, windows and layouts are the same, and so are the batches while no sample is cut or left out.
+
 Row = list[tuple[int, Document]]  # (sample, one of its documents or a piece of one)
+Task = tuple[int, int, int]  # a window, and which of its samples: [first, last)
 
-
-def plain_cost(tokens: int, squares: int) -> float:
-    """A cost without a model: attention as dear as the rest at 4096 tokens."""
-    return tokens + squares / 4096
+CHUNK = 64  # samples that a worker tokenizes at a time
+ROOM = 8  # the room for documents in a streamed row grows in multiples of it: few distinct shapes
+ROWS = 2**32  # more than a window ever has: a streamed position is window * ROWS + row
 
 
 class Plan(NamedTuple):
-    """How long a run is, and what its batches must have room for."""
+    """How long a run is, and how many documents its batches must have room for."""
 
     steps: int
     rows: int  # of the run; the last step may be partly empty
-    widest: int  # most documents in one row of the run, padding counted as one
+    widest: int  # most documents in one row of the run, padding counted as one; 0: unknown
 
 
 class Totals(NamedTuple):
+    """Counts of a whole run."""
+
     epochs: float
     tokens: int
     targets: int
     slots: int  # rows x their width, padding included
 
 
+class _Window(NamedTuple):
+    rows: Rows
+    numbers: np.ndarray  # (n,) int64: the sample of each position in the window
+    samples: list[Sample]  # of a streamed source, by position
+
+
+def plain_cost(tokens: int, squares: int) -> float:
+    """Return a cost without a model: attention costs as much as the rest at 4096 tokens."""
+    return tokens + squares / 4096
+
+
 class Stream:
-    """Samples in a fixed order as steps of `rows` rows of at most T tokens.
+    """Samples in a fixed order, as steps of `rows` rows of at most T tokens.
 
     Args:
-        source: the samples; a layout that cuts none of them needs them to be no longer than T.
+        source: the samples; a layout that does not cut requires samples of at most T tokens.
         layout: how they become rows.
         rows: rows of one step over all ranks and micro-batches.
-        cost: FLOPs of (tokens, sum of squared document lengths): ranks get rows of like cost.
+        cost: FLOPs of (tokens, sum of squared document lengths); ranks get rows of similar cost.
         shuffle: False takes every epoch in the source's own order.
+        most_bad: the largest share of bad rows of a streamed source.
     """
 
     def __init__(
@@ -224,165 +238,274 @@ class Stream:
         seed: int,
         cost: Callable[[int, int], float] = plain_cost,
         shuffle: bool = True,
+        most_bad: float = 0.0,
     ) -> None:
         assert len(source) > 0 and T > 1 and rows > 0
         self.source, self.layout, self.T, self.rows, self.seed = source, layout, T, rows, seed
-        self.cost, self.shuffle = cost, shuffle
-        self.samples: int = sum(drawn(n, weight) for n, weight in source.spans)  # of an epoch
+        self.cost, self.shuffle, self.most_bad = cost, shuffle, most_bad
+        self.tokenized = source.tokenized
         self.reference: np.ndarray | None = None  # (samples, 2) float32, of pairs: `Batch.extra`
-        self._lengths = source.lengths()
-        assert self._lengths.min() > 0 and (not layout.uncut or self._lengths.max() <= T), "samples are cut before"
+        self.samples: int = sum(_samples_of(n, weight) for n, weight in source.spans)  # of an epoch
         self._windows = -(-self.samples // layout.window)  # of an epoch
+        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))  # (epoch, its samples)
         self._before = [0]  # rows before each window of the run
-        self._order: tuple[int, np.ndarray] = (-1, self._lengths)
-        self._laid: dict[int, tuple[np.ndarray, Rows]] = {}
+        self._laid: dict[int, _Window] = {}  # the windows laid out last
+        self._lengths = source.lengths() if self.tokenized else np.zeros(0, np.int64)
+        if self.tokenized:
+            longest = self._lengths.max() if layout.uncut else T
+            assert self._lengths.min() > 0 and longest <= T, "samples must be cut before"
+        # Of a streamed source:
+        self.aside: Path | None = None  # the file that lists bad rows
+        self.read = 0  # rows, by this process and its workers
+        self._refused: dict[RowLocation, BadRow] = {}
+        self._positions = {0: 0}  # where steps begin, of those handed out and the next
+        self._parts: Iterator[SampleChunk] | None = None  # of the windows from `_next_window` on
+        self._next_step, self._next_row, self._next_window = -1, 0, 0
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> Plan:
-        """The length of a run of so many epochs, or steps, however many epochs those are."""
-        assert (epochs is None) != (steps is None)
+        """Return the length of a run of so many epochs, or of so many steps.
+
+        Raises:
+            ConfigError: a streamed source without a number of steps.
+        """
+        assert not self.tokenized or (epochs is None) != (steps is None)
+        if not self.tokenized:
+            if steps is None:
+                raise ConfigError(
+                    f"`train.epochs: {epochs:g}` with `data.stream`",
+                    "the number of steps is known only after all rows are tokenized",
+                    "give train.steps, or leave data.stream out",
+                )
+            return Plan(steps, steps * self.rows, 0)
         if steps is None:
             assert epochs is not None
             whole = int(epochs)
-            self._reach(whole * self._windows)
-            end = self._before[whole * self._windows]
+            end = self._starts(whole * self._windows)
             if epochs > whole:
-                self._reach((whole + 1) * self._windows)
-                end += round((epochs - whole) * (self._before[(whole + 1) * self._windows] - end))
+                end += round((epochs - whole) * (self._starts((whole + 1) * self._windows) - end))
             end = max(1, end)
         else:
             end = steps * self.rows
         widest, w = 1, 0
         while self._starts(w) < end:
-            placed = self._window(w)[1]
-            used, held = placed.tokens(), placed.starts[1:] - placed.starts[:-1]
-            held = held if self.layout.isolated else np.ones_like(held)
-            widest, w = max(widest, int((held * self.source.parts + (used < self.T)).max())), w + 1
+            rows = self._window(w).rows
+            used, pieces = rows.tokens(), rows.starts[1:] - rows.starts[:-1]
+            pieces = pieces if self.layout.isolated else np.ones_like(pieces)
+            widest, w = max(widest, int((pieces * self.source.parts + (used < self.T)).max())), w + 1
         return Plan(-(-end // self.rows), end, widest)
 
-    def totals(self, plan: Plan, micro_rows: int) -> Totals:
-        """Counts of a whole run, from lengths alone."""
+    def totals(self, plan: Plan, micro_rows: int) -> Totals | None:
+        """Count a whole run from lengths alone; None of a streamed source."""
+        if not self.tokenized:
+            return None
         learnt = self.source.targets()
         tokens, targets, slots = 0, 0, 0
         for w in itertools.count():
-            count = min(plan.rows - self._starts(w), len(self._window(w)[1]))
+            count = min(plan.rows - self._starts(w), len(self._window(w).rows))
             if count <= 0:
                 break
-            ids, placed = self._window(w)
-            used = placed.tokens()[:count]
-            pieces = slice(0, placed.starts[count])
-            fresh = placed.fresh[pieces]
-            tokens += int((placed.last[pieces] - fresh).sum())
-            targets += int(learnt[ids[placed.samples[pieces]]][fresh == 0].sum())  # at a sample's first piece
+            rows, numbers, _ = self._window(w)
+            used = rows.tokens()[:count]
+            pieces = slice(0, rows.starts[count])
+            fresh = rows.fresh[pieces]
+            tokens += int((rows.last[pieces] - fresh).sum())
+            targets += int(learnt[numbers[rows.samples[pieces]]][fresh == 0].sum())  # at a sample's first piece
             slots += snug_slots(used, micro_rows, self.T) if self.layout.pad_to_longest else count * self.T
         if not self.layout.pad_to_longest:
             slots = plan.steps * self.rows * self.T
-        self._reach(self._windows)
-        return Totals(plan.rows / self._before[self._windows], tokens, targets, slots)
+        return Totals(plan.rows / self._starts(self._windows), tokens, targets, slots)
+
+    def position(self, k: int) -> int:
+        """Return where step k begins, the position of a run after k steps.
+
+        The global number of its first row; of a streamed source window * ROWS + row, for steps handed out and the next.
+        """
+        return k * self.rows if self.tokenized else self._positions[k]
+
+    def seek(self, k: int, position: int) -> int:
+        """Make step k begin at `position`, and return where it begins: of tokenized data, that follows from k."""
+        if not self.tokenized:
+            self._positions = {0: 0, k: position}
+        return self.position(k)
 
     def step(self, k: int, plan: Plan) -> list[Row]:
-        """The rows of step k, from 0: exactly `rows` of them; beyond the end of the run they are empty."""
-        first, last = k * self.rows, min((k + 1) * self.rows, plan.rows)
-        return [self._row(g) for g in range(first, last)] + [[] for _ in range(last, first + self.rows)]
+        """Return the rows of step k, from 0: exactly `rows` of them; beyond the end of the run they are empty.
+
+        Of a streamed source k must have a known position.
+        """
+        if self.tokenized:
+            first, last = k * self.rows, min((k + 1) * self.rows, plan.rows)
+            return [self._row(g)[0] for g in range(first, last)] + [[] for _ in range(last, first + self.rows)]
+        if self._next_step != k:
+            self._begin(k, Loading())
+        rows = [self._row(g) for g in range(self._next_row, self._next_row + self.rows)]
+        self._positions[k + 1] = rows[-1][1]
+        self._next_step, self._next_row = k + 1, self._next_row + self.rows
+        return [row for row, _ in rows]
 
     def batches(self, k: int, plan: Plan, *, rank: int, ranks: int, micro_rows: int) -> list[Batch]:
-        """This rank's micro-batches of step k: the same number on every rank and in every step."""
-        return batches(self, self.step(k, plan), plan.widest, rank=rank, ranks=ranks, micro_rows=micro_rows)
+        """Return this rank's micro-batches of step k: the same number on every rank and in every step."""
+        return micro_batches(self, self.step(k, plan), plan.widest, rank=rank, ranks=ranks, micro_rows=micro_rows)
 
     def run(
         self, plan: Plan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
     ) -> Iterator[list[Batch]]:
-        """`batches` of the steps from `done` on."""
-        make = partial(self.batches, plan=plan, rank=rank, ranks=ranks, micro_rows=micro_rows)
-        return ahead(make, range(done, plan.steps), loading)
+        """Return `batches` of the steps from `done` on; of a streamed source every rank reads all rows."""
+        if self.tokenized:
+            make = partial(self.batches, plan=plan, rank=rank, ranks=ranks, micro_rows=micro_rows)
+            return ahead(make, range(done, plan.steps), loading)
+        self._begin(done, loading)
+        return self._run(plan, done, rank=rank, ranks=ranks, micro_rows=micro_rows, pinned=loading.pinned)
 
-    def position(self, k: int) -> int:
-        """The global number of the first row of step k: where a run stands that has done k steps."""
-        return k * self.rows
+    def _run(
+        self, plan: Plan, done: int, *, rank: int, ranks: int, micro_rows: int, pinned: bool
+    ) -> Iterator[list[Batch]]:
+        room = 0
+        try:
+            for k in range(done, plan.steps):
+                rows = self.step(k, plan)
+                documents = max(len(row) + 1 for row in rows) if self.layout.isolated else 2
+                room = max(room, -(-documents // ROOM) * ROOM)
+                yield _pinned(micro_batches(self, rows, room, rank=rank, ranks=ranks, micro_rows=micro_rows), pinned)
+        finally:
+            self._parts, self._next_step = None, -1  # drops the loader, which ends its workers
 
-    def seek(self, k: int, position: int) -> int:
-        """Where step k begins, asked to go on with it at `position`: here the one follows from the other."""
-        return self.position(k)
+    def _begin(self, k: int, loading: Loading) -> None:
+        """Start to read a streamed source at the position of step k."""
+        window, row = divmod(self._positions[k], ROWS)
+        chunks = -(-min(self.layout.window, self.samples) // CHUNK)
+        # The next window is read while this one is trained on.
+        prefetch = max(loading.prefetch, -(-chunks // max(1, loading.workers)))
+        self._parts = ahead(self._read, self._tasks(window), replace(loading, prefetch=prefetch, pinned=False))
+        before = -row % self.rows  # as many as make the first row of step k a multiple of `rows`
+        self._before, self._laid = [-1] * window + [before], {}
+        self._next_step, self._next_row, self._next_window = k, before + row, window
 
-    def _row(self, g: int) -> Row:
-        self._reach_row(g)
-        w = bisect_right(self._before, g) - 1
-        ids, placed = self._window(w)
-        return gather(placed, g - self._before[w], lambda i: (int(ids[i]), self.source.documents(int(ids[i]))))
-
-    def _reach_row(self, g: int) -> None:
+    def _row(self, g: int) -> tuple[Row, int]:
+        """Return row g of the run, and the position behind it."""
         while self._before[-1] <= g:
-            self._reach(len(self._before))
+            self._starts(len(self._before))
+        w = bisect_right(self._before, g) - 1
+        rows, numbers, samples = self._window(w)
+        r = g - self._before[w]
+        row: Row = []
+        for piece in range(rows.starts[r], rows.starts[r + 1]):
+            at = int(rows.samples[piece])
+            number, documents = samples[at] if samples else (int(numbers[at]), self.source.documents(int(numbers[at])))
+            first, fresh, last = (int(column[piece]) for column in (rows.first, rows.fresh, rows.last))
+            row += [(number, d) for d in _cut(documents, first, fresh, last)]
+        return row, w * ROWS + r + 1
 
     def _starts(self, w: int) -> int:
-        self._reach(w)
+        """Return the number of the first row of window w; lays out the windows before it."""
+        while len(self._before) <= w:
+            self._before.append(self._before[-1] + len(self._window(len(self._before) - 1).rows))
         return self._before[w]
 
-    def _reach(self, w: int) -> None:
-        """Lays out windows until it is known where window w begins."""
-        while len(self._before) <= w:
-            self._before.append(self._before[-1] + len(self._window(len(self._before) - 1)[1]))
-
-    def _window(self, w: int) -> tuple[np.ndarray, Rows]:
-        """(the window's samples, its rows); the last two are kept."""
+    def _window(self, w: int) -> _Window:
+        """Return window w laid out; the last two stay in memory, of a streamed source the last."""
         if w not in self._laid:
             epoch, j = divmod(w, self._windows)
-            order = self._epoch(epoch)
-            ids = order[j * self.samples // self._windows : (j + 1) * self.samples // self._windows]
-            before = self._before[w] % self.rows
-            placed = self.layout.place(self._lengths[ids], self.T, self.rows, before, draw(self.seed, epoch, j))
-            self._laid = {**dict(list(self._laid.items())[-1:]), w: (ids, placed)}
+            samples = [] if self.tokenized else self._receive(w)
+            if self.tokenized:
+                numbers = self._numbers(epoch, j)
+                lengths = self._lengths[numbers]
+            else:
+                numbers = np.array([n for n, _ in samples], np.int64)
+                lengths = np.array([sum(map(len, documents)) for _, documents in samples], np.int64)
+            rows = Rows(np.zeros(1, np.int64), *np.zeros((4, 0), np.int64))
+            if len(lengths):
+                before = self._before[w] % self.rows
+                rows = self.layout.place(lengths, self.T, self.rows, before, _window_bits(self.seed, epoch, j))
+            kept = list(self._laid.items())[-1:] if self.tokenized else []
+            self._laid = {**dict(kept), w: _Window(rows, numbers, samples)}
         return self._laid[w]
 
-    def _epoch(self, epoch: int) -> np.ndarray:
+    def _numbers(self, epoch: int, j: int) -> np.ndarray:
+        """Return the samples of window j of an epoch, (n,) int64."""
         if self._order[0] != epoch:
             self._order = (epoch, epoch_order(self.source.spans, self.seed, epoch, self.shuffle))
-        return self._order[1]
+        return self._order[1][j * self.samples // self._windows : (j + 1) * self.samples // self._windows]
+
+    # --- reading a streamed source
+
+    def _receive(self, w: int) -> list[Sample]:
+        """Return the samples of the streamed window w, the one after the last that was received."""
+        assert self._parts is not None and w == self._next_window, "windows are read in order"
+        self._next_window += 1
+        samples: list[Sample] = []
+        for _ in range(-(-self._size(w) // CHUNK)):
+            part = next(self._parts)
+            samples += part.samples
+            self._note(part)
+        first = bisect_right(self._before, self._before[-1] - 1)  # windows without a row, one after the other
+        if not samples and w - first >= self._windows:
+            raise DataError("`data.stream`", "not one sample in all rows", "look at the rows: optrush data show")
+        return samples
+
+    def _note(self, part: SampleChunk) -> None:
+        """List new bad rows in the file, and check their share over all workers."""
+        self.read += part.rows
+        new = [r for r in part.refused if r.where not in self._refused]
+        self._refused.update((r.where, r) for r in new)
+        if self.aside is not None:
+            tokenize.append_bad_rows(self.aside, new)
+        if self._refused and self.read >= min(tokenize.EARLY_rows, self.samples):
+            tokenize.check_bad_share(list(self._refused.values()), min(self.read, self.samples), self.most_bad)
+
+    def _tasks(self, window: int) -> Iterator[Task]:
+        for w in itertools.count(window):
+            size = self._size(w)
+            yield from ((w, first, min(size, first + CHUNK)) for first in range(0, size, CHUNK))
+
+    def _size(self, w: int) -> int:
+        j = w % self._windows
+        return (j + 1) * self.samples // self._windows - j * self.samples // self._windows
+
+    def _read(self, task: Task) -> SampleChunk:
+        """Tokenize some samples of a window; runs in a worker."""
+        window, first, last = task
+        numbers = self._numbers(*divmod(window, self._windows))[first:last].tolist()
+        return self.source.read(numbers)
 
 
-def gather(placed: Rows, r: int, sample: Callable[[int], tuple[int, Sequence[Document]]]) -> Row:
-    """Row r of a window, whose samples (number, documents) `sample` finds by their position in it."""
-    row: Row = []
-    for piece in range(placed.starts[r], placed.starts[r + 1]):
-        number, documents = sample(int(placed.samples[piece]))
-        first, fresh, last = (int(column[piece]) for column in (placed.first, placed.fresh, placed.last))
-        row += [(number, d) for d in cut(documents, first, fresh, last)]
-    return row
-
-
-def batches(
-    stream: Stream | Live, rows: Sequence[Row], widest: int, *, rank: int, ranks: int, micro_rows: int
+def micro_batches(
+    stream: Stream, rows: Sequence[Row], widest: int, *, rank: int, ranks: int, micro_rows: int
 ) -> list[Batch]:
-    """This rank's part of a step's rows as micro-batches."""
+    """Return this rank's part of a step's rows as micro-batches.
+
+    Args:
+        widest: most documents of a row, padding counted.
+    """
     assert len(rows) % (micro_rows * ranks) == 0 and 0 <= rank < ranks
     tokens = [sum(len(d) for _, d in row) for row in rows]
-    isolated = stream.layout.isolated
+    isolated, parts = stream.layout.isolated, stream.source.parts
     squares = [sum(len(d) ** 2 for _, d in row) if isolated else n * n for row, n in zip(rows, tokens)]
     mine = deal([stream.cost(n, s) for n, s in zip(tokens, squares)], ranks)[rank]
-    found = []
+    single = (stream.layout.one_doc and parts == 1) or not isolated
+    result = []
     for first in range(0, len(mine), micro_rows):
         part = mine[first : first + micro_rows]
-        T = stream.T
-        if stream.layout.pad_to_longest:
-            T = snug(max(tokens[r] for r in part), T)
-        single = (stream.layout.one_doc and stream.source.parts == 1) or not isolated
-        held = [rows[r] for r in part]
-        made = collate(
-            held, T, single=single, most=micro_rows * widest, isolated=isolated, parts=stream.source.parts,
-            reference=stream.reference,
+        T = snug(max(tokens[r] for r in part), stream.T) if stream.layout.pad_to_longest else stream.T
+        result.append(
+            collate(
+                [rows[r] for r in part], T, single=single, most=micro_rows * widest, isolated=isolated, parts=parts,
+                reference=stream.reference,
+            )
         )  # fmt: skip
-        found.append(made)
-    return found
+    return result
 
 
 def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """The samples of an epoch in order, from (seed, epoch) alone.
+    """Return the samples of an epoch in order, (n,) int64, from (seed, epoch) alone.
 
-    spans: (samples, weight) of each origin. Weight 2 reads each of its samples twice an epoch, 0.5 half of them, the
-    other half in the next epoch.
+    Args:
+        spans: (samples, weight) of each origin. Weight 2 reads each of its samples twice an epoch, 0.5 half of them,
+            the other half in the next epoch.
     """
     parts, base = [], 0
     for n, weight in spans:
-        whole, some = int(weight), drawn(n, weight) - int(weight) * n
+        whole, some = int(weight), _samples_of(n, weight) - int(weight) * n
         turn = permutation(n, seed, 0)[(epoch * some + np.arange(some)) % n] if some else np.zeros(0, np.int64)
         parts += [base + np.tile(np.arange(n), whole), base + np.sort(turn)]
         base += n
@@ -390,24 +513,27 @@ def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuff
     return samples[permutation(len(samples), seed, epoch)] if shuffle else samples
 
 
-def draw(seed: int, epoch: int, window: int) -> np.random.PCG64:
-    """Random bits of one window."""
+def _window_bits(seed: int, epoch: int, window: int) -> np.random.PCG64:
+    """Return the random bits of one window."""
     return np.random.PCG64(np.random.SeedSequence([seed, epoch, window]))
 
 
-def drawn(n: int, weight: float) -> int:
-    """Samples of an origin that an epoch reads."""
+def _samples_of(n: int, weight: float) -> int:
+    """Return how many samples an epoch reads of an origin of n samples."""
     return max(1, round(n * weight))
 
 
-def cut(documents: Sequence[Document], first: int, fresh: int, last: int) -> Sequence[Document]:
-    """The tokens [first, last) of a sample; those before `fresh` are context and not learnt."""
+def _cut(documents: Sequence[Document], first: int, fresh: int, last: int) -> Sequence[Document]:
+    """Return the tokens [first, last) of a sample; those before `fresh` are context and not learnt."""
     if fresh == 0 and last == sum(map(len, documents)):
         return documents
     (document,) = documents  # a pair is never cut
     targets = document.targets[first:last].copy()
     targets[: max(1, fresh - first)] = False  # nothing predicts a row's first token
     return [Document(document.ids[first:last], targets)]
+
+
+# --- evaluation
 
 
 @dataclass(frozen=True)
@@ -436,10 +562,10 @@ class Evaluation:
 
 
 def evaluation(source: Source, *, T: int, micro_rows: int, rank: int, ranks: int, packed: bool) -> Evaluation:
-    """All samples as rows, packed or one a row; empty rows fill up so that every rank has as many batches."""
+    """Lay out all samples as rows, packed or one a row; empty rows fill up so that every rank has as many batches."""
     assert len(source) > 0 and 0 <= rank < ranks and micro_rows > 0
     lengths = source.lengths()
-    assert lengths.max() <= T, "samples are cut before"
+    assert lengths.max() <= T, "samples must be cut before"
     layout: Layout = Packed() if packed else Padded()
     laid = layout.place(lengths, T, 1, 0, np.random.PCG64(0))
     placed = [laid.samples[a:b].tolist() for a, b in zip(laid.starts, laid.starts[1:])]
@@ -451,186 +577,3 @@ def evaluation(source: Source, *, T: int, micro_rows: int, rank: int, ranks: int
     return Evaluation(
         len(source) * source.parts, rows, batches, source, single, placed, T, (rank, ranks, micro_rows), most
     )
-
-
-# --- Steps from rows that are tokenised while training runs: for data that shall not, or cannot, be tokenised before.
-#
-# The order, the windows and the layouts are those of a Stream, and so are the batches as long as no row is cut in
-# pieces or left out. What is missing are the lengths: how many rows a window makes is known when it has been read. So
-# where a run stands is (window, row), kept as one number, and only a number of steps can end it.
-
-
-CHUNK = 64  # rows that a worker tokenises at a time
-ROOM = 8  # the room for documents in a row grows by so many: few distinct shapes
-ROWS = 2**32  # more than a window ever makes: a position is window * ROWS + row
-
-Task = tuple[int, int, int]  # a window, and which of its rows: [first, last)
-Sample = tuple[int, tuple[Document, ...]]
-
-
-class Part(NamedTuple):
-    """What some rows became."""
-
-    samples: list[Sample]
-    rows: int
-    refused: Sequence[BadRow]
-
-
-class Live:
-    """What `Stream` is, over rows that are read when they are needed."""
-
-    def __init__(
-        self,
-        source: Streamed,
-        layout: Layout,
-        *,
-        T: int,
-        rows: int,
-        seed: int,
-        cost: Callable[[int, int], float] = plain_cost,
-    ) -> None:
-        self.source, self.layout, self.T, self.rows, self.seed, self.cost = source, layout, T, rows, seed, cost
-        self.samples = sum(drawn(n, weight) for n, weight in source.spans)  # rows of an epoch
-        self._windows = -(-self.samples // layout.window)  # of an epoch
-        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
-        self._positions = {0: 0}  # of the steps that are known
-        self.reference: np.ndarray | None = None  # nobody has read the rows: never known before
-        self.aside: Path | None = None  # where bad rows are written down
-        self.read = 0  # rows, by this process and its workers
-        self._refused: dict[RowLocation, BadRow] = {}
-
-    def plan(self, epochs: float | None = None, steps: int | None = None) -> Plan:
-        """Raises ConfigError without a number of steps: nobody has counted the rows."""
-        if steps is None:
-            raise ConfigError(
-                f"`train.epochs: {epochs:g}` with `data.stream`",
-                "how many steps that is shows only when all is tokenised",
-                "give train.steps, or leave data.stream out",
-            )
-        return Plan(steps, steps * self.rows, 0)
-
-    def position(self, k: int) -> int:
-        """Where step k begins, of the steps handed out and the one after them."""
-        return self._positions[k]
-
-    def seek(self, k: int, position: int) -> int:
-        """Goes on with step k at this position; returns it."""
-        self._positions = {k: position}
-        return position
-
-    def step(self, k: int, plan: Plan) -> list[Row]:
-        """The rows of the first step; any other one is known when those before it are."""
-        assert k == 0
-        made = self._made(0, Loading())
-        return [next(made)[0] for _ in range(self.rows)]
-
-    def run(
-        self, plan: Plan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
-    ) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of the steps from `done` on; every rank reads all rows, to know their lengths."""
-        made = self._made(self._positions[done], loading)
-        return self._run(made, plan, done, rank=rank, ranks=ranks, micro_rows=micro_rows, pinned=loading.pinned)
-
-    def _run(
-        self,
-        made: Iterator[tuple[Row, int]],
-        plan: Plan,
-        done: int,
-        *,
-        rank: int,
-        ranks: int,
-        micro_rows: int,
-        pinned: bool,
-    ) -> Iterator[list[Batch]]:
-        room = 0
-        for k in range(done, plan.steps):
-            rows: list[Row] = []
-            while len(rows) < self.rows:
-                row, after = next(made)
-                rows.append(row)
-            self._positions[k + 1] = after
-            held = max(len(row) + 1 for row in rows) if self.layout.isolated else 2
-            room = max(room, -(-held // ROOM) * ROOM)
-            found = batches(self, rows, room, rank=rank, ranks=ranks, micro_rows=micro_rows)
-            yield [b.pin_memory() for b in found] if pinned else found
-
-    def _made(self, position: int, loading: Loading) -> Iterator[tuple[Row, int]]:
-        """(a row, the position after it) without end."""
-        window, skip = divmod(position, ROWS)
-        chunks = -(-min(self.layout.window, self.samples) // CHUNK)
-        # The next window is on its way while this one is trained on.
-        deep = replace(loading, prefetch=max(loading.prefetch, -(-chunks // max(1, loading.workers))), pinned=False)
-        return self._laid(ahead(self._read, self._tasks(window), deep), window, skip)
-
-    def _laid(self, parts: Iterator[Part], window: int, skip: int) -> Iterator[tuple[Row, int]]:
-        """The rows of windows that arrive in parts, from this window on, without the first `skip`."""
-        samples: list[Sample] = []
-        before, empty = -skip % self.rows, 0  # a step begins at `position`
-        for part, (_, _, last) in zip(parts, self._tasks(window)):
-            samples += part.samples
-            self._note(part)
-            if last < self._size(window):
-                continue
-            empty = 0 if samples else empty + 1
-            if empty > self._windows:
-                raise DataError("`data.stream`", "not one sample in all rows", "look at the rows: optrush data show")
-            if samples:
-                placed = self._place(window, before, samples)
-                for r in range(skip, len(placed)):
-                    yield gather(placed, r, samples.__getitem__), window * ROWS + r + 1
-                before += len(placed)
-            skip, samples, window = 0, [], window + 1
-
-    def _note(self, part: Part) -> None:
-        """Bad rows are written down once, and counted against the share that is allowed, over all workers."""
-        self.read += part.rows
-        new = [r for r in part.refused if r.where not in self._refused]
-        self._refused.update((r.where, r) for r in new)
-        if self.aside is not None:
-            tokenize.append(self.aside, new)
-        if self._refused and self.read >= min(tokenize.EARLY_rows, self.samples):
-            tokenize.check(list(self._refused.values()), min(self.read, self.samples), self.source.most_bad)
-
-    def _tasks(self, window: int) -> Iterator[Task]:
-        while True:
-            size = self._size(window)
-            yield from ((window, first, min(size, first + CHUNK)) for first in range(0, size, CHUNK))
-            window += 1
-
-    def _size(self, window: int) -> int:
-        j = window % self._windows
-        return (j + 1) * self.samples // self._windows - j * self.samples // self._windows
-
-    def _read(self, task: Task) -> Part:
-        """The samples of some rows of a window, by the number of the row; a worker does this."""
-        window, first, last = task
-        epoch, j = divmod(window, self._windows)
-        if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self.source.spans, self.seed, epoch))
-        begin = j * self.samples // self._windows
-        numbers = self._order[1][begin + first : begin + last].tolist()
-        met = len(self.source.refused)
-        samples = [(n, sample) for n, row in zip(numbers, self.source.read(numbers)) for sample in row]
-        return Part(samples, len(numbers), self.source.refused[met:])
-
-    def _place(self, window: int, before: int, samples: list[Sample]) -> Rows:
-        lengths = np.array([sum(map(len, documents)) for _, documents in samples], np.int64)
-        bits = draw(self.seed, *divmod(window, self._windows))
-        return self.layout.place(lengths, self.T, self.rows, before % self.rows, bits)
-
-
-def flow(
-    source: Source | Streamed,
-    layout: Layout,
-    *,
-    T: int,
-    rows: int,
-    seed: int,
-    cost: Callable[[int, int], float] = plain_cost,
-) -> Stream | Live:
-    """The steps of a source, whichever kind it is."""
-    from optrush.data.dataset import Streamed
-
-    if isinstance(source, Streamed):
-        return Live(source, layout, T=T, rows=rows, seed=seed, cost=cost)
-    return Stream(source, layout, T=T, rows=rows, seed=seed, cost=cost)

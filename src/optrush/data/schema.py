@@ -1,7 +1,7 @@
-"""What a row means: the shapes of training data that are recognised by themselves, and everything else refused.
+"""Parse rows: the shapes of training data that are recognized by their keys; everything else is refused.
 
-A row that was half understood trains the model on something nobody wrote. Here a row is exactly one of the known kinds,
-and what would change its meaning and is not understood is an error with the row's place.
+A row that is half understood trains the model on data that its author did not write. Here a row is exactly one of the
+known kinds, and a key that would change its meaning and is not understood is an error with the row's place.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from optrush.errors import DataError
 
 # --- JSON without leniency: one meaning or none.
 #
-# The standard library keeps the last of two equal keys and takes NaN, infinite numbers and half a surrogate pair; a row
-# that was read so may not be what its author wrote. Forbidding it by hooks costs a quarter of the speed. A faster
-# library with the keys counted, to prove that none stood twice, gained no more than that, of a time that tokenising
-# dwarfs.
+# The standard library keeps the last of two equal keys and takes NaN, infinite numbers and half a surrogate pair; such
+# a row may not be what its author wrote. Hooks that refuse them cost a quarter of the speed. A faster library, with the
+# keys counted to find duplicates, gained no more than that; tokenizing takes far longer.
 
 
 DEEPEST = 100  # levels of lists and objects; what recurses over a row must not run out of stack
@@ -31,7 +30,7 @@ SHOWN = 60  # characters of a value that an error message shows
 
 
 def decode(raw: bytes) -> Any:
-    """The value of a JSON text; ValueError says in a line why it has none."""
+    """Return the value of a JSON text, strictly. Raises ValueError with the reason in one line."""
     if raw.startswith(b"\xef\xbb\xbf"):
         raise ValueError("it begins with a byte order mark (BOM)")
     try:
@@ -62,7 +61,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"the key {show(key)} stands twice in one object")
+                raise ValueError(f"the key {quoted(key)} stands twice in one object")
             seen.add(key)
     return found
 
@@ -74,7 +73,7 @@ def _no_constant(name: str) -> float:
 def _finite(digits: str) -> float:
     number = float(digits)
     if math.isinf(number):
-        raise ValueError(f"the number {show(digits)} is too large")
+        raise ValueError(f"the number {quoted(digits)} is too large")
     return number
 
 
@@ -89,16 +88,16 @@ def _depth(found: Any) -> int:
     return depth
 
 
-def kind(found: Any) -> str:
-    """What a value is, as an error message says it."""
+def kind_of(found: Any) -> str:
+    """Return what a value is, as words for an error message."""
     if found is None:
         return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(found), f"a value of the kind {type(found).__name__}")
 
 
-def show(value: str) -> str:
-    """A value in quotes, short enough for a line."""
+def quoted(value: str) -> str:
+    """Return a value in quotes, short enough for a line."""
     return repr(value if len(value) <= SHOWN else value[:SHOWN] + "...")
 
 
@@ -107,20 +106,24 @@ SHAREGPT = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "function_call": "assistant", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-MAY_BE_EMPTY = ("system", "developer", "tool")  # an empty system prompt or result says something; another turn does not
+MAY_BE_EMPTY = (
+    "system",
+    "developer",
+    "tool",
+)  # an empty system prompt or result has a meaning; another empty turn has none
 REASONING = ("reasoning_content", "reasoning", "thinking")
-# Keys that change what is shown to the model or learnt from it; dropping them would change the row.
+# Keys that change the model's input or its targets; dropping them would change the row.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 TURN_NOT_UNDERSTOOD = (*MEDIA, "function_call", "refusal", "prefix", "train_detail")
 ROW_NOT_UNDERSTOOD = (*MEDIA, "history", "functions", "function_call", "chat_template_kwargs")
-# By these a row's kind is known; `chosen` and `rejected` are one kind.
+# They determine a row's kind; `chosen` and `rejected` are one kind.
 SIGNS = ("text", "messages", "conversations", "instruction", "completion", "chosen", "rejected")
-# All keys of a row that are looked at.
+# All keys of a row that are read.
 MEANT = frozenset({*SIGNS, *ROW_NOT_UNDERSTOOD, "input", "output", "prompt", "system", "tools", "label"})
 
 
 class _Bad(Exception):
-    """Why a row is none."""
+    """The reason why a row is none."""
 
 
 class RowLocation(NamedTuple):
@@ -135,7 +138,7 @@ class RowLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `learnt` is false where the row says that this assistant turn is context only."""
+    """One turn. `learnt` is False if the row marks this assistant turn as context only."""
 
     role: str
     content: str
@@ -146,7 +149,7 @@ class Message:
     learnt: bool = True
 
     def shown(self) -> dict[str, Any]:
-        """The turn as a chat template gets it: absent parts are absent keys."""
+        """Return the turn as a chat template gets it: absent parts are absent keys."""
         if not (self.reasoning or self.calls or self.name or self.call_id):
             return {"role": self.role, "content": self.content}
         more = {
@@ -174,7 +177,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Completion:
-    """Two plain strings that follow one another as they stand; the second is learnt."""
+    """Two plain strings that follow one another unchanged; the second is learnt."""
 
     prompt: str
     completion: str
@@ -190,12 +193,12 @@ Row = Text | Chat | Completion | Pair
 
 
 def bad_row(where: RowLocation, reason: str) -> DataError:
-    """The error of one row: every reader and cleaner words it the same way."""
+    """Return the error of one row, with the same words for every reader and cleaner."""
     return DataError(f"a row of training data at {where}", reason, "mend that line, or take it out")
 
 
 def text(row: Row) -> str:
-    """All that a person would read of a row, a newline between turns; of a pair the common prompt once."""
+    """Return the readable text of a row, a newline between turns; of a pair the common prompt once."""
     if isinstance(row, Text):
         return row.text
     if isinstance(row, Completion):
@@ -216,11 +219,10 @@ def _read(messages: Iterable[Message]) -> str:
 
 
 def parse(where: RowLocation, found: dict[str, Any]) -> Row:
-    """A row's meaning: exactly one kind must be recognised by its keys.
+    """Return a row's meaning: exactly one kind must be recognized by its keys.
 
     text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected
-    with or without prompt. A null is as good as no key. Keys that have nothing to do with these (identifiers, sources,
-    scores) are not looked at.
+    with or without prompt. A null counts as no key. Other keys (identifiers, sources, scores) are ignored.
 
     Raises:
         DataError: with the place: no kind or several, a wrong type, an empty turn, nothing to learn, or a key that
@@ -235,11 +237,11 @@ def parse(where: RowLocation, found: dict[str, Any]) -> Row:
 def _row(found: dict[str, Any]) -> Row:
     signs = [key for key in SIGNS if found.get(key) is not None] or [key for key in SIGNS if key in found]
     if not signs:
-        keys = ", ".join(show(key) for key in list(found)[:8]) or "no keys"
+        keys = ", ".join(quoted(key) for key in list(found)[:8]) or "no keys"
         raise _Bad(f"neither 'text' nor 'messages' nor another known kind is there, but {keys}")
     sign = "chosen" if signs == ["chosen", "rejected"] else signs[0]
     if (len(signs) > 1 and sign != "chosen") or len(signs) > 2:
-        raise _Bad(f"both {show(signs[0])} and {show(signs[-1])}; which one is meant cannot be known")
+        raise _Bad(f"both {quoted(signs[0])} and {quoted(signs[-1])}; which one is meant cannot be known")
     _refuse(found, MEDIA if sign == "text" else ROW_NOT_UNDERSTOOD, "the row")
     if sign == "text":
         return Text(_full(found["text"], "text"))
@@ -271,12 +273,12 @@ def _alpaca(found: dict[str, Any]) -> Chat:
 def _pair(found: dict[str, Any]) -> Pair:
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if found.get(key) is None:
-            raise _Bad(f"{show(other)} without {show(key)}")
+            raise _Bad(f"{quoted(other)} without {quoted(key)}")
     if found["chosen"] == found["rejected"]:
         raise _Bad("chosen and rejected are the same")
     chosen, rejected = _answer(found, "chosen"), _answer(found, "rejected")
     if isinstance(chosen, Completion) != isinstance(rejected, Completion):
-        raise _Bad(f"chosen is {kind(found['chosen'])}, rejected is {kind(found['rejected'])}")
+        raise _Bad(f"chosen is {kind_of(found['chosen'])}, rejected is {kind_of(found['rejected'])}")
     if isinstance(chosen, Completion) and isinstance(rejected, Completion) and found.get("prompt") is None:
         common = os.path.commonprefix([chosen.completion, rejected.completion])  # noqa: RUF071 - of characters
         n = max((i for i, char in enumerate(common, 1) if char.isspace()), default=0)  # words stay whole
@@ -295,7 +297,7 @@ def _pair(found: dict[str, Any]) -> Pair:
 
 
 def _answer(found: dict[str, Any], key: str) -> Chat | Completion:
-    """The prompt with one of its answers; a conversation that begins with the prompt holds it once."""
+    """Return the prompt with one of its answers; a conversation that begins with the prompt has it once."""
     prompt, answer = found.get("prompt"), found[key]
     if isinstance(answer, str):
         _refuse(found, ("tools",), "the row")
@@ -305,7 +307,7 @@ def _answer(found: dict[str, Any], key: str) -> Chat | Completion:
         return Chat(turns, _tools(found))
     before = _turns(prompt, "prompt") if isinstance(prompt, list) else (Message("user", _full(prompt, "prompt")),)
     n = 0
-    if isinstance(prompt, str):  # a system turn stands before it
+    if isinstance(prompt, str):  # a system turn comes before it
         n = next((i for i, turn in enumerate(turns) if turn.role not in ("system", "developer")), len(turns))
     before, turns = turns[:n] + before, turns[n:]
     if turns[: len(before) - n] == before[n:]:
@@ -314,7 +316,7 @@ def _answer(found: dict[str, Any], key: str) -> Chat | Completion:
 
 
 def _after(chat: Chat, n: int, key: str) -> Chat:
-    """The conversation with its first n turns as the prompt, if an answer follows them."""
+    """Return the conversation with its first n turns as the prompt, if an answer follows them."""
     if len(chat.messages) == n or chat.messages[n].role != "assistant":
         raise _Bad(f"{key}: no assistant turn follows the prompt")
     return _chat(chat.messages, chat.tools, n)
@@ -328,7 +330,7 @@ def _chat(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] = (),
 
 
 def _system(found: dict[str, Any], turns: str) -> tuple[Message, ...]:
-    """The system turn that a row has beside its turns."""
+    """Return the system turn that a row has outside of its turns."""
     system = _string(_given(found, "system", ""), "system")
     if not system:
         return ()
@@ -343,7 +345,7 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     if isinstance(tools, str):
         tools = _decoded(tools, "tools")
     if not isinstance(tools, list):
-        raise _Bad(f"tools is {kind(tools)}, not a list")
+        raise _Bad(f"tools is {kind_of(tools)}, not a list")
     for i, tool in enumerate(tools):
         inner = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
@@ -353,7 +355,7 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 def _turns(found: Any, name: str) -> tuple[Message, ...]:
     if not isinstance(found, list):
-        raise _Bad(f"{name} is {kind(found)}, not a list")
+        raise _Bad(f"{name} is {kind_of(found)}, not a list")
     if not found:
         raise _Bad(f"{name} is an empty list")
     return tuple([_turn(turn, f"{name}[{i}]", name == "conversations") for i, turn in enumerate(found)])
@@ -361,7 +363,7 @@ def _turns(found: Any, name: str) -> tuple[Message, ...]:
 
 def _turn(found: Any, name: str, sharegpt: bool) -> Message:
     if not isinstance(found, dict):
-        raise _Bad(f"{name} is {kind(found)}, not an object with role and content")
+        raise _Bad(f"{name} is {kind_of(found)}, not an object with role and content")
     said, content_key = ("from", "value") if sharegpt and "from" in found else ("role", "content")
     if said == "from" and found.get("role") is not None:
         raise _Bad(f"{name} has both 'from' and 'role'")
@@ -370,7 +372,7 @@ def _turn(found: Any, name: str, sharegpt: bool) -> Message:
     known = SHAREGPT if said == "from" else ROLES
     role = _string(found[said], f"{name}.{said}")
     if role not in known:
-        raise _Bad(f"{name}.{said} is {show(role)}, not one of {', '.join(known)}")
+        raise _Bad(f"{name}.{said} is {quoted(role)}, not one of {', '.join(known)}")
     content = found.get(content_key)
     if role == "function_call":
         value = _decoded(_string(content, f"{name}.value"), f"{name}.value")
@@ -391,7 +393,7 @@ def _turn(found: Any, name: str, sharegpt: bool) -> Message:
 
 
 def _more(found: dict[str, Any], role: str, name: str) -> dict[str, Any]:
-    """What a turn has besides its role and content."""
+    """Return what a turn has apart from its role and content."""
     _refuse(found, TURN_NOT_UNDERSTOOD, name)
     if role != "assistant":
         _refuse(found, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")
@@ -410,7 +412,7 @@ def _more(found: dict[str, Any], role: str, name: str) -> dict[str, Any]:
 
 
 def _learnt(found: dict[str, Any], role: str, name: str) -> bool:
-    """What `weight` (0 or 1) or `train` (true or false) says of a turn."""
+    """Return whether `weight` (0 or 1) or `train` (true or false) makes a turn learnt."""
     given = {key: found[key] for key in ("weight", "train") if found.get(key) is not None}
     for key, value in given.items():
         if value not in (0, 1) or isinstance(value, bool) != (key == "train"):
@@ -423,9 +425,9 @@ def _learnt(found: dict[str, Any], role: str, name: str) -> bool:
 
 
 def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
-    """Tool calls in one shape: {"type": "function", "id" if any, "function": {"name", "arguments" as an object}}."""
+    """Return tool calls as {"type": "function", "id" if any, "function": {"name", "arguments" as an object}}."""
     if not isinstance(found, list):
-        raise _Bad(f"{name} is {kind(found)}, not a list")
+        raise _Bad(f"{name} is {kind_of(found)}, not a list")
     calls: list[dict[str, Any]] = []
     for i, call in enumerate(found):
         at = f"{name}[{i}]"
@@ -436,7 +438,7 @@ def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
         if isinstance(arguments, str):
             arguments = _decoded(arguments, f"{at}.arguments")
         if not isinstance(arguments, dict):
-            raise _Bad(f"{at}.arguments is {kind(arguments)}, not an object")
+            raise _Bad(f"{at}.arguments is {kind_of(arguments)}, not an object")
         number = {"id": _string(call["id"], f"{at}.id")} if call.get("id") else {}
         function = {"name": _full(inner.get("name"), f"{at}.name"), "arguments": arguments}
         calls.append({"type": "function", **number, "function": function})
@@ -444,19 +446,19 @@ def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
 
 
 def _content(found: Any, name: str) -> str:
-    """A turn's text, or the texts of its parts one after the other."""
+    """Return a turn's text, or the texts of its parts one after the other."""
     if not isinstance(found, list):
         return _string(found, name)
     for i, part in enumerate(found):
         if not isinstance(part, dict) or part.get("type") != "text":
-            shown = show(str(part.get("type"))) if isinstance(part, dict) else kind(part)
+            shown = quoted(str(part.get("type"))) if isinstance(part, dict) else kind_of(part)
             raise _Bad(f"{name}[{i}] is {shown}, not a part of the type 'text'")
     return "".join(_string(part.get("text"), f"{name}[{i}].text") for i, part in enumerate(found))
 
 
 def _refuse(found: dict[str, Any], keys: tuple[str, ...], name: str) -> None:
     for key in keys:
-        if found.get(key):  # null, empty, false: as good as no key
+        if found.get(key):  # null, empty, false: counts as no key
             raise _Bad(f"{name} has {key!r}, which is not understood and must not be dropped silently")
 
 
@@ -475,22 +477,22 @@ def _full(found: Any, name: str) -> str:
 
 def _string(found: Any, name: str) -> str:
     if not isinstance(found, str):
-        raise _Bad(f"{name} is {kind(found)}, not a string")
+        raise _Bad(f"{name} is {kind_of(found)}, not a string")
     return found
 
 
 def _given(found: dict[str, Any], key: str, absent: Any) -> Any:
-    """An optional value; null is as good as absent, and a 0 or false is neither."""
+    """Return an optional value; null counts as absent, 0 and false do not."""
     value = found.get(key)
     return absent if value is None else value
 
 
-# --- A tokenised document. Without torch, which those who only make documents need not load.
+# --- A tokenized document. Without torch, which a process that only makes documents does not load.
 
 
 @dataclass(frozen=True)
 class Document:
-    """Token ids and which of them are learnt; `targets[0]` is always False, for nothing predicts a first token."""
+    """Token ids and which of them are learnt; `targets[0]` is always False: nothing predicts a first token."""
 
     ids: np.ndarray  # (n,) int32
     targets: np.ndarray  # (n,) bool

@@ -1,6 +1,6 @@
-"""From a run's `data:` to samples: files, the recipes sample or random tokens, and what is held out of them.
+"""Turn a configuration's `data:` into samples: files, the recipes sample or random tokens, and what is held out.
 
-Every rank calls this; none waits for another in here but for a file lock, and no collective runs.
+Every rank calls `read_sources`; ranks wait for each other only at a file lock, and no collective runs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -30,7 +29,7 @@ from optrush.data.dataset import (
     Source,
     Streamed,
     TokenShards,
-    fit,
+    fit_row,
     foreign,
     held_rows,
     index,
@@ -40,100 +39,91 @@ from optrush.data.dataset import (
 from optrush.data.schema import Chat, Document, Pair, Row, RowLocation, Text
 from optrush.data.tokenize import (
     BadRow,
+    Progress,
     Say,
     Shard,
-    Telling,
     Work,
-    alone,
+    cache_root,
     identity,
     jobs,
-    load,
-    no_room,
+    load_kept,
+    locked,
     parsed,
-    root,
-    save,
+    save_kept,
     silent,
     small,
-    tokenised,
+    tokenized,
 )
 from optrush.errors import DataError
+from optrush.files import write_whole
 from optrush.objectives import learnt
 
-# --- Cleaned once: which rows `data.clean` keeps, remembered beside the tokenised data under a key of its own.
-
+# --- Cleaning once: which rows `data.clean` keeps, stored next to the tokenized data under a key of its own.
 
 FORMAT = 1
 
 
-class Kept(NamedTuple):
-    """Which rows stay, by file; a digest that names them; what cleaning.json holds."""
+class KeptRows(NamedTuple):
+    """Which rows stay, by file; a digest that names them; the content of cleaning.json."""
 
     rows: list[np.ndarray]
     key: str
     record: dict[str, Any]
 
 
-def kept(config: Config, tokens: Tokens, paths: Sequence[Path], say: Say) -> Kept:
-    """Cleans, or finds what an earlier run found. One process of a machine cleans; small data is cleaned by each.
+def kept_rows(config: Config, tokens: Tokens, paths: Sequence[Path], say: Say) -> KeptRows:
+    """Clean, or return the stored result. One process of a machine cleans; small data is cleaned by each.
 
     Raises:
         UserError: as `clean`.
     """
     data, settings = config.data, config.data.clean
     assert settings is not None
-    told = Telling(say, "cleaning", 1.0)
+    cache, progress = cache_root(data.cache), Progress(say, "cleaning", 1.0)
 
     def now() -> tuple[list[np.ndarray], dict[str, Any]]:
-        found = clean(
+        result = clean(
             paths, settings, tokens=tokens, text_rows=data.text_rows, bad_rows=data.bad_rows,
-            most_bad=data.most_bad, workers=data.workers, progress=told.share, cache=root(data.cache),
+            most_bad=data.most_bad, workers=data.workers, progress=progress.share, cache=cache,
         )  # fmt: skip
-        return [found.kept[path] for path in paths], found.record
+        return [result.kept[path] for path in paths], result.record
 
-    evaluation = [] if settings.decontaminate is None else readers.find(settings.decontaminate, root(data.cache))
-    said = [
+    evaluation = [] if settings.decontaminate is None else readers.find(settings.decontaminate, cache)
+    parts = [
         FORMAT, settings.model_dump(mode="json"), data.text_rows, data.bad_rows, data.most_bad,
-        [str(path) for path in paths], readers.fingerprint([*paths, *evaluation], root(data.cache)),
+        [str(path) for path in paths], readers.fingerprint([*paths, *evaluation], cache),
         settings.tokens and identity(tokens),
     ]  # fmt: skip
-    key = hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
     if small(paths):
         rows, record = now()
-        return Kept(rows, key, record)
-    folder = root(data.cache) / "cleaned" / key
+        return KeptRows(rows, key, record)
+    folder = cache / "cleaned" / key
     record_file, rows_file = folder / "cleaning.json", folder / "kept.npz"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with alone(folder, say):
-            if not record_file.exists():  # written last
-                rows, record = now()
-                save(rows_file, rows)
-                temporary = record_file.with_suffix(f".{os.getpid()}")
-                temporary.write_text(json.dumps(record))
-                os.replace(temporary, record_file)
-    except OSError as error:
-        raise no_room(folder, error) from error
-    return Kept(load(rows_file), key, json.loads(record_file.read_text()))
+    with locked(folder, say):
+        if not record_file.exists():  # written last
+            rows, record = now()
+            save_kept(rows_file, rows)
+            write_whole(record_file, json.dumps(record))
+    return KeptRows(load_kept(rows_file), key, json.loads(record_file.read_text()))
 
 
-# --- Is this what one wants to train on? Looked at before step 0 in the first rows; each doubt is an error that shows
-# one.
+# --- The checks of the first rows, before step 0; each error shows one row.
 #
-# Each of these trains without a sign and shows only in the model: it learns nothing, never stops, expects two
-# begin-of-text tokens, or answers a first question otherwise than it was taught.
+# Each of these faults trains without a sign and shows only in the model: it learns nothing, never stops, expects two
+# begin-of-text tokens, or answers a first question otherwise than it was trained to.
 
-
-SAMPLES = 200  # rows that are looked at
+SAMPLES = 200  # rows that are checked
 HEAD, TAIL = 60, 30  # tokens of a sample that are shown, from its beginning and its end
 SHOWN = 100  # characters of a difference that are shown
 
 Samples = Sequence[tuple[RowLocation, Row]]
-Made = Sequence[Sequence[Document]]  # the documents of each sample
+DocumentLists = Sequence[Sequence[Document]]  # the documents of each sample
 
 
-def probe(
+def probe_rows(
     samples: Samples,
-    documents: Made,
+    documents: DocumentLists,
     tokens: Tokens,
     train_on: str,
     *,
@@ -141,11 +131,11 @@ def probe(
     truncated: int,
     most_truncated: float,
 ) -> None:
-    """Raises DataError at the first doubt.
+    """Raise DataError at the first fault.
 
     Args:
         samples: the first rows as they were read, about SAMPLES of them.
-        documents: what the run learns from each sample, after cutting to T; nothing where it was dropped or refused.
+        documents: what is trained on of each sample, after cutting to T; nothing where it was dropped or refused.
         train_on: `assistant`, `last` or `all`.
         rows: of the whole corpus.
         truncated: of those, how many lost their end (`data.too_long: truncate`).
@@ -154,16 +144,21 @@ def probe(
     assert len(samples) == len(documents)
     if not samples:
         return
-    whole = [() if isinstance(made, DataError) else made for made in tokens.batch(samples, train_on)]
+    whole = _whole(samples, tokens, train_on)
     _learns(samples, documents, whole, tokens)
     _one_bos(samples, documents, tokens)
     if train_on == "assistant":
         _steady(samples, whole, tokens)
     _complete(samples, documents, whole, tokens, (rows, truncated, most_truncated))
-    _stops(samples, documents, whole if train_on != "all" else _answered(samples, tokens), tokens)
+    _stops(samples, documents, whole if train_on != "all" else _whole(samples, tokens, "last"), tokens)
 
 
-def _learns(samples: Samples, documents: Made, whole: Made, tokens: Tokens) -> None:
+def _whole(samples: Samples, tokens: Tokens, train_on: str) -> DocumentLists:
+    """Return the uncut documents of each sample; none where the row is refused."""
+    return [() if isinstance(made, DataError) else made for made in tokens.batch(samples, train_on)]
+
+
+def _learns(samples: Samples, documents: DocumentLists, whole: DocumentLists, tokens: Tokens) -> None:
     if not any(document.targets.any() for made in documents for document in made):
         raise DataError(
             f"to learn from the first {len(samples)} rows",
@@ -172,7 +167,7 @@ def _learns(samples: Samples, documents: Made, whole: Made, tokens: Tokens) -> N
         )
 
 
-def _one_bos(samples: Samples, documents: Made, tokens: Tokens) -> None:
+def _one_bos(samples: Samples, documents: DocumentLists, tokens: Tokens) -> None:
     bos = tokens.tokenizer.bos_token_id
     for pair, made in zip(samples, documents, strict=True):
         for document in made:
@@ -183,7 +178,7 @@ def _one_bos(samples: Samples, documents: Made, tokens: Tokens) -> None:
                 raise DataError(asked, f"two of them; {_show(tokens, pair, [document])}", do)
 
 
-def _steady(samples: Samples, whole: Made, tokens: Tokens) -> None:
+def _steady(samples: Samples, whole: DocumentLists, tokens: Tokens) -> None:
     for (where, row), made in zip(samples, whole, strict=True):
         for chat in _chats(row) if made else ():
             turns = answers(chat, "assistant")
@@ -199,7 +194,9 @@ def _steady(samples: Samples, whole: Made, tokens: Tokens) -> None:
                     )
 
 
-def _complete(samples: Samples, documents: Made, whole: Made, tokens: Tokens, counts: tuple[int, int, float]) -> None:
+def _complete(
+    samples: Samples, documents: DocumentLists, whole: DocumentLists, tokens: Tokens, counts: tuple[int, int, float]
+) -> None:
     rows, truncated, most = counts
     if not rows or truncated / rows <= most:
         return
@@ -213,7 +210,7 @@ def _complete(samples: Samples, documents: Made, whole: Made, tokens: Tokens, co
     )
 
 
-def _stops(samples: Samples, documents: Made, whole: Made, tokens: Tokens) -> None:
+def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tokens: Tokens) -> None:
     trained = {int(i) for made in documents for document in made for i in document.ids[document.targets]}
     for n, made in enumerate(whole):
         if isinstance(samples[n][1], Text):
@@ -229,11 +226,6 @@ def _stops(samples: Samples, documents: Made, whole: Made, tokens: Tokens) -> No
                 )
 
 
-def _answered(samples: Samples, tokens: Tokens) -> Made:
-    """The samples as if only their last answers were learnt; nothing where those cannot be told."""
-    return [() if isinstance(made, DataError) else made for made in tokens.batch(samples, "last")]
-
-
 def _chats(row: Row) -> Iterator[Chat]:
     for part in (row.chosen, row.rejected) if isinstance(row, Pair) else (row,):
         if isinstance(part, Chat):
@@ -241,7 +233,7 @@ def _chats(row: Row) -> Iterator[Chat]:
 
 
 def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[Document]) -> str:
-    """A row's place and its first and last tokens as text, in one line."""
+    """Return a row's place and its first and last tokens as text, in one line."""
     if not documents:
         return f"at {sample[0]}"
     ids = documents[0].ids.tolist()
@@ -251,17 +243,21 @@ def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[D
 
 
 def _visible(text: str) -> str:
-    """The text with its control characters written out."""
+    """Return the text with its control characters written out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-SAMPLE_ROWS = 1000  # conversations of a sample, unless data.max_samples says otherwise
+# --- The sources of a run.
+
+SAMPLE_ROWS = 1000  # conversations of a sample, unless data.max_samples is given
 RANDOM_DOCUMENTS = 4096  # of `data.random: true`
 
 
 @dataclass(frozen=True)
 class Sources:
-    train: Source | Streamed
+    """What a run trains and evaluates on."""
+
+    train: Source
     held_out: Source | None
     fingerprint: str
     summary: str  # counts, for people
@@ -278,13 +274,13 @@ def read_sources(
     data: str | None = None,
     cut: bool = True,
 ) -> Sources:
-    """Reads and tokenises, or finds what was tokenised before.
+    """Read and tokenize the data of a run, or map the shards of an earlier one.
 
     Args:
         tokens: the tokenizer; None only for random tokens.
         vocab: ids that the model has an embedding for.
-        progress: is told a line now and then, where it takes long.
-        data: a file to read as the held-out part instead of what the run says (`optrush eval --data`).
+        progress: called with a line now and then, where reading takes long.
+        data: a file to read as the held-out part, in place of the configuration's (`optrush eval --data`).
         cut: False leaves training documents longer than T whole, for a layout that cuts them itself.
 
     Raises:
@@ -294,8 +290,8 @@ def read_sources(
     if d.random is not None and data is None:
         return _random(config, vocab)
     assert tokens is not None
-    reading = Reading(config, tokens, vocab, progress or silent)
-    how = d.too_long if cut else "split"  # of what is evaluated: no row of T tokens holds more
+    reading = _Reading(config, tokens, vocab, progress or silent)
+    how = d.too_long if cut else "split"  # of what is evaluated: no row of T tokens has room for more
     if data is not None:
         only = reading.evaluation(data, how)
         return reading.sources(only, only)
@@ -315,13 +311,14 @@ def read_sources(
             train = rows
             if held.any():
                 train = rows.without(held, named)
-                held_out = view(rows.shelf(held), T=T, how=how)
-                reading.refused += rows.refused
+                shelf = rows.shelf(held)
+                held_out = view(shelf, T=T, how=how)
+                reading.refused += [row for _, row in shelf.refused]
         else:
             train = view(rows, T=limit, how=d.too_long, keep=~held, named=f"but {named}", origins=origins)
             train.counts.cleaned, train.counts.marked = rows.cleaned, rows.marked
             if train.counts.truncated:
-                reading.look_again(train.counts)
+                reading.probe(train.counts.rows, train.counts.truncated)
             if held.any():
                 held_out = view(rows, T=T, how=how, keep=held, named=named)
         if isinstance(d.eval, str):
@@ -340,7 +337,7 @@ def _random(config: Config, vocab: int) -> Sources:
 
 @contextmanager
 def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]]]]:
-    """The training files, and (files, weight) of each origin; those of a sample are gone afterwards."""
+    """Yield the training files, and (files, weight) of each origin; those of a sample are removed afterwards."""
     d = config.data
     if d.sample is not None:
         with tempfile.TemporaryDirectory() as folder:
@@ -348,16 +345,16 @@ def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]
             sample.write(path, d.max_samples or SAMPLE_ROWS, config.seed, pairs=config.objective == "dpo")
             yield [path], [(1, 1.0)]
         return
-    found = [(readers.find(origin.path, root(d.cache)), origin.weight) for origin in d.origins]
-    paths = [path for of, _ in found for path in of]
+    origins = [(readers.find(origin.path, cache_root(d.cache)), origin.weight) for origin in d.origins]
+    paths = [path for of, _ in origins for path in of]
     if double := next((p for i, p in enumerate(paths) if p.resolve() in {q.resolve() for q in paths[:i]}), None):
         do = "name it once, with a weight if it shall be read more often"
         raise DataError(f"training data from {double}", "two of the sources hold it", do)
-    yield paths, [(len(of), weight) for of, weight in found]
+    yield paths, [(len(of), weight) for of, weight in origins]
 
 
 @dataclass
-class Reading:
+class _Reading:
     """One call of read_sources."""
 
     config: Config
@@ -366,18 +363,18 @@ class Reading:
     say: Say
     parts: int = 1
     refused: list[BadRow] = field(default_factory=list)
-    kept: Kept | None = None
+    kept: KeptRows | None = None
     _first: tuple[list[tuple[RowLocation, Row]], list[list[Document]]] = field(default=([], []))
 
     def work(self, paths: Sequence[Path], clean: bool) -> Work:
-        """What is to be tokenised."""
+        """Return what is to be tokenized."""
         if not clean:
             return Work(self.config, self.tokens, tuple(paths), say=self.say)
-        self.kept = kept(self.config, self.tokens, paths, self.say)
+        self.kept = kept_rows(self.config, self.tokens, paths, self.say)
         return Work(self.config, self.tokens, tuple(paths), self.kept.rows, self.kept.key, self.say)
 
     def look(self, work: Work, T: int | None) -> None:
-        """Looks at the first rows before all others are tokenised: are they what one wants to train on?"""
+        """Check the first rows before all others are tokenized."""
         d, counts = self.config.data, Counts()
         rows = (entry for job in jobs(work.files, d.text_rows) for entry in parsed(job, d.text_rows, work.kept))
         most = min(SAMPLES, d.max_samples or SAMPLES)
@@ -386,31 +383,27 @@ class Reading:
         made = iter(self.tokens.batch(good, learnt(self.config)))
         samples, documents = list[tuple[RowLocation, Row]](), list[list[Document]]()
         for where, row in first:
-            found = row if isinstance(row, DataError) else next(made)
-            if isinstance(found, DataError):
+            result = row if isinstance(row, DataError) else next(made)
+            if isinstance(result, DataError):
                 if d.bad_rows == "error":
-                    raise found
+                    raise result
                 continue
             assert not isinstance(row, DataError)
-            self._suits(len(found), where)
-            cut = [found] if T is None else fit(found, T, d.too_long, where, counts)
+            self._suits(len(result), where)
+            cut = [result] if T is None else fit_row(result, T, d.too_long, where, counts)
             samples.append((where, row))
             documents.append([document for sample in cut for document in sample])
         self._first = samples, documents
         if any(documents):  # else all were too long, and what is left is counted later
-            self._probe(len(samples) if d.stream else 0, counts.truncated)
+            self.probe(len(samples) if d.stream else 0, counts.truncated)
 
-    def _probe(self, rows: int, truncated: int) -> None:
-        """Raises the first doubt; `rows` 0: how many are truncated is not known yet."""
+    def probe(self, rows: int, truncated: int) -> None:
+        """Raise DataError at the first fault; `rows` 0: how many are truncated is unknown yet."""
         most = self.config.data.most_truncated
-        probe(*self._first, self.tokens, learnt(self.config), rows=rows, truncated=truncated, most_truncated=most)
-
-    def look_again(self, counts: Counts) -> None:
-        """Raises DataError if too many rows of all lost their end."""
-        self._probe(counts.rows, counts.truncated)
+        probe_rows(*self._first, self.tokens, learnt(self.config), rows=rows, truncated=truncated, most_truncated=most)
 
     def _suits(self, parts: int, where: RowLocation) -> None:
-        """Raises DataError for a row of so many documents if the objective cannot learn from it."""
+        """Raise DataError for a row of so many documents if the objective cannot learn from it."""
         self.parts = parts
         asked, pairs = f"`objective: {self.config.objective}`", self.config.objective == "dpo"
         if parts > 1 and not pairs:
@@ -421,33 +414,33 @@ class Reading:
             raise DataError(asked, found, 'give rows {"prompt": ..., "chosen": ..., "rejected": ...}')
 
     def shelf(self, work: Work, T: int | None, most: int | None) -> TokenShards:
-        """The shards, looked at as they come: what stops the run stops it before the rest is tokenised.
+        """Return the shards, each checked as it is made: an error stops the run before the rest is tokenized.
 
         Args:
-            T: rows longer than this are an error, where the run says so.
-            most: rows, of which no more than needed are tokenised.
+            T: rows longer than this are an error, if `data.too_long` is `error`.
+            most: rows, of which no more than needed are tokenized.
         """
         d, shelf = self.config.data, TokenShards(work.files)
-        with closing(tokenised(work, most)) as shards:
+        with closing(tokenized(work, most)) as shards:
             for made in shards:
                 shard, refused = shelf.add(made, most)
                 self._check(shelf, shard, refused, T)
                 if most is not None and shelf.total >= most:
                     break
-        bad = [why for _, why in shelf.refused]
-        tokenize.check(bad, shelf.total, d.most_bad)
+        bad = [row for _, row in shelf.refused]
+        tokenize.check_bad_share(bad, shelf.total, d.most_bad)
         self.refused += bad
         return shelf
 
     def streamed(self, work: Work, origins: Sequence[tuple[int, float]], T: int | None) -> Streamed:
-        """The rows, to be tokenised when they are asked for."""
+        """Return the rows, to be tokenized when they are read."""
         kept: Sequence[np.ndarray | None] = work.kept or [None] * len(work.files)
         d = self.config.data
         indexes = [index(path, keep, d.text_rows) for path, keep in zip(work.files, kept, strict=True)]
         return Streamed(work, indexes, origins, T, self.vocab, self.parts, d.max_samples)
 
     def _check(self, shelf: TokenShards, shard: Shard, refused: Sequence[tuple[int, BadRow]], T: int | None) -> None:
-        """Raises the first error of a shard's rows, in their order."""
+        """Raise the first error of a shard's rows, in their order."""
         d = self.config.data
         if shard.highest >= self.vocab:
             raise foreign(", ".join(map(str, shelf.files[:3])), shard.highest, self.vocab)
@@ -462,41 +455,41 @@ class Reading:
         if first < shelf.total:
             raise refused[0][1].error
         if shelf.total >= tokenize.EARLY_rows:
-            tokenize.check([why for _, why in shelf.refused], shelf.total, d.most_bad)
+            tokenize.check_bad_share([row for _, row in shelf.refused], shelf.total, d.most_bad)
 
     def evaluation(self, path: str, how: str) -> Dataset:
-        """All of a file, to be evaluated on."""
+        """Return all of a file, to be evaluated on."""
         T = self.config.batch.seq
-        work = self.work(readers.find(path, root(self.config.data.cache)), clean=False)
+        work = self.work(readers.find(path, cache_root(self.config.data.cache)), clean=False)
         return view(self.shelf(work, T if how == "error" else None, None), T=T, how=how)
 
     def sources(self, train: Dataset | Streamed, held_out: Dataset | None) -> Sources:
-        """All that was read, with its counts in a line."""
+        """Return all that was read, with its counts in a line."""
         evaluated = train if held_out is None else held_out
         record = self.kept and self.kept.record
-        if isinstance(train, Streamed):
-            said = f"{len(train)} rows, tokenised while training"
-            if record is not None:
-                said += f" ({record['rows'] - record['kept']['rows']} more cleaned away or bad)"
+        if train.tokenized:
+            summary = describe_counts(train.counts)
         else:
-            said = describe(train.counts)
+            summary = f"{len(train)} rows, tokenised while training"
+            if record is not None:
+                summary += f" ({record['rows'] - record['kept']['rows']} more cleaned away or bad)"
         fingerprint = train.fingerprint
         if held_out is not None and held_out is not train:
-            said += f"; held out: {describe(held_out.counts)}"
+            summary += f"; held out: {describe_counts(held_out.counts)}"
             fingerprint += held_out.fingerprint
         names = sorted({name for origin in self.config.data.origins for name in readers.about(origin.path)})
         if names:
-            said += f"; not read as data: {', '.join(names)}"
-        return Sources(train, held_out, fingerprint, said, evaluated.counts.too_long, self.refused, record)
+            summary += f"; not read as data: {', '.join(names)}"
+        return Sources(train, held_out, fingerprint, summary, evaluated.counts.too_long, self.refused, record)
 
 
-def describe(c: Counts) -> str:
-    """The counts of a corpus in a line, with all that was left out or cut."""
+def describe_counts(c: Counts) -> str:
+    """Return the counts of a dataset in a line, with all that was left out or cut."""
     left_out = (
         (c.cleaned, "cleaned away"), (c.refused, "bad and set aside"), (c.too_long, "too long"),
         (c.truncated, "truncated"), (c.dropped, "pieces dropped"), (c.targets_lost, "targets lost"),
         (c.marked, "with special tokens written in their text"),
     )  # fmt: skip
-    said = ", ".join(f"{n} {what}" for n, what in left_out if n)
+    losses = ", ".join(f"{n} {what}" for n, what in left_out if n)
     text = f"{c.documents} documents, {c.tokens} tokens, {c.targets} targets"
-    return f"{text} (of {c.rows + c.cleaned} rows: {said})" if said else text
+    return f"{text} (of {c.rows + c.cleaned} rows: {losses})" if losses else text

@@ -1,11 +1,11 @@
-"""Tokenised once: the shards of some data, made where they are missing, by as many processes as there are cores.
+"""Tokenize data once, into shards on the disk, by as many processes as there are cores.
 
-A shard is committed when it is whole (shard.py), so whoever comes after a kill goes on where the dead one stopped.
-Where the files, the tokenizer, its template or a setting that changes ids or masks differ, so does the key, which is
-the folder's name. T, and what is done with documents longer than T, is a view on the shards and not part of it.
+A shard is a safetensors file that is whole or absent, so after a kill the next run goes on where the last one stopped.
+The folder's name is a digest of the files, the tokenizer, its template and every setting that changes ids or masks.
+T, and what happens to documents longer than T, is a view on the shards and not part of it (dataset.py).
 
-One process of a machine tokenises, under a lock that dies with it; the others wait for the lock. No collective runs
-meanwhile: a rank that tokenises for an hour makes no other rank time out.
+One process of a machine tokenizes, under a lock that ends with it; the others wait for the lock. No collective runs
+meanwhile: a rank that tokenizes for an hour makes no other rank time out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -44,22 +44,22 @@ from optrush.data.chat_template import Tokens
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
 from optrush.data.schema import Document, Row, RowLocation
 from optrush.errors import DataError, UserError
+from optrush.files import sync_folder, write_whole
 from optrush.objectives import learnt
 
-# --- One shard: the documents of a piece of the data as token ids, in a file that is whole or not there.
+# --- One shard: the documents of a piece of the data as token ids.
 #
-# A safetensors file that this module writes and maps itself: the library's writer does not sync, and its reader makes
-# copies. Its name holds its place and the SHA-256 of its bytes, so a shard cut off or with one bit flipped is found by
-# reading it once. Nothing in it depends on where the data files lie. Documents are whole: a shard knows nothing of T.
-
+# This module writes and maps the safetensors file itself: the library's writer does not sync, and its reader copies.
+# The name has the shard's place and the SHA-256 of its bytes, so a shard that was cut off or has one bit flipped is
+# found by reading it once. Nothing in it depends on the paths of the data files, or on T: documents are whole.
 
 FORMAT = 3  # part of every key: shards of another format are other shards
-HERE = "\0"  # stands for the row's place in the text of an error
+HERE = "\0"  # in place of the row's place in the text of an error
 TEMPORARY = ".tmp-"
-STALE_S = 86400.0  # after which a temporary file of another machine is taken for dead
+STALE_S = 86400.0  # the age at which a temporary file of another machine counts as abandoned
 
 _DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
-_ARRAYS = (  # widest elements first, so that each array lies aligned
+_ARRAYS = (  # widest elements first, so that each array is aligned
     ("starts", "I64"), ("numbers", "I64"), ("lines", "I64"), ("files", "I32"), ("learnt", "I32"),
     ("ids", "I32"), ("targets", "U8"), ("refused", "U8"),
 )  # fmt: skip
@@ -67,7 +67,7 @@ _FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
 
 
 class BadRow(NamedTuple):
-    """A row that is no training data, and the error that says why."""
+    """A row that is no training data, and the error with the reason."""
 
     where: RowLocation
     error: DataError
@@ -77,16 +77,16 @@ class BadRow(NamedTuple):
 class Shard:
     """S samples of one document each, or of two (`parts`); arrays are in memory, or of a mapped file.
 
-    A row's number counts the rows of the shard from 0, refused ones included, those that cleaning took out not.
+    A row's number counts the rows of the shard from 0, refused ones included, those that cleaning removed not.
     """
 
     rows: int  # with the refused ones
-    cleaned: int  # rows that cleaning had taken out
-    marked: int  # plain texts that hold special tokens as text
+    cleaned: int  # rows that cleaning removed
+    marked: int  # plain texts that contain special tokens as text
     parts: int  # documents of a sample: 1, of pairs 2
     highest: int  # the highest token id
     last: int  # 1: no further shard of the same job follows
-    starts: np.ndarray  # (S * parts + 1,) int64: where the documents lie in ids
+    starts: np.ndarray  # (S * parts + 1,) int64: where the documents begin in ids
     numbers: np.ndarray  # (S,) int64: of each sample's row, rising
     lines: np.ndarray  # (S,) int64: of each sample's row in its file
     files: np.ndarray  # (S,) int32: of each sample's row, a position in the list of files
@@ -99,26 +99,26 @@ class Shard:
         return len(self.numbers)
 
     def lengths(self) -> np.ndarray:
-        """(S,) int64: tokens of each sample."""
+        """Return the tokens of each sample, (S,) int64."""
         return np.asarray(np.diff(self.starts[:: self.parts]))
 
     def document(self, start: int, end: int) -> Document:
-        """The tokens [start, end) of `ids`; the first is no target, for its context is not there."""
+        """Return the tokens [start, end) of `ids`; the first is no target, for it has no context."""
         bits = np.unpackbits(self.targets[start // 8 : -(-end // 8)])
         targets = bits[start % 8 :][: end - start].astype(bool)
         targets[:1] = False
         return Document(np.asarray(self.ids[start:end]), targets)
 
     def refusals(self, files: Sequence[Path]) -> list[tuple[int, BadRow]]:
-        """The refused rows in order, by their number."""
-        found = []
-        for number, file, line, *said in json.loads(self.refused.tobytes() or b"[]"):
+        """Return the refused rows in order, by their number."""
+        result = []
+        for number, file, line, *texts in json.loads(self.refused.tobytes() or b"[]"):
             where = RowLocation(files[file], line)
-            found.append((number, BadRow(where, DataError(*(text.replace(HERE, str(where)) for text in said)))))
-        return found
+            result.append((number, BadRow(where, DataError(*(text.replace(HERE, str(where)) for text in texts)))))
+        return result
 
     def encoded(self) -> list[bytes | memoryview]:
-        """The shard as the pieces of a safetensors file."""
+        """Return the pieces of the shard's safetensors file."""
         facts = {name: str(int(getattr(self, name))) for name in _FACTS}
         header: dict[str, Any] = {"__metadata__": {"format": str(FORMAT), **facts}}
         arrays = [np.ascontiguousarray(getattr(self, name), _DTYPES[kind]) for name, kind in _ARRAYS]
@@ -145,24 +145,24 @@ class Builder:
     _samples: list[tuple[int, int, int, int]] = field(default_factory=list)  # number, line, file, learnt
     _refused: list[list[Any]] = field(default_factory=list)
 
-    def add(self, where: RowLocation, file: int, found: tuple[Document, ...] | DataError) -> None:
-        """The next row: its documents, or why it has none. Raises DataError where a pair meets rows that are none."""
-        if isinstance(found, DataError):
-            said = (text.replace(str(where), HERE) for text in (found.asked, found.found, found.do))
-            self._refused.append([self.rows, file, where.line, *said])
+    def add(self, where: RowLocation, file: int, row: tuple[Document, ...] | DataError) -> None:
+        """Append a row: its documents, or the error. Raises DataError if pairs and other rows meet."""
+        if isinstance(row, DataError):
+            texts = (text.replace(str(where), HERE) for text in (row.asked, row.found, row.do))
+            self._refused.append([self.rows, file, where.line, *texts])
         else:
-            if self.parts not in (0, len(found)):
-                raise mixed(where)
-            self.parts = len(found)
-            self._ids += [document.ids for document in found]
-            self._targets += [document.targets for document in found]
-            learnt = sum(int(np.count_nonzero(document.targets)) for document in found)
-            self._samples.append((self.rows, where.line, file, learnt))
-            self.tokens += sum(map(len, found))
+            if self.parts not in (0, len(row)):
+                raise mixed_kinds(where)
+            self.parts = len(row)
+            self._ids += [document.ids for document in row]
+            self._targets += [document.targets for document in row]
+            targets = sum(int(np.count_nonzero(document.targets)) for document in row)
+            self._samples.append((self.rows, where.line, file, targets))
+            self.tokens += sum(map(len, row))
         self.rows += 1
 
     def shard(self, last: bool) -> Shard:
-        """What was collected."""
+        """Return the rows collected so far as a shard."""
         numbers, lines, files, learnt = np.array(self._samples, np.int64).reshape(-1, 4).T
         ids = np.concatenate([np.zeros(0, np.int32), *self._ids])
         bits = np.packbits(np.concatenate([np.zeros(0, bool), *self._targets]))
@@ -175,68 +175,33 @@ class Builder:
         )  # fmt: skip
 
 
-def mixed(where: object) -> DataError:
-    """The error of data that holds pairs and other rows: what is learnt from them has nothing in common."""
+def mixed_kinds(where: object) -> DataError:
+    """Return the error of data with pairs and other rows, of which different things are learnt."""
     return DataError("pairs (chosen and rejected), or rows of other kinds", f"both, at {where}", "take one kind out")
 
 
-# --- on the disk: three calls change it, each with a name, so that a test can kill the process there
-
-
-def write(file: IO[bytes], data: Any) -> None:
-    file.write(data)
-
-
-def sync(descriptor: int) -> None:
-    os.fsync(descriptor)
-
-
-def rename(old: Path, new: Path) -> None:
-    os.rename(old, new)
-
-
-def commit_shard(shard: Shard, folder: Path, job: int, piece: int) -> Path:
-    """Writes the shard under a temporary name, syncs it and renames it; the temporary file never stays behind.
-
-    Raises:
-        OSError: the disk is full, or the folder not ours.
-    """
-    temporary = folder / f"{job:06d}-{piece:03d}{TEMPORARY}{socket.gethostname()}-{secrets.token_hex(4)}"
-    sha = hashlib.sha256()
-    try:
-        with temporary.open("xb") as file:
-            for data in shard.encoded():
-                write(file, data)
-                sha.update(data)
-            file.flush()
-            sync(file.fileno())
-        path = folder / f"{job:06d}-{piece:03d}-{sha.hexdigest()[:32]}.safetensors"
-        rename(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    return path
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in the folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        sync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def digest(shard: Shard) -> str:
-    """What the name of the shard's file would hold."""
+def shard_digest(shard: Shard) -> str:
+    """Return the part of the shard's file name that is a digest of its bytes."""
     sha = hashlib.sha256()
     for data in shard.encoded():
         sha.update(data)
     return sha.hexdigest()[:32]
 
 
+def commit_shard(shard: Shard, folder: Path, job: int, piece: int) -> Path:
+    """Write the shard's file, whole or not at all, and return its path.
+
+    Raises:
+        OSError: the disk is full, or the folder is not writable.
+    """
+    name = f"{job:06d}-{piece:03d}"
+    path = folder / f"{name}-{shard_digest(shard)}.safetensors"
+    write_whole(path, shard.encoded(), folder / f"{name}{TEMPORARY}{socket.gethostname()}-{secrets.token_hex(4)}")
+    return path
+
+
 def intact(path: Path) -> bool:
-    """Whether the file's bytes are those that its name tells of; reads all of it."""
+    """Return whether the file's bytes match the digest in its name; reads all of it."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:32] == path.stem.rsplit("-", 1)[1]
@@ -245,7 +210,7 @@ def intact(path: Path) -> bool:
 
 
 def mapped(path: Path) -> Shard:
-    """The shard in a file known to be intact; its arrays are the file's own pages."""
+    """Return the shard in an intact file; its arrays are the file's own pages."""
     data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     size = int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8 : 8 + size].tobytes())
@@ -258,9 +223,9 @@ def mapped(path: Path) -> Shard:
 
 
 def sweep(folder: Path) -> None:
-    """Removes temporary files that a killed process left: of this machine all, of others those of yesterday.
+    """Remove temporary files of killed processes: all of this machine, of others those of yesterday.
 
-    To be called where no process of this machine can be writing.
+    No process of this machine may be writing.
     """
     for path in folder.glob(f"*{TEMPORARY}*"):
         ours = path.name.split(TEMPORARY)[1].rsplit("-", 1)[0] == socket.gethostname()
@@ -268,29 +233,26 @@ def sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-# --- Rows to shards: what one process does, be it the one that trains or a worker of its own (worker.py).
-
+# --- Rows to shards, in one process.
 
 BATCH_rows = 512  # that the tokenizer gets at a time,
-BATCH_chars = 1 << 20  # and about how much text: it keeps some 100 bytes a token while it works
+BATCH_chars = 1 << 20  # and about how much text: it needs some 100 bytes a token while it works
 SHARD_tok = 4 << 20  # from which a job's shard is full: 16 MiB of ids
 SHARD_rows = 1 << 17  # likewise, refused ones included: a file of empty lines must not fill the memory
 
-# Of each file whether cleaning kept a row: row k of a chunk stands at chunk.first - 1 + k. None: it kept all.
+# Of each file whether cleaning kept a row: row k of a chunk is at chunk.first - 1 + k. None: it kept all.
 Kept = Sequence[np.ndarray] | None
+Parsed = tuple[int, RowLocation, Row | DataError | None]  # position of the file, place, row; None: cleaning removed it
 
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """Consecutive chunks that are tokenised together, each with its file's position in the list of files."""
+    """Consecutive chunks that are tokenized together, each with its file's position in the list of files."""
 
     number: int
     chunks: tuple[tuple[int, Chunk], ...]
     size_bytes: float = 0.0  # about how much of the files that is
-    marks: tuple[list[int], ...] = ()  # of each chunk's file when it was hashed (files.mark)
-
-
-Found = tuple[int, RowLocation, Row | DataError | None]  # position of the file, place, row; None: cleaning took it out
+    marks: tuple[list[int], ...] = ()  # of each chunk's file when it was hashed (readers.mark)
 
 
 def shards(
@@ -301,27 +263,27 @@ def shards(
     kept: Kept = None,
     skip: int = 0,
     most: int | None = None,
-    told: Callable[[int], None] = lambda n: None,
+    progress: Callable[[int], None] = lambda n: None,
 ) -> Iterator[Shard]:
-    """The job's rows as shards of bounded size, the last one marked.
+    """Yield the job's rows as shards of bounded size, the last one marked.
 
     Args:
-        skip: rows at the beginning that lie in shards already.
+        skip: rows at the beginning that are in shards already.
         most: rows after which the rest is left out.
-        told: called with the number of rows done since it was last called.
+        progress: called with the number of rows done since its last call.
     """
-    builder, batch, chars, seen = Builder(), list[Found](), 0, 0
+    builder, batch, chars, seen = Builder(), list[Parsed](), 0, 0
 
     def flush() -> None:
-        good = [(where, found) for _, where, found in batch if found is not None and not isinstance(found, DataError)]
-        made = iter(tokens.batch(good, train_on))
+        good = [(where, row) for _, where, row in batch if row is not None and not isinstance(row, DataError)]
+        documents = iter(tokens.batch(good, train_on))
         builder.marked += sum(tokens.marked(row) for _, row in good)
-        for file, where, found in batch:
-            if found is None:
+        for file, where, row in batch:
+            if row is None:
                 builder.cleaned += 1
             else:
-                builder.add(where, file, found if isinstance(found, DataError) else next(made))
-        told(len(batch))
+                builder.add(where, file, row if isinstance(row, DataError) else next(documents))
+        progress(len(batch))
         batch.clear()
 
     for entry in islice(parsed(job, text_rows, kept), skip, None):
@@ -341,114 +303,112 @@ def shards(
     yield builder.shard(last=True)
 
 
-def parsed(job: TokenizeJob, text_rows: str, kept: Kept) -> Iterator[Found]:
-    """The job's rows with their meaning, or why they have none."""
+def parsed(job: TokenizeJob, text_rows: str, kept: Kept) -> Iterator[Parsed]:
+    """Yield the job's rows with their meaning, or the error of one that has none."""
     for file, chunk in job.chunks:
         keep = None if kept is None else kept[file]
-        for k, (where, found) in enumerate(attempts(chunk, text_rows), chunk.first - 1):
+        for k, (where, row) in enumerate(attempts(chunk, text_rows), chunk.first - 1):
             if keep is not None and not keep[k]:
                 yield file, where, None
-            elif isinstance(found, DataError):
-                yield file, where, found
             else:
-                yield file, where, meaning(where, found)
+                yield file, where, row if isinstance(row, DataError) else meaning(where, row)
 
 
-def meaning(where: RowLocation, found: dict[str, Any]) -> Row | DataError:
-    """The row, or the error that says why it is none."""
+def meaning(where: RowLocation, row: dict[str, Any]) -> Row | DataError:
+    """Return the row, or the error of one that is none."""
     try:
-        return schema.parse(where, found)
+        return schema.parse(where, row)
     except DataError as error:
         return error
 
 
 def identity(tokens: Tokens) -> str:
-    """SHA-256 over all of a tokenizer that decides about ids and masks; the date where the template asks for it."""
-    tokenizer, source = tokens.tokenizer, template(tokens) or ""
+    """Return the SHA-256 over all of a tokenizer that changes ids and masks; with the date if the template uses it."""
+    tokenizer, source = tokens.tokenizer, _template(tokens) or ""
     today = datetime.date.today().isoformat() if "strftime_now" in source else ""
-    said = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.special_tokens_map, source, today]
-    return hashlib.sha256(json.dumps(said, default=str).encode()).hexdigest()
+    parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.special_tokens_map, source, today]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
-def template(tokens: Tokens) -> str | None:
-    """The chat template, with the date in it where the run has one; None where there is none: text needs none."""
+def _template(tokens: Tokens) -> str | None:
+    """Return the chat template, with the run's date in it; None if there is none: text does not need one."""
     try:
         return tokens.template()
     except DataError:
         return None
 
 
+def commit_chunk(
+    job: TokenizeJob, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int
+) -> tuple[list[str], int]:
+    """Write the missing shards of a job; return (their names, rows). Each shard written stays.
+
+    Raises:
+        DataError: a file changed after the folder got its name, and no shard of it is written; or the disk is full.
+    """
+    names, n = list[str](), 0
+    for shard in shards(job, tokens, train_on, text_rows, kept, skip):
+        for (_, chunk), mark in zip(job.chunks, job.marks):
+            if readers.mark(chunk.file) != mark:
+                raise readers.changed_meanwhile(chunk.file)
+        try:
+            names.append(commit_shard(shard, folder, job.number, piece + len(names)).name)
+        except OSError as error:
+            raise no_room(folder, error) from None
+        n += shard.rows + shard.cleaned
+    return names, n
+
+
 def no_room(folder: Path, error: OSError) -> DataError:
-    """What a disk that does not take the shards becomes."""
+    """Return the error of a folder that cannot take the shards."""
     do = "free some space there" if error.errno == errno.ENOSPC else "check the folder and its rights"
     asked = f"to keep the tokenised data in {folder}"
     return DataError(asked, str(error.strerror), f"{do}, or name another: data.cache")
 
 
-def commit_chunk(
-    job: TokenizeJob, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int
-) -> tuple[list[str], int]:
-    """Writes what is missing of a job's shards; (their names, rows). What is written stays, whatever happens next.
-
-    Raises:
-        DataError: a file is not what it was when the folder got its name; no shard of it is written then.
-    """
-    names, n = list[str](), 0
-    for made in shards(job, tokens, train_on, text_rows, kept, skip):
-        for (_, chunk), mark in zip(job.chunks, job.marks):
-            if readers.mark(chunk.file) != mark:
-                raise readers.changed(chunk.file)
-        try:
-            names.append(commit_shard(made, folder, job.number, piece + len(names)).name)
-        except OSError as error:
-            raise no_room(folder, error) from None
-        n += made.rows + made.cleaned
-    return names, n
-
-
 # --- A worker: a fresh interpreter that turns chunks of files into shards.
 #
-# It is told its jobs on standard input, a line of JSON each, and answers with one. So it inherits no GPU, no process
-# group and no lock, needs no pickle, and does not run the caller's main module again. It never imports torch, which
-# would cost more memory than all that it does, and transformers only for the templates of conversations.
+# Standard input brings its jobs, a line of JSON each, and standard output takes an answer a line. So it inherits no
+# GPU, no process group and no lock, needs no pickle, and does not run the caller's main module again. It never imports
+# torch, which would take more memory than its work, and transformers only for the templates of conversations.
 
 
-def order(tokens: Tokens, kept: Kept, train_on: str, text_rows: str, folder: Path) -> dict[str, Any]:
-    """How to tokenise, as a worker is told it first; what is large lies in the folder, under the shards' lock."""
+def _instructions(tokens: Tokens, kept: Kept, train_on: str, text_rows: str, folder: Path) -> dict[str, Any]:
+    """Return a worker's first line; large parts of it are files in the folder, under the shards' lock."""
     tokenizer, engine, rows = tokens.tokenizer, folder / "tokenizer.json", folder / "kept.npz"
     engine.write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
     if kept is not None:
-        save(rows, kept)
+        save_kept(rows, kept)
     return {
         "tokenizer": str(engine), "eos": tokenizer.eos_token_id, "special": tokenizer.special_tokens_map,
-        "template": template(tokens), "kept": kept and str(rows), "train_on": train_on, "text_rows": text_rows,
+        "template": _template(tokens), "kept": kept and str(rows), "train_on": train_on, "text_rows": text_rows,
         "folder": str(folder),
     }  # fmt: skip
 
 
-def save(path: Path, kept: Sequence[np.ndarray]) -> None:
-    """Writes which rows cleaning kept, by file."""
+def save_kept(path: Path, kept: Sequence[np.ndarray]) -> None:
+    """Write which rows cleaning kept, by file."""
     with path.open("wb") as file:
         np.savez_compressed(file, *kept)
 
 
-def load(path: Path) -> list[np.ndarray]:
-    """What `save` wrote."""
-    with np.load(path) as held:
-        return [held[f"arr_{i}"] for i in range(len(held.files))]
+def load_kept(path: Path) -> list[np.ndarray]:
+    """Return what `save_kept` wrote."""
+    with np.load(path) as arrays:
+        return [arrays[f"arr_{i}"] for i in range(len(arrays.files))]
 
 
 def main() -> None:
-    """A worker: the first line says how to tokenise, each further one a job; it ends where its input does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
+    """Run a worker: the first line has instructions, each further one a job; it ends with its input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not pass for an answer
+    os.dup2(2, 1)  # what libraries print is no answer
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def listen() -> None:
         for line in sys.stdin:
             lines.put(line)
-        os._exit(0)  # whoever asked is gone: what is half done stays undone
+        os._exit(0)  # the parent is gone: what is half done stays undone
 
     threading.Thread(target=listen, daemon=True).start()
     try:
@@ -466,16 +426,16 @@ def main() -> None:
 
 
 class _Tokenizer:
-    """What `Tokens` asks of a tokenizer, from what the process that started this one wrote down of its own."""
+    """The part of a transformers tokenizer that `Tokens` uses, from a worker's instructions."""
 
     is_fast = True
 
-    def __init__(self, said: dict[str, Any]) -> None:
+    def __init__(self, given: dict[str, Any]) -> None:
         from tokenizers import Tokenizer
 
-        self.name_or_path, self.eos_token_id = said["tokenizer"], said["eos"]
-        self.special_tokens_map, self._template = said["special"], said["template"]
-        self.backend_tokenizer = Tokenizer.from_file(said["tokenizer"])
+        self.name_or_path, self.eos_token_id = given["tokenizer"], given["eos"]
+        self.special_tokens_map, self._template = given["special"], given["template"]
+        self.backend_tokenizer = Tokenizer.from_file(given["tokenizer"])
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
 
     def get_chat_template(self, given: str | None) -> str:
@@ -487,28 +447,30 @@ class _Tokenizer:
         return self.backend_tokenizer.id_to_token(i)
 
 
-def _begin(order: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Opens the tokenizer; what comes back does a job."""
-    tokens = Tokens(cast(Any, _Tokenizer(order)))
-    folder, kept = Path(order["folder"]), None if order["kept"] is None else load(Path(order["kept"]))
+def _begin(given: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Open the tokenizer; return a function that does a job."""
+    tokens = Tokens(cast(Any, _Tokenizer(given)))
+    folder, kept = Path(given["folder"]), None if given["kept"] is None else load_kept(Path(given["kept"]))
 
     def work(task: dict[str, Any]) -> dict[str, Any]:
         chunks = tuple((file, Chunk(Path(path), *rest)) for file, path, *rest in task["chunks"])
         job = TokenizeJob(task["number"], chunks, marks=tuple(task["marks"]))
         names, n = commit_chunk(
-            job, tokens, order["train_on"], order["text_rows"], kept, folder, task["skip"], task["piece"]
+            job, tokens, given["train_on"], given["text_rows"], kept, folder, task["skip"], task["piece"]
         )
         return {"names": names, "rows": n}
 
     return work
 
 
+# --- All shards of some data.
+
 CHUNK_bytes = 16 << 20  # of a job; data smaller than this stays in memory
 PACKED = 4  # times its bytes is the text of a compressed file, about
-AHEAD = 2  # jobs a worker has waiting, so that it never does
-QUIET_S, EVERY_S = 2.0, 5.0  # what is over sooner is not told; how often the rest is
+AHEAD = 2  # jobs that wait for each worker, so that it never waits
+QUIET_S, EVERY_S = 2.0, 5.0  # work shorter than the first is not reported; seconds between two reports
 POLL_S = 0.2
-# The interpreter of a worker must not find torch: importing it takes longer and more memory than tokenising.
+# The interpreter of a worker must not find torch: importing it takes longer and more memory than tokenizing.
 WORKER = (
     "import sys; sys.modules['torch'] = None; sys.argv[1] in sys.path or sys.path.insert(0, sys.argv[1]); "
     "from optrush.data.tokenize import main; main()"
@@ -520,16 +482,15 @@ ALONE = {
 }  # fmt: skip
 
 Say = Callable[[str], None]
-Made = Path | Shard  # a shard on the disk, or one that was never written
 
 
 def silent(_: str) -> None:
-    """Says nothing."""
+    """Report nothing."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What is tokenised, and how."""
+    """What is tokenized, and how."""
 
     config: Config
     tokens: Tokens
@@ -540,72 +501,68 @@ class Work:
 
     @property
     def folder(self) -> Path:
-        """Where its shards lie."""
-        said = {
-            "format": FORMAT, "files": readers.fingerprint(self.files, root(self.config.data.cache)),
+        """The folder of its shards."""
+        key = {
+            "format": FORMAT, "files": readers.fingerprint(self.files, cache_root(self.config.data.cache)),
             "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.text_rows,
             "cleaning": self.cleaning,
             "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
         }  # fmt: skip
-        return root(self.config.data.cache) / "tokens" / hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
+        return cache_root(self.config.data.cache) / "tokens" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
 
-def root(cache: str | None) -> Path:
-    """The folder for what is made of data: the one given, `$OPTRUSH_CACHE`, or one in the user's cache."""
+def cache_root(cache: str | None) -> Path:
+    """Return the folder for what is made of data: the one given, `$OPTRUSH_CACHE`, or one in the user's cache."""
     if cache is not None or "OPTRUSH_CACHE" in os.environ:
         return Path(cache or os.environ["OPTRUSH_CACHE"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
 
 
-def tokenised(work: Work, most: int | None = None) -> Generator[Made]:
-    """The shards of the data in order, each as soon as it is there; whoever has seen enough closes the iterator.
+def tokenized(work: Work, most: int | None = None) -> Generator[Path | Shard]:
+    """Yield the shards of the data in order, each as soon as it exists; close the iterator to stop.
 
     Args:
-        most: rows that are needed, so that of small data no more are tokenised.
+        most: rows that are needed, so that of small data no more are tokenized.
 
     Raises:
         DataError: a file cannot be read, or its shards not be written.
     """
-    told = Telling(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
+    progress = Progress(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
     if small(work.files):
         data = work.config.data
         for job in jobs(work.files, data.text_rows):
             yield from shards(
-                job, work.tokens, learnt(work.config), data.text_rows, work.kept, most=most, told=told.done
+                job, work.tokens, learnt(work.config), data.text_rows, work.kept, most=most, progress=progress.done
             )
         return
     marks = [readers.mark(path) for path in work.files]
     folder = work.folder
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise no_room(folder, error) from None
-    store = Store(folder)
+    store = ShardStore(folder)
     number = yield from store.ready(0)
     if number == store.jobs:
         return
-    with alone(folder, work.say):
+    with locked(folder, work.say):
         sweep(folder)
-        store.refresh()  # others may have worked meanwhile
+        store.refresh()  # another process may have worked meanwhile
         number = yield from store.ready(number)
         if number != store.jobs:
-            for paths in made(work, store, told, number, marks):
+            for paths in _remaining(work, store, progress, number, marks):
                 yield from paths
 
 
 def small(paths: Sequence[Path]) -> bool:
-    """Whether the data fits into one chunk, and so into memory."""
-    return sum(path.stat().st_size * (1 if plain(path) else PACKED) for path in paths) < CHUNK_bytes
+    """Return whether the data fits into one chunk, and so into memory."""
+    return sum(path.stat().st_size * (1 if _plain(path) else PACKED) for path in paths) < CHUNK_bytes
 
 
-def plain(path: Path) -> bool:
-    """Whether the file's bytes are its text."""
+def _plain(path: Path) -> bool:
+    """Return whether the file's bytes are its text."""
     suffix, packing = form(path) or ("", "")
     return not packing and suffix != PARQUET
 
 
-class Store:
-    """What lies in a folder of shards."""
+class ShardStore:
+    """The shards in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -613,10 +570,10 @@ class Store:
         self.refresh()
 
     def refresh(self) -> None:
-        """Looks again. What is damaged counts as missing; made again it gets the same name."""
+        """List the folder again. A damaged shard counts as missing; made again it gets the same name."""
         paths = sorted(self.folder.glob("*.safetensors"))
         fresh = [path for path in paths if path not in self._sound]
-        with ThreadPoolExecutor(cores()) as pool:  # hashing leaves Python's lock alone
+        with ThreadPoolExecutor(cores()) as pool:  # hashing releases Python's lock
             sound = dict(zip(fresh, pool.map(intact, fresh)))
         self._sound |= {path for path, ok in sound.items() if ok}
         self.jobs = next((int(path.name.split("-")[1]) for path in self.folder.glob("complete-*")), None)
@@ -625,25 +582,25 @@ class Store:
             job, piece = map(int, path.name.split("-")[:2])
             if path in self._sound and piece == len(self.begun.setdefault(job, [])):
                 self.begun[job].append(path)
-        self.whole = {job: held for job, held in self.begun.items() if held and mapped(held[-1]).last}
+        self.whole = {job: pieces for job, pieces in self.begun.items() if pieces and mapped(pieces[-1]).last}
 
     def ready(self, number: int) -> Generator[Path, None, int]:
-        """The shards of the jobs from `number` on, up to one of which some are missing; its number."""
+        """Yield the shards of the jobs from `number` on; return the first job of which some are missing."""
         while number in self.whole:
             yield from self.whole[number]
             number += 1
         return number
 
     def close(self, jobs: int) -> None:
-        """Notes that there are no more jobs than these."""
+        """Record that there are no more jobs than these."""
         sync_folder(self.folder)
         (self.folder / f"complete-{jobs}").touch()
         sync_folder(self.folder)
 
 
 def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[TokenizeJob]:
-    """The data in jobs of about CHUNK_bytes, from the files alone: a part of a large file, or several small ones."""
-    number, held, size = 0, list[tuple[int, Chunk]](), 0.0
+    """Yield the data in jobs of about CHUNK_bytes, from the files alone: a part of one, or several small ones."""
+    number, members, size = 0, list[tuple[int, Chunk]](), 0.0
     whole: float
     for file, path in enumerate(paths):
         whole, parts = path.stat().st_size, chunks(path, CHUNK_bytes, text_rows)
@@ -651,18 +608,20 @@ def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[TokenizeJob]:
             listed = list(parts)
             whole, parts = whole / len(listed), iter(listed)
         for chunk in parts:
-            part = chunk.end - chunk.start if plain(path) and chunk.end is not None else whole
-            if held and size + part > CHUNK_bytes:
-                yield TokenizeJob(number, tuple(held), size)
-                number, held, size = number + 1, [], 0.0
-            held.append((file, chunk))
+            part = chunk.end - chunk.start if _plain(path) and chunk.end is not None else whole
+            if members and size + part > CHUNK_bytes:
+                yield TokenizeJob(number, tuple(members), size)
+                number, members, size = number + 1, [], 0.0
+            members.append((file, chunk))
             size += part
-    if held:
-        yield TokenizeJob(number, tuple(held), size)
+    if members:
+        yield TokenizeJob(number, tuple(members), size)
 
 
-def made(work: Work, store: Store, told: Telling, first: int, marks: Sequence[list[int]]) -> Iterator[list[Path]]:
-    """The shards of each job from `first` on, in order, made by worker processes where they are missing.
+def _remaining(
+    work: Work, store: ShardStore, progress: Progress, first: int, marks: Sequence[list[int]]
+) -> Iterator[list[Path]]:
+    """Yield the shards of each job from `first` on, in order; workers make the missing ones.
 
     Args:
         marks: of each file before its contents were hashed: one that changes meanwhile belongs to another folder.
@@ -670,7 +629,7 @@ def made(work: Work, store: Store, told: Telling, first: int, marks: Sequence[li
     waiting: deque[tuple[TokenizeJob, Future[tuple[list[Path], int]] | None]] = deque()
     most = work.config.data.workers or cores()
     todo, number = jobs(work.files, work.config.data.text_rows), 0
-    with Workers(work, store, min(most, 1 + int(told.total) // CHUNK_bytes), marks) as workers:
+    with Workers(work, store, min(most, 1 + int(progress.total) // CHUNK_bytes), marks) as workers:
         while True:
             while len(waiting) < AHEAD * most and (job := next(todo, None)) is not None:
                 number += 1
@@ -680,7 +639,7 @@ def made(work: Work, store: Store, told: Telling, first: int, marks: Sequence[li
                 break
             job, future = waiting.popleft()
             paths, rows = (store.whole[job.number], 0) if future is None else future.result()
-            told.done(rows, job.size_bytes, fresh=future is not None)
+            progress.done(rows, job.size_bytes, fresh=future is not None)
             yield paths
     store.close(number)
 
@@ -688,11 +647,11 @@ def made(work: Work, store: Store, told: Telling, first: int, marks: Sequence[li
 class Workers:
     """Worker processes, each of which does one job after another."""
 
-    def __init__(self, work: Work, store: Store, count: int, marks: Sequence[list[int]]) -> None:
+    def __init__(self, work: Work, store: ShardStore, count: int, marks: Sequence[list[int]]) -> None:
         self.store = store
         self._marks = marks
-        data = work.config.data
-        self._order = order(work.tokens, work.kept, learnt(work.config), data.text_rows, store.folder)
+        text_rows = work.config.data.text_rows
+        self._given = _instructions(work.tokens, work.kept, learnt(work.config), text_rows, store.folder)
         self._count = count
         self._pool = ThreadPoolExecutor(count)  # a thread waits for each
         self._processes: list[subprocess.Popen[str]] = []
@@ -706,7 +665,7 @@ class Workers:
             )
             self._processes.append(process)
             self._idle.put(process)
-            _tell(process, self._order)
+            _send(process, self._given)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -715,34 +674,34 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
         for process in self._processes:
             process.communicate()
-        sweep(self.store.folder)  # what they were about to write
+        sweep(self.store.folder)  # their unfinished files
 
     def start(self, job: TokenizeJob) -> Future[tuple[list[Path], int]]:
-        """Makes what is missing of a job: the paths of all its shards, and the rows that were read for it."""
+        """Make the missing shards of a job: the paths of all its shards, and the rows that were read for it."""
         return self._pool.submit(self._make, job)
 
     def _make(self, job: TokenizeJob) -> tuple[list[Path], int]:
         there = self.store.begun.get(job.number, [])
-        skip = sum(made.rows + made.cleaned for made in map(mapped, there))
+        skip = sum(shard.rows + shard.cleaned for shard in map(mapped, there))
         chunks = [(file, str(chunk.file), chunk.first, chunk.start, chunk.end) for file, chunk in job.chunks]
         marks = [self._marks[file] for file, _ in job.chunks]
         process = self._idle.get()
-        _tell(process, {"number": job.number, "chunks": chunks, "skip": skip, "piece": len(there), "marks": marks})
+        _send(process, {"number": job.number, "chunks": chunks, "skip": skip, "piece": len(there), "marks": marks})
         assert process.stdout is not None
         line = process.stdout.readline()
-        self._idle.put(process)  # a dead one too: whoever gets it sees that, and nobody waits for ever
+        self._idle.put(process)  # a dead one too: the next job on it fails, and no job waits for ever
         if not line:
             raise _died(job, process.wait())
         answer = json.loads(line)
         if "error" in answer:
-            kind, *said = answer["error"]
-            raise getattr(errors, kind)(*said)
+            kind, *texts = answer["error"]
+            raise getattr(errors, kind)(*texts)
         return [*there, *(self.store.folder / name for name in answer["names"])], answer["rows"]
 
 
-def _tell(process: subprocess.Popen[str], what: dict[str, Any]) -> None:
+def _send(process: subprocess.Popen[str], what: dict[str, Any]) -> None:
     assert process.stdin is not None
-    with suppress(BrokenPipeError):  # who reads its answer sees that it is dead
+    with suppress(BrokenPipeError):  # a dead process is noticed when its answer is read
         process.stdin.write(json.dumps(what) + "\n")
         process.stdin.flush()
 
@@ -755,8 +714,8 @@ def _died(job: TokenizeJob, code: int) -> DataError:
     return DataError(f"to tokenise {at}", f"the process that did it {by}{hint}", do)
 
 
-class Telling:
-    """Says how far some work is, unless it is over soon."""
+class Progress:
+    """Reports the progress of some work, unless it is over soon."""
 
     def __init__(self, say: Say, what: str, total: float) -> None:
         self.say, self.what, self.total = say, what, total
@@ -764,7 +723,7 @@ class Telling:
         self.begun = self.last = time.monotonic()
 
     def done(self, rows: int, size: float = 0.0, fresh: bool = True) -> None:
-        """So many rows more, and so much of the total; `fresh`: it took time."""
+        """Count so many rows more, and so much of the total; `fresh`: it took time."""
         self.rows += rows
         self.passed += size
         self.fresh += size if fresh else 0.0
@@ -779,24 +738,24 @@ class Telling:
         self.say(text)
 
     def share(self, share: float, rows: int) -> None:
-        """The same of the whole work up to now."""
+        """Set the share of the whole work, and the rows, done until now."""
         self.done(rows - self.rows, share * self.total - self.passed)
 
 
 @contextmanager
-def alone(folder: Path, say: Say) -> Iterator[None]:
-    """Holds the folder's lock, which no other process of this machine holds then; dies with this process."""
-    begun = time.monotonic()
-    told = False
+def locked(folder: Path, say: Say) -> Iterator[None]:
+    """Hold the folder's lock, exclusive on this machine; it ends with this process. Raises DataError for OSError."""
+    begun, reported = time.monotonic(), False
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("a") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if not told and time.monotonic() - begun > QUIET_S:
-                        told = True
+                    if not reported and time.monotonic() - begun > QUIET_S:
+                        reported = True
                         say("waiting for another process that tokenises the same data")
                     time.sleep(POLL_S)
             yield
@@ -805,31 +764,26 @@ def alone(folder: Path, say: Say) -> Iterator[None]:
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Return the processor cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-# --- Bad rows that are set aside instead of stopping the run: each one named, and never more than the run allows.
+# --- Bad rows that are set aside instead of stopping the run: each is named, and never more than the run allows.
 
-
-EARLY_rows = 10_000  # read before the rate is looked at for the first time, unless the data has fewer
+EARLY_rows = 10_000  # read before the share is checked for the first time, unless the data has fewer
 NAMED = 3
 
 
-def check(refused: Sequence[BadRow], rows: int, most: float) -> None:
-    """Raises DataError if more than the share `most` of so many rows are bad."""
-    if len(refused) <= most * rows:
-        return
-    named = "; ".join(f"{where}: {error.found}" for where, error in refused[:NAMED])
-    raise DataError(
-        f"at most {most:.4g} of the rows bad (data.most_bad)",
-        f"{len(refused):,} of {rows:,}: {named}",
-        "mend the file, or raise data.most_bad",
-    )
+def check_bad_share(refused: Sequence[BadRow], rows: int, most: float) -> None:
+    """Raise DataError if more than the share `most` of so many rows are bad."""
+    if len(refused) > most * rows:
+        named = "; ".join(f"{where}: {error.found}" for where, error in refused[:NAMED])
+        asked = f"at most {most:.4g} of the rows bad (data.most_bad)"
+        raise DataError(asked, f"{len(refused):,} of {rows:,}: {named}", "mend the file, or raise data.most_bad")
 
 
-def append(path: Path, refused: Iterable[BadRow]) -> None:
-    """Adds a line of JSON a row to a file (quarantine.jsonl); several processes may."""
+def append_bad_rows(path: Path, refused: Iterable[BadRow]) -> None:
+    """Append a line of JSON a row to a file (quarantine.jsonl); several processes may."""
     lines = [
         json.dumps({"file": str(where.file), "line": where.line, "reason": error.found}, ensure_ascii=False) + "\n"
         for where, error in refused
@@ -837,7 +791,7 @@ def append(path: Path, refused: Iterable[BadRow]) -> None:
     if lines:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            for line in lines:  # whole lines: what two processes write at once does not mix
+            for line in lines:  # one call a line: the lines of two processes do not mix
                 os.write(descriptor, line.encode("utf-8", "backslashreplace"))
         finally:
             os.close(descriptor)

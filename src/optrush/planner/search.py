@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from optrush import technique
 from optrush.config import Config
-from optrush.data.length_estimate import held
+from optrush.data.length_estimate import estimate_fill
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.hardware import named
 from optrush.models.shapes import HF, SHAPES, ModelShape, native_obstacle
@@ -101,7 +101,7 @@ def predict(
     """
     device, count = named(hardware)
     resolved = resolve(config, classes, ranks or count, device)
-    lengths = held(config)
+    lengths = estimate_fill(config)
     env = dataclasses.replace(resolved.env, reach=lengths.reach)
     tokens = env.micro_rows * env.seq
     book = baseline.book(resolved.techniques, env, _shape(resolved.hf), lengths.padding)
@@ -228,7 +228,7 @@ def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]]) 
             f"{rows} rows, which {ranks} ranks cannot share",
             f"take {max(1, rows // ranks) * ranks * config.batch.seq}",
         )
-    lengths = held(config)
+    lengths = estimate_fill(config)
     env = dataclasses.replace(resolved.env, ranks=ranks, reach=lengths.reach)
     return _Problem(resolved.hf, env, lengths.padding, calibration.for_device(device))
 

@@ -8,7 +8,6 @@ time. Everything is made before anything is written.
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from markupsafe import Markup
 
 from optrush.bench import record
 from optrush.errors import ConfigError, DataError
+from optrush.files import write_whole
 from optrush.planner.cost import PARTS
 from optrush.report import charts, run
 from optrush.report.charts import (
@@ -280,7 +280,7 @@ def write_bench(folder: Path) -> None:
     page = _page("bench.html.j2", **_bench(records, shown, title, replaced))
     speeds, peaks = charts.tokens(title, climbed), charts.memory(title, climbed)
     for name, content in ((SPEED, speeds), (MEMORY, peaks), (PAGE, page.encode())):
-        _put(folder / name, content)
+        write_whole(folder / name, [content])
 
 
 def write_run(folder: Path, ranks: int | None = None) -> None:
@@ -292,7 +292,7 @@ def write_run(folder: Path, ranks: int | None = None) -> None:
     Raises:
         UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is none; nothing was written.
     """
-    _put(folder / PAGE, _page("run.html.j2", **run.told(run.read(folder), ranks)).encode())
+    write_whole(folder / PAGE, _page("run.html.j2", **run.told(run.read(folder), ranks)))
 
 
 def write_many(folders: Sequence[Path], out: Path) -> None:
@@ -307,7 +307,7 @@ def write_many(folders: Sequence[Path], out: Path) -> None:
             benches.append((folder, _records(folder)))
         else:
             trained.append(run.summary(run.read(folder)))
-    _put(out, _page("many.html.j2", **_many(benches), trained=trained).encode())
+    write_whole(out, _page("many.html.j2", **_many(benches), trained=trained))
 
 
 def kind(folder: Path) -> str:
@@ -351,19 +351,6 @@ def _page(template: str, **content: Any) -> str:
         "signed": lambda value: percent(value, signed=True),
     }  # fmt: skip
     return house.get_template(template).render(hatching=charts.hatching(), **content)
-
-
-def _put(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
-    new = path.with_name(path.name + ".tmp")
-    try:
-        with new.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 # --- a ladder

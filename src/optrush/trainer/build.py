@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from optrush.data import sampler
 from optrush.data.chat_template import Tokens, open_tokens
-from optrush.data.dataset import Streamed
-from optrush.data.sampler import flow
 from optrush.data.sources import Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
@@ -127,12 +125,15 @@ def _build(
     sources = read_sources(config, tokens, vocab, progress, data, cut=trainer.layout.uncut or not training)
     trainer.sources = sources
     held_out = sources.held_out or (None if training else sources.train)
-    if isinstance(held_out, Streamed):
+    if held_out is not None and not held_out.tokenized:
         do = "leave data.stream out (--set data.stream=false), or give a data.eval"
         raise ConfigError("to evaluate on `data.path`", "`data.stream`: nobody has counted its rows", do)
     trainer.notes.append(f"data: {sources.summary}")
     trainer.fingerprints = fingerprints(trainer, tokens, sources, today)
-    trainer.stream = flow(sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, cost=model.flops)
+    trainer.stream = sampler.Stream(
+        sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, cost=model.flops,
+        most_bad=config.data.most_bad,
+    )  # fmt: skip
     for name in ("model", "peft", "parallelize", "loss", "recompute", "compile", "shard"):
         stage(name)
         if name == "peft" and config.dpo is not None and dpo.by_adapter(config.dpo, trainer.adapters_disabled):
@@ -142,13 +143,9 @@ def _build(
         refuse_frozen(model, recipe, growth)
     if held_out is not None:
         trainer.evaluation = sampler.evaluation(
-            held_out,
-            T=env.seq,
-            micro_rows=env.micro_rows,
-            rank=world.data_rank,
-            ranks=world.data_ranks,
+            held_out, T=env.seq, micro_rows=env.micro_rows, rank=world.data_rank, ranks=world.data_ranks,
             packed=model.supports_packing,
-        )
+        )  # fmt: skip
     if config.dpo is not None or not all(p.requires_grad for p in model.parameters()):
         trainer.fingerprints["base"] = fingerprint(prepared.folder, config.seed)
     materialise(trainer)

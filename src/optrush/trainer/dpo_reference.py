@@ -24,9 +24,10 @@ from torch import Tensor
 from optrush import console
 from optrush.data import readers, sampler, tokenize
 from optrush.data.batch import Batch
-from optrush.data.dataset import Source, Streamed
-from optrush.data.tokenize import no_room, root
+from optrush.data.dataset import Source
+from optrush.data.tokenize import cache_root, no_room
 from optrush.errors import ConfigError, UserError
+from optrush.files import sync_folder, write_whole
 from optrush.models.weights import value_files
 from optrush.objectives import dpo
 from optrush.resolve import ResolvedConfig
@@ -93,7 +94,7 @@ def _asked(trainer: Trainer) -> bool:
 
 def _counted(trainer: Trainer) -> Source:
     """The pairs to train on; ConfigError where they are not there before the run."""
-    if isinstance(trainer.sources.train, Streamed):
+    if not trainer.sources.train.tokenized:
         found = "`data.stream`: nobody has read its rows before step 0, and what is trained cannot be undone"
         raise ConfigError("a reference for `objective: dpo`", found, "leave data.stream out, or train an adapter")
     return trainer.sources.train
@@ -145,7 +146,7 @@ def _precomputed(prepared: ResolvedConfig) -> ResolvedConfig:
 
 def _found(trainer: Trainer, prepared: ResolvedConfig, source: Source, what: str) -> np.ndarray:
     """(samples, 2) float32: the log-probabilities of the chosen and the rejected document of each pair."""
-    folder, key = root(trainer.config.data.cache) / "reference", _key(trainer, prepared, source)
+    folder, key = cache_root(trainer.config.data.cache) / "reference", _key(trainer, prepared, source)
     kept = _kept(folder, key)
     if all(distributed.gather("there" if kept is not None else "")):  # hosts may differ
         assert kept is not None and kept.shape == (len(source), 2)
@@ -192,7 +193,7 @@ def _values(trainer: Trainer, prepared: ResolvedConfig) -> str:
     found, error = "", None
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a machine; the cache knows files that did not change
         try:
-            found = readers.fingerprint(value_files(prepared.folder), root(trainer.config.data.cache))
+            found = readers.fingerprint(value_files(prepared.folder), cache_root(trainer.config.data.cache))
         except UserError as e:
             error = e
     distributed.agree(error)
@@ -240,14 +241,7 @@ def _keep(made: np.ndarray, folder: Path, key: str) -> None:
     file = io.BytesIO()
     np.save(file, made, allow_pickle=False)
     data = file.getvalue()
-    temporary = folder / f"{key}{tokenize.TEMPORARY}{secrets.token_hex(4)}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as out:
-            tokenize.write(out, data)
-            out.flush()
-            tokenize.sync(out.fileno())
-        tokenize.rename(temporary, folder / f"{key}-{hashlib.sha256(data).hexdigest()[:32]}.npy")
-        tokenize.sync_folder(folder)
-    finally:
-        temporary.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{key}-{hashlib.sha256(data).hexdigest()[:32]}.npy"
+    write_whole(path, [data], folder / f"{key}{tokenize.TEMPORARY}{secrets.token_hex(4)}")
+    sync_folder(folder)

@@ -22,7 +22,6 @@ from optrush.config import Config, dump_config
 from optrush.data import sampler
 from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.preview import CLOSE, OPEN, decoded, visible
-from optrush.data.sampler import Live, flow
 from optrush.data.sources import Sources, read_sources
 from optrush.errors import UserError
 from optrush.hardware import GIB
@@ -64,7 +63,9 @@ def rehearse(prepared: ResolvedConfig, resume: Literal["auto"] | Path | None, co
     trainer = _laid(prepared)
     check_layout(config, trainer.layout)
     sources = read_sources(config, tokens, vocab, console.say, cut=trainer.layout.uncut)
-    rows = flow(sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed)
+    rows = sampler.Stream(
+        sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, most_bad=config.data.most_bad
+    )
     steps = rows.plan(None if config.train.steps else config.train.epochs, config.train.steps)
     if manifest is not None:
         checkpoint.check_plan(manifest, steps.steps, rows.seek(manifest.step, manifest.position))
@@ -162,11 +163,11 @@ def _of(found: Prediction, part: str) -> int:
 
 
 def data(
-    prepared: ResolvedConfig, sources: Sources, rows: sampler.Stream | Live, steps: sampler.Plan, done: int
+    prepared: ResolvedConfig, sources: Sources, rows: sampler.Stream, steps: sampler.Plan, done: int
 ) -> dict[str, Any]:
     """Documents, steps and tokens of the run; null where only training will tell."""
     env = prepared.env
-    known = rows.totals(steps, env.micro_rows) if isinstance(rows, sampler.Stream) else None
+    known = rows.totals(steps, env.micro_rows)
     return {
         "summary": sources.summary,
         "documents": len(sources.train) * sources.train.parts,
@@ -186,9 +187,7 @@ def data(
     }
 
 
-def shown(
-    rows: sampler.Stream | Live, steps: sampler.Plan, prepared: ResolvedConfig, tokens: Tokens
-) -> list[dict[str, Any]]:
+def shown(rows: sampler.Stream, steps: sampler.Plan, prepared: ResolvedConfig, tokens: Tokens) -> list[dict[str, Any]]:
     """The first rows of the first step, in pieces that are learnt or not."""
     held = [(b, row) for b, row in enumerate(rows.step(0, steps)) if row]
     found = []

@@ -27,7 +27,7 @@ from optrush import console
 from optrush.config import Config, dump_config
 from optrush.data import sampler, tokenize
 from optrush.data.batch import Batch
-from optrush.data.sampler import ROOM, Live, reading
+from optrush.data.sampler import ROOM, reading
 from optrush.data.schema import Document
 from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError
 from optrush.export import write_model
@@ -135,14 +135,14 @@ def _play(trainer: Trainer, plan: Plan) -> None:
 def _windows(trainer: Trainer, plan: Plan) -> Iterator[list[Batch]]:
     """The steps that are played, on the host."""
     env, rows = trainer.env, trainer.stream
-    if isinstance(rows, Live) and Part.CAPTURE in env.claimed:
+    if not rows.tokenized and Part.CAPTURE in env.claimed:
         # How many documents a row has room for shows when rows are read: what is recorded now would never come again.
         trainer.notes.append(
             "the largest step is not rehearsed: a window is recorded, of rows that nobody has read yet"
         )
         return
     yield [worst(trainer, plan)] * min(2, env.accumulation)
-    if isinstance(rows, Live):
+    if not rows.tokenized:
         return  # its first step is there when a whole window of rows has been read
     world = trainer.world
     yield rows.batches(plan.done, plan.length, rank=world.data_rank, ranks=world.data_ranks, micro_rows=env.micro_rows)
@@ -152,7 +152,7 @@ def worst(trainer: Trainer, plan: Plan) -> Batch:
     """A micro-batch that takes the most memory of all that can come: full rows of one document, of the run's shapes."""
     rows, env = trainer.stream, trainer.env
     width = env.seq
-    if rows.layout.pad_to_longest and not isinstance(rows, Live):
+    if rows.layout.pad_to_longest and rows.tokenized:
         width = min(width, int(rows.source.lengths().max()))
     weight = trainer.model.embedding.weight
     assert isinstance(weight, Tensor)
@@ -161,7 +161,7 @@ def worst(trainer: Trainer, plan: Plan) -> Batch:
     documents = [[(0, Document(part, np.ones(len(part), bool))) for part in parts] for parts in cut]
     # A live stream's room for documents grows with what it meets.
     widest = plan.length.widest or (ROOM if rows.layout.isolated else 2)
-    (batch,) = sampler.batches(rows, documents, widest, rank=0, ranks=1, micro_rows=env.micro_rows)
+    (batch,) = sampler.micro_batches(rows, documents, widest, rank=0, ranks=1, micro_rows=env.micro_rows)
     return batch
 
 
@@ -271,10 +271,10 @@ def fit(
             run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
             (output / "metrics.jsonl").touch()
             run_dir.put(output / "run.yaml", dump_config(absolute(config)))
-            if manifest is None or not isinstance(trainer.stream, Live):  # a stream meets earlier bad rows no more
+            if manifest is None or trainer.stream.tokenized:  # a stream meets earlier bad rows no more
                 (output / QUARANTINE).unlink(missing_ok=True)
-                tokenize.append(output / QUARANTINE, trainer.sources.refused)
-            if isinstance(trainer.stream, Live):
+                tokenize.append_bad_rows(output / QUARANTINE, trainer.sources.refused)
+            if not trainer.stream.tokenized:
                 trainer.stream.aside = output / QUARANTINE
             if trainer.sources.cleaned is not None:
                 data.write_cleaning_page(trainer.sources.cleaned, output)

@@ -18,7 +18,7 @@ from optrush.config import Config
 from optrush.data import sampler
 from optrush.data.batch import Batch
 from optrush.data.packing import Layout, Padded
-from optrush.data.sampler import Evaluation, Live, Loading, Stream
+from optrush.data.sampler import Evaluation, Loading, Stream
 from optrush.data.sources import Sources
 from optrush.kernels.adamw import Rounding
 from optrush.models.weights import WeightMap
@@ -97,7 +97,7 @@ class Trainer:
     # data
     layout: Layout = field(default_factory=Padded)  # how samples become rows
     loading: Loading = field(default_factory=Loading)  # who makes batches ready
-    stream: Stream | Live = None  # type: ignore[assignment]
+    stream: Stream = None  # type: ignore[assignment]
     evaluation: Evaluation | None = None
     """This rank's held-out batches, the same number on every rank; None: the run holds nothing out."""
 
