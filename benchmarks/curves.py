@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush.bench import record
-from optrush.bench.worker import Lines
+from optrush.bench.worker import MetricLines
 from optrush.config import Config, dump_config, parse_config
 from optrush.data import sample
 from optrush.data.sampler import reading
@@ -46,8 +46,7 @@ def curve(config: Config) -> dict[str, Any]:
     plan = Plan(trainer, trainer.stream.plan(None if config.train.steps else config.train.epochs, config.train.steps))
     trainer.batches = batches(trainer, plan)
     trainer.set_step = partial(set_step, trainer, steps=plan.total)
-    meter = Lines(trainer, None, plan.total, lambda _: None)
-    meter.lines = []
+    meter = MetricLines(trainer, plan.total)
     held, trainer.evaluation = trainer.evaluation, None  # asked once, at the end
     with reading(trainer.batches):
         train(trainer, meter, plan, lambda _: None)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from optrush.bench import ladder
-from optrush.bench.record import Record, read
+from optrush.bench.record import Record, read_records
 from optrush.config import Config
 
 GIB = 2**30
@@ -30,7 +30,7 @@ def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
     """
     found: dict[str, list[tuple[Path, Record, Record, bool]]] = {name: [] for name in names}
     for folder in folders(results):
-        records = read(folder)
+        records = read_records(folder)
         by_name = {r.rung: r for r in records}
         for r in records:
             since = by_name.get(r.since or "")

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from optrush import export
 from optrush.bench import ladder, record, results, worker
-from optrush.bench.worker import sketch, tensors
+from optrush.bench.worker import gradients, sketch
 from optrush.config import Config, dump_config, parse_config
 from optrush.data.sampler import reading
 from optrush.errors import UserError
@@ -88,12 +88,12 @@ def gradient(config: Config, baseline: Config, documents: int) -> tuple[Trainer,
     if Part.UPDATE in trainer.env.claimed:
         raise ValueError("no gradient is left: weights are updated in the backward pass")
     dpo_reference.fill(trainer, prepared)
-    held = worker.first_documents(trainer, prepared, baseline, documents)
-    if (found := worker.obstacle(trainer, held)) is not None:
-        raise ValueError(found)
-    laid = worker.lay(trainer, held, most=trainer.stream.plan(None, config.train.steps).widest)
+    first = worker.first_documents(trainer, prepared, baseline, documents)
+    window, reason = worker.proof_window(trainer, first, trainer.stream.plan(None, config.train.steps).widest)
+    if reason is not None:
+        raise ValueError(reason)
     set_step(trainer, 1, 1)
-    loss = trainer.forward_backward(laid, trainer.all_reduce_int(sum(b.n_terms for b in laid)))
+    loss = trainer.forward_backward(window, trainer.all_reduce_int(sum(b.n_terms for b in window)))
     return trainer, loss.item()
 
 
@@ -105,7 +105,7 @@ def compared(trainer: Trainer, wanted: dict[str, Tensor]) -> dict[str, Any]:
         ValueError: they cannot be compared.
     """
     inner, mine, theirs, cosines = 0.0, 0.0, 0.0, dict[str, float]()
-    found = {name: values for t in trainer.trained for name, values in tensors(trainer, t)}
+    found = {name: values for t in trainer.trained for name, values in gradients(trainer, t)}
     if set(found) != set(wanted):
         raise ValueError(f"other tensors: {sorted(set(found) ^ set(wanted))[:3]}")
     for name, values in found.items():
@@ -137,7 +137,7 @@ def answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         held = {
             name: (values.float() / trainer.scale).cpu()
             for t in trainer.trained
-            for name, values in tensors(trainer, t)
+            for name, values in gradients(trainer, t)
         }
         torch.save({"tensors": held, "sketch": seen}, first)
     wanted = torch.load(first, mmap=True)
@@ -174,7 +174,7 @@ def main() -> None:
         try:
             print(json.dumps(answer(json.loads(sys.argv[2]), Path(sys.argv[3])), allow_nan=False))
         except Exception as error:  # a rung may fail in any way, and the others are compared
-            said = str(error) if isinstance(error, UserError) else worker.explain(error)
+            said = str(error) if isinstance(error, UserError) else record.describe_error(error)
             print(json.dumps({"error": said}))
         return
     parser = argparse.ArgumentParser()
@@ -190,7 +190,7 @@ def main() -> None:
     documents = climbed.proof.documents
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     known = {
-        "config": str(a.config), "ladder": climbed.name, "set": a.sets, "case": ladder.case(config),
+        "config": str(a.config), "ladder": climbed.name, "set": a.sets, "case": ladder.case_of(config),
         "documents": documents, "environment": record.machine(), "source": record.source(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=shared) as held, ThreadPoolExecutor(a.jobs) as pool:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from unittest import mock
 
 from optrush.bench import ladder
-from optrush.bench.record import Record, read
+from optrush.bench.record import Record, read_records
 from optrush.config import Config
 from optrush.planner.cost import PARTS
 from optrush.planner.search import Prediction, predict
@@ -93,7 +93,7 @@ def _in_turn(folders: Iterable[Path]) -> list[str]:
         "| case | system | runs | tokens/s: ours | theirs | ours / theirs | peak GiB: ours | theirs |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for records in (read(ROOT / folder) for folder in folders):
+    for records in (read_records(ROOT / folder) for folder in folders):
         by_name = {r.rung: r for r in records}
         for ours, r in ((by_name.get(r.since or ""), r) for r in records if r.peer and not r.red):
             if ours and ours.tokens_per_s and ours.peak_bytes and r.tokens_per_s and r.peak_bytes:
@@ -105,7 +105,7 @@ def _in_turn(folders: Iterable[Path]) -> list[str]:
 
 def table() -> str:
     """The ladder, a row a rung; beside it the plain loop, and what was predicted."""
-    records = read(ROOT / LADDER)
+    records = read_records(ROOT / LADDER)
     plain = plain_loops()
     first, known = records[0], {r.rung for r in records}
     config = Config.model_validate(first.config)
@@ -140,7 +140,7 @@ def table() -> str:
 
 def layouts() -> str:
     """The ladder `data`: what each layout makes of the same chats."""
-    records = read(ROOT / LAYOUTS)
+    records = read_records(ROOT / LAYOUTS)
     first, by_name = records[0], {r.rung: r for r in records}
     rows = [
         f"{first.case}, T={first.seq}, micro-batches of {first.micro_tokens // first.seq} rows, amp, varlen",
@@ -164,7 +164,7 @@ def layouts() -> str:
 
 def fastest() -> str:
     """The fastest set on one GPU, other systems in turn with it, longer rows, larger shapes, adapters, least memory."""
-    ladders = [read(ROOT / folder) for folder in FASTEST]
+    ladders = [read_records(ROOT / folder) for folder in FASTEST]
     first = ladders[0][0]
     rows = [
         f"Random tokens (chats: words), a step in one micro-batch, one {first.device},",
@@ -204,7 +204,7 @@ def fastest() -> str:
 
 def savings() -> list[str]:
     """The ladders `memory` and `long-context` of both shapes side by side, with what is predicted today."""
-    first, longest = (read(ROOT / folders[0])[0] for folders in (SAVING, LONGEST))
+    first, longest = (read_records(ROOT / folders[0])[0] for folders in (SAVING, LONGEST))
     asked = ladder.find(longest.ladder, Config.model_validate(longest.config)).longest
     assert asked is not None
     rows = [
@@ -235,7 +235,7 @@ def nearness() -> list[str]:
     )
     told = {r["case"]: (r["trained"]["steps"], *r["trained"]["losses"]) for r in trained}
     left = "; ".join(f"{case}, {n} steps, loss {first:.1f} to {last:.1f}" for case, (n, first, last) in told.items())
-    by_heart = read(ROOT / PROOFS[-1])[0].losses[-1]
+    by_heart = read_records(ROOT / PROOFS[-1])[0].losses[-1]
     rows = [
         "How far a rung's first gradient lies from that of plain transformers in float32, on the same documents from",
         "the same random weights of the 1B shape: all values compared, then the tensor that is farthest, then its",
@@ -254,7 +254,7 @@ def nearness() -> list[str]:
         "| of | rung | losses | gradient norms | 1 - cosine of the first gradients | tokens/s |",
         "|---|---|---|---|---|---|",
     ]
-    pairs = [(plain, x) for plain, *others in (read(ROOT / folder) for folder in PROOFS) for x in others]
+    pairs = [(plain, x) for plain, *others in (read_records(ROOT / folder) for folder in PROOFS) for x in others]
     for plain, x in pairs:
         if not (x.proof and x.tokens_per_s):
             rows.append(f"| {x.case} | {x.rung} | failed: {x.error} | | | |")
@@ -286,7 +286,7 @@ def _side_by_side(
     folders: Sequence[Path], before: Callable[[Record], str], after: Callable[[Record], str]
 ) -> Iterator[str]:
     """A row a rung, of each folder its peak, measured and predicted today, between two more figures."""
-    found = [read(ROOT / folder) for folder in folders]
+    found = [read_records(ROOT / folder) for folder in folders]
     for pair in zip(*(zip(records, _said(records)) for records in found), strict=True):
         figures = (f"{before(r)} | {_gib(r.peak_bytes)} | {_gib(p.peak_bytes)}{after(r)}" for r, p in pair)
         yield f"| {pair[0][0].rung} | {' | '.join(figures)} |"
@@ -314,7 +314,7 @@ def accuracy() -> str:
     records = [
         (folder, r)
         for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS, *CHOICES, *PROOFS)
-        for r in read(ROOT / folder)
+        for r in read_records(ROOT / folder)
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]
     apart, runs = list[list[float]](), [r for _, r in records]

@@ -19,7 +19,7 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from optrush import technique
-from optrush.bench import ladder, peer, peer_worker
+from optrush.bench import ladder
 from optrush.config import parse_config
 from optrush.hardware import named
 from optrush.kernels import attention, swiglu
@@ -54,7 +54,9 @@ CLIMBED = {
 
 @pytest.mark.parametrize(("name", "load"), [(n, load) for n, loads in CLIMBED.items() for load in loads])
 def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
-    for module in (technique, peer):
+    from optrush_peers import work
+
+    for module in (technique, work):
         monkeypatch.setattr(module, "library", lambda name: "1")
     h200 = named("h200")[0]
     config = parse_config((FOLDER / f"{load}.yaml").read_text(), load)
@@ -62,7 +64,7 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
     for rung in ladder.rungs(climbed, config, True):
         prepared = resolve(rung.config, device=h200)
         if rung.peer is not None:
-            peer_worker.check(rung.peer, rung.config, prepared.env.device)
+            rung.peer.check(rung.config, prepared.env.device)
             continue
         said = search.predict(rung.config, "h200")
         assert said.fits, f"{name}: {rung.name} takes {said.peak_bytes / 2**30:.1f} GiB"
@@ -283,7 +285,7 @@ def test_gradients_that_are_zero_have_no_angle(program):
     config = parse_config(text, "run", withs=["lora:rank=4"])
     job, loss = gradients.gradient(config, config, 2)
     assert 0 < loss < 20
-    held = {name: values.clone() for t in job.trained for name, values in gradients.tensors(job, t)}
+    held = {name: values.clone() for t in job.trained for name, values in gradients.gradients(job, t)}
     assert any(not v.any() for v in held.values())
     assert gradients.compared(job, held)["cosine"] == pytest.approx(1, abs=1e-12)
     with pytest.raises(ValueError, match="other tensors"):

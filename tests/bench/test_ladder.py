@@ -84,7 +84,7 @@ def test_cpu_demo_has_six_rungs_and_no_compiler() -> None:
     assert not any("compile" in r.config.with_ for r in found)
 
 
-@pytest.mark.parametrize("name", [n for n in ladder.named() if n != ladder.OWN])
+@pytest.mark.parametrize("name", [n for n in ladder.shipped() if n != ladder.OWN])
 def test_what_is_shipped_resolves(name: str) -> None:
     held_out = run(
         data={"random": 256, "eval": 0.1}, **{"with": {"bf16": {}}}

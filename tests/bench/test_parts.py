@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from optrush import config
-from optrush.bench import profile, runner, worker
+from optrush.bench import profile, record, runner, worker
 from optrush.bench.profile import Marks, Span
 from optrush.config import Config
 from optrush.errors import RunError
@@ -122,7 +122,7 @@ def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
     for name in names:
         product = "nvjet" in name or "quackgemm" in name or "GemmMod" in name or "splitKreduce" in name
         wanted = "attention" if "flash_attncute" in name else "products" if product else "elementwise"
-        assert profile.called(name) == wanted, name
+        assert profile.part_of(name) == wanted, name
     assert len(names) > 100
 
 
@@ -142,7 +142,7 @@ def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
     ("kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensor", "elementwise"),
 ])  # fmt: skip
 def test_names(name: str, part: str) -> None:
-    assert profile.called(name) == part
+    assert profile.part_of(name) == part
 
 
 # --- a job
@@ -203,7 +203,7 @@ def test_the_head_alone_is_the_heads() -> None:
     labels = torch.zeros(8, 64, dtype=torch.int64)
     with marks.watching() as spans:
         trainer.model.head(hidden, labels).backward()
-    told = {(part, span.name) for span, (_, _, part, _) in zip(_unmarked(spans), profile._told(spans), strict=True)}
+    told = {(part, span.name) for span, (_, _, part, _) in zip(_unmarked(spans), profile._parts(spans), strict=True)}
     assert ("head", "aten::mm") in told and ("products", "aten::mm") not in told
 
 
@@ -285,8 +285,8 @@ def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch: pytest.
         there.append(json.loads(answered.read_text()))
         return {"parts_s": {"products": 1.0}}
 
-    monkeypatch.setattr(worker, "profiled", profiled)
-    monkeypatch.setattr(worker, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(worker, "_profile", profiled)
+    monkeypatch.setattr(record, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(sys, "argv", ["worker", str(asked), str(answered)])
     with pytest.raises(SystemExit) as left:
         worker.main()

@@ -40,7 +40,7 @@ def test_medians_and_quartiles() -> None:
     found = Figures([[1.0, 2.0, 9.0], [4.0, 5.0]], 0, "rss")
     assert (found.tokens_per_s, found.repeats) == (4.0, [2.0, 4.5])
     assert found.quartiles == (2.0, 5.0)
-    assert results.quartiles([3.0]) == (3.0, 3.0)
+    assert Figures([[3.0]], 0, "rss").quartiles == (3.0, 3.0)
 
 
 @pytest.mark.parametrize(

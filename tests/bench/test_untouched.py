@@ -24,15 +24,15 @@ def test_an_untouched_ladder_shows_no_red(copied: Copy) -> None:
 
 
 PREDICTED = """
-    def predict(self, setup: Setup) -> Iterator[Rule]:
+    def predict(self, env: Environment) -> Iterator[Rule]:
         yield add(Line("toy", "what a toy takes", 123_456_789, "byte", "always"))
 
-    def drive("""
+    def wrap_step("""
 
 
 def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
     """It is listed, planned, searched, trained and laddered without another change."""
-    text = technique("sound").replace("\n    def drive(", PREDICTED, 1)
+    text = technique("sound").replace("\n    def wrap_step(", PREDICTED, 1)
     text = text.replace(
         "from optrush.technique", "from optrush.planner.ledger import Line, Rule, add\nfrom optrush.technique", 1
     )
@@ -49,7 +49,7 @@ def test_a_technique_is_one_file_and_one_line(copied: Copy) -> None:
     assert any(line["name"] == "toy" and line["reason"] == "what a toy takes" for line in with_it["lines"])
     assert "with sound" in {row["what"] for row in without["lost"]}
     done = copied.run("train", "run.yaml", "--with", "sound", "--set", "train.steps=2", "--set", "output=trained")
-    assert done.returncode == 0 and "drive      sound: 1 change" in done.stderr, done.stderr
+    assert done.returncode == 0 and "wrap_step  sound: 1 change" in done.stderr, done.stderr
     climbed = put_ladder(*each("sound"), load={"model.implementation": "native"})  # nobody is timed here
     done = copied.run("bench", "run.yaml", "--ladder", climbed, "--out", "out", "--cumulative-only")
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import yaml
 
 from optrush import config
-from optrush.bench import results, worker
+from optrush.bench import record, results, worker
 from optrush.bench.worker import sketch
 from optrush.config import Config
 from optrush.data.schema import Document
@@ -69,7 +70,7 @@ def test_the_proofs_gradient_is_the_first() -> None:
 def test_timing_begins_where_the_proof_began() -> None:
     base = run(**{"with": {"amp": {"dtype": "fp16"}, "fused-adamw": {}}})
     trainer = job_of(base)
-    start = worker.Start(trainer)
+    start = worker.InitialState(trainer)
     weights = [t.local.clone() for t in trainer.trained]
     kept = trainer.state["amp"].save()
     documents = worker.first_documents(trainer, resolve(base), base, 2)
@@ -105,8 +106,8 @@ def test_documents_are_the_baselines() -> None:
     same = job_of(base)
     first = same.stream.step(0, same.stream.plan(steps=1))[0][0][0]
     assert worker.first_documents(same, resolve(base), base, 2)[0][0] == first
-    assert worker.obstacle(trainer, found) is None
-    note = worker.obstacle(same, worker.first_documents(same, resolve(base), longer, 2))
+    assert worker.proof_window(trainer, found, 1)[1] is None
+    note = worker.proof_window(same, worker.first_documents(same, resolve(base), longer, 2), 1)[1]
     assert note == "no proof: the baseline's documents have up to 128 tokens, a row here 64"
 
 
@@ -114,7 +115,7 @@ def test_a_model_that_drops_at_random_proves_nothing() -> None:
     base = run(model={"path": "toy", "implementation": "transformers"})
     trainer = job_of(base)
     trainer.model.config.attention_dropout = 0.1  # type: ignore[union-attr]
-    note = worker.obstacle(trainer, worker.first_documents(trainer, resolve(base), base, 2))
+    note = worker.proof_window(trainer, worker.first_documents(trainer, resolve(base), base, 2), 1)[1]
     assert note is not None and "attention_dropout" in note
 
 
@@ -125,7 +126,7 @@ def test_a_measurement() -> None:
     assert len(found["proof"]["losses"]) == len(found["proof"]["grad_norms"]) == 2 and found["proof"]["note"] is None
     assert found["peak_bytes"] > 0 and found["memory_kind"] == "rss" and found["mfu"] is None
     assert found["tokens_per_s"][0] == pytest.approx(128 / found["step_s"][0])
-    assert not (worker.Path("never-written")).exists()
+    assert not Path("never-written").exists()
 
 
 def test_documents_of_several_micro_batches_prove_nothing_of_who_updates_in_each() -> None:
@@ -147,8 +148,8 @@ def test_out_of_memory_is_said() -> None:
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("can't allocate memory: 9"),
     ):
-        assert worker.explain(error_of(error)).startswith("out of memory: ")
-    assert worker.explain(error_of(ValueError("no"))).startswith("ValueError: no (test_worker.py:")
+        assert record.describe_error(error_of(error)).startswith("out of memory: ")
+    assert record.describe_error(error_of(ValueError("no"))).startswith("ValueError: no (test_worker.py:")
 
 
 def error_of(error: Exception) -> Exception:
