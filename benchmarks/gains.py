@@ -12,14 +12,7 @@ from optrush.bench.record import Record, read_records
 from optrush.config import Config
 
 GIB = 2**30
-ENDS = "before products tiles narrow copied inplace room turns weights apart shared once 1920"
-OLDER = tuple(f"-{end}" for end in ENDS.split(" "))
 NONE = "No rung of a committed climb differs from another in it alone."
-
-
-def folders(results: Path) -> list[Path]:
-    """Bench folders that stand for a ladder; its earlier climbs, and those that shared a GPU, are the log's."""
-    return [f for f in sorted(results.iterdir()) if (f / "records.jsonl").is_file() and not f.name.endswith(OLDER)]
 
 
 def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
@@ -29,7 +22,7 @@ def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
         link: where `results` lies, seen from the page.
     """
     found: dict[str, list[tuple[Path, Record, Record, bool]]] = {name: [] for name in names}
-    for folder in folders(results):
+    for folder in sorted(path.parent for path in results.glob("*/records.jsonl")):
         records = read_records(folder)
         by_name = {r.rung: r for r in records}
         for r in records:

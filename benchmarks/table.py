@@ -33,8 +33,7 @@ import gains
 
 ROOT = Path(__file__).parent.parent
 LADDER = Path("benchmarks/results/h200-single-gpu")
-EARLIER = Path("benchmarks/results/h200-single-gpu-before")  # its lower rungs, on another machine
-PLAIN = Path("benchmarks/results/h200-plain.jsonl")  # in turn with the earlier ones
+PLAIN = Path("benchmarks/results/h200-plain.jsonl")  # in turn with an earlier run of its lower rungs
 CELLS = Path("benchmarks/results/h200-cells.jsonl")
 LAYOUTS = Path("benchmarks/results/h200-data")
 FASTEST = tuple(
@@ -313,7 +312,7 @@ def accuracy() -> str:
     ]
     records = [
         (folder, r)
-        for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS, *CHOICES, *PROOFS)
+        for folder in (LADDER, *FASTEST, *SAVING, *LONGEST, LEVERS, *CHOICES, *PROOFS)
         for r in read_records(ROOT / folder)
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]

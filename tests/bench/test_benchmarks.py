@@ -142,13 +142,6 @@ def test_a_rung_measures_one_technique(program, before, after, found):
     assert gains.alone(record(before, longest=64), record(after, seq=128, longest=128)) == found
 
 
-def test_earlier_climbs_stand_for_nothing(program):
-    """What a name ends in says so; `rows` is a ladder of its own."""
-    found = {f.name.removeprefix("h200-") for f in program("gains").folders(FOLDER / "results")}
-    assert {"rows", "adapters8-rows", "peers-bf16", "memory8", "cpu-data"} <= found
-    assert not found & {"rows-before", "rows-apart", "peers-room", "adapters-products", "adapters8-inplace"}
-
-
 CURVE = """
 model: tiny
 objective: sft

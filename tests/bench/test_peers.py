@@ -500,11 +500,9 @@ def test_what_ends_a_search() -> None:
 
 
 def test_the_guess_is_the_longest_that_the_plan_says_fits() -> None:
-    assert runner.longest_that_fits(span(), lambda seq: seq <= 123_456) == 123_456 // 1024 * 1024
-    assert (
-        runner.longest_that_fits(span(), lambda seq: True) == 1 << 20
-        and runner.longest_that_fits(span(), lambda seq: None) is None
-    )
+    fits = runner.longest_that_fits
+    assert fits(span(), lambda seq: seq <= 123_456) == 123_456 // 1024 * 1024
+    assert fits(span(), lambda seq: True) == 1 << 20 and fits(span(), lambda seq: None) is None
 
 
 def test_a_ladder_of_longest_rows(call: Call, fakes: Fakes) -> None:
