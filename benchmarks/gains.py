@@ -42,7 +42,7 @@ def alone(before: Record, after: Record) -> str:
     Beside one more, one may be gone, or have other options: some exclude each other.
     """
     old, new = before.config.get("with", {}), after.config.get("with", {})
-    others = [ladder.flat(Config.model_validate(r.config)) for r in (before, after)]
+    others = [ladder.flat_values(Config.model_validate(r.config)) for r in (before, after)]
     if after.longest_seq:  # each at its own longest row
         others = [{k: v for k, v in o.items() if k not in ladder.LOAD_KEYS} for o in others]
     more, gone = [n for n in new if n not in old], [n for n in old if n not in new]

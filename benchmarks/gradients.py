@@ -38,7 +38,7 @@ from torch import Tensor
 
 from optrush import export
 from optrush.bench import ladder, record, results, worker
-from optrush.bench.worker import gradients, sketch
+from optrush.bench.worker import exported_gradients, sketch
 from optrush.config import Config, dump_config, parse_config
 from optrush.data.sampler import reading
 from optrush.errors import UserError
@@ -105,7 +105,7 @@ def compared(trainer: Trainer, wanted: dict[str, Tensor]) -> dict[str, Any]:
         ValueError: they cannot be compared.
     """
     inner, mine, theirs, cosines = 0.0, 0.0, 0.0, dict[str, float]()
-    found = {name: values for t in trainer.trained for name, values in gradients(trainer, t)}
+    found = {name: values for t in trainer.trained for name, values in exported_gradients(trainer, t)}
     if set(found) != set(wanted):
         raise ValueError(f"other tensors: {sorted(set(found) ^ set(wanted))[:3]}")
     for name, values in found.items():
@@ -137,7 +137,7 @@ def answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         held = {
             name: (values.float() / trainer.scale).cpu()
             for t in trainer.trained
-            for name, values in gradients(trainer, t)
+            for name, values in exported_gradients(trainer, t)
         }
         torch.save({"tensors": held, "sketch": seen}, first)
     wanted = torch.load(first, mmap=True)
@@ -185,8 +185,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="sets")
     a = parser.parse_args()
     config = parse_config(a.config.read_text(), str(a.config), sets=a.sets)
-    climbed = ladder.find(a.ladder, config)
-    first, *rungs = [r for r in ladder.rungs(climbed, config, cumulative_only=True) if r.peer is None]
+    climbed = ladder.find_ladder(a.ladder, config)
+    first, *rungs = [r for r in ladder.resolve_rungs(climbed, config, cumulative_only=True) if r.peer is None]
     documents = climbed.proof.documents
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     known = {

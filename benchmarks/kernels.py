@@ -66,7 +66,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     total = WARM_UP + 3 * steps + 1
     config = config.model_copy(update={"train": Training(steps=total, log_every=1)})
     trainer = build(resolve(config))
-    marks = profile.Marks(trainer)
+    marks = profile.RegionMarks(trainer)
     plan = Plan(trainer, trainer.stream.plan(None, total))
     trainer.batches = batches(trainer, plan)
     trainer.set_step = partial(set_step, trainer, steps=total)
@@ -93,7 +93,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
                 one(trainer, WARM_UP + 2 * steps + 1 + n)
     held, seen = profile.steady(spans)
     assert seen == steps, f"the profiler saw {seen} whole steps of {steps}"
-    told = {part: whole / steps for part, whole in profile.seconds(held).items()}
+    told = {part: whole / steps for part, whole in profile.part_seconds(held).items()}
     span = sum(told.values())
     busy = span - told[GAPS]
     events = [e for e in held if not profile.MARK.search(e.name)]

@@ -109,7 +109,7 @@ def table() -> str:
     first, known = records[0], {r.rung for r in records}
     config = Config.model_validate(first.config)
     since = [
-        f"*{r.name}*" for r in ladder.rungs(ladder.find(first.ladder, config), config, True) if r.name not in known
+        f"*{r.name}*" for r in ladder.resolve_rungs(ladder.find_ladder(first.ladder, config), config, True) if r.name not in known
     ]
     rows = [
         f"![tokens/s of each rung]({LADDER}/speed.png)",
@@ -204,7 +204,7 @@ def fastest() -> str:
 def savings() -> list[str]:
     """The ladders `memory` and `long-context` of both shapes side by side, with what is predicted today."""
     first, longest = (read_records(ROOT / folders[0])[0] for folders in (SAVING, LONGEST))
-    asked = ladder.find(longest.ladder, Config.model_validate(longest.config)).longest
+    asked = ladder.find_ladder(longest.ladder, Config.model_validate(longest.config)).longest
     assert asked is not None
     rows = [
         "Step by step, the ladder `memory` (one micro-batch a step: of 1B 16 rows of 2048, of 8B one of 4096; medians",

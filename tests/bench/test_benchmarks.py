@@ -60,8 +60,8 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
         monkeypatch.setattr(module, "library", lambda name: "1")
     h200 = named("h200")[0]
     config = parse_config((FOLDER / f"{load}.yaml").read_text(), load)
-    climbed = ladder.find(str(FOLDER / f"{name}.yaml"), config)
-    for rung in ladder.rungs(climbed, config, True):
+    climbed = ladder.find_ladder(str(FOLDER / f"{name}.yaml"), config)
+    for rung in ladder.resolve_rungs(climbed, config, True):
         prepared = resolve(rung.config, device=h200)
         if rung.peer is not None:
             rung.peer.check(rung.config, prepared.env.device)
@@ -78,7 +78,7 @@ def test_every_ladder_of_the_folder_is_looked_at():
 def climbed(load, name):
     """The techniques of each rung of a ladder of the folder, and who computes the model."""
     config = parse_config((FOLDER / f"{load}.yaml").read_text(), load)
-    found = ladder.rungs(ladder.find(str(FOLDER / f"{name}.yaml"), config), config, True)
+    found = ladder.resolve_rungs(ladder.find_ladder(str(FOLDER / f"{name}.yaml"), config), config, True)
     return {r.name: (r.config.with_, r.config.model.implementation) for r in found}
 
 
@@ -103,7 +103,7 @@ def test_no_lever_changes_the_loss_kernel_unawares():
     """A rung's options replace all of a technique's."""
     for name in ("levers", "adapter-levers"):
         config = parse_config((FOLDER / "llama1b-peers.yaml").read_text(), name)
-        for rung in ladder.rungs(ladder.find(str(FOLDER / f"{name}.yaml"), config), config, True):
+        for rung in ladder.resolve_rungs(ladder.find_ladder(str(FOLDER / f"{name}.yaml"), config), config, True):
             assert rung.config.with_["fused-loss"]["impl"] == "quack", rung.name
             assert rung.config.with_["fused-loss"]["chunk"] in (4096, 8192, 16384), rung.name
 
@@ -240,7 +240,7 @@ def test_gradients_are_compared_value_by_value(program, monkeypatch, capsys, tmp
     assert "no gradient is left" in taken["error"]
     assert scaled["length"] == pytest.approx(1, abs=0.01), "without the loss scale"
     config = parse_config((tmp_path / "run.yaml").read_text(), "run")
-    rungs = {r.name: r.config for r in ladder.rungs(ladder.find(line[3], config), config, True)}
+    rungs = {r.name: r.config for r in ladder.resolve_rungs(ladder.find_ladder(line[3], config), config, True)}
     jobs = [gradients.gradient(rungs[name], rungs["float32"], 2)[0] for name in ("float32", "bf16")]
     a, b = (torch.cat([t.grad.double().flatten() for t in job.trained]) for job in jobs)
     assert narrow["cosine"] == pytest.approx(torch.cosine_similarity(a, b, 0).item(), abs=1e-9)
@@ -278,7 +278,7 @@ def test_gradients_that_are_zero_have_no_angle(program):
     config = parse_config(text, "run", withs=["lora:rank=4"])
     job, loss = gradients.gradient(config, config, 2)
     assert 0 < loss < 20
-    held = {name: values.clone() for t in job.trained for name, values in gradients.gradients(job, t)}
+    held = {name: values.clone() for t in job.trained for name, values in gradients.exported_gradients(job, t)}
     assert any(not v.any() for v in held.values())
     assert gradients.compared(job, held)["cosine"] == pytest.approx(1, abs=1e-12)
     with pytest.raises(ValueError, match="other tensors"):

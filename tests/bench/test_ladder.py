@@ -50,7 +50,7 @@ def run(**changes: object) -> Config:
 
 
 def resolved(text: str, only: bool = True, **changes: object) -> dict[str, ladder.Rung]:
-    return {r.name: r for r in ladder.rungs(ladder.parse(text, "own.yaml", "own"), run(**changes), only)}
+    return {r.name: r for r in ladder.resolve_rungs(ladder.parse_ladder(text, "own.yaml", "own"), run(**changes), only)}
 
 
 def refused(text: str) -> str:
@@ -63,7 +63,7 @@ def refused(text: str) -> str:
 
 
 def test_single_gpu_to_the_letter() -> None:
-    found = ladder.rungs(ladder.find("single-gpu", run()), run(**{"with": {"packing": {}}}), True)
+    found = ladder.resolve_rungs(ladder.find_ladder("single-gpu", run()), run(**{"with": {"packing": {}}}), True)
     assert [r.name for r in found] == [name for name, *_ in SINGLE_GPU]
     for rung, (name, T, rows, implementation, techniques) in zip(found, SINGLE_GPU, strict=True):
         batch = rung.config.batch
@@ -79,7 +79,7 @@ def test_single_gpu_to_the_letter() -> None:
 
 
 def test_cpu_demo_has_six_rungs_and_no_compiler() -> None:
-    found = ladder.rungs(ladder.find("cpu-demo", run()), run(), True)
+    found = ladder.resolve_rungs(ladder.find_ladder("cpu-demo", run()), run(), True)
     assert len(found) >= 6
     assert not any("compile" in r.config.with_ for r in found)
 
@@ -89,8 +89,8 @@ def test_what_is_shipped_resolves(name: str) -> None:
     held_out = run(
         data={"random": 256, "eval": 0.1}, **{"with": {"bf16": {}}}
     )  # which the ladder `peers` has of CONFIG
-    written = ladder.find(name, held_out)
-    found = ladder.rungs(written, held_out, False)
+    written = ladder.find_ladder(name, held_out)
+    found = ladder.resolve_rungs(written, held_out, False)
     last = [r for r in found if r.mode == "cumulative" and r.peer is None][-1]
     for rung in found:
         assert rung.config.data.eval is None and rung.config.output == "never-written"
@@ -126,7 +126,7 @@ def test_the_cases_of_the_benchmarks(name: str) -> None:
         for stem in configs[size]:
             own = config.parse_config((ROOT / f"benchmarks/{stem}.yaml").read_text(), stem)
             path = str(ROOT / name) if name.endswith(".yaml") else name
-            found |= {r.case for r in ladder.rungs(ladder.find(path, own), own, True)}
+            found |= {r.case for r in ladder.resolve_rungs(ladder.find_ladder(path, own), own, True)}
     assert CASES[name] <= found
 
 
@@ -140,7 +140,7 @@ def test_a_ladder_names_its_cases() -> None:
         ("smol-135M", "135m"),
         ("toy", "toy"),
     ):
-        assert ladder.size(run(model=f"models/{name}")) == said
+        assert ladder.model_size(run(model=f"models/{name}")) == said
 
 
 def test_another_system_trains_the_run_of_the_rung_before() -> None:
@@ -169,7 +169,7 @@ def test_a_ladder_of_longest_rows_begins_at_the_shortest() -> None:
 
 def test_the_ladder_of_the_configuration_itself() -> None:
     own = run(**{"with": {"recompute": {}, "fused-adamw": {}, "packing": {}}, "batch": {"seq": 32, "tokens": 64}})
-    found = ladder.rungs(ladder.find("config", own), own, False)
+    found = ladder.resolve_rungs(ladder.find_ladder("config", own), own, False)
     assert [r.name for r in found] == [
         "baseline", "fused-adamw", "packing", "recompute",
         "without fused-adamw", "without packing", "without recompute",
@@ -268,8 +268,8 @@ def test_mistakes(text: str, said: str) -> None:
 
 def test_an_unknown_ladder() -> None:
     with pytest.raises(ConfigError) as caught:
-        ladder.find("single-gpo", run())
+        ladder.find_ladder("single-gpo", run())
     assert "did you mean `single-gpu`" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
-        ladder.find("annapurna", run())
+        ladder.find_ladder("annapurna", run())
     assert "config" in str(caught.value) and "cpu-demo" in str(caught.value)

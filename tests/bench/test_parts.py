@@ -14,7 +14,8 @@ import yaml
 
 from optrush import config
 from optrush.bench import profile, record, runner, worker
-from optrush.bench.profile import Marks, Span
+from optrush.bench.profile import ProfiledSpan as Span
+from optrush.bench.profile import RegionMarks
 from optrush.config import Config
 from optrush.errors import RunError
 from optrush.planner import cost
@@ -48,7 +49,7 @@ def test_a_moment_belongs_to_the_innermost() -> None:
         Span(2000, 3000, "aten::_softmax"),
         Span(5000, 7000, "aten::_scaled_dot_product_flash_attention_for_cpu"),
     ]
-    assert in_milliseconds(profile.seconds(spans)) == {"products": 4.0, "elementwise": 3.0, "attention": 2.0}
+    assert in_milliseconds(profile.part_seconds(spans)) == {"products": 4.0, "elementwise": 3.0, "attention": 2.0}
 
 
 def test_copies_yield_to_what_computes_beside_them() -> None:
@@ -59,7 +60,7 @@ def test_copies_yield_to_what_computes_beside_them() -> None:
         Span(7000, 9000, "nvjet_sm90_tst_256x128"),
         Span(8000, 10000, "Memcpy HtoD (Pinned -> Device)"),
     ]
-    assert in_milliseconds(profile.seconds(spans)) == {"products": 5.0, "elementwise": 4.0, "gaps": 1.0}
+    assert in_milliseconds(profile.part_seconds(spans)) == {"products": 5.0, "elementwise": 4.0, "gaps": 1.0}
 
 
 def test_marks_tell_head_and_update() -> None:
@@ -75,7 +76,7 @@ def test_marks_tell_head_and_update() -> None:
         Span(11, 12, "multi_tensor"), Span(12, 12.5, marks["optimizer", -1]),
         Span(13, 14, "multi_tensor"),
     ]  # fmt: skip
-    found = {part: round(1e6 * s, 6) for part, s in profile.seconds(spans).items()}
+    found = {part: round(1e6 * s, 6) for part, s in profile.part_seconds(spans).items()}
     assert found == {"products": 2, "head": 2, "optimizer": 3, "elementwise": 1, "attention": 0, "gaps": 6}
 
 
@@ -87,17 +88,17 @@ def test_an_update_in_the_heads_backward_pass_is_the_optimizers() -> None:
         Span(3, 5, "aten::mul"), Span(5, 6, names["optimizer", -1]), Span(6, 7, "aten::mm"),
         Span(7, 8, names["head", -1]), Span(8, 9, "aten::mm"),
     ]  # fmt: skip
-    found = {part: round(1e6 * s, 6) for part, s in profile.seconds(spans).items() if s}
+    found = {part: round(1e6 * s, 6) for part, s in profile.part_seconds(spans).items() if s}
     assert found == {"head": 2, "optimizer": 2, "products": 1, "gaps": 4}
 
 
 def test_the_inner_of_two_that_begin_at_once() -> None:
     spans = [Span(0, 9000, "aten::linear"), Span(0, 8999, "aten::_softmax")]
-    assert in_milliseconds(profile.seconds(spans)) == {"elementwise": 8.999, "products": 0.001}
+    assert in_milliseconds(profile.part_seconds(spans)) == {"elementwise": 8.999, "products": 0.001}
 
 
 def test_nothing_was_seen() -> None:
-    assert not any(profile.seconds([]).values()) and profile.steady([]) == ([], 0)
+    assert not any(profile.part_seconds([]).values()) and profile.steady([]) == ([], 0)
 
 
 def test_steps_are_counted_from_the_end_of_the_first() -> None:
@@ -111,7 +112,7 @@ def test_steps_are_counted_from_the_end_of_the_first() -> None:
     ]  # fmt: skip
     held, steps = profile.steady(spans)
     assert steps == 2 and held[0].start == 21 and max(s.end for s in held) == 34
-    found = {part: round(1e6 * s, 6) for part, s in profile.seconds(held).items() if s}
+    found = {part: round(1e6 * s, 6) for part, s in profile.part_seconds(held).items() if s}
     assert found == {"products": 3, "attention": 3, "elementwise": 1 + 2, "gaps": 4}
     assert profile.steady(spans[:5])[1] == 0, "one end ends no step that was seen whole"
 
@@ -166,7 +167,7 @@ def test_marks_change_nothing(with_: dict[str, Any]) -> None:
     plain, plan = job_of(of)
     worker.loop(plain, plan)
     marked, plan = job_of(of)
-    marks = Marks(marked)
+    marks = RegionMarks(marked)
     with marks.watching() as spans:
         worker.loop(marked, plan)
     for a, b in zip(plain.trained, marked.trained, strict=True):
@@ -181,7 +182,7 @@ def test_marks_change_nothing(with_: dict[str, Any]) -> None:
         depth[region] += change
         assert 0 <= depth[region] <= 2
     assert not any(depth.values())
-    found = profile.seconds(spans)
+    found = profile.part_seconds(spans)
     assert set(found) == {*PARTS, GAPS} and min(found[p] for p in ("products", "head", "optimizer")) > 0
     wall = (max(s.end for s in spans) - min(s.start for s in spans)) / 1e6
     assert sum(found.values()) == pytest.approx(wall, rel=1e-6), "every moment once"
@@ -189,7 +190,7 @@ def test_marks_change_nothing(with_: dict[str, Any]) -> None:
 
 def test_no_marks_unless_watched() -> None:
     trainer, plan = job_of(run())
-    marks = Marks(trainer)
+    marks = RegionMarks(trainer)
     marks.place.fill_(0.5)
     worker.loop(trainer, plan)
     assert marks.place.item() == 0.5
@@ -198,7 +199,7 @@ def test_no_marks_unless_watched() -> None:
 def test_the_head_alone_is_the_heads() -> None:
     """Its forward pass and its backward pass."""
     trainer, _ = job_of(run())
-    marks = Marks(trainer)
+    marks = RegionMarks(trainer)
     hidden = torch.randn(8, 64, 64, requires_grad=True)
     labels = torch.zeros(8, 64, dtype=torch.int64)
     with marks.watching() as spans:

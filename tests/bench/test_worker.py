@@ -35,8 +35,8 @@ def proof_of(of: Config, baseline: Config, count: int = 3, steps: int = 3) -> tu
     trainer = job_of(of)
     documents = worker.first_documents(trainer, resolve(of), baseline, count)
     widest = Plan(trainer, trainer.stream.plan(None, 3)).length.widest
-    laid = worker.lay(trainer, documents, most=widest)
-    return trainer, worker.prove(trainer, laid, steps)
+    laid = worker.lay_out(trainer, documents, most=widest)
+    return trainer, worker.proof_losses(trainer, laid, steps)
 
 
 def test_the_proof_is_the_same_in_every_layout() -> None:
@@ -62,9 +62,9 @@ def test_the_proofs_gradient_is_the_first() -> None:
     """Of the weights as they begin; in bf16 later ones differ by what is rounded away."""
     base = run()
     trainer = job_of(base)
-    laid = worker.lay(trainer, worker.first_documents(trainer, resolve(base), base, 3), most=2)
+    laid = worker.lay_out(trainer, worker.first_documents(trainer, resolve(base), base, 3), most=2)
     trainer.forward_backward(laid, trainer.all_reduce_int(sum(b.n_terms for b in laid)))
-    assert worker.prove(job_of(base), laid, 3)["gradient"] == sketch(trainer)
+    assert worker.proof_losses(job_of(base), laid, 3)["gradient"] == sketch(trainer)
 
 
 def test_timing_begins_where_the_proof_began() -> None:
@@ -75,7 +75,7 @@ def test_timing_begins_where_the_proof_began() -> None:
     kept = trainer.state["amp"].save()
     documents = worker.first_documents(trainer, resolve(base), base, 2)
     trainer.scale.fill_(2.0)
-    worker.prove(trainer, worker.lay(trainer, documents, most=2), 2)
+    worker.proof_losses(trainer, worker.lay_out(trainer, documents, most=2), 2)
     assert not all(torch.equal(t.local, w) for t, w in zip(trainer.trained, weights))
     start.restore()
     assert all(torch.equal(t.local, w) for t, w in zip(trainer.trained, weights))
@@ -90,11 +90,13 @@ def test_the_same_batches_as_training_has() -> None:
     plan = trainer.stream.plan(None, 3)
     trained = trainer.stream.batches(0, plan, rank=0, ranks=1, micro_rows=2)[0]
     (document,) = trainer.stream.source.documents(0)
-    (laid,) = worker.lay(trainer, [(0, document)], most=plan.widest)
+    (laid,) = worker.lay_out(trainer, [(0, document)], most=plan.widest)
     assert laid.tokens.shape == trained.tokens.shape
     assert laid.documents.starts.shape == trained.documents.starts.shape
     short = Document(document.ids[:5], document.targets[:5])
-    crowded = worker.lay(trainer, [(i, short) for i in range(6)], most=1)  # more than the rung's own batches ever hold
+    crowded = worker.lay_out(
+        trainer, [(i, short) for i in range(6)], most=1
+    )  # more than the rung's own batches ever hold
     assert sum(b.n_tokens for b in crowded) == 30
 
 

@@ -1,6 +1,6 @@
 """Read a ladder, a list of differences applied to one configuration, and resolve it into the runs to measure. Pure.
 
-YAML or a shipped name -> `find` -> Ladder (entries as written) -> `rungs` -> Rung (a resolved configuration each)
+YAML or a shipped name -> `find_ladder` -> Ladder (entries as written) -> `resolve_rungs` -> Rung (one resolved run)
 
     title: what the ladder compares
     repeats: 3                       # --repeats overrides it
@@ -82,7 +82,7 @@ def _case(text: str) -> str:
 Case = Annotated[str, Field(max_length=60), AfterValidator(_case)]
 
 
-class Entry(_Part):
+class LadderEntry(_Part):
     """A rung as written: its changes to the rung that it comes from."""
 
     name: Annotated[str, Field(min_length=1, max_length=60), AfterValidator(_printable)]
@@ -131,7 +131,7 @@ class Ladder(_Part):
     longest: Longest | None = None
     proof: Proof = Proof()
     base: Base = Base()
-    rungs: Annotated[list[Entry], Field(min_length=1)]
+    rungs: Annotated[list[LadderEntry], Field(min_length=1)]
     name: Annotated[str, Field(exclude=True)] = ""
     where: Annotated[str, Field(exclude=True)] = ""
     lines: Annotated[dict[Keys, int], Field(exclude=True)] = {}
@@ -147,7 +147,7 @@ class Ladder(_Part):
         return find_peers(Path(self.where).parent)
 
 
-def parse(text: str, where: str, name: str) -> Ladder:
+def parse_ladder(text: str, where: str, name: str) -> Ladder:
     """Parse YAML text as a ladder.
 
     Raises:
@@ -180,7 +180,7 @@ def _check_lengths(ladder: Ladder) -> None:
         if ladder.longest.to < ladder.longest.from_:
             found = f"`to: {ladder.longest.to}` before `from: {ladder.longest.from_}`"
             raise ConfigError(place, found, "give the longer row as `to`")
-        parts: list[Base | Entry] = [ladder.base, *ladder.rungs]
+        parts: list[Base | LadderEntry] = [ladder.base, *ladder.rungs]
         lengths = [k for part in parts for k in part.set_ if k in LOAD_KEYS]
         if lengths:
             raise ConfigError(place, f"`{lengths[0]}` is set too", "leave it out: a row of each length is tried alone")
@@ -236,7 +236,7 @@ def _explain(error: ValidationError, where: str, lines: Mapping[Keys, int]) -> C
         known = known[:-1]
     place = f"{where}:{lines[known]}: `{name}`"
     if first["type"] == "extra_forbidden":
-        parts: dict[str | int, type[_Part]] = {"rungs": Entry, "proof": Proof, "longest": Longest}
+        parts: dict[str | int, type[_Part]] = {"rungs": LadderEntry, "proof": Proof, "longest": Longest}
         part = Ladder if len(path) == 1 else parts.get(path[0], Base)
         return ConfigError(place, "no such key", nearest(str(path[-1]), _fields(part)))
     return ConfigError(place, f"{first['input']!r}", first["msg"][0].lower() + first["msg"][1:])
@@ -244,7 +244,7 @@ def _explain(error: ValidationError, where: str, lines: Mapping[Keys, int]) -> C
 
 def _fields(part: type[BaseModel]) -> list[str]:
     """Return the keys that a YAML file may have."""
-    internal = () if part is Entry else ("name", "where", "lines")
+    internal = () if part is LadderEntry else ("name", "where", "lines")
     return [f.alias or name for name, f in part.model_fields.items() if name not in internal]
 
 
@@ -253,7 +253,7 @@ def shipped() -> list[str]:
     return [OWN, *sorted(path.stem for path in FOLDER.glob("*.yaml"))]
 
 
-def find(name: str, config: Config) -> Ladder:
+def find_ladder(name: str, config: Config) -> Ladder:
     """Read the ladder of a name, or of a YAML file; in a checkout, names of files in benchmarks/ work too.
 
     Raises:
@@ -270,7 +270,7 @@ def find(name: str, config: Config) -> Ladder:
         text = path.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}", f"not UTF-8: {error.reason}", "save it as UTF-8") from None
-    return parse(text, f"ladder {name}" if by_name else str(path), path.stem)
+    return parse_ladder(text, f"ladder {name}" if by_name else str(path), path.stem)
 
 
 def _own(config: Config) -> Ladder:
@@ -278,9 +278,9 @@ def _own(config: Config) -> Ladder:
     known = [c.name for c in ALL]
     if unknown := [n for n in config.with_ if n not in known]:
         raise ConfigError(f"the technique `{unknown[0]}`", "no such technique", nearest(unknown[0], known))
-    entries = [Entry(name="baseline")]
+    entries = [LadderEntry(name="baseline")]
     for name in (n for n in known if n in config.with_):
-        entries.append(Entry.model_validate({"name": name, "with": {name: config.with_[name]}}))
+        entries.append(LadderEntry.model_validate({"name": name, "with": {name: config.with_[name]}}))
     return Ladder(title="The techniques of the configuration, one by one", rungs=entries, name=OWN, where="CONFIG")
 
 
@@ -300,7 +300,7 @@ class Rung:
     peer: Peer | None = None  # the system that trains the run instead of ours
 
 
-def rungs(
+def resolve_rungs(
     ladder: Ladder, config: Config, cumulative_only: bool, classes: Sequence[type[Technique]] = ALL
 ) -> list[Rung]:
     """Resolve the runs: first the entries in their order, then the last one without each of its techniques.
@@ -328,7 +328,7 @@ def rungs(
             own = own.model_copy(update={"with_": {}})
             changes = peer.title + ("" if changes == "nothing" else f", {changes}")
         name = entry.case or ladder.case
-        case = case_of(own) if name is None else name.format(size=size(own), seq=own.batch.seq)
+        case = case_of(own) if name is None else name.format(size=model_size(own), seq=own.batch.seq)
         resolved[entry.name] = Rung(entry.name, "cumulative", since, own, changes, case, peer)
         last = last if peer is not None else resolved[entry.name]
     assert last is not None, "the first rung is our own"
@@ -342,7 +342,7 @@ def rungs(
 
 
 def _apply(
-    ladder: Ladder, config: Config, part: Base | Entry, keys: Keys, classes: Sequence[type[Technique]]
+    ladder: Ladder, config: Config, part: Base | LadderEntry, keys: Keys, classes: Sequence[type[Technique]]
 ) -> Config:
     """Return the configuration with an entry's changes, checked as if they were written in CONFIG."""
     for key, value in part.set_.items():
@@ -351,7 +351,7 @@ def _apply(
         except ConfigError as error:
             raise ConfigError(f"{ladder.at(*keys, 'set', key)}: `{key}`", error.found, error.do) from None
     techniques = dict(config.with_)
-    for n, name in enumerate(part.without if isinstance(part, Entry) else []):
+    for n, name in enumerate(part.without if isinstance(part, LadderEntry) else []):
         if name not in techniques:
             place = f"{ladder.at(*keys, 'without', n)}: `without: {name}`"
             raise ConfigError(place, f"so far there is {', '.join(techniques) or 'nothing'}", "leave it out")
@@ -365,7 +365,7 @@ def _apply(
     return config.model_copy(update={"with_": techniques})
 
 
-def _peer(ladder: Ladder, entry: Entry, i: int) -> Peer | None:
+def _peer(ladder: Ladder, entry: LadderEntry, i: int) -> Peer | None:
     for name, options in (entry.peer or {}).items():
         try:
             return build_peer(name, options or {}, ladder.peers)
@@ -398,14 +398,14 @@ def differences(before: Config, after: Config) -> str:
                 if old[name].get(k) != options.get(k)
             ]
             texts.append(f"{name}: {', '.join(pairs)}")
-    one, other = flat(before), flat(after)
+    one, other = flat_values(before), flat_values(after)
     texts += [f"{k} {one.get(k)} -> {other.get(k)}" for k in _changed(one, other)]
     return ", ".join(texts) or "nothing"
 
 
 def only_load(before: Config, after: Config) -> bool:
     """Return whether two configurations differ in T and in sizes of batches, and in nothing else."""
-    changed = _changed(flat(before), flat(after))
+    changed = _changed(flat_values(before), flat_values(after))
     return before.with_ == after.with_ and bool(changed) and set(changed) <= set(LOAD_KEYS)
 
 
@@ -413,7 +413,7 @@ def _changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [k for k in {**one, **other} if one.get(k) != other.get(k)]
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flat_values(config: Config) -> dict[str, Any]:
     """Return every value of a configuration except its techniques, by dotted key."""
 
     def walk(tree: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -432,7 +432,7 @@ def case_of(config: Config) -> str:
     return f"{m.shape or Path(m.path or '').name}, {data}"
 
 
-def size(config: Config) -> str:
+def model_size(config: Config) -> str:
     """Return the model's name in a case: 1b of llama-3.2-1b, else the whole name."""
     name = config.model.shape or Path(config.model.path or "").name
     match = re.search(r"(?<![a-z\d.])\d+(\.\d+)?[bm](?![a-z\d])", name.lower())

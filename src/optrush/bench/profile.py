@@ -36,7 +36,7 @@ PRODUCT = re.compile(
 COPY = re.compile(r"^Mem(cpy|set)")
 
 
-class Span(NamedTuple):
+class ProfiledSpan(NamedTuple):
     """The run of a kernel or an operator, in microseconds."""
 
     start: float
@@ -44,7 +44,7 @@ class Span(NamedTuple):
     name: str
 
 
-class Marks:
+class RegionMarks:
     """Wraps the trainer's head and update permanently; they put marks while profiled or captured into a CUDA graph."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -81,10 +81,10 @@ class Marks:
             hidden.register_hook(lambda _: self.put("acosh"))  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def watching(self) -> Iterator[list[Span]]:
+    def watching(self) -> Iterator[list[ProfiledSpan]]:
         """Profile the body; the list is filled at its end."""
         kinds = torch.profiler.ProfilerActivity
-        spans: list[Span] = []
+        spans: list[ProfiledSpan] = []
         self.watched = True
         try:
             with torch.profiler.profile(activities=[kinds.CUDA if self.cuda else kinds.CPU]) as profile:
@@ -95,10 +95,10 @@ class Marks:
             self.watched = False
         kind = "CUDA" if self.cuda else "CPU"
         events = (e for e in profile.events() or [] if str(e.device_type).endswith(kind))
-        spans += sorted((Span(e.time_range.start, e.time_range.end, e.name) for e in events), key=_outer_first)
+        spans += sorted((ProfiledSpan(e.time_range.start, e.time_range.end, e.name) for e in events), key=_outer_first)
 
 
-def steady(spans: Sequence[Span]) -> tuple[Sequence[Span], int]:
+def steady(spans: Sequence[ProfiledSpan]) -> tuple[Sequence[ProfiledSpan], int]:
     """Return what ran between the end of the first step and that of the last, and the number of steps between.
 
     The first step is left out because the profiler starts in it: it has gaps of 15 to 27 ms, at any length of a step,
@@ -112,11 +112,11 @@ def steady(spans: Sequence[Span]) -> tuple[Sequence[Span], int]:
     return sorted(clipped, key=_outer_first), len(ends) - 1
 
 
-def _outer_first(span: Span) -> tuple[float, float]:
+def _outer_first(span: ProfiledSpan) -> tuple[float, float]:
     return span.start, -span.end
 
 
-def seconds(spans: Sequence[Span]) -> dict[str, float]:
+def part_seconds(spans: Sequence[ProfiledSpan]) -> dict[str, float]:
     """Return seconds by part, and of the gaps between the first span and the last.
 
     A moment belongs to the running span that began last: on a CPU the innermost operator, on a GPU the later of two
@@ -137,7 +137,7 @@ def seconds(spans: Sequence[Span]) -> dict[str, float]:
     return totals
 
 
-def _parts(spans: Iterable[Span]) -> Iterator[tuple[float, float, str, bool]]:
+def _parts(spans: Iterable[ProfiledSpan]) -> Iterator[tuple[float, float, str, bool]]:
     """Yield (start, end, part, whether it only copies) in the order of their start, without the marks."""
     depth = {"optimizer": 0, "head": 0}  # the first wins: an update may run inside the head's backward pass
     for start, end, name in spans:

@@ -138,7 +138,7 @@ def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]
     return LOWER if lower else FLOAT32
 
 
-def prove(
+def compare_series(
     measured: Series, baseline: Series, allowed: Mapping[str, float], cosine: float | None = None
 ) -> dict[str, Any]:
     """Return the largest relative difference over the proof's steps, of the series nearest to its tolerance.
@@ -534,7 +534,9 @@ def _proof(state: BenchState, rung: Rung) -> dict[str, Any] | None:
     allowed = tolerances(reference.config, rung.config, ALL)
     own = state.proofs(rung)
     angles = [cosine(p.get("gradient"), expected.get("gradient")) for p in own]
-    proofs = [prove(_series(p), _series(expected), allowed, angle) for p, angle in zip(own, angles, strict=True)]
+    proofs = [
+        compare_series(_series(p), _series(expected), allowed, angle) for p, angle in zip(own, angles, strict=True)
+    ]
     worst = max(proofs, key=lambda p: math.inf if p["worst"] is None else p["worst"] / p["tolerance"])
     known = [angle for angle in angles if angle is not None]
     numerics = weakest(reference.config, rung.config, ALL).name

@@ -54,7 +54,7 @@ FULL = 0.995  # a share of real tokens in the slots from which on the table does
 # --- progress on standard error: a bar on a terminal, a line a process, and the table at the end
 
 
-class Board:
+class ProgressBoard:
     """The progress display of a bench; a context manager, so that the bar is removed."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Board:
         self.task = self.progress.add_task("", total=None)
         self.place, self.left = "", ""
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> ProgressBoard:
         self.progress.start()
         return self
 
@@ -125,7 +125,7 @@ def run_ladder(
     written: Ladder,
     config: Config,
     out: Path,
-    board: Board,
+    board: ProgressBoard,
     *,
     repeats: int | None = None,
     cumulative_only: bool = False,
@@ -143,7 +143,7 @@ def run_ladder(
     Raises:
         UserError: the ladder, the baseline or the folder must be changed; nothing was written.
     """
-    rungs = ladder.rungs(written, config, cumulative_only)
+    rungs = ladder.resolve_rungs(written, config, cumulative_only)
     state = BenchState(
         written, rungs, out, repeats or written.repeats, limit_s or written.limit_s, command, record.source(),
         record.machine(), predict=_predict,
@@ -219,7 +219,7 @@ def _check_folder(out: Path, resume: bool) -> None:
         raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to go on with", "leave --resume out")
 
 
-def _refuse(state: BenchState, board: Board) -> None:
+def _refuse(state: BenchState, board: ProgressBoard) -> None:
     """Check every rung before anything is built; a baseline that is refused ends the bench.
 
     A rung whose requirements are not met gets a record with the reason; where a technique cannot be taken away alone,
@@ -286,7 +286,7 @@ def _read_back(state: BenchState) -> None:
             results.append(result)
 
 
-def _measure(state: BenchState, board: Board) -> None:
+def _measure(state: BenchState, board: ProgressBoard) -> None:
     """Run the missing processes, interleaved, so that a warm device or a busy host affects all rungs alike.
 
     A rung that failed once is not tried again.
@@ -323,7 +323,7 @@ def _request(state: BenchState, rung: Rung) -> dict[str, Any]:
     return {**request, "baseline": baseline, "proof": state.ladder.proof.model_dump()}
 
 
-def _result(state: BenchState, rung: Rung, request: dict[str, Any], board: Board) -> dict[str, Any]:
+def _result(state: BenchState, rung: Rung, request: dict[str, Any], board: ProgressBoard) -> dict[str, Any]:
     """Return the result of one process, or of a search for the longest row the best of many."""
     span = state.ladder.longest
     if span is None:

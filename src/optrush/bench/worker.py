@@ -78,7 +78,7 @@ def measure(
     """
     resolved = resolve(config)
     trainer = build(resolved)
-    marks = profile.Marks(trainer)
+    marks = profile.RegionMarks(trainer)
     dpo_reference.fill(trainer, resolved)
     plan = Plan(trainer, trainer.stream.plan(None, config.train.steps))
     proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": UNPROVED}
@@ -91,7 +91,7 @@ def measure(
             window, proof["note"] = proof_window(trainer, documents, most=plan.length.widest)
         initial = InitialState(trainer) if window else None
         if initial is not None:
-            proof |= prove(trainer, window, proof_steps)
+            proof |= proof_losses(trainer, window, proof_steps)
             initial.restore()
         if trainer.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung
@@ -99,7 +99,7 @@ def measure(
     memory = {**meter.memory(), "host_peak_bytes": resident()}
     if initial is not None:  # a technique may behave differently only during the proof: its first step is repeated
         initial.restore()
-        proof["again"] = prove(trainer, window, 1)
+        proof["again"] = proof_losses(trainer, window, 1)
     timed = [line for line in meter.lines if line["step"] > warmup]
     seconds = [line["step_s"] for line in timed]
     mfu = [line["mfu"] for line in timed if line["mfu"] is not None]
@@ -167,7 +167,7 @@ def _count_fill(steps: Iterator[list[Batch]], fills: list[float]) -> Iterator[li
         yield step
 
 
-def _profile(trainer: Trainer, marks: profile.Marks, plan: Plan, step_s: float) -> dict[str, Any]:
+def _profile(trainer: Trainer, marks: profile.RegionMarks, plan: Plan, step_s: float) -> dict[str, Any]:
     """Return the seconds of a step by part, or why there are none; every other figure has been measured before."""
     steps = max(1, min(PROFILED, plan.total - 1, int(PROFILED_S / step_s)))
     short = Plan(trainer, plan.length._replace(steps=1 + steps))
@@ -178,7 +178,7 @@ def _profile(trainer: Trainer, marks: profile.Marks, plan: Plan, step_s: float) 
         within, whole = profile.steady(spans)
         if whole != steps:
             return {"parts_note": f"the profiler saw {whole} whole steps of {steps}"}
-        return {"parts_s": {part: total / steps for part, total in profile.seconds(within).items()}}
+        return {"parts_s": {part: total / steps for part, total in profile.part_seconds(within).items()}}
     except Exception as error:  # the rung's figures do not depend on it
         return {"parts_note": describe_error(error)}
 
@@ -235,14 +235,14 @@ def proof_window(
     if drops:
         reason = f"the model drops values at random ({', '.join(drops)}), so that two layouts differ by chance"
         return [], f"no proof: {reason}"
-    window = lay(trainer, documents, most)
+    window = lay_out(trainer, documents, most)
     if len(window) > 1 and Part.UPDATE in trainer.env.claimed:
         many = f"the baseline's documents take {len(window)} micro-batches"
         return [], f"no proof: {many}, and this rung updates in each"
     return window, None
 
 
-def lay(trainer: Trainer, documents: Sequence[tuple[int, Document]], most: int) -> list[Batch]:
+def lay_out(trainer: Trainer, documents: Sequence[tuple[int, Document]], most: int) -> list[Batch]:
     """Return the documents in whole micro-batches of the rung's own layout, filled up with empty rows.
 
     Args:
@@ -283,7 +283,7 @@ class DocumentList:
         return tuple(document for _, document in self.numbered[i * self.parts : (i + 1) * self.parts])
 
 
-def prove(trainer: Trainer, window: list[Batch], steps: int) -> dict[str, Any]:
+def proof_losses(trainer: Trainer, window: list[Batch], steps: int) -> dict[str, Any]:
     """Return losses and gradient norms of steps on one window at a constant rate, and the first gradient's sketch.
 
     A skipped update has changed the loss scale at most: the step is taken again.
@@ -326,7 +326,7 @@ def sketch(trainer: Trainer) -> dict[str, str]:
     sums = torch.zeros(SKETCH_WIDTH, dtype=torch.float64, device=trainer.world.device)
     names = [trainer.env.device.name, torch.__version__]
     for t in trainer.trained:
-        for name, values in gradients(trainer, t):
+        for name, values in exported_gradients(trainer, t):
             names.append(name)
             seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
             generator = torch.Generator(values.device).manual_seed(seed)
@@ -339,7 +339,7 @@ def sketch(trainer: Trainer) -> dict[str, str]:
     return {"of": digest, "sums": base64.b64encode(sums.float().cpu().numpy().tobytes()).decode()}
 
 
-def gradients(trainer: Trainer, t: TrainedParam) -> Iterator[tuple[str, Tensor]]:
+def exported_gradients(trainer: Trainer, t: TrainedParam) -> Iterator[tuple[str, Tensor]]:
     """Yield the gradient of a parameter in the names of an export, or as it is where an export has no such name."""
     if t.grad is not None and t.name in trainer.weight_map.entries:
         yield from trainer.weight_map.split(t.name, t.grad)

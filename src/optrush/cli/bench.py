@@ -53,11 +53,11 @@ def bench(
     run = read_run(config, set_, with_, without)
     if launched()[1] > 1:
         raise ConfigError("optrush bench", f"a launcher has started {launched()[1]} ranks", "start it alone")
-    from optrush.bench.ladder import find
-    from optrush.bench.runner import Board, print_table, run_ladder
+    from optrush.bench.ladder import find_ladder
+    from optrush.bench.runner import ProgressBoard, print_table, run_ladder
 
-    written = find(ladder, run)
-    with Board() as board:
+    written = find_ladder(ladder, run)
+    with ProgressBoard() as board:
         records = run_ladder(
             written, run, out, board,
             repeats=repeats, cumulative_only=cumulative_only, limit_s=limit, resume=resume,
