@@ -2,8 +2,8 @@
 
 usage: kernels.py CONFIG [--steps N] [--set KEY=VALUE]... [--with NAME]... [--without NAME]...
 
-Warms up, times N steps as they are, asks for N more one by one, then runs N and one more before them under torch's
-profiler, which is told of the device alone.
+Warms up, times N steps as they are, runs N more one by one, then runs N and one more before them under torch's
+profiler, which records the device alone.
 
     first_step_s  from the start of the process to the end of the first step, compilation included
     step_s        seconds of a step, one after the other without waiting for the device between them

@@ -1,6 +1,6 @@
 """Writes figures and pictures of README.md and of docs from committed records; a test compares.
 
-usage: table.py          rewrites each between its two markers, and the pictures beside the records
+usage: table.py          rewrites each between its two markers, and the pictures next to the records
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def first_page() -> str:
 
 
 def _in_turn(folders: Iterable[Path]) -> list[str]:
-    """Each other system beside the rung of ours that it ran in turn with."""
+    """Return a row for each other system, with the rung of ours that it ran in turn with."""
     rows = [
         "| case | system | runs | tokens/s: ours | theirs | ours / theirs | peak GiB: ours | theirs |",
         "|---|---|---|---|---|---|---|---|",
@@ -103,14 +103,13 @@ def _in_turn(folders: Iterable[Path]) -> list[str]:
 
 
 def table() -> str:
-    """The ladder, a row a rung; beside it the plain loop, and what was predicted."""
+    """The ladder, a row a rung; with the plain loop and the prediction."""
     records = read_records(ROOT / LADDER)
     plain = plain_loops()
     first, known = records[0], {r.rung for r in records}
     config = Config.model_validate(first.config)
-    since = [
-        f"*{r.name}*" for r in ladder.resolve_rungs(ladder.find_ladder(first.ladder, config), config, True) if r.name not in known
-    ]
+    rungs = ladder.resolve_rungs(ladder.find_ladder(first.ladder, config), config, True)
+    since = [f"*{r.name}*" for r in rungs if r.name not in known]
     rows = [
         f"![tokens/s of each rung]({LADDER}/speed.png)",
         "",
@@ -228,7 +227,7 @@ def savings() -> list[str]:
 
 
 def nearness() -> list[str]:
-    """How far the fastest sets lie from plain transformers in float32: gradients, then five steps."""
+    """Return how far the fastest sets are from plain transformers in float32: gradients, then five steps."""
     fresh, trained = (
         [json.loads(line) for line in (ROOT / path).read_text().splitlines()] for path in (GRADIENTS, TRAINED)
     )
@@ -375,7 +374,7 @@ def parted() -> str:
 
 
 def _said(records: list[Record], calibration: Path | None = None) -> list[Prediction]:
-    """The plan of each rung, on a machine that knows this calibration and no other."""
+    """Return the plan of each rung, with this calibration and no other."""
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, OPTRUSH_CACHE=cache):
         if calibration is not None:
             (Path(cache) / "calibrations").mkdir()
@@ -384,7 +383,7 @@ def _said(records: list[Record], calibration: Path | None = None) -> list[Predic
 
 
 def _predicted(r: Record) -> Prediction:
-    """Beside the torch that the record is of."""
+    """Return the plan for the version of torch that the record has."""
     with mock.patch.object(attention, "library", {"torch": r.environment["torch"]}.get):
         return predict(Config.model_validate(r.config), "h200")
 

@@ -17,30 +17,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from optrush import config, hardware
 from optrush.bench import peer, results, runner
 from optrush.bench.ladder import Longest
 from optrush.bench.peer import build_peer, training_facts
-from optrush.config import Config
 from optrush.errors import ConfigError, NeedsError, RunError
 from optrush.report import bench, charts
 
 import optrush_peers
 from optrush_peers import weights, worker
 from optrush_peers.work import Work
-from toy import Fakes, Found, V, document, ladder, put, records
+from toy import Fakes, Found, V, ladder, put, records
+from toy import parsed as run
 
 Call = Callable[..., Found]
 ROOT = Path(__file__).parents[2]
 TRAINED = {"trained parameters": "7", "weights": "float32", "optimizer states": "float32"}
-
-
-def run(**changes: Any) -> Config:
-    return config.parse_config(
-        yaml.safe_dump(document(**{"train": {"steps": 3, "log_every": 1}, **changes})), "run.yaml"
-    )
 
 
 KNOWN = {system.name: system for system in optrush_peers.PEERS}
@@ -570,12 +563,3 @@ def report_of(folder: Path) -> None:
     importlib.reload(bench)  # the scripts' fixture does not draw it
     bench.write_bench(folder)
     assert "The longest row that trains" in (folder / "report.html").read_text()
-
-
-def test_a_worker_without_a_proof() -> None:
-    from optrush.bench import worker
-
-    found = worker.measure(run(train={"steps": 1, "log_every": 1}), run(), 0, 0, 0)
-    assert found["proof"] == {"losses": [], "grad_norms": [], "note": worker.UNPROVED}
-    assert len(found["step_s"]) == 1 and found["seen"]["trained parameters"] == "254,528"
-    assert found["micro_tokens"] == 128 and found["host_peak_bytes"] > 0

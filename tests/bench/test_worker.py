@@ -7,22 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from optrush import config
 from optrush.bench import record, results, worker
 from optrush.bench.worker import sketch
 from optrush.config import Config
 from optrush.data.schema import Document
+from optrush.planner.cost import PARTS
+from optrush.report.bench import GAPS
 from optrush.resolve import resolve
 from optrush.trainer.trainer import Plan, Trainer
 
-from toy import document
-
-
-def run(**changes: Any) -> Config:
-    train = {"steps": 3, "log_every": 1}
-    return config.parse_config(yaml.safe_dump(document(**{"train": train, **changes})), "run.yaml")
+from toy import parsed as run
 
 
 def job_of(of: Config) -> Trainer:
@@ -122,12 +117,19 @@ def test_a_model_that_drops_at_random_proves_nothing() -> None:
 
 
 def test_a_measurement() -> None:
+    """With a proof and parts; without a warm-up, steps compile and have no parts."""
     base = run()
     found = worker.measure(base, base, warmup=1, proof_steps=2, proof_documents=2)
-    assert [len(found[k]) for k in ("step_s", "tokens_per_s")] == [2, 2]
+    assert [len(found[k]) for k in ("step_s", "tokens_per_s", "losses")] == [2, 2, 3]
     assert len(found["proof"]["losses"]) == len(found["proof"]["grad_norms"]) == 2 and found["proof"]["note"] is None
     assert found["peak_bytes"] > 0 and found["memory_kind"] == "rss" and found["mfu"] is None
     assert found["tokens_per_s"][0] == pytest.approx(128 / found["step_s"][0])
+    assert set(found["parts_s"]) == {*PARTS, GAPS} and "parts_note" not in found
+    assert all(found["parts_s"][part] > 0 for part in ("products", "head", "elementwise", "optimizer"))
+    found = worker.measure(run(train={"steps": 1, "log_every": 1}), base, 0, 0, 0)
+    assert found["proof"] == {"losses": [], "grad_norms": [], "note": worker.UNPROVED} and "parts_s" not in found
+    assert len(found["step_s"]) == 1 and found["seen"]["trained parameters"] == "254,528"
+    assert found["micro_tokens"] == 128 and found["host_peak_bytes"] > 0
     assert not Path("never-written").exists()
 
 

@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import save_file
 
 import optrush
+from optrush.config import Config, parse_config
 
 D, F, L, H, K, V = 64, 256, 4, 4, 2, 128
 
@@ -57,6 +58,11 @@ def document(**changes: Any) -> dict[str, Any]:
         "output": "never-written",
     }
     return {**run, **changes}
+
+
+def parsed(**changes: Any) -> Config:
+    """A run that works, of three steps."""
+    return parse_config(yaml.safe_dump(document(**{"train": {"steps": 3, "log_every": 1}, **changes})), "run.yaml")
 
 
 def ladder(rungs: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class System(Peer):
 
     def train(self, work: Work) -> None:
         """Train `work.batches`, one a step, and report each to `work`."""
-        raise NotImplementedError
+        raise AssertionError("each system defines it")
 
     def flops(self, shape: ModelShape, batch: Rows, trained: int) -> int:
         """Return the training FLOPs of one step's rows; trained: number of trained values."""

@@ -42,11 +42,11 @@ class Peer(BaseModel):
     @property
     def title(self) -> str:
         """The name and the options, for reports."""
-        raise NotImplementedError
+        raise AssertionError("each system defines it")
 
     def needs(self, config: Config, device: Device) -> Iterator[Requirement]:
         """Yield what must hold for the run; must not import the system."""
-        raise NotImplementedError
+        raise AssertionError("each system defines it")
 
     def check(self, config: Config, device: Device) -> None:
         """Raise NeedsError where the system cannot train the run on this machine."""
