@@ -40,6 +40,7 @@ CLIMBED = {
     "levers": ("llama1b-peers",),
     "longest": ("llama8b",),
     "longest-qlora": ("llama8b",),
+    "peers": ("llama1b-peers",),
     "peers-best": ("llama1b-peers",),
     "peers-bf16": ("llama1b-peers",),
     "precisions": ("llama1b-peers",),
