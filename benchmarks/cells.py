@@ -1,9 +1,9 @@
-"""The plan against measurements it was not fitted to: other shapes, row lengths and techniques, one process a cell.
+"""Compare the plan with measurements it was not fitted to: other shapes, row lengths, techniques; a process a cell.
 
 usage: cells.py OUT.jsonl [--hardware NAME] [CELL...]      measures, a JSON line a cell, as soon as it is known
        cells.py --table RESULTS.jsonl                      the table of errors as Markdown
 
-A cell says beforehand whether it fits; those that the plan says do not fit are tried all the same.
+Each cell is predicted before it is measured; cells that should not fit are tried too.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STEPS, WARMUP = 8, 3
 
 
 def run(name: str) -> Config:
-    """A cell's configuration."""
+    """Return a cell's configuration."""
     shape, implementation, T, rows, times, with_ = CELLS[name]
     data = {
         "model": {"shape": shape, "implementation": implementation},
@@ -63,20 +63,20 @@ def run(name: str) -> Config:
 
 
 def measure(name: str, hardware: str) -> dict[str, Any]:
-    """What the plan says, then what a fresh process finds."""
+    """Return the plan's prediction and the measurement of a fresh process."""
     cell = run(name)
-    said = predict(cell, hardware)
+    plan = predict(cell, hardware)
     text = dump_config(cell)
     request = {"run": text, "baseline": text, "warmup": WARMUP, "proof": {"steps": 1, "documents": 1}}
     found = run_worker(request, 240)
     speeds = found.get("tokens_per_s") or []
     return {
         "cell": name,
-        "predicted_fits": said.fits,
-        "predicted_peak_bytes": said.peak_bytes,
-        "predicted_tokens_per_s": said.tokens_per_s,
-        "basis": said.basis,
-        "phase": said.phase,
+        "predicted_fits": plan.fits,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "predicted_tokens_per_s": plan.tokens_per_s,
+        "basis": plan.basis,
+        "phase": plan.phase,
         "peak_bytes": found.get("peak_bytes"),
         "memory_kind": found.get("memory_kind"),
         "tokens_per_s": statistics.median(speeds) if speeds else None,
@@ -91,7 +91,7 @@ def measure(name: str, hardware: str) -> dict[str, Any]:
 
 
 def table(path: Path) -> str:
-    """Predicted against measured, and the errors in words."""
+    """Return the table of predictions, measurements and errors."""
     rows = [
         "| cell | predicted GiB | measured GiB | error | predicted tokens/s | measured | error |",
         "|---|---|---|---|---|---|---|",
@@ -99,21 +99,21 @@ def table(path: Path) -> str:
     apart: list[float] = []
     for line in path.read_text().splitlines():
         r = json.loads(line)
-        told = (
+        start = (
             f"| {r['cell']} | {r['predicted_peak_bytes'] / 2**30:.1f}{'' if r['predicted_fits'] else ', does not fit'}"
         )
         if r["peak_bytes"] is None:
-            rows.append(f"{told} | {'out of memory' if 'out of memory' in r['error'] else 'failed'} | | | | |")
+            rows.append(f"{start} | {'out of memory' if 'out of memory' in r['error'] else 'failed'} | | | | |")
             continue
         error = r["predicted_peak_bytes"] / r["peak_bytes"] - 1
         apart.append(abs(error))
         speed = r["predicted_tokens_per_s"] / r["tokens_per_s"] - 1
         rows.append(
-            f"{told} | {r['peak_bytes'] / 2**30:.1f} | {error:+.1%} "
+            f"{start} | {r['peak_bytes'] / 2**30:.1f} | {error:+.1%} "
             f"| {r['predicted_tokens_per_s']:,.0f} | {r['tokens_per_s']:,.0f} | {speed:+.0%} |"
         )
-    said = f"Peaks: median error {statistics.median(apart):.1%}, largest {max(apart):.1%}."
-    return "\n".join([*rows, "", said])
+    errors = f"Peaks: median error {statistics.median(apart):.1%}, largest {max(apart):.1%}."
+    return "\n".join([*rows, "", errors])
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from optrush.bench.peer_weights import SPECIAL, name_tokens
+from optrush_peers.weights import SPECIAL, name_tokens
 
 TEXTS, MEDIAN, SIGMA, LONGEST, VOCABULARY = 4096, 400, 1.0, 4096, 128256
 

@@ -1,10 +1,10 @@
-"""Whether what changes the numbers learns as well: loss curves with and without a technique, over seeds.
+"""Compare loss curves with and without a technique that changes the numbers, over seeds.
 
 usage: curves.py CONFIG --with NAME [--seeds N] [--jobs N] [--set KEY=VALUE]... [--write]
 
 Trains CONFIG from the weights and in the order of each seed, as it is and with NAME, each run in a process of its own,
 up to `--jobs` at a time for nothing is timed, and keeps nothing of the runs. `--write` makes CONFIG's data first:
-`data.path` and `data.eval`, recipes of two seeds, so that all runs are held against the same documents. A JSON line a
+`data.path` and `data.eval`, recipes of two seeds, so that all runs are evaluated on the same documents. A JSON line a
 run on standard output (`losses`: mean training loss of every tenth of it; `held_out`: after it; both null where a run
 diverged), and last
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from optrush.bench import record
-from optrush.bench.worker import Lines
+from optrush.bench.worker import MetricLines
 from optrush.config import Config, dump_config, parse_config
 from optrush.data import sample
 from optrush.data.sampler import reading
@@ -41,21 +41,20 @@ CONVERSATIONS, HELD = 20_000, 400
 
 
 def curve(config: Config) -> dict[str, Any]:
-    """What one run learns."""
+    """Train one run and return its losses."""
     trainer = build(resolve(config))
     plan = Plan(trainer, trainer.stream.plan(None if config.train.steps else config.train.epochs, config.train.steps))
     trainer.batches = batches(trainer, plan)
     trainer.set_step = partial(set_step, trainer, steps=plan.total)
-    meter = Lines(trainer, None, plan.total, lambda _: None)
-    meter.lines = []
-    held, trainer.evaluation = trainer.evaluation, None  # asked once, at the end
+    meter = MetricLines(trainer, plan.total)
+    evaluation, trainer.evaluation = trainer.evaluation, None  # evaluated once, at the end
     with reading(trainer.batches):
         train(trainer, meter, plan, lambda _: None)
     losses = [line["loss"] for line in meter.lines]
     sound = meter.failure is None and len(losses) == plan.total and None not in losses
     size = plan.total // POINTS
     points = [losses[k * size : (k + 1) * size] for k in range(POINTS)] if sound else []
-    trainer.evaluation = held
+    trainer.evaluation = evaluation
     end = evaluate(trainer).loss if sound else math.nan
     return {
         "losses": [statistics.mean(each) for each in points] or None,
@@ -64,8 +63,8 @@ def curve(config: Config) -> dict[str, Any]:
     }
 
 
-def asked(config: Config) -> dict[str, Any]:
-    """`curve` in a process of its own; what it says of an error goes to standard error.
+def curve_process(config: Config) -> dict[str, Any]:
+    """Run `curve` in a process of its own; its errors go to standard error.
 
     Raises:
         RuntimeError: it ended with an error.
@@ -110,7 +109,7 @@ def main() -> None:
     found: dict[tuple[int, bool], float | None] = {}
     with ThreadPoolExecutor(a.jobs) as pool:
         runs = ((given if there else plain).model_copy(update={"seed": seed}) for seed, there in pairs)
-        for (seed, there), made in zip(pairs, pool.map(asked, runs), strict=True):
+        for (seed, there), made in zip(pairs, pool.map(curve_process, runs), strict=True):
             found[seed, there] = made["held_out"]
             print(json.dumps({"seed": seed, "with": a.technique if there else None, **made}), flush=True)
     if None in found.values():

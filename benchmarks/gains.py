@@ -1,5 +1,5 @@
-"""What each technique was worth by itself, by the committed records: rungs that differ from the one they are held
-against in it alone, or where another gives way to it, as the first optimizer to the second. table.py writes the pages.
+"""Collect from the committed records what each technique gains alone: rungs that differ from the rung they are compared
+with in this technique only, or where it replaces another, as one optimizer another. table.py writes the pages.
 """
 
 from __future__ import annotations
@@ -9,29 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 
 from optrush.bench import ladder
-from optrush.bench.record import Record, read
+from optrush.bench.record import Record, read_records
 from optrush.config import Config, current_techniques
 
 GIB = 2**30
-ENDS = "before products tiles narrow copied inplace room turns weights apart shared once 1920"
-OLDER = tuple(f"-{end}" for end in ENDS.split(" "))
 NONE = "No rung of a committed climb differs from another in it alone."
 
 
-def folders(results: Path) -> list[Path]:
-    """Bench folders that stand for a ladder; its earlier climbs, and those that shared a GPU, are the log's."""
-    return [f for f in sorted(results.iterdir()) if (f / "records.jsonl").is_file() and not f.name.endswith(OLDER)]
-
-
 def pages(results: Path, names: list[str], link: str) -> dict[str, str]:
-    """The measured part of each technique's page.
+    """Return the measured part of each technique's page.
 
     Args:
-        link: where `results` lies, seen from the page.
+        link: path of `results`, relative to the page.
     """
     found: dict[str, list[tuple[Path, Record, Record, bool]]] = {name: [] for name in names}
-    for folder in folders(results):
-        records = [renamed(r) for r in read(folder)]
+    for folder in sorted(path.parent for path in results.glob("*/records.jsonl")):
+        records = [renamed(r) for r in read_records(folder)]
         by_name = {r.rung: r for r in records}
         for r in records:
             since = by_name.get(r.since or "")
@@ -50,12 +43,12 @@ def renamed(r: Record) -> Record:
 
 
 def alone(before: Record, after: Record) -> str:
-    """The one technique that `after` has more, or otherwise; "" if there is another difference.
+    """Return the one technique that `after` adds or configures differently; "" if there is another difference.
 
-    Beside one more, one may be gone, or have other options: some exclude each other.
+    With one added, another may be removed or configured differently: some exclude each other.
     """
     old, new = before.config.get("with", {}), after.config.get("with", {})
-    others = [ladder.flat(Config.model_validate(r.config)) for r in (before, after)]
+    others = [ladder.flat_values(Config.model_validate(r.config)) for r in (before, after)]
     if after.longest_seq:  # each at its own longest row
         others = [{k: v for k, v in o.items() if k not in ladder.LOAD_KEYS} for o in others]
     more, gone = [n for n in new if n not in old], [n for n in old if n not in new]
@@ -89,5 +82,5 @@ def _table(rows: list[tuple[Path, Record, Record, bool]], link: str) -> Iterator
 
 
 def _plain(r: Record) -> dict[str, object]:
-    """The rung's configuration at one and the same row, for what differs beside it."""
+    """Return the rung's configuration without its row length, to compare the rest."""
     return {**r.config, "batch": {}} if r.longest_seq else r.config

@@ -1,11 +1,11 @@
-"""How far the first gradient of each rung of a ladder lies from the first rung's: a JSON line each, on standard output.
+"""Compare the first gradient of each rung of a ladder with that of the first rung; a JSON line each on stdout.
 
 usage: gradients.py CONFIG --ladder LADDER [--trained] [--jobs N] [--set KEY=VALUE]...
 
 Each rung is assembled in a process of its own, up to N at a time, and takes one gradient of the documents of the
 ladder's proof, in micro-batches no larger than these need. All its values are compared, tensor by tensor under the
-names of an export, where the proof of a climb has a sketch of some thousand sums (bench/sketch.py). Nothing is timed,
-and other systems are left out. A rung that ran out of memory beside others is asked again, alone.
+names of an export, where the proof of a ladder has a sketch of some thousand sums (worker.sketch). Nothing is timed,
+and other systems are left out. A rung that ran out of memory next to others is run again, alone.
 
 Random weights of many blocks turn a gradient by far more than trained ones do, in whatever precision. With --trained
 the second rung trains first, for CONFIG's train.steps, and every rung takes the weights that it leaves, to the bit.
@@ -14,7 +14,7 @@ the second rung trains first, for CONFIG's train.steps, and every rung takes the
     cosine   of the angle between the two gradients, all tensors laid end to end; accumulated in float64
     length   of the gradient, by that of the first rung's
     tensors  the lowest cosine of any one tensor, and its name; the median over tensors
-    sketch   the cosine as a climb's proof would tell it
+    sketch   the cosine that the proof of a ladder estimates
     error    instead of these: why there is no gradient
 """
 
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from optrush import export
 from optrush.bench import ladder, record, results, worker
-from optrush.bench.worker import sketch, tensors
+from optrush.bench.worker import exported_gradients, sketch
 from optrush.config import Config, dump_config, parse_config
 from optrush.data.sampler import reading
 from optrush.errors import UserError
@@ -55,7 +55,7 @@ PIECE = 1 << 26  # values in float64 at a time
 
 
 def trained(config: Config, folder: Path) -> dict[str, Any]:
-    """Trains as the run says and leaves its model in `folder`/model; the first and the last loss."""
+    """Train the run, write its model to `folder`/model, and return the first and the last loss."""
     prepared = resolve(config)
     trainer = build(prepared)
     dpo_reference.fill(trainer, prepared)
@@ -71,10 +71,10 @@ def trained(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def gradient(config: Config, baseline: Config, documents: int) -> tuple[Trainer, float]:
-    """A job that holds the gradient of the baseline's first documents, taken as the proof of a climb takes it.
+    """Return a trainer with the gradient of the baseline's first documents, computed as in the proof of a ladder.
 
     Returns:
-        (the job, their loss).
+        (the trainer, their loss).
 
     Raises:
         ValueError: the rung can have none of these documents, or keeps none.
@@ -88,24 +88,24 @@ def gradient(config: Config, baseline: Config, documents: int) -> tuple[Trainer,
     if Part.UPDATE in trainer.env.claimed:
         raise ValueError("no gradient is left: weights are updated in the backward pass")
     dpo_reference.fill(trainer, prepared)
-    held = worker.first_documents(trainer, prepared, baseline, documents)
-    if (found := worker.obstacle(trainer, held)) is not None:
-        raise ValueError(found)
-    laid = worker.lay(trainer, held, most=trainer.stream.plan(None, config.train.steps).widest)
+    first = worker.first_documents(trainer, prepared, baseline, documents)
+    window, reason = worker.proof_window(trainer, first, trainer.stream.plan(None, config.train.steps).widest)
+    if reason is not None:
+        raise ValueError(reason)
     set_step(trainer, 1, 1)
-    loss = trainer.forward_backward(laid, trainer.all_reduce_int(sum(b.n_terms for b in laid)))
+    loss = trainer.forward_backward(window, trainer.all_reduce_int(sum(b.n_terms for b in window)))
     return trainer, loss.item()
 
 
 @torch.no_grad()
 def compared(trainer: Trainer, wanted: dict[str, Tensor]) -> dict[str, Any]:
-    """The angle between the gradient that lies in the job and another, over all tensors and for each that has one.
+    """Return the angle between the trainer's gradient and another, over all tensors and for each that has one.
 
     Raises:
         ValueError: they cannot be compared.
     """
     inner, mine, theirs, cosines = 0.0, 0.0, 0.0, dict[str, float]()
-    found = {name: values for t in trainer.trained for name, values in tensors(trainer, t)}
+    found = {name: values for t in trainer.trained for name, values in exported_gradients(trainer, t)}
     if set(found) != set(wanted):
         raise ValueError(f"other tensors: {sorted(set(found) ^ set(wanted))[:3]}")
     for name, values in found.items():
@@ -127,7 +127,7 @@ def compared(trainer: Trainer, wanted: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What the process of one rung finds; the first leaves its gradient in `folder` for the others."""
+    """Return the result of one rung's process; the first stores its gradient in `folder` for the others."""
     config, baseline = (parse_config(request[key], key) for key in ("run", "baseline"))
     if request["train"]:
         return trained(config, folder)
@@ -137,34 +137,34 @@ def answer(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         held = {
             name: (values.float() / trainer.scale).cpu()
             for t in trainer.trained
-            for name, values in tensors(trainer, t)
+            for name, values in exported_gradients(trainer, t)
         }
         torch.save({"tensors": held, "sketch": seen}, first)
     wanted = torch.load(first, mmap=True)
     return {"loss": loss, **compared(trainer, wanted["tensors"]), "sketch": results.cosine(seen, wanted["sketch"])}
 
 
-def asked(
+def rung_result(
     rung: ladder.Rung, first: ladder.Rung, documents: int, folder: Path, *, train: bool = False
 ) -> dict[str, Any]:
-    """Starts a rung's process; what it said, or its last words."""
+    """Run a rung's process and return its result, or the last line of its standard error."""
     runs = {"run": dump_config(rung.config), "baseline": dump_config(first.config)}
     request = {**runs, "documents": documents, "train": train}
     line = [sys.executable, __file__, "--answer", json.dumps(request), str(folder)]
     done = subprocess.run(line, capture_output=True, text=True)
     try:
-        said = json.loads(done.stdout.splitlines()[-1])
+        result = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        said = {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
-    if "error" in said:
-        said["error"] = said["error"][:LETTERS]
-    told = said.get("error", said.get("losses", said.get("cosine")))
-    print(f"{rung.name}: {told}", file=sys.stderr, flush=True)
-    return {"rung": rung.name, **said}
+        result = {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+    if "error" in result:
+        result["error"] = result["error"][:LETTERS]
+    outcome = result.get("error", result.get("losses", result.get("cosine")))
+    print(f"{rung.name}: {outcome}", file=sys.stderr, flush=True)
+    return {"rung": rung.name, **result}
 
 
 def of_model(rung: ladder.Rung, folder: Path) -> ladder.Rung:
-    """The rung on the weights of a folder, which has the tokenizer too."""
+    """Return the rung on the weights and the tokenizer of a folder."""
     found = rung.config.model.model_copy(update={"path": str(folder), "shape": None, "tokenizer": None})
     return dataclasses.replace(rung, config=rung.config.model_copy(update={"model": found}))
 
@@ -174,8 +174,8 @@ def main() -> None:
         try:
             print(json.dumps(answer(json.loads(sys.argv[2]), Path(sys.argv[3])), allow_nan=False))
         except Exception as error:  # a rung may fail in any way, and the others are compared
-            said = str(error) if isinstance(error, UserError) else worker.explain(error)
-            print(json.dumps({"error": said}))
+            text = str(error) if isinstance(error, UserError) else record.describe_error(error)
+            print(json.dumps({"error": text}))
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
@@ -185,33 +185,33 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="sets")
     a = parser.parse_args()
     config = parse_config(a.config.read_text(), str(a.config), sets=a.sets)
-    climbed = ladder.find(a.ladder, config)
-    first, *rungs = [r for r in ladder.rungs(climbed, config, cumulative_only=True) if r.peer is None]
+    climbed = ladder.find_ladder(a.ladder, config)
+    first, *rungs = [r for r in ladder.resolve_rungs(climbed, config, cumulative_only=True) if r.peer is None]
     documents = climbed.proof.documents
     shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     known = {
-        "config": str(a.config), "ladder": climbed.name, "set": a.sets, "case": ladder.case(config),
+        "config": str(a.config), "ladder": climbed.name, "set": a.sets, "case": ladder.case_of(config),
         "documents": documents, "environment": record.machine(), "source": record.source(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=shared) as held, ThreadPoolExecutor(a.jobs) as pool:
         folder = Path(held)
         if a.trained:
             longer = dataclasses.replace(rungs[0], config=rungs[0].config.model_copy(update={"train": config.train}))
-            known["trained"] = asked(longer, first, documents, folder, train=True)
+            known["trained"] = rung_result(longer, first, documents, folder, train=True)
             if "error" in known["trained"]:
                 sys.exit("there are no trained weights to take a gradient at")
             first, *rungs = [of_model(rung, folder / "model") for rung in (first, *rungs)]
-        found, alone = asked(first, first, documents, folder), list[ladder.Rung]()
+        found, alone = rung_result(first, first, documents, folder), list[ladder.Rung]()
         print(json.dumps({**known, **found}), flush=True)
         if "error" in found:
             sys.exit("the first rung has no gradient: there is nothing to compare with")
-        for rung, found in zip(rungs, pool.map(lambda rung: asked(rung, first, documents, folder), rungs)):
+        for rung, found in zip(rungs, pool.map(lambda rung: rung_result(rung, first, documents, folder), rungs)):
             if "out of memory" in found.get("error", "") and a.jobs > 1:
                 alone.append(rung)  # the others may have had it
             else:
                 print(json.dumps({**known, **found}), flush=True)
         for rung in alone:
-            print(json.dumps({**known, **asked(rung, first, documents, folder)}), flush=True)
+            print(json.dumps({**known, **rung_result(rung, first, documents, folder)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 usage: kernels.py CONFIG [--steps N] [--set KEY=VALUE]... [--with NAME]... [--without NAME]...
 
-Warms up, times N steps as they are, asks for N more one by one, then runs N and one more before them under torch's
-profiler, which is told of the device alone.
+Warms up, times N steps as they are, runs N more one by one, then runs N and one more before them under torch's
+profiler, which records the device alone.
 
     first_step_s  from the start of the process to the end of the first step, compilation included
     step_s        seconds of a step, one after the other without waiting for the device between them
@@ -66,7 +66,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     total = WARM_UP + 3 * steps + 1
     config = config.model_copy(update={"train": Training(steps=total, log_every=1)})
     trainer = build(resolve(config))
-    marks = profile.Marks(trainer)
+    marks = profile.RegionMarks(trainer)
     plan = Plan(trainer, trainer.stream.plan(None, total))
     trainer.batches = batches(trainer, plan)
     trainer.set_step = partial(set_step, trainer, steps=total)
@@ -93,7 +93,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
                 one(trainer, WARM_UP + 2 * steps + 1 + n)
     held, seen = profile.steady(spans)
     assert seen == steps, f"the profiler saw {seen} whole steps of {steps}"
-    told = {part: whole / steps for part, whole in profile.seconds(held).items()}
+    told = {part: whole / steps for part, whole in profile.part_seconds(held).items()}
     span = sum(told.values())
     busy = span - told[GAPS]
     events = [e for e in held if not profile.MARK.search(e.name)]

@@ -46,7 +46,7 @@ def chats(n: int) -> np.ndarray:
 
 
 def surveyed(lengths: np.ndarray, T: int) -> list[dict[str, Any]]:
-    """Rates are the best of five: they tell what the code can do, not what else the machine did."""
+    """Rates are the best of five: they measure the code, not other load of the machine."""
     runs = [packing.survey(lengths, T, 16, 8) for _ in range(5)]
     found = [dataclasses.asdict(s) for s in runs[0]]
     for i, survey in enumerate(found):

@@ -165,7 +165,7 @@ def products(case: str, shape: ModelShape, rows: int) -> Iterator[Operator]:
 
 
 def factors(way: str, rows: int, inputs: int, outputs: int, values: Values) -> tuple[Tensor, Tensor]:
-    """The two matrices, as they lie in training."""
+    """The two matrices, as they are stored in training."""
     x, weight, grad = values("x", rows, inputs), values("weight", outputs, inputs), values("grad", rows, outputs)
     return {"forward": (x, weight.t()), "input": (grad, weight), "weight": (grad.t(), x)}[way]
 

@@ -9,7 +9,6 @@ waited for. Random tokens, never constant ones: products on constant data run fa
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import platform
 import statistics
@@ -19,22 +18,14 @@ from pathlib import Path
 
 import torch
 
-import optrush
 from optrush.config import parse_config
 from optrush.resolve import resolve
+from optrush.technique import digest
 from optrush.trainer import distributed
 from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter
 from optrush.trainer.run import batches
 from optrush.trainer.trainer import Plan, set_step, train
-
-
-def source() -> str:
-    """Digest of the package that ran."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(optrush.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def main() -> None:
@@ -77,7 +68,7 @@ def main() -> None:
                 "grad_norms": [m["grad_norm"] for m in lines if "loss" in m],
                 "ranks": trainer.world.ranks,
                 "device": trainer.env.device.name,
-                "source": source(),
+                "source": digest(),
                 "python": platform.python_version(),
             }
         ),

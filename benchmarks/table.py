@@ -1,6 +1,6 @@
 """Writes figures and pictures of README.md and of docs from committed records; a test compares.
 
-usage: table.py          rewrites each between its two markers, and the pictures beside the records
+usage: table.py          rewrites each between its two markers, and the pictures next to the records
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Literal
 from unittest import mock
 
 from optrush.bench import ladder
-from optrush.bench.record import Record, read
+from optrush.bench.record import Record, read_records
 from optrush.config import Config
 from optrush.planner.cost import PARTS
 from optrush.planner.search import Prediction, predict
@@ -33,8 +33,7 @@ import gains
 
 ROOT = Path(__file__).parent.parent
 LADDER = Path("benchmarks/results/h200-single-gpu")
-EARLIER = Path("benchmarks/results/h200-single-gpu-before")  # its lower rungs, on another machine
-PLAIN = Path("benchmarks/results/h200-plain.jsonl")  # in turn with the earlier ones
+PLAIN = Path("benchmarks/results/h200-plain.jsonl")  # in turn with an earlier run of its lower rungs
 CELLS = Path("benchmarks/results/h200-cells.jsonl")
 LAYOUTS = Path("benchmarks/results/h200-data")
 FASTEST = tuple(
@@ -88,12 +87,12 @@ def first_page() -> str:
 
 
 def _in_turn(folders: Iterable[Path]) -> list[str]:
-    """Each other system beside the rung of ours that it ran in turn with."""
+    """Return a row for each other system, with the rung of ours that it ran in turn with."""
     rows = [
         "| case | system | runs | tokens/s: ours | theirs | ours / theirs | peak GiB: ours | theirs |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for records in (read(ROOT / folder) for folder in folders):
+    for records in (read_records(ROOT / folder) for folder in folders):
         by_name = {r.rung: r for r in records}
         for ours, r in ((by_name.get(r.since or ""), r) for r in records if r.peer and not r.red):
             if ours and ours.tokens_per_s and ours.peak_bytes and r.tokens_per_s and r.peak_bytes:
@@ -104,14 +103,13 @@ def _in_turn(folders: Iterable[Path]) -> list[str]:
 
 
 def table() -> str:
-    """The ladder, a row a rung; beside it the plain loop, and what was predicted."""
-    records = read(ROOT / LADDER)
+    """The ladder, a row a rung; with the plain loop and the prediction."""
+    records = read_records(ROOT / LADDER)
     plain = plain_loops()
     first, known = records[0], {r.rung for r in records}
     config = Config.model_validate(first.config)
-    since = [
-        f"*{r.name}*" for r in ladder.rungs(ladder.find(first.ladder, config), config, True) if r.name not in known
-    ]
+    rungs = ladder.resolve_rungs(ladder.find_ladder(first.ladder, config), config, True)
+    since = [f"*{r.name}*" for r in rungs if r.name not in known]
     rows = [
         f"![tokens/s of each rung]({LADDER}/speed.png)",
         "",
@@ -140,7 +138,7 @@ def table() -> str:
 
 def layouts() -> str:
     """The ladder `data`: what each layout makes of the same chats."""
-    records = read(ROOT / LAYOUTS)
+    records = read_records(ROOT / LAYOUTS)
     first, by_name = records[0], {r.rung: r for r in records}
     rows = [
         f"{first.case}, T={first.seq}, micro-batches of {first.micro_tokens // first.seq} rows, amp, varlen",
@@ -164,7 +162,7 @@ def layouts() -> str:
 
 def fastest() -> str:
     """The fastest set on one GPU, other systems in turn with it, longer rows, larger shapes, adapters, least memory."""
-    ladders = [read(ROOT / folder) for folder in FASTEST]
+    ladders = [read_records(ROOT / folder) for folder in FASTEST]
     first = ladders[0][0]
     rows = [
         f"Random tokens (chats: words), a step in one micro-batch, one {first.device},",
@@ -204,8 +202,8 @@ def fastest() -> str:
 
 def savings() -> list[str]:
     """The ladders `memory` and `long-context` of both shapes side by side, with what is predicted today."""
-    first, longest = (read(ROOT / folders[0])[0] for folders in (SAVING, LONGEST))
-    asked = ladder.find(longest.ladder, Config.model_validate(longest.config)).longest
+    first, longest = (read_records(ROOT / folders[0])[0] for folders in (SAVING, LONGEST))
+    asked = ladder.find_ladder(longest.ladder, Config.model_validate(longest.config)).longest
     assert asked is not None
     rows = [
         "Step by step, the ladder `memory` (one micro-batch a step: of 1B 16 rows of 2048, of 8B one of 4096; medians",
@@ -229,13 +227,13 @@ def savings() -> list[str]:
 
 
 def nearness() -> list[str]:
-    """How far the fastest sets lie from plain transformers in float32: gradients, then five steps."""
+    """Return how far the fastest sets are from plain transformers in float32: gradients, then five steps."""
     fresh, trained = (
         [json.loads(line) for line in (ROOT / path).read_text().splitlines()] for path in (GRADIENTS, TRAINED)
     )
     told = {r["case"]: (r["trained"]["steps"], *r["trained"]["losses"]) for r in trained}
     left = "; ".join(f"{case}, {n} steps, loss {first:.1f} to {last:.1f}" for case, (n, first, last) in told.items())
-    by_heart = read(ROOT / PROOFS[-1])[0].losses[-1]
+    by_heart = read_records(ROOT / PROOFS[-1])[0].losses[-1]
     rows = [
         "How far a rung's first gradient lies from that of plain transformers in float32, on the same documents from",
         "the same random weights of the 1B shape: all values compared, then the tensor that is farthest, then its",
@@ -254,7 +252,7 @@ def nearness() -> list[str]:
         "| of | rung | losses | gradient norms | 1 - cosine of the first gradients | tokens/s |",
         "|---|---|---|---|---|---|",
     ]
-    pairs = [(plain, x) for plain, *others in (read(ROOT / folder) for folder in PROOFS) for x in others]
+    pairs = [(plain, x) for plain, *others in (read_records(ROOT / folder) for folder in PROOFS) for x in others]
     for plain, x in pairs:
         if not (x.proof and x.tokens_per_s):
             rows.append(f"| {x.case} | {x.rung} | failed: {x.error} | | | |")
@@ -286,7 +284,7 @@ def _side_by_side(
     folders: Sequence[Path], before: Callable[[Record], str], after: Callable[[Record], str]
 ) -> Iterator[str]:
     """A row a rung, of each folder its peak, measured and predicted today, between two more figures."""
-    found = [read(ROOT / folder) for folder in folders]
+    found = [read_records(ROOT / folder) for folder in folders]
     for pair in zip(*(zip(records, _said(records)) for records in found), strict=True):
         figures = (f"{before(r)} | {_gib(r.peak_bytes)} | {_gib(p.peak_bytes)}{after(r)}" for r, p in pair)
         yield f"| {pair[0][0].rung} | {' | '.join(figures)} |"
@@ -313,8 +311,8 @@ def accuracy() -> str:
     ]
     records = [
         (folder, r)
-        for folder in (LADDER, EARLIER, *FASTEST, *SAVING, *LONGEST, LEVERS, *CHOICES, *PROOFS)
-        for r in read(ROOT / folder)
+        for folder in (LADDER, *FASTEST, *SAVING, *LONGEST, LEVERS, *CHOICES, *PROOFS)
+        for r in read_records(ROOT / folder)
         if not r.peer and r.mode == "cumulative" and r.peak_bytes and r.tokens_per_s and "path" not in r.config["data"]
     ]
     apart, runs = list[list[float]](), [r for _, r in records]
@@ -376,7 +374,7 @@ def parted() -> str:
 
 
 def _said(records: list[Record], calibration: Path | None = None) -> list[Prediction]:
-    """The plan of each rung, on a machine that knows this calibration and no other."""
+    """Return the plan of each rung, with this calibration and no other."""
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, OPTRUSH_CACHE=cache):
         if calibration is not None:
             (Path(cache) / "calibrations").mkdir()
@@ -385,7 +383,7 @@ def _said(records: list[Record], calibration: Path | None = None) -> list[Predic
 
 
 def _predicted(r: Record) -> Prediction:
-    """Beside the torch that the record is of."""
+    """Return the plan for the version of torch that the record has."""
     with mock.patch.object(attention, "library", {"torch": r.environment["torch"]}.get):
         return predict(Config.model_validate(gains.renamed(r).config), "h200")
 

@@ -61,7 +61,7 @@ def test_the_plan_is_near_what_was_measured() -> None:
 def test_gradients_of_every_rung_point_where_float32s_do() -> None:
     """On the 1B shape: the cosine of each rung of `single-gpu`, all values compared, is 0.999 or more."""
     config = parse_config((ROOT / "benchmarks/llama1b.yaml").read_text(), "llama1b.yaml")
-    rungs = ladder.rungs(ladder.find("single-gpu", config), config, cumulative_only=True)
+    rungs = ladder.resolve_rungs(ladder.find_ladder("single-gpu", config), config, cumulative_only=True)
     lines = (ROOT / "benchmarks/results/h200-gradients.jsonl").read_text().splitlines()
     found = {r["rung"]: r.get("cosine", 0) for r in map(json.loads, lines) if r["ladder"] == "single-gpu"}
     assert list(found) == [r.name for r in rungs] and min(found.values()) >= 0.999, found

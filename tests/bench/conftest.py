@@ -13,6 +13,8 @@ from optrush.bench import runner
 from optrush.cli import app
 from optrush.report import bench
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks" / "peers"))  # as `bench` does in a checkout
+
 from toy import FAKE, Copy, Fakes, Found, document, put, write_model
 
 

@@ -13,8 +13,9 @@ import torch
 import yaml
 
 from optrush import config
-from optrush.bench import profile, runner, worker
-from optrush.bench.profile import Marks, Span
+from optrush.bench import profile, record, runner, worker
+from optrush.bench.profile import ProfiledSpan as Span
+from optrush.bench.profile import RegionMarks
 from optrush.config import Config
 from optrush.errors import RunError
 from optrush.planner import cost
@@ -48,7 +49,7 @@ def test_a_moment_belongs_to_the_innermost() -> None:
         Span(2000, 3000, "aten::_softmax"),
         Span(5000, 7000, "aten::_scaled_dot_product_flash_attention_for_cpu"),
     ]
-    assert in_milliseconds(profile.seconds(spans)) == {"products": 4.0, "elementwise": 3.0, "attention": 2.0}
+    assert in_milliseconds(profile.part_seconds(spans)) == {"products": 4.0, "elementwise": 3.0, "attention": 2.0}
 
 
 def test_copies_yield_to_what_computes_beside_them() -> None:
@@ -59,7 +60,7 @@ def test_copies_yield_to_what_computes_beside_them() -> None:
         Span(7000, 9000, "nvjet_sm90_tst_256x128"),
         Span(8000, 10000, "Memcpy HtoD (Pinned -> Device)"),
     ]
-    assert in_milliseconds(profile.seconds(spans)) == {"products": 5.0, "elementwise": 4.0, "gaps": 1.0}
+    assert in_milliseconds(profile.part_seconds(spans)) == {"products": 5.0, "elementwise": 4.0, "gaps": 1.0}
 
 
 def test_marks_tell_head_and_update() -> None:
@@ -75,7 +76,7 @@ def test_marks_tell_head_and_update() -> None:
         Span(11, 12, "multi_tensor"), Span(12, 12.5, marks["optimizer", -1]),
         Span(13, 14, "multi_tensor"),
     ]  # fmt: skip
-    found = {part: round(1e6 * s, 6) for part, s in profile.seconds(spans).items()}
+    found = {part: round(1e6 * s, 6) for part, s in profile.part_seconds(spans).items()}
     assert found == {"products": 2, "head": 2, "optimizer": 3, "elementwise": 1, "attention": 0, "gaps": 6}
 
 
@@ -87,17 +88,13 @@ def test_an_update_in_the_heads_backward_pass_is_the_optimizers() -> None:
         Span(3, 5, "aten::mul"), Span(5, 6, names["optimizer", -1]), Span(6, 7, "aten::mm"),
         Span(7, 8, names["head", -1]), Span(8, 9, "aten::mm"),
     ]  # fmt: skip
-    found = {part: round(1e6 * s, 6) for part, s in profile.seconds(spans).items() if s}
+    found = {part: round(1e6 * s, 6) for part, s in profile.part_seconds(spans).items() if s}
     assert found == {"head": 2, "optimizer": 2, "products": 1, "gaps": 4}
 
 
 def test_the_inner_of_two_that_begin_at_once() -> None:
     spans = [Span(0, 9000, "aten::linear"), Span(0, 8999, "aten::_softmax")]
-    assert in_milliseconds(profile.seconds(spans)) == {"elementwise": 8.999, "products": 0.001}
-
-
-def test_nothing_was_seen() -> None:
-    assert not any(profile.seconds([]).values()) and profile.steady([]) == ([], 0)
+    assert in_milliseconds(profile.part_seconds(spans)) == {"elementwise": 8.999, "products": 0.001}
 
 
 def test_steps_are_counted_from_the_end_of_the_first() -> None:
@@ -111,9 +108,10 @@ def test_steps_are_counted_from_the_end_of_the_first() -> None:
     ]  # fmt: skip
     held, steps = profile.steady(spans)
     assert steps == 2 and held[0].start == 21 and max(s.end for s in held) == 34
-    found = {part: round(1e6 * s, 6) for part, s in profile.seconds(held).items() if s}
+    found = {part: round(1e6 * s, 6) for part, s in profile.part_seconds(held).items() if s}
     assert found == {"products": 3, "attention": 3, "elementwise": 1 + 2, "gaps": 4}
     assert profile.steady(spans[:5])[1] == 0, "one end ends no step that was seen whole"
+    assert profile.steady([]) == ([], 0) and not any(profile.part_seconds([]).values())
 
 
 def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
@@ -122,7 +120,7 @@ def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
     for name in names:
         product = "nvjet" in name or "quackgemm" in name or "GemmMod" in name or "splitKreduce" in name
         wanted = "attention" if "flash_attncute" in name else "products" if product else "elementwise"
-        assert profile.called(name) == wanted, name
+        assert profile.part_of(name) == wanted, name
     assert len(names) > 100
 
 
@@ -142,7 +140,7 @@ def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
     ("kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensor", "elementwise"),
 ])  # fmt: skip
 def test_names(name: str, part: str) -> None:
-    assert profile.called(name) == part
+    assert profile.part_of(name) == part
 
 
 # --- a job
@@ -166,7 +164,7 @@ def test_marks_change_nothing(with_: dict[str, Any]) -> None:
     plain, plan = job_of(of)
     worker.loop(plain, plan)
     marked, plan = job_of(of)
-    marks = Marks(marked)
+    marks = RegionMarks(marked)
     with marks.watching() as spans:
         worker.loop(marked, plan)
     for a, b in zip(plain.trained, marked.trained, strict=True):
@@ -181,7 +179,7 @@ def test_marks_change_nothing(with_: dict[str, Any]) -> None:
         depth[region] += change
         assert 0 <= depth[region] <= 2
     assert not any(depth.values())
-    found = profile.seconds(spans)
+    found = profile.part_seconds(spans)
     assert set(found) == {*PARTS, GAPS} and min(found[p] for p in ("products", "head", "optimizer")) > 0
     wall = (max(s.end for s in spans) - min(s.start for s in spans)) / 1e6
     assert sum(found.values()) == pytest.approx(wall, rel=1e-6), "every moment once"
@@ -189,7 +187,7 @@ def test_marks_change_nothing(with_: dict[str, Any]) -> None:
 
 def test_no_marks_unless_watched() -> None:
     trainer, plan = job_of(run())
-    marks = Marks(trainer)
+    marks = RegionMarks(trainer)
     marks.place.fill_(0.5)
     worker.loop(trainer, plan)
     assert marks.place.item() == 0.5
@@ -198,12 +196,12 @@ def test_no_marks_unless_watched() -> None:
 def test_the_head_alone_is_the_heads() -> None:
     """Its forward pass and its backward pass."""
     trainer, _ = job_of(run())
-    marks = Marks(trainer)
+    marks = RegionMarks(trainer)
     hidden = torch.randn(8, 64, 64, requires_grad=True)
     labels = torch.zeros(8, 64, dtype=torch.int64)
     with marks.watching() as spans:
         trainer.model.head(hidden, labels).backward()
-    told = {(part, span.name) for span, (_, _, part, _) in zip(_unmarked(spans), profile._told(spans), strict=True)}
+    told = {(part, span.name) for span, (_, _, part, _) in zip(_unmarked(spans), profile._parts(spans), strict=True)}
     assert ("head", "aten::mm") in told and ("products", "aten::mm") not in told
 
 
@@ -212,19 +210,6 @@ def _unmarked(spans: list[Span]) -> list[Span]:
 
 
 # --- a process
-
-
-def test_a_measurement_has_its_parts() -> None:
-    base = run()
-    found = worker.measure(base, base, warmup=1, proof_steps=0, proof_documents=0)
-    assert set(found["parts_s"]) == {*PARTS, GAPS} and "parts_note" not in found
-    assert all(found["parts_s"][part] > 0 for part in ("products", "head", "elementwise", "optimizer"))
-    assert len(found["step_s"]) == 3 and len(found["losses"]) == 4, "of the timed steps alone"
-
-
-def test_steps_that_compile_have_none() -> None:
-    base = run()
-    assert "parts_s" not in worker.measure(base, base, warmup=0, proof_steps=0, proof_documents=0)
 
 
 @pytest.mark.parametrize(("fails", "note"), [
@@ -285,8 +270,8 @@ def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch: pytest.
         there.append(json.loads(answered.read_text()))
         return {"parts_s": {"products": 1.0}}
 
-    monkeypatch.setattr(worker, "profiled", profiled)
-    monkeypatch.setattr(worker, "die_with_parent", lambda parent: None)
+    monkeypatch.setattr(worker, "_profile", profiled)
+    monkeypatch.setattr(record, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(sys, "argv", ["worker", str(asked), str(answered)])
     with pytest.raises(SystemExit) as left:
         worker.main()

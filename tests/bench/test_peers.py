@@ -6,6 +6,7 @@ import json
 import math
 import os
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,52 +17,83 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from optrush import config, hardware
-from optrush.bench import peer_weights, peer_worker, peers, results, runner
+from optrush.bench import peer, results, runner
 from optrush.bench.ladder import Longest
-from optrush.bench.peer import Work, facts
-from optrush.config import Config
+from optrush.bench.peer import build_peer, training_facts
 from optrush.errors import ConfigError, NeedsError, RunError
 from optrush.report import bench, charts
 
-from toy import Copy, Fakes, Found, V, document, ladder, put, records
+import optrush_peers
+from optrush_peers import weights, worker
+from optrush_peers.work import Work
+from toy import Fakes, Found, V, ladder, put, records
+from toy import parsed as run
 
 Call = Callable[..., Found]
 ROOT = Path(__file__).parents[2]
 TRAINED = {"trained parameters": "7", "weights": "float32", "optimizer states": "float32"}
 
 
-def run(**changes: Any) -> Config:
-    return config.parse_config(
-        yaml.safe_dump(document(**{"train": {"steps": 3, "log_every": 1}, **changes})), "run.yaml"
-    )
+KNOWN = {system.name: system for system in optrush_peers.PEERS}
 
 
-# --- who they are
+def build(name: str, options: dict[str, Any]) -> Any:
+    return build_peer(name, options, KNOWN)
+
+
+# --- how they are found
 
 
 def test_options_are_checked() -> None:
-    trainer = peers.build("trainer", {"checkpointing": True, "weights": "bfloat16"})
+    trainer = build("trainer", {"checkpointing": True, "weights": "bfloat16"})
     assert trainer.title == "Hugging Face Trainer + Liger + checkpointing, bfloat16 weights"
     assert trainer.required == ("transformers", "accelerate", "liger-kernel")
-    assert peers.build("trainer", {"liger": False}).required == ("transformers", "accelerate")
-    assert peers.build("unsloth", {}).title == "Unsloth + its checkpointing, bfloat16 weights"
-    assert peers.build("unsloth", {"adapter": "qlora"}).title.startswith("Unsloth qlora rank 16 + its checkpointing")
-    adapting = peers.build("trainer", {"adapter": "qlora", "rank": 8})
+    assert build("trainer", {"liger": False}).required == ("transformers", "accelerate")
+    assert build("unsloth", {}).title == "Unsloth + its checkpointing, bfloat16 weights"
+    assert build("unsloth", {"adapter": "qlora"}).title.startswith("Unsloth qlora rank 16 + its checkpointing")
+    adapting = build("trainer", {"adapter": "qlora", "rank": 8})
     assert adapting.title == "Hugging Face Trainer + Liger + qlora rank 8, float32 weights"
     assert adapting.required == ("transformers", "accelerate", "peft", "bitsandbytes", "liger-kernel")
-    assert peers.build("torchtitan", {}).title == "torchtitan + compile, float32 weights"
-    for name, options, said in (
+    assert build("torchtitan", {}).title == "torchtitan + compile, float32 weights"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
         ("trainr", {}, "the system `trainr`\nfound: no such system\ndo:    did you mean `trainer`"),
         ("trainer", {"ligr": True}, "`trainer: ligr`\nfound: no such option\ndo:    did you mean `liger`"),
         ("trainer", {"liger": "yes"}, "`trainer: liger`\nfound: 'yes'"),
         ("torchtitan", {"adapter": "lora"}, "`torchtitan: adapter`\nfound: no such option"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            peers.build(name, options)
-        assert said in str(caught.value)
+    ],
+)
+def test_wrong_options(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(name, options)
+    assert message in str(caught.value)
+
+
+def test_a_provider_that_is_not_there(
+    call: Call, fakes: Fakes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neither installed, nor next to the ladder, nor in a checkout."""
+    monkeypatch.setattr(peer, "CHECKOUT", tmp_path / "no-checkout")
+    monkeypatch.setattr(peer, "entry_points", lambda group: [])
+    put(Path("ladder.yaml"), ladder([{"name": "ours"}, {"name": "other", "peer": {"trainer": {}}}]))
+    found = call("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out")
+    assert found.code == 2 and not Path("out").exists() and fakes.started == []
+    asked, where, do = found.err.splitlines()[-3:]
+    assert asked.endswith(": the system `trainer`") and "no package with the entry point `optrush.peers`" in where
+    assert str(tmp_path / "no-checkout" / "peers") in where and "python -m pip install ./benchmarks/peers" in do
+
+
+def test_an_installed_provider_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    unsloth = KNOWN["unsloth"]
+    monkeypatch.setattr(peer, "entry_points", lambda group: [SimpleNamespace(load=lambda: (unsloth,))])
+    assert peer.find_peers(ROOT / "benchmarks") == {"unsloth": unsloth}
+    monkeypatch.setattr(peer, "entry_points", lambda group: [])
+    assert peer.find_peers(Path()) == KNOWN, "of the checkout"
 
 
 @pytest.mark.parametrize(
@@ -78,27 +110,27 @@ def test_options_are_checked() -> None:
 def test_needs(name: str, changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, _, installed = name.partition(":")
     if installed or name == "trainer":
-        monkeypatch.setattr("optrush.bench.peer.library", lambda name: "1.0")
+        monkeypatch.setattr("optrush_peers.work.library", lambda name: "1.0")
     with pytest.raises(NeedsError) as caught:
-        peer_worker.check(peers.build(name, {}), run(**changes), hardware.CPU)
+        build(name, {}).check(run(**changes), hardware.CPU)
     assert said in str(caught.value)
 
 
 def test_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optrush.bench.peer.library", lambda name: "1.0")
+    monkeypatch.setattr("optrush_peers.work.library", lambda name: "1.0")
     device, _ = hardware.named("h200")
-    peer_worker.check(peers.build("unsloth", {}), run(), device)
+    build("unsloth", {}).check(run(), device)
     with pytest.raises(NeedsError, match="take weights: bfloat16"):
-        peer_worker.check(peers.build("unsloth", {"weights": "float32"}), run(), device)
-    titan = peers.build("torchtitan", {})
-    peer_worker.check(titan, run(model={"shape": "llama-3.2-1b-untied"}), device)
+        build("unsloth", {"weights": "float32"}).check(run(), device)
+    titan = build("torchtitan", {})
+    titan.check(run(model={"shape": "llama-3.2-1b-untied"}), device)
     for changes, said in (
         ({"model": {"shape": "llama-3.2-1b"}}, "a shape whose head is tied"),
         ({"model": {"shape": "qwen2.5-0.5b"}}, "on its own Llama"),
         ({"model": {"shape": "llama-3.2-1b-untied", "tokenizer": "x"}, "data": {"path": "x"}}, "rows of one length"),
     ):
         with pytest.raises(NeedsError, match=said):
-            peer_worker.check(titan, run(**changes), device)
+            titan.check(run(**changes), device)
 
 
 # --- what they are given
@@ -112,7 +144,7 @@ def test_rows_are_ours() -> None:
     mine = run()
     trainer = build(resolve(mine))
     plan = trainer.stream.plan(None, 3)
-    found = list(peer_worker.rows(mine, trainer.hf, Path("toy"), 3))
+    found = list(worker.rows(mine, trainer.hf, Path("toy"), 3))
     for k, theirs in enumerate(found):
         (ours,) = trainer.stream.batches(k, plan, rank=0, ranks=1, micro_rows=2)
         assert torch.equal(theirs.ids, ours.tokens) and theirs.mask is None
@@ -122,12 +154,12 @@ def test_rows_are_ours() -> None:
 
 
 def test_rows_of_several_lengths_are_padded_to_the_longest(tmp_path: Path) -> None:
-    peer_weights.name_tokens(V, tmp_path / "tokenizer")
+    weights.name_tokens(V, tmp_path / "tokenizer")
     texts = [" ".join(f"t{w}" for w in range(9, 9 + n)) for n in (3, 20, 7, 11)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     shape = {"path": "toy", "tokenizer": None}
     given = run(model=shape, data={"path": str(tmp_path / "texts.jsonl")})
-    (first, second) = peer_worker.rows(given, {"vocab_size": V}, tmp_path / "tokenizer", 2)
+    (first, second) = worker.rows(given, {"vocab_size": V}, tmp_path / "tokenizer", 2)
     for batch in (first, second):
         assert batch.mask is not None
         widths = batch.mask.sum(1)
@@ -145,7 +177,7 @@ def test_texts_with_the_lengths_of_chats(tmp_path: Path) -> None:
     assert np.log(lengths[lengths < 4096]).std() == pytest.approx(1.0, abs=0.05)
     program["write"](tmp_path, count=12, vocabulary=V)
     given = run(data={"path": str(tmp_path / "texts.jsonl")}, batch={"seq": 4096, "tokens": 4 * 4096})
-    found = list(peer_worker.rows(given, {"vocab_size": V}, tmp_path / "tokenizer", 3))
+    found = list(worker.rows(given, {"vocab_size": V}, tmp_path / "tokenizer", 3))
     held = [int(n) for b in found for n in (b.mask.sum(1) if b.mask is not None else [])]
     assert sorted(held) == sorted(program["lengths"](12).tolist())  # a word is a token, and the end is one
 
@@ -161,15 +193,15 @@ def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(SHAPES, "mini-2b", hf)
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
     given = run(model={"shape": "mini-2b"}, seed=7)
-    folder, found = peer_weights.ensure(given, "float32", "cpu")
+    folder, found = weights.ensure(given, "float32", "cpu")
     assert found == hf and folder.parent == tmp_path / "cache" / "peers" and folder.name.startswith("mini-2b-float32-")
     written = (folder / "model.safetensors").stat()
-    assert peer_weights.ensure(given, "float32", "cpu")[0] == folder
+    assert weights.ensure(given, "float32", "cpu")[0] == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written.st_mtime_ns
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
     with monkeypatch.context() as patch:  # where they would lie, without a second process
-        patch.setattr(peer_weights.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=0))
-        assert peer_weights.ensure(run(model={"shape": "mini-2b"}, seed=8), "float32", "cpu")[0] != folder
+        patch.setattr(weights.subprocess, "run", lambda *a, **k: SimpleNamespace(returncode=0))
+        assert weights.ensure(run(model={"shape": "mini-2b"}, seed=8), "float32", "cpu")[0] != folder
     theirs = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
     model, recipe = load(None, hf, None, torch.float32, 7)
     count = 0
@@ -180,7 +212,7 @@ def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert torch.equal(theirs[hf_name], part), hf_name
             count += part.numel()
     assert count == sum(p.numel() for p in theirs.values())
-    assert peer_weights.ensure(run(), "float32", "cpu")[0] == Path("toy")
+    assert weights.ensure(run(), "float32", "cpu")[0] == Path("toy")
 
 
 def test_weights_that_cannot_be_written_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +222,7 @@ def test_weights_that_cannot_be_written_are_said(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(SHAPES, "broken", hf)
     monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
     with pytest.raises(RunError, match=r"random weights could not be written into .*num_key_value_heads 3"):
-        peer_weights.ensure(run(model={"shape": "broken"}), "float32", "cpu")
+        weights.ensure(run(model={"shape": "broken"}), "float32", "cpu")
 
 
 # --- a system that trains: through the whole path, in processes of their own
@@ -199,9 +231,9 @@ FAKE_PEER = '''
 """A plain loop of transformers, as another system."""
 from __future__ import annotations
 from typing import ClassVar
-from optrush.bench.peer import Peer, Work
+from optrush_peers.work import System, Work
 
-class Fake(Peer):
+class Fake(System):
     does: str = "train"
     name: ClassVar[str] = "fake"
     libraries: ClassVar[tuple[str, ...]] = ("transformers",)
@@ -219,7 +251,7 @@ class Fake(Peer):
         if self.does == "freeze":
             model.model.embed_tokens.weight.requires_grad_(False)
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=work.run.optim.lr, betas=work.run.optim.betas, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(trained, lr=work.config.optim.lr, betas=work.config.optim.betas, weight_decay=0.0)
         work.begin()
         for batch in work.batches:
             loss = model(input_ids=batch.ids, labels=batch.labels).loss
@@ -230,26 +262,24 @@ class Fake(Peer):
             optimizer.step()
             optimizer.zero_grad()
             work.step(loss)
-        work.sees(trained, (s for of in optimizer.state.values() for s in of.values()))
+        work.record(trained, (s for of in optimizer.state.values() for s in of.values()))
 '''
 
 
-def with_fake(copied: Copy) -> Copy:
-    (copied.folder / "optrush/bench/peers/fake.py").write_text(FAKE_PEER)
-    imported = "from optrush.bench.peers.torchtitan import"
-    copied.edit("bench/peers/__init__.py", imported, f"from optrush.bench.peers.fake import Fake\n{imported}")
-    copied.edit("bench/peers/__init__.py", "    Torchtitan,\n", "    Torchtitan,\n    Fake,\n")
-    return copied
-
-
-def test_a_system_is_one_file_and_one_line(copied: Copy) -> None:
-    """Trained, recorded, held against ours, and shown; what is not the same work is red, and failures are records."""
+def test_a_system_is_one_file_and_one_line() -> None:
+    """Trained, recorded, compared with ours, and shown; what is not the same work is red, and failures are records."""
+    package = Path("peers/optrush_peers")  # next to the ladder
+    shutil.copytree(ROOT / "benchmarks" / package, package)
+    (package / "fake.py").write_text(FAKE_PEER)
+    init = (package / "__init__.py").read_text().replace("PEERS: ", "from optrush_peers.fake import Fake\n\nPEERS: ")
+    (package / "__init__.py").write_text(init.replace("Torchtitan)", "Torchtitan, Fake)"))
     doing = ["train", "cheat", "freeze", "starve"]
     rungs: list[dict[str, Any]] = [{"name": "ours", "with": {"fused-adamw": {}}}]
     rungs += [{"name": does, "peer": {"fake": {"does": does}}} for does in doing]
     rungs += [{"name": "absent", "peer": {"unsloth": {}}}]
     put(Path("ladder.yaml"), ladder(rungs, steps=2, case="{size}-full-{seq}", all_but_one=False))
-    done = with_fake(copied).run("bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out")
+    command = [sys.executable, "-m", "optrush", "bench", "run.yaml", "--ladder", "ladder.yaml", "--out", "out"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     told = records(Path("out"))
     assert list(told) == ["ours", *doing, "absent"]  # no all-but-one rungs
@@ -304,12 +334,12 @@ def test_ratios() -> None:
 
 def test_facts() -> None:
     weights = [torch.zeros(3, 2, dtype=torch.bfloat16), torch.zeros(1)]
-    assert facts(7, weights, [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(()), 4]) == {
+    assert training_facts(7, weights, [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(()), 4]) == {
         "trained parameters": "7", "weights": "bfloat16, float32", "optimizer states": "bfloat16",
     }  # fmt: skip
     for count, alone in ((9_980, False), (10_000, True)):  # ten norms among so many: more, or less, than a thousandth
         weights = [torch.zeros(count, dtype=torch.bfloat16), torch.zeros(10)]
-        found = facts(7, weights, [torch.zeros(5)])
+        found = training_facts(7, weights, [torch.zeros(5)])
         assert found["weights"] == "bfloat16" + ", float32" * (not alone) and found["optimizer states"] == "float32"
         assert found.get("not compared") == ("10 float32 weights" if alone else None)
 
@@ -329,18 +359,18 @@ def test_unlike() -> None:
 
 def test_what_a_system_tells(tmp_path: Path) -> None:
     hf = json.loads(Path("toy/config.json").read_text())
-    batches = list(peer_worker.rows(run(), hf, Path("toy"), 3))
+    batches = list(worker.rows(run(), hf, Path("toy"), 3))
     work = Work(run(), hf, tmp_path, tmp_path, batches, "cpu")
     work.begin()
     for loss in (5.0, math.nan):
         work.step(torch.tensor(loss))
-    fake = peers.build("trainer", {"liger": False})
+    fake = build("trainer", {"liger": False})
     with pytest.raises(RunError, match="Hugging Face Trainer, float32 weights took 2 steps of 3"):
-        peer_worker.told(fake, work, hardware.CPU, 1)
+        worker.result(fake, work, hardware.CPU, 1)
     work.step(torch.tensor(4.0))
     work.marks = [0.0, 9.0, 9.5, 9.75]
     work.seen = TRAINED
-    found = peer_worker.told(fake, work, hardware.CPU, 1)
+    found = worker.result(fake, work, hardware.CPU, 1)
     assert found["losses"] == [5.0, None, 4.0] and found["tokens_per_s"] == [256.0, 512.0]
     assert found["step_s"] == [0.5, 0.25] and found["fill"] == 1
     assert found["targets_per_s"] == (126 / 0.5 + 126 / 0.25) / 2
@@ -352,10 +382,10 @@ def test_what_a_system_tells(tmp_path: Path) -> None:
 
 def test_flops_of_adapters() -> None:
     """4 a frozen weight, 6 one that is trained, and attention as it was."""
-    shape = peer_worker.ModelShape.read(json.loads(Path("toy/config.json").read_text()))
-    batch = next(iter(peer_worker.rows(run(), json.loads(Path("toy/config.json").read_text()), Path("toy"), 1)))
-    whole = peers.build("trainer", {}).flops(shape, batch, 999)
-    found = peers.build("trainer", {"adapter": "lora"}).flops(shape, batch, 999)
+    shape = worker.ModelShape.read(json.loads(Path("toy/config.json").read_text()))
+    batch = next(iter(worker.rows(run(), json.loads(Path("toy/config.json").read_text()), Path("toy"), 1)))
+    whole = build("trainer", {}).flops(shape, batch, 999)
+    found = build("trainer", {"adapter": "lora"}).flops(shape, batch, 999)
     assert whole == shape.flops(128, 2 * 64**2)
     assert whole - found == 128 * (2 * shape.matrix_parameters - 6 * 999)
 
@@ -364,10 +394,10 @@ ADAPTERS = (None, "lora")
 # Answers one request after the other, as the process of a rung answers one: what is imported takes longer than both.
 ANSWERS = """
 import sys
-from optrush.bench import peer_worker
+from optrush_peers import worker
 for sys.argv[1:] in (["request-0.json", "result-0.json"], ["request-1.json", "result-1.json"]):
     try:
-        peer_worker.main()
+        worker.main()
     except SystemExit as leaving:
         if leaving.code:
             raise
@@ -389,6 +419,7 @@ def by_the_trainer(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         }
         (folder / f"request-{n}.json").write_text(json.dumps(request))
     command, environment = [sys.executable, "-c", ANSWERS], {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{ROOT / 'benchmarks' / 'peers'}"
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
     return {a: json.loads((folder / f"result-{n}.json").read_text()) for n, a in enumerate(ADAPTERS)}
@@ -419,7 +450,7 @@ def tried(span: Longest, limit: int, begin: int | None) -> tuple[list[int], dict
         return {"losses": [1.0], "seq": seq} if seq <= limit else {"error": "out of memory: no"}
 
     first = {"losses": [1.0], "proof": "of the shortest", "seq": span.from_}
-    return asked, runner.search(span, begin, first, attempt)
+    return asked, runner.search_longest(span, begin, first, attempt)
 
 
 def span(first: int = 8192, last: int = 1 << 20, factor: float = 1.1) -> Longest:
@@ -453,17 +484,18 @@ def test_what_ends_a_search() -> None:
         return {"error": "killed by signal 9 (SIGKILL)"} if seq > 40_000 else {"losses": [1.0, None]}
 
     first = {"losses": [1.0], "proof": {}}
-    found = runner.search(span(), None, first, attempt)
+    found = runner.search_longest(span(), None, first, attempt)
     assert found["longest_seq"] == 8192 and found["ended"].endswith("rows of 16,384 tokens: a loss was not finite")
-    broken = runner.search(span(), None, {"error": "ValueError: no"}, attempt)
+    broken = runner.search_longest(span(), None, {"error": "ValueError: no"}, attempt)
     assert broken["error"] == "ValueError: no" and "longest_seq" not in broken and len(broken["tries"]) == 1
-    small = runner.search(span(48, 50), None, first, attempt)
+    small = runner.search_longest(span(48, 50), None, first, attempt)
     assert small["longest_seq"] == 48 and small["ended"] is None
 
 
 def test_the_guess_is_the_longest_that_the_plan_says_fits() -> None:
-    assert runner.guess(span(), lambda seq: seq <= 123_456) == 123_456 // 1024 * 1024
-    assert runner.guess(span(), lambda seq: True) == 1 << 20 and runner.guess(span(), lambda seq: None) is None
+    fits = runner.longest_that_fits
+    assert fits(span(), lambda seq: seq <= 123_456) == 123_456 // 1024 * 1024
+    assert fits(span(), lambda seq: True) == 1 << 20 and fits(span(), lambda seq: None) is None
 
 
 def test_a_ladder_of_longest_rows(call: Call, fakes: Fakes) -> None:
@@ -531,12 +563,3 @@ def report_of(folder: Path) -> None:
     importlib.reload(bench)  # the scripts' fixture does not draw it
     bench.write_bench(folder)
     assert "The longest row that trains" in (folder / "report.html").read_text()
-
-
-def test_a_worker_without_a_proof() -> None:
-    from optrush.bench import worker
-
-    found = worker.measure(run(train={"steps": 1, "log_every": 1}), run(), 0, 0, 0)
-    assert found["proof"] == {"losses": [], "grad_norms": [], "note": worker.UNASKED}
-    assert len(found["step_s"]) == 1 and found["seen"]["trained parameters"] == "254,528"
-    assert found["micro_tokens"] == 128 and found["host_peak_bytes"] > 0

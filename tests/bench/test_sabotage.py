@@ -19,7 +19,9 @@ def test_sabotage_is_shown_red(copied: Copy) -> None:
         "import time\n            quick = Chunked(chunk=self.chunk)\n"
         "            head.nll = lambda *a, **k: (time.sleep(0.5), quick(*a, **k))[1]",
     )  # fmt: skip
-    copied.edit("techniques/recompute.py", "job.model.through = recomputed", "pass")  # it says it changed the blocks
+    copied.edit(
+        "techniques/recompute.py", "trainer.model.block_call = recomputed", "pass"
+    )  # it says it changed the blocks
     climbed = put_ladder(*each("sound", "scaled", "divisor", "late", "killed", "starved", "fused-loss", "recompute"))
     done = copied.run("bench", "run.yaml", "--ladder", climbed, "--out", "out", "--cumulative-only")
     assert done.returncode == 1, done.stderr

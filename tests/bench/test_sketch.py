@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optrush.bench import results
-from optrush.bench.worker import PIECE, WIDTH, sketch
+from optrush.bench.worker import SKETCH_PIECE, SKETCH_WIDTH, sketch
 from optrush.trainer.trainer import Trainer
 
 SHAPES = {"embedding": (1000, 96), "norm": (96,), "matrix": (900, 5000), "one": ()}
@@ -26,8 +26,8 @@ def gradients(seed: int = 0) -> dict[str, torch.Tensor]:
 
 def job_of(gradients: dict[str, torch.Tensor | None]) -> Trainer:
     trained = [SimpleNamespace(name=name, grad=grad) for name, grad in gradients.items()]
-    world, setup = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=SimpleNamespace(name="cpu"))
-    return cast(Trainer, SimpleNamespace(trained=trained, world=world, setup=setup, recipe=SimpleNamespace(entries={})))
+    world, env = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=SimpleNamespace(name="cpu"))
+    return cast(Trainer, SimpleNamespace(trained=trained, world=world, env=env, weight_map=SimpleNamespace(entries={})))
 
 
 def angle(a: dict[str, Any], b: dict[str, Any]) -> float | None:
@@ -43,7 +43,7 @@ def exact(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("alike", [True, False], ids=["the same everywhere", "as rounding makes it"])
 def test_the_angle_is_told_within_some_percent(noise: float, alike: bool) -> None:
     a, b = gradients(), gradients(1)
-    assert sum(t.numel() for t in a.values()) > PIECE
+    assert sum(t.numel() for t in a.values()) > SKETCH_PIECE
     near = {name: t + noise * (1 if alike else t.abs() * b[name].sign()) for name, t in a.items()}
     found = angle(a, near)
     assert found is not None and 1 - found == pytest.approx(1 - exact(a, near), rel=0.2)
@@ -96,4 +96,4 @@ def test_random_signs_of_unlike_gradients_are_far_apart() -> None:
 
 
 def test_its_width_has_no_divisor_in_common_with_a_matrix() -> None:
-    assert all(WIDTH % n for n in range(2, 64))
+    assert all(SKETCH_WIDTH % n for n in range(2, 64))

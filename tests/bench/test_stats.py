@@ -40,7 +40,7 @@ def test_medians_and_quartiles() -> None:
     found = Figures([[1.0, 2.0, 9.0], [4.0, 5.0]], 0, "rss")
     assert (found.tokens_per_s, found.repeats) == (4.0, [2.0, 4.5])
     assert found.quartiles == (2.0, 5.0)
-    assert results.quartiles([3.0]) == (3.0, 3.0)
+    assert Figures([[3.0]], 0, "rss").quartiles == (3.0, 3.0)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def series(losses: list[float | None], norms: list[float | None]) -> dict[str, l
 ])  # fmt: skip
 def test_gradients_must_point_where_the_baselines_do(cosine: float | None, allowed: dict[str, float], ok: bool) -> None:
     base = series([4.0, 2.0], [1.0, 1.0])
-    found = results.prove(base, base, allowed, cosine)
+    found = results.compare_series(base, base, allowed, cosine)
     assert found["ok"] is ok
     if not ok:
         assert found["of"] == "gradients" and found["worst"] == pytest.approx(1 - (cosine or 0))
@@ -95,30 +95,32 @@ def test_gradients_must_point_where_the_baselines_do(cosine: float | None, allow
 
 def test_the_proof_takes_what_is_worst() -> None:
     base = series([4.0, 2.0], [1.0, 1.0])
-    assert results.prove(series([4.0, 2.0001], [1.0, 1.0]), base, results.FLOAT32) == {
+    assert results.compare_series(series([4.0, 2.0001], [1.0, 1.0]), base, results.FLOAT32) == {
         "of": "losses", "tolerance": 1e-4, "worst": pytest.approx(5e-5), "ok": True,
     }  # fmt: skip
-    found = results.prove(
+    found = results.compare_series(
         series([4.0, 2.0], [1.0, 0.5]), base, results.LOWER
     )  # a divisor: AdamW hides it in the losses
     assert (found["of"], found["worst"], found["ok"]) == ("gradient norms", 0.5, False)
-    found = results.prove(series([4.0, None], [1.0, 1.0]), base, results.DIFFERENT)
+    found = results.compare_series(series([4.0, None], [1.0, 1.0]), base, results.DIFFERENT)
     assert (found["worst"], found["ok"]) == (None, False)
 
 
 def test_different_maths_may_lag_but_not_stand_still_or_go_elsewhere() -> None:
     base = series([4.0, 2.0], [1.0, 1.5])
-    found = results.prove(series([4.0, 3.8], [1.0, 1.0]), base, results.DIFFERENT)
+    found = results.compare_series(series([4.0, 3.8], [1.0, 1.0]), base, results.DIFFERENT)
     assert not found["ok"] and found["of"] == "progress"
     assert "its loss falls by 10% of what" in (results.wrong({**found, "against": "first"}, [4.0, 3.8]) or "")
-    assert not results.prove(series([4.0, 4.0], [1.0, 1.0]), base, results.DIFFERENT)["ok"]
+    assert not results.compare_series(series([4.0, 4.0], [1.0, 1.0]), base, results.DIFFERENT)["ok"]
     flat = series([4.0, 4.0], [1.0, 1.0])
-    assert results.prove(flat, flat, results.DIFFERENT)["ok"], "nothing to learn, nothing to lag behind"
-    assert results.prove(series([4.0, 3.0], [1.0, 1.2]), base, results.DIFFERENT)["ok"]
-    assert not results.prove(series([4.0, 4.1], [1.0, 1.0]), base, results.DIFFERENT)["ok"]  # it unlearns
-    assert not results.prove(series([4.0, 1.9], [1.0, 1.5]), base, results.DIFFERENT)["ok"]
-    assert not results.prove(series([4.0, 3.0], [1.2, 1.2]), base, results.DIFFERENT)["ok"]  # before any update
-    assert not results.prove(series([4.0, 4.0], [1.0, 1.0]), base, results.LOWER)["ok"]
+    assert results.compare_series(flat, flat, results.DIFFERENT)["ok"], "nothing to learn, nothing to lag behind"
+    assert results.compare_series(series([4.0, 3.0], [1.0, 1.2]), base, results.DIFFERENT)["ok"]
+    assert not results.compare_series(series([4.0, 4.1], [1.0, 1.0]), base, results.DIFFERENT)["ok"]  # it unlearns
+    assert not results.compare_series(series([4.0, 1.9], [1.0, 1.5]), base, results.DIFFERENT)["ok"]
+    assert not results.compare_series(series([4.0, 3.0], [1.2, 1.2]), base, results.DIFFERENT)[
+        "ok"
+    ]  # before any update
+    assert not results.compare_series(series([4.0, 4.0], [1.0, 1.0]), base, results.LOWER)["ok"]
 
 
 def test_wrong() -> None:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from optrush import config
-from optrush.bench import results, worker
+from optrush.bench import record, results, worker
 from optrush.bench.worker import sketch
 from optrush.config import Config
 from optrush.data.schema import Document
+from optrush.planner.cost import PARTS
+from optrush.report.bench import GAPS
 from optrush.resolve import resolve
 from optrush.trainer.trainer import Plan, Trainer
 
-from toy import document
-
-
-def run(**changes: Any) -> Config:
-    train = {"steps": 3, "log_every": 1}
-    return config.parse_config(yaml.safe_dump(document(**{"train": train, **changes})), "run.yaml")
+from toy import parsed as run
 
 
 def job_of(of: Config) -> Trainer:
@@ -34,8 +30,8 @@ def proof_of(of: Config, baseline: Config, count: int = 3, steps: int = 3) -> tu
     trainer = job_of(of)
     documents = worker.first_documents(trainer, resolve(of), baseline, count)
     widest = Plan(trainer, trainer.stream.plan(None, 3)).length.widest
-    laid = worker.lay(trainer, documents, most=widest)
-    return trainer, worker.prove(trainer, laid, steps)
+    laid = worker.lay_out(trainer, documents, most=widest)
+    return trainer, worker.proof_losses(trainer, laid, steps)
 
 
 def test_the_proof_is_the_same_in_every_layout() -> None:
@@ -61,20 +57,20 @@ def test_the_proofs_gradient_is_the_first() -> None:
     """Of the weights as they begin; in bf16 later ones differ by what is rounded away."""
     base = run()
     trainer = job_of(base)
-    laid = worker.lay(trainer, worker.first_documents(trainer, resolve(base), base, 3), most=2)
+    laid = worker.lay_out(trainer, worker.first_documents(trainer, resolve(base), base, 3), most=2)
     trainer.forward_backward(laid, trainer.all_reduce_int(sum(b.n_terms for b in laid)))
-    assert worker.prove(job_of(base), laid, 3)["gradient"] == sketch(trainer)
+    assert worker.proof_losses(job_of(base), laid, 3)["gradient"] == sketch(trainer)
 
 
 def test_timing_begins_where_the_proof_began() -> None:
     base = run(**{"with": {"amp": {"dtype": "fp16"}, "fused-adamw": {}}})
     trainer = job_of(base)
-    start = worker.Start(trainer)
+    start = worker.InitialState(trainer)
     weights = [t.local.clone() for t in trainer.trained]
     kept = trainer.state["amp"].save()
     documents = worker.first_documents(trainer, resolve(base), base, 2)
     trainer.scale.fill_(2.0)
-    worker.prove(trainer, worker.lay(trainer, documents, most=2), 2)
+    worker.proof_losses(trainer, worker.lay_out(trainer, documents, most=2), 2)
     assert not all(torch.equal(t.local, w) for t, w in zip(trainer.trained, weights))
     start.restore()
     assert all(torch.equal(t.local, w) for t, w in zip(trainer.trained, weights))
@@ -89,11 +85,13 @@ def test_the_same_batches_as_training_has() -> None:
     plan = trainer.stream.plan(None, 3)
     trained = trainer.stream.batches(0, plan, rank=0, ranks=1, micro_rows=2)[0]
     (document,) = trainer.stream.source.documents(0)
-    (laid,) = worker.lay(trainer, [(0, document)], most=plan.widest)
+    (laid,) = worker.lay_out(trainer, [(0, document)], most=plan.widest)
     assert laid.tokens.shape == trained.tokens.shape
     assert laid.documents.starts.shape == trained.documents.starts.shape
     short = Document(document.ids[:5], document.targets[:5])
-    crowded = worker.lay(trainer, [(i, short) for i in range(6)], most=1)  # more than the rung's own batches ever hold
+    crowded = worker.lay_out(
+        trainer, [(i, short) for i in range(6)], most=1
+    )  # more than the rung's own batches ever hold
     assert sum(b.n_tokens for b in crowded) == 30
 
 
@@ -105,8 +103,8 @@ def test_documents_are_the_baselines() -> None:
     same = job_of(base)
     first = same.stream.step(0, same.stream.plan(steps=1))[0][0][0]
     assert worker.first_documents(same, resolve(base), base, 2)[0][0] == first
-    assert worker.obstacle(trainer, found) is None
-    note = worker.obstacle(same, worker.first_documents(same, resolve(base), longer, 2))
+    assert worker.proof_window(trainer, found, 1)[1] is None
+    note = worker.proof_window(same, worker.first_documents(same, resolve(base), longer, 2), 1)[1]
     assert note == "no proof: the baseline's documents have up to 128 tokens, a row here 64"
 
 
@@ -114,18 +112,25 @@ def test_a_model_that_drops_at_random_proves_nothing() -> None:
     base = run(model={"path": "toy", "implementation": "transformers"})
     trainer = job_of(base)
     trainer.model.config.attention_dropout = 0.1  # type: ignore[union-attr]
-    note = worker.obstacle(trainer, worker.first_documents(trainer, resolve(base), base, 2))
+    note = worker.proof_window(trainer, worker.first_documents(trainer, resolve(base), base, 2), 1)[1]
     assert note is not None and "attention_dropout" in note
 
 
 def test_a_measurement() -> None:
+    """With a proof and parts; without a warm-up, steps compile and have no parts."""
     base = run()
     found = worker.measure(base, base, warmup=1, proof_steps=2, proof_documents=2)
-    assert [len(found[k]) for k in ("step_s", "tokens_per_s")] == [2, 2]
+    assert [len(found[k]) for k in ("step_s", "tokens_per_s", "losses")] == [2, 2, 3]
     assert len(found["proof"]["losses"]) == len(found["proof"]["grad_norms"]) == 2 and found["proof"]["note"] is None
     assert found["peak_bytes"] > 0 and found["memory_kind"] == "rss" and found["mfu"] is None
     assert found["tokens_per_s"][0] == pytest.approx(128 / found["step_s"][0])
-    assert not (worker.Path("never-written")).exists()
+    assert set(found["parts_s"]) == {*PARTS, GAPS} and "parts_note" not in found
+    assert all(found["parts_s"][part] > 0 for part in ("products", "head", "elementwise", "optimizer"))
+    found = worker.measure(run(train={"steps": 1, "log_every": 1}), base, 0, 0, 0)
+    assert found["proof"] == {"losses": [], "grad_norms": [], "note": worker.UNPROVED} and "parts_s" not in found
+    assert len(found["step_s"]) == 1 and found["seen"]["trained parameters"] == "254,528"
+    assert found["micro_tokens"] == 128 and found["host_peak_bytes"] > 0
+    assert not Path("never-written").exists()
 
 
 def test_documents_of_several_micro_batches_prove_nothing_of_who_updates_in_each() -> None:
@@ -147,8 +152,8 @@ def test_out_of_memory_is_said() -> None:
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("can't allocate memory: 9"),
     ):
-        assert worker.explain(error_of(error)).startswith("out of memory: ")
-    assert worker.explain(error_of(ValueError("no"))).startswith("ValueError: no (test_worker.py:")
+        assert record.describe_error(error_of(error)).startswith("out of memory: ")
+    assert record.describe_error(error_of(ValueError("no"))).startswith("ValueError: no (test_worker.py:")
 
 
 def error_of(error: Exception) -> Exception:

@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import save_file
 
 import optrush
+from optrush.config import Config, parse_config
 
 D, F, L, H, K, V = 64, 256, 4, 4, 2, 128
 
@@ -57,6 +58,11 @@ def document(**changes: Any) -> dict[str, Any]:
         "output": "never-written",
     }
     return {**run, **changes}
+
+
+def parsed(**changes: Any) -> Config:
+    """A run that works, of three steps."""
+    return parse_config(yaml.safe_dump(document(**{"train": {"steps": 3, "log_every": 1}, **changes})), "run.yaml")
 
 
 def ladder(rungs: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
@@ -189,9 +195,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from optrush.technique import Numerics, Setup, Technique
+from optrush.technique import Environment, Numerics, Technique
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Job
+    from optrush.trainer.trainer import Trainer
 
 @dataclass(frozen=True)
 class {cls}(Technique):
@@ -202,24 +208,24 @@ class {cls}(Technique):
     proof = "tests/bench/test_sabotage.py"
     verified_on = ("cpu",)
 
-    def drive(self, job: Job) -> int:
+    def wrap_step(self, trainer: Trainer) -> int:
         import os, signal
         import torch
-        inner, window = job.loss, job.gradients
+        inner, window = trainer.loss, trainer.forward_backward
 {body}
         return 1
 '''
 BODIES = {
-    "sound": "job.loss = lambda batch: inner(batch)",
-    "scaled": "job.loss = lambda batch: inner(batch) * 1.05",
-    "divisor": "job.gradients = halved",
-    "late": "job.gradients = idle",
+    "sound": "trainer.loss = lambda batch: inner(batch)",
+    "scaled": "trainer.loss = lambda batch: inner(batch) * 1.05",
+    "divisor": "trainer.forward_backward = halved",
+    "late": "trainer.forward_backward = idle",
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "starved": 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")',
 }
 HALVED = """def halved(batches, terms):
             loss = window(batches, terms)
-            for t in job.trained:
+            for t in trainer.trained:
                 t.grad.mul_(0.5)
             return loss
         """
@@ -227,7 +233,7 @@ IDLE = """seen = [0]
         def idle(batches, terms):
             seen[0] += 1
             loss = window(batches, terms)
-            for t in job.trained:
+            for t in trainer.trained:
                 if seen[0] > 2:  # the proof is over
                     t.grad.mul_(0.01)
             return loss

@@ -120,7 +120,7 @@ def test_marks_lie_in_the_queue_and_in_the_graph(withs: tuple[str, ...], determi
     """Two micro-batches a step: two of the head's regions, forward and backward, in each; the same bits as without."""
     wanted, weights = played(job_of(*withs))
     trainer = job_of(*withs)
-    marks = profile.Marks(trainer)
+    marks = profile.RegionMarks(trainer)
     with marks.watching() as spans:
         found, after = played(trainer)
     assert found == wanted and all(torch.equal(after[n], w) for n, w in weights.items())
@@ -129,7 +129,7 @@ def test_marks_lie_in_the_queue_and_in_the_graph(withs: tuple[str, ...], determi
     assert names.count("asinh") == names.count("acosh") >= 4 * (STEPS - 1), "replays have theirs too"
     assert names.count("atanh") == names.count("acos") == 2 * STEPS, "around the update, and the optimizer in it"
     assert names.count("asin") == STEPS and profile.steady(spans)[1] == STEPS - 1
-    told = profile.seconds(spans)
+    told = profile.part_seconds(spans)
     assert min(told[p] for p in ("products", "head", "optimizer", "elementwise")) > 0, told
     assert ("attention:impl=cudnn" in withs) == (told["attention"] > 0), told
 

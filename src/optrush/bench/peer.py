@@ -1,178 +1,118 @@
-"""What another system is to a ladder: its options, what it needs, and the work it is given. Pure.
+"""Define the interface of another training system on a ladder, and find the packages that provide such systems. Pure.
 
-A rung with `peer:` is trained by somebody else: the same shape from the same initial weights, the same documents in the
-same order, T and rows as they are, in a process of its own (peer_worker.py). One file a system under peers/: it builds
-its own model and loop as its makers recommend, and tells `Work` of every step.
+A rung with `peer:` is trained by another system on the same load as the rung it is compared with, in a process of its
+own. The systems are not part of this package: a provider registers a tuple of Peer classes under the entry point
+`optrush.peers`; in a checkout, benchmarks/peers is used without being installed.
 """
 
 from __future__ import annotations
 
-import itertools
-import time
+import importlib
+import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from optrush.config import Config
+import optrush
+from optrush.config import Config, nearest
+from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
-from optrush.technique import Requirement, library
+from optrush.technique import Requirement
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from optrush.models.shapes import ModelShape
-
-Weights = Literal["float32", "bfloat16"]
-Adapter = Literal["lora", "qlora"]
-LITTLE = 1e-3  # a type that so few of the values have is no other precision: see `facts`
+GROUP = "optrush.peers"
+CHECKOUT = Path(optrush.__file__).parents[2] / "benchmarks"
+RARE_SHARE = 1e-3  # a dtype of fewer of the values is not counted as a precision (`training_facts`)
 UNCOMPARED = "not compared"
-# Of every linear of the blocks, as `lora` adapts them.
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class Peer(BaseModel):
-    """Base of every system; the fields of a subclass are its options."""
+    """Base class of other training systems; the fields of a subclass are its options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: ClassVar[str]
-    libraries: ClassVar[tuple[str, ...]]  # distributions, beside torch
-    first: ClassVar[str | None] = None  # a module that must be imported before torch and transformers
-    begins_alike: ClassVar[bool] = True  # from the same weights as we; else its losses cannot be held against ours
-
-    weights: Weights = "float32"  # of parameters, gradients and optimizer states
+    # Module whose `main` trains one rung: `python -m WORKER REQUEST.json RESULT.json`, with a result as worker.py's.
+    worker: ClassVar[str]
+    begins_alike: ClassVar[bool] = True  # from our initial weights; otherwise its losses are not compared with ours
 
     @property
     def title(self) -> str:
-        """Its name and its options, for people."""
-        raise AssertionError("each system says it")
+        """The name and the options, for reports."""
+        raise AssertionError("each system defines it")
 
     def needs(self, config: Config, device: Device) -> Iterator[Requirement]:
-        """What must hold for its run; may import nothing."""
-        for name in self.required:
-            found = f"{name} is not installed"
-            yield Requirement(
-                library(name) is not None, f"the system `{self.name}`", found, f"python -m pip install {name}"
-            )
-        b = config.batch
-        found = f"`batch.tokens: {b.tokens}`, `batch.micro_tokens: {b.micro_tokens}`"
-        asked, do = f"the system `{self.name}`, one micro-batch a step", "set both to the same number"
-        yield Requirement((b.micro_tokens or b.seq) == b.tokens, asked, found, do)
-        asked = f"the system `{self.name}` on `data.stream`"
-        yield Requirement(not config.data.stream, asked, "nobody has counted its rows", "set data.stream: false")
+        """Yield what must hold for the run; must not import the system."""
+        raise AssertionError("each system defines it")
 
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The distributions that these options need."""
-        return self.libraries
-
-    def train(self, work: Work) -> None:
-        """Trains `work.batches`, one a step, and tells `work` of each."""
-        raise AssertionError("each system does it")
-
-    def flops(self, shape: ModelShape, batch: Rows, trained: int) -> int:
-        """Training FLOPs of one step's rows; trained: values that are trained."""
-        return shape.flops(batch.n_tokens, batch.attended)
+    def check(self, config: Config, device: Device) -> None:
+        """Raise NeedsError where the system cannot train the run on this machine."""
+        for need in self.needs(config, device):
+            if not need.met:
+                raise NeedsError(need.asked, need.found, need.do)
 
 
-class Adapting(Peer):
-    """A system that can train adapters on every linear of the blocks, instead of the weights."""
-
-    adapter: Adapter | None = None
-    rank: int = 16
-
-    def flops(self, shape: ModelShape, batch: Rows, trained: int) -> int:
-        """A frozen weight has no gradient of its own: 4 FLOPs a token instead of 6."""
-        whole = super().flops(shape, batch, trained)
-        return whole if self.adapter is None else whole - (2 * shape.matrix_parameters - 6 * trained) * batch.n_tokens
-
-
-@dataclass(frozen=True)
-class Rows:
-    """One step's rows on the host, padded to the longest of them. W: its width."""
-
-    ids: Tensor  # (B, W) int64
-    labels: Tensor  # (B, W) int64, the ids where they are learnt, else -100; not shifted, as transformers takes them
-    mask: Tensor | None  # (B, W) int64, 1 at real tokens; None: every slot is one
-    n_tokens: int
-    n_targets: int
-    attended: int  # sum of squared lengths
-
-
-@dataclass
-class Work:
-    """What a system is given, and what it tells: `begin` once, `step` after each update, `sees` at the end."""
-
-    config: Config
-    hf: dict[str, Any]  # config.json
-    folder: Path  # config.json, safetensors and a tokenizer
-    scratch: Path  # an empty folder, gone afterwards
-    batches: list[Rows]
-    device: str  # "cuda" or "cpu"
-    marks: list[Any] = field(default_factory=list)  # before the first step and after each: seconds, or CUDA events
-    losses: list[Tensor] = field(default_factory=list)  # () each, on the device
-    seen: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def seconds(self) -> list[float]:
-        """Of each step, from the end of one to the end of the next on the device, as our own meter counts."""
-        if self.device != "cuda":
-            return [b - a for a, b in itertools.pairwise(self.marks)]
-        self.marks[-1].synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self.marks)]
-
-    def begin(self) -> None:
-        """Before the first step; from here memory and time count."""
-        import torch
-
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        self._mark()
-
-    def step(self, loss: Tensor) -> None:
-        """After an update; waits for nothing.
-
-        Args:
-            loss: mean over the step's targets, ().
-        """
-        self.losses.append(loss.detach().clone())
-        self._mark()
-
-    def _mark(self) -> None:
-        import torch
-
-        if self.device != "cuda":
-            self.marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self.marks.append(event)
-
-    def sees(self, parameters: Iterable[Tensor], states: Iterable[object]) -> None:
-        """What was trained, and in which precision."""
-        trained = list(parameters)
-        self.seen = facts(sum(p.numel() for p in trained), trained, states)
-
-
-def facts(count: int, weights: Iterable[Any], states: Iterable[Any]) -> dict[str, str]:
-    """What two systems must have in common, in words; and, UNCOMPARED, types that hardly any value has.
+def find_peers(near: Path) -> dict[str, type[Peer]]:
+    """Return the installed systems by name, else those of the folder `peers` in `near` or in a checkout's benchmarks.
 
     Args:
-        count: trained values.
-        states: of the optimizer, the scales of codes too; single values (counts of steps) say nothing and are left out.
+        near: folder of the ladder file.
     """
-    found, few = {"trained parameters": f"{count:,}"}, list[str]()
+    provided = [entry.load() for entry in entry_points(group=GROUP)]
+    for folder in (near / "peers", CHECKOUT / "peers"):
+        if not provided and (folder / "optrush_peers").is_dir():
+            sys.path.append(str(folder))
+            provided = [importlib.import_module("optrush_peers").PEERS]
+    return {peer.name: peer for peers in provided for peer in peers}
+
+
+def build_peer(name: str, options: Mapping[str, Any], known: Mapping[str, type[Peer]]) -> Peer:
+    """Build a system from its options.
+
+    Raises:
+        ConfigError: no such system or option, or a value of the wrong type.
+    """
+    if not known:
+        missing = f"no package with the entry point `{GROUP}`, and no folder {CHECKOUT / 'peers'}"
+        do = "python -m pip install ./benchmarks/peers in a checkout of optrush"
+        raise ConfigError(f"the system `{name}`", missing, do)
+    if name not in known:
+        raise ConfigError(f"the system `{name}`", "no such system", nearest(name, known))
+    fields = list(known[name].model_fields)
+    for option in options:
+        if option not in fields:
+            raise ConfigError(f"`{name}: {option}`", "no such option", nearest(option, fields))
+    try:
+        return known[name](**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"`{name}: {where}`", f"{first['input']!r}", first["msg"]) from None
+
+
+def worker_path(peer: Peer) -> str:
+    """Return the folder from which the worker's module is imported, for PYTHONPATH: a checkout does not install it."""
+    package = sys.modules[type(peer).__module__.partition(".")[0]]
+    return str(Path(str(package.__file__)).parents[1])
+
+
+def training_facts(count: int, weights: Iterable[Any], states: Iterable[Any]) -> dict[str, str]:
+    """Return what two systems must have in common, as text; and under UNCOMPARED the dtypes of very few values.
+
+    Args:
+        count: number of trained values.
+        states: tensors of the optimizer, including scales of quantized states; single values (step counts) are skipped.
+    """
+    facts, rare = {"trained parameters": f"{count:,}"}, list[str]()
     for name, tensors in (("weights", weights), ("optimizer states", states)):
         values = Counter[str]()
         for t in tensors:
             if getattr(t, "ndim", 0) > 0:
                 values[str(t.dtype).removeprefix("torch.")] += t.numel()
-        most = {dtype for dtype, n in values.items() if n >= LITTLE * values.total()}
-        found[name] = ", ".join(sorted(most))
-        few += [f"{n:,} {dtype} {name}" for dtype, n in sorted(values.items()) if dtype not in most]
-    return {**found, **({UNCOMPARED: ", ".join(few)} if few else {})}
+        common = {dtype for dtype, n in values.items() if n >= RARE_SHARE * values.total()}
+        facts[name] = ", ".join(sorted(common))
+        rare += [f"{n:,} {dtype} {name}" for dtype, n in sorted(values.items()) if dtype not in common]
+    return {**facts, **({UNCOMPARED: ", ".join(rare)} if rare else {})}

@@ -1,7 +1,8 @@
-"""A record: what one rung of a ladder did, as one line of DIR/records.jsonl. Reports read nothing else. Pure.
+"""Define the record of a rung, one line of DIR/records.jsonl, and the facts about machine and code in it. Pure.
 
-A bench folder holds records.jsonl (rewritten whole after each process, so that a stopped climb leaves what it has),
-rungs/*.json (what each process said, a file a rung and repeat), report.html and the charts.
+A bench folder holds records.jsonl (rewritten after each process, so that an interrupted bench leaves all it measured),
+rungs/*.json (the result of each process, a file a rung and repeat), report.html and the charts. Reports read the
+records and nothing else.
 """
 
 from __future__ import annotations
@@ -11,30 +12,36 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import optrush
-from optrush.errors import DataError
+from optrush.errors import DataError, RunError, UserError
 from optrush.files import write_whole
+from optrush.launch import die_with_parent
 from optrush.technique import digest, library
 
 RECORDS, RUNGS = "records.jsonl", "rungs"
+COMMAND_TIMEOUT_S = 10.0  # for git and nvidia-smi: a slow disk or driver must not hold up a bench
 Verdict = Literal["baseline", "faster", "slower", "smaller", "longer", "shorter", "noise", "red"]
+Keep = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class Record:
-    """Figures of a rung over all its repeats; where `error` is set there are none."""
+    """Figures of a rung over all its repeats; none where `error` is set."""
 
     ladder: str
     rung: str
-    case: str  # what the load is called: "1b-full-2048"; where nobody named it, "llama-3.2-1b, random tokens"
+    case: str  # name of the load: "1b-full-2048"; without a name "llama-3.2-1b, random tokens"
     mode: Literal["cumulative", "without"]  # "without": all of the last rung's techniques but one
     since: str | None  # the rung this one is compared with; None for the first
-    changes: str  # what differs from `since`, for people
+    changes: str  # what differs from `since`, as text
     device: str
     ranks: int
     seq: int  # T
@@ -59,7 +66,7 @@ class Record:
     parts_s: dict[str, float] = field(default_factory=dict)  # a step's seconds by part, and gaps, under the profiler
     parts_note: str | None = None  # why there are none
     mfu: float | None = None
-    targets_per_s: float | None = None  # tokens that are learnt, median over the repeats
+    targets_per_s: float | None = None  # target tokens, median over the repeats
     fill: float | None = None  # real tokens / slots computed, over the timed steps
     data_wait: float | None = None  # share of a step that waited for data, median over the repeats
     losses: list[float | None] = field(default_factory=list)  # of the proof's steps; None: not finite
@@ -74,88 +81,114 @@ class Record:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """A record from its line; keys that this version does not know are refused."""
+        """Parse a record; unknown keys raise TypeError."""
         return cls(**json.loads(line))
 
     def to_json(self) -> str:
+        """Return the record as one line of JSON."""
         return json.dumps(dataclasses.asdict(self), allow_nan=False)
 
 
-def read(folder: Path) -> list[Record]:
-    """The records of a bench folder, in the ladder's order.
+def read_records(folder: Path) -> list[Record]:
+    """Read the records of a bench folder, in the ladder's order.
 
     Raises:
-        DataError: no records there, or a line that is none.
+        DataError: there is no records.jsonl, or a line is no record.
     """
     path = folder / RECORDS
     if not path.is_file():
         raise DataError(f"the records of {folder}", f"no {RECORDS}", "name a folder that `optrush bench` has written")
-    found = []
+    records = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
         try:
-            found.append(Record.from_json(line))
+            records.append(Record.from_json(line))
         except (ValueError, TypeError) as error:
-            raise DataError(f"{path}:{number}", f"no record: {error}", "climb again into another folder") from None
-    return found
+            raise DataError(f"{path}:{number}", f"no record: {error}", "run the ladder into another folder") from None
+    return records
 
 
-def write(folder: Path, records: Iterable[Record]) -> None:
-    """All records of a folder, whole or not at all."""
-    put(folder / RECORDS, "".join(r.to_json() + "\n" for r in records))
+def write_records(folder: Path, records: Iterable[Record]) -> None:
+    """Write all records of a folder, atomically."""
+    replace_text(folder / RECORDS, "".join(r.to_json() + "\n" for r in records))
 
 
-def put(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all: a killed climb leaves the old one or the new one."""
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file atomically: a killed process leaves the old file or the new one."""
     write_whole(path, text)
 
 
-# --- What a figure was made with: the machine, the versions, and the very code. Pure: asks no library to load itself.
+def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) -> None:
+    """Run the process of one rung, `... REQUEST.json RESULT.json`, and exit with 0 where the result has figures.
+
+    Args:
+        measure: (request, keep) -> result; `keep` stores a result early, for a process that may be killed later.
+    """
+    request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    die_with_parent(request["parent"])
+    start = time.monotonic()
+
+    def keep(result: dict[str, Any]) -> None:
+        text = json.dumps({**result, "seconds": time.monotonic() - start}, allow_nan=False)
+        replace_text(Path(sys.argv[2]), text)
+
+    try:
+        result = measure(request, keep)
+    except UserError as error:
+        result = {"error": str(error), "refused": [error.asked, error.found, error.do]}
+    except RunError as error:
+        result = {"error": str(error)}
+    except Exception as error:  # a rung may fail in any way; the ladder continues
+        result = {"error": describe_error(error), "traceback": traceback.format_exc()}
+    keep(result)
+    sys.exit("error" in result)
 
 
-PATIENCE_S = 10.0  # for git and nvidia-smi: a slow disk or driver must not hold up a climb
+def describe_error(error: Exception) -> str:
+    """Return an unexpected error in one line, with the place where it was raised."""
+    from optrush.trainer.trainer import exhausted  # imports torch, which is loaded where this is needed
+
+    text = next(iter(str(error).splitlines()), "")
+    if exhausted(error):
+        return f"out of memory: {text or type(error).__name__}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"
 
 
 def machine() -> dict[str, str]:
-    """Versions, processor, and the GPU as its driver describes it; what cannot be found out is left out."""
-    found = {
+    """Return versions, the processor, and the GPU as its driver describes it; unknown facts are left out."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    facts = {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": _processor(),
+        "cpu": f"{cpus[0]}, {len(cpus)} threads" if cpus else platform.machine(),
         "threads": os.environ.get("OMP_NUM_THREADS") or str(os.cpu_count()),
         "optrush": optrush.__version__,
         **{name: library(name) for name in ("torch", "transformers", "triton")},
     }
-    wanted = ("driver_version", "clocks.max.sm", "clocks.max.mem", "clocks.applications.graphics", "power.limit")
-    said = _ask("nvidia-smi", f"--query-gpu={','.join(wanted)}", "--format=csv,noheader")
-    for name, value in zip(wanted, (said or "").partition("\n")[0].split(",")):
-        shown = "driver" if name == "driver_version" else f"gpu {name}"
-        found[shown] = value.strip()
-    return {name: value for name, value in found.items() if value and not value.startswith("[")}
+    fields = ("driver_version", "clocks.max.sm", "clocks.max.mem", "clocks.applications.graphics", "power.limit")
+    output = _output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
+    for name, value in zip(fields, (output or "").partition("\n")[0].split(",")):
+        facts["driver" if name == "driver_version" else f"gpu {name}"] = value.strip()
+    return {name: value for name, value in facts.items() if value and not value.startswith("[")}
 
 
 def source() -> dict[str, Any]:
-    """The package that runs: a digest of its files, and the commit, where it lies in a checkout of its own."""
-    found: dict[str, Any] = {"commit": None, "clean": None, "digest": digest()}
+    """Return a digest of the running package's files, and the commit where the package is in a git checkout."""
+    facts: dict[str, Any] = {"commit": None, "clean": None, "digest": digest()}
     git = ("git", "-C", str(Path(optrush.__file__).parent))
-    if _ask(*git, "ls-files", "--error-unmatch", "__init__.py") is not None:
-        found["commit"] = _ask(*git, "rev-parse", "HEAD")
-        status = _ask(*git, "status", "--porcelain")
-        found["clean"] = None if status is None else not status
-    return found
+    if _output_of(*git, "ls-files", "--error-unmatch", "__init__.py") is not None:
+        facts["commit"] = _output_of(*git, "rev-parse", "HEAD")
+        status = _output_of(*git, "status", "--porcelain")
+        facts["clean"] = None if status is None else not status
+    return facts
 
 
-def _processor() -> str:
-    """The processor's name as the kernel gives it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} threads" if names else platform.machine()
-
-
-def _ask(*command: str) -> str | None:
-    """What a program says, or None where it is not there, fails or takes too long."""
+def _output_of(*command: str) -> str | None:
+    """Return a command's output, or None where it is missing, fails or takes too long."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

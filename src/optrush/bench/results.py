@@ -1,6 +1,9 @@
-"""What the processes of a climb have said, as records: each rung's figures, verdict and proof. Pure.
+"""Turn the results of a ladder's processes into records: each rung's figures, proof and verdict. Pure.
 
-Results of a rung (a dict a repeat, as worker.py and peer_worker.py write them) -> Figures -> judged -> Record.
+Results of a rung (a dict a repeat, as worker.py writes it) -> Figures -> proof -> verdict -> Record.
+
+A rung is red where it is fast and wrong, slower than allowed, without the effect that was predicted, or failed. Each
+reason is given with the figures that it rests on.
 """
 
 from __future__ import annotations
@@ -24,20 +27,14 @@ from optrush.config import Config, dump_config, parse_yaml
 from optrush.technique import Numerics, Part, Technique, instantiate
 from optrush.techniques import ALL
 
-# --- What figures say: medians and their spread, whether a difference is more than noise, and when a rung is red. Pure.
-#
-# A rung is red where it is fast and wrong, slower than it may be, without the effect it was predicted to have, or
-# failed. Red is a question to whoever reads, answered with the figures that raised it; it is never a matter of taste.
-
-
-# How far losses and gradient norms may lie from the baseline's, relative to it, over the proof's steps; and the first
-# gradient, by 1 - cosine of the angle.
+# Largest relative difference to the baseline of losses and gradient norms over the proof's steps; of the first
+# gradient, 1 - cosine of the angle.
 # float32: rounding in another order. Measured on CPU over five steps: 1e-7 and 1e-6; the rest is room for large models.
-# Products in bf16 or fp16: measured 4.4e-4 and 9e-3, gradients of random models of 16 and 32 blocks on a CPU 2e-4 to
-# 1e-2, the more the deeper, of the 1B shape on a GPU 7e-4 to 1.1e-3. A wrong divisor moves a norm by its factor.
-# Different maths: measured of pure bf16 1e-2 and 1e-1, nearly all from small updates that it rounds away. How much
-# that is depends on the learning rate, so such a rung may lie between the baseline's way and standing still; but its
-# loss must fall by a fair share of what the baseline's does.
+# Products in bf16 or fp16: measured 4.4e-4 and 9e-3; gradients of random models of 16 and 32 blocks on a CPU 2e-4 to
+# 1e-2, increasing with depth; of the 1B shape on a GPU 7e-4 to 1.1e-3. A wrong divisor moves a norm by its factor.
+# Different maths: measured of pure bf16 1e-2 and 1e-1, mostly from small updates that are rounded away. How much that
+# is depends on the learning rate, so the losses may be between the baseline's and no change at all; but the loss must
+# fall by a fair share of the baseline's fall.
 FLOAT32 = {"losses": 1e-4, "gradient norms": 1e-3, "gradients": 1e-6}
 LOWER = {"losses": 2e-3, "gradient norms": 3e-2, "gradients": 3e-2}
 DIFFERENT = {"losses": 2e-2, "gradient norms": 1e-1}
@@ -45,19 +42,24 @@ LEARNT, PROGRESS = 0.5, "progress"
 
 LEAST = 0.01  # medians nearer than this are equal, whatever their spread
 SLOW = 0.8  # of the predicted ratio
-SLOW_ONCE = 0.5  # the same with one repeat: one process cannot tell a slow technique from a slow moment of its host
+SLOW_ONCE = 0.5  # the same with one repeat: one process cannot separate a slow technique from a slow moment of the host
 SLOW_UNPREDICTED = 0.5
-SMALLER_UNPREDICTED = 0.10  # so much less memory excuses a slow rung that nobody predicted
-PROMISED_MEMORY = 0.10  # a predicted change of the peak that must show
-PROMISED_SPEED = 1.3  # a predicted ratio of speeds that must show
-SHOWN = 0.25  # of the promised change of the peak
+SMALLER_UNPREDICTED = 0.10  # so much less memory excuses a slow rung without a prediction
+PROMISED_MEMORY = 0.10  # a predicted change of the peak that must be measurable
+PROMISED_SPEED = 1.3  # a predicted ratio of speeds that must be measurable
+SHOWN = 0.25  # share of the predicted change of the peak that must be measured
 SAME_MEMORY = {"cuda_allocated": 0.02, "rss": 0.05}  # peaks nearer than this are equal
-LEAST_RSS = 64 * 2**20  # a resident set moves by less than this for reasons of its own
+LEAST_RSS = 64 * 2**20  # a resident set changes by less than this without a reason
+
+Series = Mapping[str, Sequence[float | None]]  # "losses" and "gradient norms" of the proof's steps; None: not finite
+
+
+# --- figures and their spread
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What the repeats of one rung measured, and what was predicted (None: nothing was)."""
+    """What the repeats of one rung measured, and what was predicted (None: no prediction)."""
 
     speeds: list[list[float]]  # tokens/s of every timed step, a list a repeat
     peak_bytes: int
@@ -67,30 +69,29 @@ class Figures:
 
     @property
     def repeats(self) -> list[float]:
+        """The median of each repeat."""
         return [statistics.median(speeds) for speeds in self.speeds]
 
     @property
     def tokens_per_s(self) -> float:
+        """The median over all steps of all repeats."""
         return statistics.median(v for speeds in self.speeds for v in speeds)
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        return quartiles([v for speeds in self.speeds for v in speeds])
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third quartile, of one value too."""
-    if len(values) == 1:
-        return values[0], values[0]
-    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
-    return first, third
+        """The first and the third quartile of all steps, also of a single one."""
+        values = [v for speeds in self.speeds for v in speeds]
+        if len(values) == 1:
+            return values[0], values[0]
+        first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+        return first, third
 
 
 def faster(a: Figures, b: Figures) -> bool:
-    """Whether `a` is faster than `b` by more than noise.
+    """Return whether `a` is faster than `b` by more than noise.
 
     With several repeats of each: the slowest of `a` is faster than the fastest of `b`. With one: `a`'s first quartile
-    lies above `b`'s third. Either way the medians are more than 1 % apart.
+    is above `b`'s third. Either way the medians are more than 1 % apart.
     """
     if a.tokens_per_s <= b.tokens_per_s * (1 + LEAST):
         return False
@@ -99,22 +100,35 @@ def faster(a: Figures, b: Figures) -> bool:
     return min(a.repeats) > max(b.repeats)
 
 
-# --- the proof
+def smaller(a: Figures, b: Figures) -> bool:
+    """Return whether a's peak is below b's by more than the peaks of equal runs differ."""
+    return a.peak_bytes < b.peak_bytes * (1 - SAME_MEMORY[a.memory_kind])
+
+
+def _once(a: Figures, b: Figures) -> bool:
+    return min(len(a.speeds), len(b.speeds)) == 1
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a / b
+
+
+# --- the proof: does a rung learn what the baseline learns
 
 
 def weakest(before: Config, after: Config, classes: Sequence[type[Technique]]) -> Numerics:
-    """The weakest promise among the techniques in which two runs differ; of another implementation: the same maths."""
+    """Return the weakest guarantee of the techniques in which two runs differ; across decoders, the same maths."""
     differing = {
         n: o for config in (before, after) for n, o in config.with_.items() if before.with_.get(n) != after.with_.get(n)
     }
-    found = [t.numerics for t in instantiate(classes, differing)]
+    classes_of = [t.numerics for t in instantiate(classes, differing)]
     if before.model.implementation != after.model.implementation:
-        found.append(Numerics.SAME_MATHS)
-    return max(found, key=list(Numerics).index, default=Numerics.EXACT)
+        classes_of.append(Numerics.SAME_MATHS)
+    return max(classes_of, key=list(Numerics).index, default=Numerics.EXACT)
 
 
 def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]) -> dict[str, float]:
-    """By series: float32's where both runs multiply in float32 and promise the same maths, else wider ones."""
+    """Return tolerances by series: float32's where both runs have the same maths in float32, else wider ones."""
     if weakest(before, after, classes) is Numerics.DIFFERENT_MATHS:
         return DIFFERENT
     lower = any(
@@ -124,31 +138,29 @@ def tolerances(before: Config, after: Config, classes: Sequence[type[Technique]]
     return LOWER if lower else FLOAT32
 
 
-def prove(
-    found: Mapping[str, Sequence[float | None]],
-    baseline: Mapping[str, Sequence[float | None]],
-    allowed: Mapping[str, float],
-    cosine: float | None = None,
+def compare_series(
+    measured: Series, baseline: Series, allowed: Mapping[str, float], cosine: float | None = None
 ) -> dict[str, Any]:
-    """The largest relative difference over the proof's steps, of the series that comes nearest to its tolerance.
+    """Return the largest relative difference over the proof's steps, of the series nearest to its tolerance.
 
     Args:
-        found, baseline, allowed: by series, "losses" and "gradient norms"; None is a value that was not finite.
-        cosine: of the angle between the first gradients, if it is known; different maths may turn them as it likes.
+        allowed: tolerance by series.
+        cosine: of the angle between the first gradients, if it is known; not limited for different maths.
 
     Returns:
         {"of": series, "tolerance", "worst" (None: not finite), "ok"}.
     """
     rows = []
-    for series in found:
+    for series in measured:
         tolerance = allowed[series]
-        still = baseline[series][0] if allowed is DIFFERENT else None
-        worst = max(_apart(a, b, still) for a, b in zip(found[series], baseline[series], strict=True))
+        start = baseline[series][0] if allowed is DIFFERENT else None
+        pairs = zip(measured[series], baseline[series], strict=True)
+        worst = max(_difference(value, expected, start) for value, expected in pairs)
         rows.append((worst / tolerance, series, tolerance, worst))
     if cosine is not None and "gradients" in allowed:
         rows.append(((1 - cosine) / allowed["gradients"], "gradients", allowed["gradients"], 1 - cosine))
     if allowed is DIFFERENT:
-        missing = 1 - _fallen(found["losses"], baseline["losses"])
+        missing = 1 - _progress(measured["losses"], baseline["losses"])
         rows.append((missing / (1 - LEARNT), PROGRESS, 1 - LEARNT, missing))
     share, series, tolerance, worst = max(rows)
     return {
@@ -160,7 +172,7 @@ def prove(
 
 
 def cosine(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> float | None:
-    """Of the angle between two gradients, by their sketches (sketch.py).
+    """Return the cosine of the angle between two gradients, from their sketches (worker.sketch).
 
     None where one is unknown, of other tensors, not finite, or zero.
     """
@@ -168,41 +180,41 @@ def cosine(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> float | 
         return None
     x, y = (np.frombuffer(base64.b64decode(s["sums"]), np.float32).astype(np.float64) for s in (a, b))
     with np.errstate(all="ignore"):
-        found = float(x @ y / np.sqrt((x @ x) * (y @ y)))
-    return found if np.isfinite(found) else None
+        value = float(x @ y / np.sqrt((x @ x) * (y @ y)))
+    return value if np.isfinite(value) else None
 
 
-def _fallen(found: Sequence[float | None], baseline: Sequence[float | None]) -> float:
-    """The fall of the loss over the proof's steps, as a share of the baseline's; 1 where that does not fall."""
-    ends = (found[0], found[-1], baseline[0], baseline[-1])
-    first, last, first_wanted, last_wanted = (math.nan if v is None else v for v in ends)
-    wanted = first_wanted - last_wanted
-    return (first - last) / wanted if wanted > LEAST * abs(first_wanted) else 1.0
+def _progress(losses: Sequence[float | None], baseline: Sequence[float | None]) -> float:
+    """Return the fall of the loss as a share of the baseline's fall; 1 where that does not fall."""
+    ends = (losses[0], losses[-1], baseline[0], baseline[-1])
+    first, last, first_expected, last_expected = (math.nan if v is None else v for v in ends)
+    expected = first_expected - last_expected
+    return (first - last) / expected if expected > LEAST * abs(first_expected) else 1.0
 
 
-def _apart(value: float | None, wanted: float | None, still: float | None) -> float:
-    """Relative difference to what the baseline has; nothing for a value between that and where it began (`still`)."""
-    if value is None or wanted is None:
+def _difference(value: float | None, expected: float | None, start: float | None = None) -> float:
+    """Return the relative difference to the baseline's value; 0 for a value between that and the `start`."""
+    if value is None or expected is None:
         return math.inf
-    ends = (wanted, wanted if still is None else still)
-    return max(min(ends) - value, value - max(ends), 0.0) / max(abs(wanted), 1e-12)
+    ends = (expected, expected if start is None else start)
+    return max(min(ends) - value, value - max(ends), 0.0) / max(abs(expected), 1e-12)
 
 
-# --- red
+# --- reasons for red
 
 
 def drifted(proof: Mapping[str, Any], allowed: Mapping[str, float], usual: float = 0.0) -> str | None:
-    """The proof's first step, taken again after the timed steps, is not what it was.
+    """Return the reason if the proof's first step, repeated after the timed steps, has changed.
 
     Args:
-        usual: 1 - cosine of the angle with the baseline's. A maths that turns a gradient as far does so by chance, and
-            kernels that add in another order each time draw that anew.
+        usual: 1 - cosine of the angle with the baseline's. Maths that turns a gradient this far does so at random, and
+            kernels that add in another order each time draw the turn anew.
     """
     again = proof.get("again")
     if not again:
         return None
     for series, name in (("losses", "losses"), ("gradient norms", "grad_norms")):
-        if _apart(again[name][0], proof[name][0], None) > allowed[series]:
+        if _difference(again[name][0], proof[name][0]) > allowed[series]:
             return f"wrong: after the timed steps its {series} are others than before, from the same start"
     angle = cosine(again.get("gradient"), proof.get("gradient"))
     if angle is not None and 1 - angle > max(usual, allowed.get("gradients", math.inf)):
@@ -211,7 +223,7 @@ def drifted(proof: Mapping[str, Any], allowed: Mapping[str, float], usual: float
 
 
 def dead(losses: Sequence[float | None], norms: Sequence[float | None]) -> str | None:
-    """A step of the timed run did not learn."""
+    """Return the reason if a timed step did not learn."""
     if any(v is None for v in (*losses, *norms)):
         return "wrong: a timed step's loss or gradient norm is not finite"
     if any(v == 0 for v in norms):
@@ -220,7 +232,7 @@ def dead(losses: Sequence[float | None], norms: Sequence[float | None]) -> str |
 
 
 def wrong(proof: Mapping[str, Any] | None, losses: Sequence[float | None]) -> str | None:
-    """It does not learn what the baseline learns."""
+    """Return the reason if the rung does not learn what the baseline learns."""
     if any(v is None for v in losses):
         return "wrong: a loss is not finite"
     if proof is None or proof["ok"]:
@@ -239,10 +251,10 @@ def wrong(proof: Mapping[str, Any] | None, losses: Sequence[float | None]) -> st
 
 
 def slow(after: Figures, before: Figures, alone: bool) -> str | None:
-    """It is slower than the plan predicts, or than anybody would accept unasked.
+    """Return the reason if the rung is slower than predicted, or too slow to be accepted without a prediction.
 
     Args:
-        alone: a technique was taken away: without a prediction, nobody knows how much slower that may be.
+        alone: a technique was taken away: without a prediction, any slowdown is allowed.
     """
     if not faster(before, after):
         return None
@@ -252,47 +264,71 @@ def slow(after: Figures, before: Figures, alone: bool) -> str | None:
         if ratio < (SLOW_ONCE if _once(after, before) else SLOW) * min(1.0, predicted):
             return f"slower than it may be: {ratio:.2f}x of `since`, predicted {predicted:.2f}x"
         return None
-    smaller = after.peak_bytes < before.peak_bytes * (1 - SMALLER_UNPREDICTED)
-    if ratio < SLOW_UNPREDICTED and not smaller and not alone:
+    less = after.peak_bytes < before.peak_bytes * (1 - SMALLER_UNPREDICTED)
+    if ratio < SLOW_UNPREDICTED and not less and not alone:
         return f"slower than it may be: {ratio:.2f}x of `since`, and no smaller"
     return None
 
 
 def idle(after: Figures, before: Figures) -> str | None:
-    """It was predicted to change memory or speed, and did not."""
+    """Return the reason if a change of memory or speed was predicted, and not measured."""
     if after.predicted_peak_bytes is not None and before.predicted_peak_bytes is not None:
         promised = after.predicted_peak_bytes - before.predicted_peak_bytes
         measured = after.peak_bytes - before.peak_bytes
         large = abs(promised) > PROMISED_MEMORY * before.predicted_peak_bytes
-        if large and after.memory_kind == "rss":
-            large = abs(promised) > LEAST_RSS
+        if after.memory_kind == "rss":
+            large = large and abs(promised) > LEAST_RSS
         if large and measured / promised < SHOWN:
             return (
                 f"no effect: the peak changed by {measured / 2**20:+,.0f} MiB, predicted {promised / 2**20:+,.0f} MiB"
             )
     predicted = _ratio(after.predicted_tokens_per_s, before.predicted_tokens_per_s)
     same = abs(after.peak_bytes - before.peak_bytes) <= SAME_MEMORY["cuda_allocated"] * before.peak_bytes
-    told = after.memory_kind != "rss" or not _once(after, before)  # see SLOW_ONCE; a GPU has fewer such moments
-    if told and predicted is not None and predicted > PROMISED_SPEED and same and not faster(after, before):
+    steady = after.memory_kind != "rss" or not _once(after, before)  # as with SLOW_ONCE; a GPU has fewer slow moments
+    if steady and predicted is not None and predicted > PROMISED_SPEED and same and not faster(after, before):
         ratio = after.tokens_per_s / before.tokens_per_s
         return f"no effect: {ratio:.2f}x of `since`, predicted {predicted:.2f}x, and the memory is the same"
     return None
 
 
+def unlike(theirs: Mapping[str, Any], ours: Mapping[str, Any], alike: bool) -> Iterator[str]:
+    """Yield the reasons why two systems' figures cannot be compared.
+
+    Args:
+        theirs, ours: a result of each.
+        alike: both begin from the same weights.
+    """
+    for name, value in ours.get("seen", {}).items():
+        if name != UNCOMPARED and (other := theirs["seen"].get(name)) != value:
+            yield f"not the same work: {name} {other or 'unknown'}, ours {value}"
+    full = theirs["fill"] == ours.get("fill") == 1  # otherwise the same documents are in other steps
+    first, expected = (r["losses"][0] if r.get("losses") else None for r in (theirs, ours))
+    if not alike or not full or first is None or expected is None:
+        return
+    if abs(first - expected) / abs(expected) > LOWER["losses"]:
+        yield (
+            f"not the same work: its first loss is {first:.5g}, ours {expected:.5g} from the same weights on the "
+            f"same tokens; allowed {LOWER['losses']:.0e} (relative)"
+        )
+
+
+# --- verdicts
+
+
 def judge(
     after: Figures, before: Figures | None, first_red: str | None, *, only_load: bool, alone: bool
 ) -> tuple[Verdict, list[str]]:
-    """The verdict of a rung that has figures, and the reasons where it is red.
+    """Return the verdict of a rung that has figures, and the reasons where it is red.
 
     Args:
         before: of the rung it is compared with; None for the first.
-        first_red: what `wrong` said.
-        only_load: the two differ in T or sizes of batches only, which nobody can be blamed for.
+        first_red: a reason that is known already.
+        only_load: the two differ in T or sizes of batches only, of which no speed can be required.
         alone: a technique was taken away.
     """
     red = [first_red] if first_red else []
     if before is not None and not only_load:
-        red += [said for said in (slow(after, before, alone), idle(after, before)) if said]
+        red += [reason for reason in (slow(after, before, alone), idle(after, before)) if reason]
     if red:
         return "red", red
     if before is None:
@@ -307,10 +343,10 @@ def judge(
 def judge_longest(
     reached: int, after: Figures, before: tuple[int, Figures] | None, factor: float, red: str | None
 ) -> tuple[Verdict, list[str]]:
-    """The verdict of a rung that looked for the longest row, which is known to a factor; of equal ones memory decides.
+    """Return the verdict of a search for the longest row, which is known to a factor; of equal rows memory decides.
 
     Args:
-        before: what the rung that it is compared with reached, and its figures there; None for the first.
+        before: the longest row of the rung that it is compared with, and its figures there; None for the first.
     """
     if red:
         return "red", [red]
@@ -324,22 +360,12 @@ def judge_longest(
     return ("smaller" if reached == reached_before and smaller(after, figures) else "noise"), []
 
 
-def smaller(a: Figures, b: Figures) -> bool:
-    """Whether a's peak lies below b's by more than the peaks of equal runs differ."""
-    return a.peak_bytes < b.peak_bytes * (1 - SAME_MEMORY[a.memory_kind])
-
-
-def _once(a: Figures, b: Figures) -> bool:
-    return min(len(a.speeds), len(b.speeds)) == 1
-
-
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a / b
+# --- the state of a bench, and its records
 
 
 @dataclass
-class Climb:
-    """What is known: the rungs, and what their processes have said so far."""
+class BenchState:
+    """The rungs of a ladder, and the results of their processes so far."""
 
     ladder: Ladder
     rungs: list[Rung]
@@ -349,252 +375,212 @@ class Climb:
     command: str
     source: dict[str, Any]
     machine: dict[str, str]
-    refused: dict[str, str] = field(default_factory=dict)  # by rung: why it cannot even begin
+    refused: dict[str, str] = field(default_factory=dict)  # by rung: why it cannot start
     predict: Callable[[Rung, Config], dict[str, Any]] = lambda rung, run: {}
-    predicted: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # by rung and T, what it said
+    predicted: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)  # by rung and T, what it returned
     results: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by rung, a result a repeat
 
     def error(self, rung: Rung) -> str | None:
-        """Why the rung has no figures: refused, or one of its processes failed."""
+        """Return why the rung has no figures: refused, or one of its processes failed."""
         failed = (r["error"] for r in self.results.get(rung.name, []) if "error" in r)
         return self.refused.get(rung.name) or next(failed, None)
 
-    def figures(self, rung: Rung) -> Figures | None:
-        """What all repeats measured together, if the rung has figures."""
-        if self.error(rung) or not self.results.get(rung.name):
-            return None
-        results = self.counted(rung)
-        predicted = self.plan(rung)
-        return Figures(
-            [r["tokens_per_s"] for r in results],
-            max(r["peak_bytes"] for r in results),
-            results[0]["memory_kind"],
-            predicted["predicted_peak_bytes"],
-            predicted["predicted_tokens_per_s"],
-        )
-
-    def run(self, rung: Rung) -> Config:
-        """What the rung's figures are of: its run, or that with the longest row that trained."""
-        found = next((r["longest_seq"] for r in self.counted(rung) if "longest_seq" in r), None)
-        return rung.config if found is None else ladder.at_length(rung.config, found)
-
     def counted(self, rung: Rung) -> list[dict[str, Any]]:
-        """The repeats that figures are made of: all, or those that reached no longer row than the others."""
+        """Return the repeats that count: all, or of a search for the longest row those with the shortest result."""
         results = self.results.get(rung.name, [])
         seqs = [r["longest_seq"] for r in results if "longest_seq" in r]
         return [r for r in results if r.get("longest_seq") == min(seqs)] if seqs else results
 
+    def config(self, rung: Rung) -> Config:
+        """Return the configuration of the rung's figures: its own, or that with the longest row that trained."""
+        seq = next((r["longest_seq"] for r in self.counted(rung) if "longest_seq" in r), None)
+        return rung.config if seq is None else ladder.at_length(rung.config, seq)
+
     def plan(self, rung: Rung) -> dict[str, Any]:
-        """What the plan says of that."""
-        config = self.run(rung)
-        place = (rung.name, config.batch.seq)
-        if place not in self.predicted:
-            self.predicted[place] = self.predict(rung, config)
-        return self.predicted[place]
+        """Return the prediction for that configuration."""
+        config = self.config(rung)
+        key = (rung.name, config.batch.seq)
+        if key not in self.predicted:
+            self.predicted[key] = self.predict(rung, config)
+        return self.predicted[key]
+
+    def figures(self, rung: Rung) -> Figures | None:
+        """Return what all repeats measured together, if the rung has figures."""
+        if self.error(rung) or not self.results.get(rung.name):
+            return None
+        results, plan = self.counted(rung), self.plan(rung)
+        return Figures(
+            [r["tokens_per_s"] for r in results], max(r["peak_bytes"] for r in results), results[0]["memory_kind"],
+            plan["predicted_peak_bytes"], plan["predicted_tokens_per_s"],
+        )  # fmt: skip
+
+    def baseline(self, rung: Rung) -> Rung:
+        """Return the rung whose documents the rung's proof uses: the first of our own on the same model."""
+        m = rung.config.model
+        same = (
+            r for r in self.rungs if r.peer is None and (r.config.model.path, r.config.model.shape) == (m.path, m.shape)
+        )
+        return next(same, rung)
+
+    def proved(self, rung: Rung) -> list[Rung]:
+        """Return the rungs on its model whose proof has losses; the first of them is the reference of the others."""
+        same = [r for r in self.rungs if self.baseline(r) is self.baseline(rung)]
+        return [r for r in same if self.figures(r) and self.proofs(r)[0]["losses"]]
+
+    def proofs(self, rung: Rung) -> list[dict[str, Any]]:
+        """Return the proof of each repeat."""
+        return [r["proof"] for r in self.results[rung.name]]
+
+    def since(self, rung: Rung) -> Rung | None:
+        """Return the nearest rung below that has figures; for another system only the one it is compared with."""
+        by_name = {r.name: r for r in self.rungs}
+        below = rung.since
+        while below is not None and self.figures(by_name[below]) is None:
+            below = None if rung.peer is not None else by_name[below].since
+        return None if below is None else by_name[below]
+
+    def records(self) -> list[Record]:
+        """Build the records of all rungs that have been tried or refused, in the ladder's order."""
+        return [_record(self, r) for r in self.rungs if r.name in self.results or r.name in self.refused]
 
 
-def baseline(whole: Climb, rung: Rung) -> Rung:
-    """Whose documents the rung's proof is made of: the first of our own rungs on the same model."""
-    m = rung.config.model
-    same = (
-        r for r in whole.rungs if (r.config.model.path, r.config.model.shape) == (m.path, m.shape) and r.peer is None
-    )
-    return next(same, rung)
-
-
-def make(whole: Climb) -> list[Record]:
-    """Records of all rungs that have been tried or refused, in the ladder's order."""
-    return [_record(whole, r) for r in whole.rungs if r.name in whole.results or r.name in whole.refused]
-
-
-def _record(whole: Climb, rung: Rung) -> Record:
-    """One rung against the one it comes from; where that has no figures, against what that one comes from."""
-    error, since = whole.error(rung), _since(whole, rung)
-    results = whole.results.get(rung.name) or [{}]
-    first = results[0]
-    proof = None if error else _proof(whole, rung)
-    verdict, red = _judged(whole, rung, since, proof)
-    config = whole.run(rung)
-    changes = (
-        rung.changes if since is None or since.name == rung.since else ladder.differences(since.config, rung.config)
-    )
+def _record(state: BenchState, rung: Rung) -> Record:
+    """Build the record of one rung, compared with `since`."""
+    error, since, config = state.error(rung), state.since(rung), state.config(rung)
+    first = (state.results.get(rung.name) or [{}])[0]
+    proof = None if error else _proof(state, rung)
+    verdict, red = _verdict(state, rung, since, proof)
+    changes = rung.changes
+    if since is not None and since.name != rung.since:
+        changes = ladder.differences(since.config, rung.config)
     if note := first.get("proof", {}).get("note"):
         changes += f"; {note}"
-    plan = whole.plan(rung)
-    if whole.ladder.warmup == 0:
+    plan = state.plan(rung)
+    if state.ladder.warmup == 0:
         changes += "; its speed is that of first steps, which compile"
-        plan = {**plan, "predicted_tokens_per_s": None, "ceiling_s": {}}  # of steps that do not
+        plan = {**plan, "predicted_tokens_per_s": None, "ceiling_s": {}}  # of steps that do not compile
     micro = first.get("micro_tokens", config.batch.micro_tokens)
+    peer = {} if rung.peer is None else {"peer": {rung.peer.name: rung.peer.model_dump()}}
+    # A rung that never ran has the device of the others.
+    results = [r for name in (rung.name, *state.results) for r in state.results.get(name, [])]
     return Record(
-        ladder=whole.ladder.name, rung=rung.name, case=rung.case, mode=rung.mode,
-        since=since.name if since else None, changes=changes, device=_device(whole, rung), ranks=1,
+        ladder=state.ladder.name, rung=rung.name, case=rung.case, mode=rung.mode,
+        since=since.name if since else None, changes=changes,
+        device=next((str(r["device"]) for r in results if "device" in r), "unknown"), ranks=1,
         seq=config.batch.seq, micro_tokens=micro if isinstance(micro, int) else config.batch.seq,
-        verdict=verdict, red=red,
-        config={**parse_yaml(dump_config(config), "the run")[0], **_options(rung)},
-        environment={**whole.machine, **first.get("environment", {})}, source=whole.source, command=whole.command,
+        verdict=verdict, red=red, config={**parse_yaml(dump_config(config), "the run")[0], **peer},
+        environment={**state.machine, **first.get("environment", {})}, source=state.source, command=state.command,
         date=first.get("date", datetime.datetime.now().astimezone().isoformat("T", "seconds")),
-        proof=proof, error=error, **_measured(whole, rung), **plan, tries=first.get("tries", []),
+        proof=proof, error=error, **_measured(state, rung), **plan, tries=first.get("tries", []),
         peer=None if rung.peer is None else rung.peer.name,
     )  # fmt: skip
 
 
-def _options(rung: Rung) -> dict[str, Any]:
-    """Another system's, beside the run that it was given."""
-    return {} if rung.peer is None else {"peer": {rung.peer.name: rung.peer.model_dump()}}
-
-
-def _measured(whole: Climb, rung: Rung) -> dict[str, Any]:
-    """The figures of a record; nothing where there are none."""
-    after = whole.figures(rung)
-    if after is None:
+def _measured(state: BenchState, rung: Rung) -> dict[str, Any]:
+    """Return the figures of a record; an empty dict where there are none."""
+    figures = state.figures(rung)
+    if figures is None:
         return {}
-    results = whole.counted(rung)
-    first = results[0]
-    hosts = [r["host_peak_bytes"] for r in results if r.get("host_peak_bytes")]
+    results = state.counted(rung)
+    first, values = results[0], dict[str, Any]()
+    for name in ("mfu", "targets_per_s", "fill", "data_wait"):
+        known = [r[name] for r in results if r.get(name) is not None]
+        values[name] = statistics.median(known) if known else None
+    if profiled := [r["parts_s"] for r in results if r.get("parts_s")]:
+        values["parts_s"] = {part: statistics.median(p[part] for p in profiled) for part in profiled[0]}
+    else:
+        values["parts_note"] = first.get("parts_note")
     return {
-        "tokens_per_s": after.tokens_per_s, "tokens_per_s_iqr": list(after.quartiles), "repeats": after.repeats,
-        "step_s": [r["step_s"] for r in results], "peak_bytes": after.peak_bytes, "memory_kind": after.memory_kind,
-        **{name: _middle([r.get(name) for r in results]) for name in ("mfu", "targets_per_s", "fill", "data_wait")},
-        **_parts(results),
+        "tokens_per_s": figures.tokens_per_s, "tokens_per_s_iqr": list(figures.quartiles), "repeats": figures.repeats,
+        "step_s": [r["step_s"] for r in results], "peak_bytes": figures.peak_bytes,
+        "memory_kind": figures.memory_kind, **values,
         "losses": first["losses"] if rung.peer else first["proof"]["losses"],
         "grad_norms": first["proof"]["grad_norms"], "seen": first.get("seen", {}),
-        "host_peak_bytes": max(hosts, default=None), "longest_seq": first.get("longest_seq"),
+        "host_peak_bytes": max((r["host_peak_bytes"] for r in results if r.get("host_peak_bytes")), default=None),
+        "longest_seq": first.get("longest_seq"),
     }  # fmt: skip
 
 
-def _parts(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Seconds of a step by part, the median over the repeats that were profiled; or why none was."""
-    seen = [r["parts_s"] for r in results if r.get("parts_s")]
-    if not seen:
-        return {"parts_note": results[0].get("parts_note")}
-    return {"parts_s": {part: statistics.median(s[part] for s in seen) for part in seen[0]}}
-
-
-def _judged(whole: Climb, rung: Rung, since: Rung | None, proof: Mapping[str, Any] | None) -> tuple[Verdict, list[str]]:
-    """The verdict and what is red; another system is never blamed for its speed."""
-    after = whole.figures(rung)
+def _verdict(
+    state: BenchState, rung: Rung, since: Rung | None, proof: Mapping[str, Any] | None
+) -> tuple[Verdict, list[str]]:
+    """Return the verdict and the reasons for red; another system is never red for its speed."""
+    after = state.figures(rung)
     if after is None:
-        return "red", [f"failed: {whole.error(rung)}"]
-    first = whole.counted(rung)[0]
-    bad = [
-        *_unsound(whole, rung), wrong(proof, first["proof"]["losses"]), *_turned(whole, rung), first.get("ended")
+        return "red", [f"failed: {state.error(rung)}"]
+    before = None if since is None else state.figures(since)
+    first = state.counted(rung)[0]
+    reasons = [
+        *_unsound(state, rung), wrong(proof, first["proof"]["losses"]), *_turned(state, rung), first.get("ended")
     ]  # fmt: skip
     if rung.peer is not None and since is None:
-        bad.append(f"nothing to compare with: {rung.since} has no figures")
+        reasons.append(f"nothing to compare with: {rung.since} has no figures")
     if rung.peer is not None and since is not None:
-        bad += unlike(first, whole.results[since.name][0], rung.peer.begins_alike)
-    said = next((b for b in bad if b), None)
-    before = None if since is None else whole.figures(since)
-    if whole.ladder.longest is not None:
-        longest_before = None if since is None or before is None else (whole.run(since).batch.seq, before)
-        return judge_longest(whole.run(rung).batch.seq, after, longest_before, whole.ladder.longest.factor, said)
-    same = rung.peer is not None or (since is not None and ladder.only_load(since.config, rung.config))
-    return judge(after, before, said, only_load=same, alone=rung.mode == "without")
+        reasons += unlike(first, state.results[since.name][0], rung.peer.begins_alike)
+    red = next((reason for reason in reasons if reason), None)
+    if state.ladder.longest is not None:
+        pair = None if since is None or before is None else (state.config(since).batch.seq, before)
+        return judge_longest(state.config(rung).batch.seq, after, pair, state.ladder.longest.factor, red)
+    only_load = rung.peer is not None or (since is not None and ladder.only_load(since.config, rung.config))
+    return judge(after, before, red, only_load=only_load, alone=rung.mode == "without")
 
 
-def unlike(theirs: Mapping[str, Any], ours: Mapping[str, Any], alike: bool) -> Iterator[str]:
-    """What keeps two systems' figures from being compared.
-
-    Args:
-        theirs, ours: a result of each.
-        alike: both begin from the same weights.
-    """
-    for name, value in ours.get("seen", {}).items():
-        if name != UNCOMPARED and (found := theirs["seen"].get(name)) != value:
-            yield f"not the same work: {name} {found or 'unknown'}, ours {value}"
-    whole = theirs["fill"] == ours.get("fill") == 1  # else the same documents lie in other steps
-    pair = [r["losses"][0] if r.get("losses") else None for r in (theirs, ours)]
-    if alike and whole and pair[0] is not None and pair[1] is not None:
-        apart = abs(pair[0] - pair[1]) / abs(pair[1])
-        if apart > LOWER["losses"]:
-            yield (
-                f"not the same work: its first loss is {pair[0]:.5g}, ours {pair[1]:.5g} from the same weights on the "
-                f"same tokens; allowed {LOWER['losses']:.0e} (relative)"
-            )
-
-
-def _since(whole: Climb, rung: Rung) -> Rung | None:
-    """The nearest rung below that has figures; of another system the very one it is held against."""
-    by_name = {r.name: r for r in whole.rungs}
-    below = rung.since
-    while below is not None and whole.figures(by_name[below]) is None:
-        below = None if rung.peer is not None else by_name[below].since
-    return None if below is None else by_name[below]
-
-
-def _told(whole: Climb, rung: Rung) -> list[Rung]:
-    """The rungs on its model that have losses; the baseline is the first unless that failed."""
-    same = [r for r in whole.rungs if baseline(whole, r) is baseline(whole, rung)]
-    return [r for r in same if whole.figures(r) and whole.results[r.name][0]["proof"]["losses"]]
-
-
-def _proof(whole: Climb, rung: Rung) -> dict[str, Any] | None:
-    """Held against the first rung on its model that has losses."""
-    told = _told(whole, rung)
-    if not told or told[0] is rung or rung not in told:
+def _proof(state: BenchState, rung: Rung) -> dict[str, Any] | None:
+    """Compare with the first rung on its model that has losses; the worst repeat counts."""
+    proved = state.proved(rung)
+    if rung not in proved[1:]:
         return None
-    allowed = tolerances(told[0].config, rung.config, ALL)
-    numerics = weakest(told[0].config, rung.config, ALL).name
-    wanted = whole.results[told[0].name][0]["proof"]
-    found = [r["proof"] for r in whole.results[rung.name]]
-    angles = [cosine(f.get("gradient"), wanted.get("gradient")) for f in found]
-    proofs = [prove(_series(f), _series(wanted), allowed, angle) for f, angle in zip(found, angles, strict=True)]
+    reference, expected = proved[0], state.proofs(proved[0])[0]
+    allowed = tolerances(reference.config, rung.config, ALL)
+    own = state.proofs(rung)
+    angles = [cosine(p.get("gradient"), expected.get("gradient")) for p in own]
+    proofs = [
+        compare_series(_series(p), _series(expected), allowed, angle) for p, angle in zip(own, angles, strict=True)
+    ]
     worst = max(proofs, key=lambda p: math.inf if p["worst"] is None else p["worst"] / p["tolerance"])
     known = [angle for angle in angles if angle is not None]
-    return {"against": told[0].name, "numerics": numerics, **worst, "cosine": min(known, default=None)}
-
-
-def _turned(whole: Climb, rung: Rung) -> Iterator[str]:
-    """Different maths than the first rung's may turn a gradient; the first rung of the same maths is held against.
-
-    What that maths turns gradients by is chance, which other kernels may draw anew: twice as much is allowed, at least.
-    """
-    told = _told(whole, rung)
-    if rung not in told:
-        return
-    gradients = {r.name: whole.results[r.name][0]["proof"].get("gradient") for r in told}
-    before = told[: told.index(rung)]
-    promised = {r.name: tolerances(r.config, rung.config, ALL) for r in before}
-    for result in whole.results[rung.name]:
-        mine = result["proof"].get("gradient")
-        angles = {n: cosine(mine, gradients[n]) for n, t in promised.items() if t is not DIFFERENT}
-        name, angle = next(((n, a) for n, a in angles.items() if a is not None), ("", None))
-        if angle is None:
-            continue
-        usual = cosine(gradients[name], gradients[told[0].name])
-        allowed = max(promised[name]["gradients"], 0 if usual is None else 2 * (1 - usual))
-        if 1 - angle > allowed:
-            yield (
-                f"wrong: its gradients lie {1 - angle:.2g} (1 - cosine) from those of `{name}`, which "
-                f"promises the same maths, allowed {allowed:.2g}"
-            )
+    numerics = weakest(reference.config, rung.config, ALL).name
+    return {"against": reference.name, "numerics": numerics, **worst, "cosine": min(known, default=None)}
 
 
 def _series(proof: Mapping[str, Any]) -> dict[str, list[float | None]]:
     return {"losses": proof["losses"], "gradient norms": proof["grad_norms"]}
 
 
-def _unsound(whole: Climb, rung: Rung) -> Iterator[str | None]:
-    """What is wrong with a rung by itself, in any repeat."""
+def _unsound(state: BenchState, rung: Rung) -> Iterator[str | None]:
+    """Yield what is wrong with a rung by itself, in any repeat."""
     allowed = tolerances(rung.config, rung.config, ALL)
-    different = [r for r in _told(whole, rung)[:1] if tolerances(r.config, rung.config, ALL) is DIFFERENT]
-    baselines = [whole.results[r.name][0]["proof"].get("gradient") for r in different]
-    for result in whole.results[rung.name]:
+    reference = state.proved(rung)[:1]
+    different = [r for r in reference if tolerances(r.config, rung.config, ALL) is DIFFERENT]
+    baselines = [state.proofs(r)[0].get("gradient") for r in different]
+    for result in state.results[rung.name]:
         yield dead(result.get("losses", []), result.get("grad_norms", []))
         if (proof := result["proof"])["losses"]:
             angles = (cosine(proof.get("gradient"), gradient) for gradient in baselines)
             yield drifted(proof, allowed, max((1 - a for a in angles if a is not None), default=0.0))
 
 
-def _device(whole: Climb, rung: Rung) -> str:
-    """The device as the process named it; of a rung that never ran, what the others ran on."""
-    for name in (rung.name, *whole.results):
-        for result in whole.results.get(name, []):
-            if "device" in result:
-                return str(result["device"])
-    return "unknown"
+def _turned(state: BenchState, rung: Rung) -> Iterator[str]:
+    """Yield where a gradient differs from that of the first rung with the same maths.
 
-
-def _middle(values: Sequence[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return statistics.median(known) if known else None
+    Maths that differs from the baseline's may turn a gradient; by how much is random and may change with other kernels,
+    so at least twice as much is allowed.
+    """
+    proved = state.proved(rung)
+    if rung not in proved:
+        return
+    gradients = {r.name: state.proofs(r)[0].get("gradient") for r in proved}
+    limits = {r.name: tolerances(r.config, rung.config, ALL) for r in proved[: proved.index(rung)]}
+    for proof in state.proofs(rung):
+        gradient = proof.get("gradient")
+        angles = {n: cosine(gradient, gradients[n]) for n, limit in limits.items() if limit is not DIFFERENT}
+        name, angle = next(((n, a) for n, a in angles.items() if a is not None), ("", None))
+        if angle is None:
+            continue
+        usual = cosine(gradients[name], gradients[proved[0].name])
+        allowed = max(limits[name]["gradients"], 0 if usual is None else 2 * (1 - usual))
+        if 1 - angle > allowed:
+            yield (
+                f"wrong: its gradients lie {1 - angle:.2g} (1 - cosine) from those of `{name}`, which "
+                f"promises the same maths, allowed {allowed:.2g}"
+            )

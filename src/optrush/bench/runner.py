@@ -1,9 +1,9 @@
-"""A climb: every rung of a ladder in fresh processes, repeats interleaved, and a record of each, come what may.
+"""Run a ladder: every rung in fresh processes, repeats interleaved, and a record of each, whatever happens to it.
 
-resolve and check all rungs -> a process a rung and repeat (A B C A B C) -> rungs/NAME.json, what it said ->
-records.jsonl, made anew from those after each process -> report.html.
+resolve and check all rungs -> a process a rung and repeat (A B C A B C) -> rungs/NAME.json, its result ->
+records.jsonl, rewritten from those after each process -> report.html.
 
-What a climb has learnt lies in rungs/ alone: a climb that goes on reads it back, and asks for what is missing.
+The state of a bench is in rungs/ alone: with `resume` it is read back, and what is missing is measured.
 """
 
 from __future__ import annotations
@@ -24,507 +24,74 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from optrush import hardware
-from optrush.bench import ladder, peer_worker, record
+from optrush.bench import ladder, record
 from optrush.bench.ladder import Ladder, Longest, Rung
-from optrush.bench.record import RUNGS, Record, put
-from optrush.bench.results import Climb, baseline, make
+from optrush.bench.peer import Peer, worker_path
+from optrush.bench.record import RUNGS, Record, replace_text, write_records
+from optrush.bench.results import BenchState
 from optrush.config import Config, dump_config
 from optrush.console import err
 from optrush.errors import ConfigError, UserError
 from optrush.planner import calibration
 from optrush.resolve import resolve
 
-# --- A fresh process for one rung, with a time limit, and why it ended where it left no answer. Pure.
-
-
-STOPPED = 143  # the exit code of a climb that a signal stopped
+STOPPED = 143  # the exit code of a bench that a signal stopped
 COMMAND = [sys.executable, "-m", "optrush.bench.worker"]
-PEER = [sys.executable, "-m", "optrush.bench.peer_worker"]  # for a request with a `peer`
-QUIET = {"KINETO_LOG_LEVEL": "6"}  # what the profiler says of itself would be taken for a process' last words
-TAIL = 5  # lines of standard error that an unexplained death is given
-
-
-def run_worker(request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """What a fresh process says to a request. However it ends, there is a result: figures, or `error`."""
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="optrush-bench-") as name:
-        asked, answered, said = (Path(name) / part for part in ("request.json", "result.json", "stderr"))
-        asked.write_text(json.dumps({**request, "parent": os.getpid()}))
-        command = [*(PEER if "peer" in request else COMMAND), str(asked), str(answered)]
-        with said.open("wb") as stderr:
-            process = subprocess.Popen(
-                command, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True, env={**QUIET, **os.environ}
-            )
-            try:
-                code: int | None = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _end(process)  # with all that it started, a compiler's processes for example
-        seconds = time.monotonic() - begun
-        late = f"still running after {limit_s:g} s, and stopped (limit_s)"
-        end = late if code is None else death(code, said.read_text("utf-8", "replace"))
-        if not answered.exists():
-            return {"error": end, "seconds": seconds}
-        result: dict[str, Any] = {**json.loads(answered.read_text("utf-8")), "seconds": seconds}
-        if "parts_note" in result and (code is None or code < 0):  # its other figures are whole
-            result["parts_note"] = end
-        return result
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and its group, whatever is left of it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def death(code: int, said: str) -> str:
-    """Why a process left without an answer, as far as its exit code and its last words tell."""
-    last = " | ".join([line for line in said.splitlines() if line.strip()][-TAIL:])
-    if code >= 0:
-        return f"it left without a result, exit code {code}: {last or 'and said nothing'}"
-    name = signal.Signals(-code).name
-    text = f"killed by signal {-code} ({name})"
-    if -code == signal.SIGKILL:
-        text += ", most likely out of memory: that is how the system ends the largest process; nothing else was seen"
-    return text + (f": {last}" if last else "")
-
-
-@contextmanager
-def stopping() -> Iterator[None]:
-    """SIGTERM and Ctrl-C stop a climb, its process with it: what is measured stays, and --resume goes on."""
-
-    def stop(*_: object) -> None:
-        raise SystemExit(STOPPED)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-# --- The longest row that trains: lengths are tried one by one, each in a fresh process with one row a step. Pure.
-#
-# The rung is first measured and proved at the shortest length, as any rung is. Then lengths are tried without a proof,
-# which at such lengths would take longer than the training: from the plan's prediction, next to it and ever farther, or
-# doubling where there is none; up while they train, down where memory ends, until the shortest that failed is near the
-# longest that trained. So where the plan is right two are enough.
-
-
-GRAIN = 1024  # lengths are multiples of it, or of what the shortest is a multiple of
-FARTHEST = 4.0  # from a length to the next
-MEMORY = ("out of memory", "killed by signal 9")  # how a result says that memory ended, on the device or the host
-
-
-def search(
-    span: Longest, guess: int | None, first: dict[str, Any], attempt: Callable[[int], dict[str, Any]]
-) -> dict[str, Any]:
-    """The result of the longest row that trained, with the proof of the shortest, and what was tried.
-
-    Args:
-        guess: where to begin; None: nothing is predicted.
-        first: the result at `span.from_`, with its proof.
-        attempt: one process at a length.
-    """
-    best, reached, tries = first, span.from_, [_try(span.from_, first)]
-    if "error" in first:
-        return {**first, "tries": tries}
-    asking, ended = lengths(span, guess), None
-    seq = next(asking, None)
-    while seq is not None and ended is None:
-        result = attempt(seq)
-        tries.append(_try(seq, result))
-        trained = tries[-1]["error"] is None
-        if trained:
-            best, reached = result, seq
-        elif not str(tries[-1]["error"]).startswith(MEMORY):
-            ended = f"the search ended at rows of {seq:,} tokens: {tries[-1]['error']}"
-        try:
-            seq = asking.send(trained)
-        except StopIteration:
-            seq = None
-    return {**best, "proof": first["proof"], "longest_seq": reached, "tries": tries, "ended": ended}
-
-
-def lengths(span: Longest, guess: int | None) -> Generator[int, bool]:
-    """Lengths to try, sent whether each trained; `span.from_` has."""
-    grain = math.gcd(span.from_, GRAIN)
-    low, high, stride = span.from_, 0, 2.0 if guess is None else span.factor  # high 0: none has failed
-
-    def whole(length: float) -> int:
-        return int(length) // grain * grain
-
-    top = max(low, whole(span.to))
-    wanted = min(top, whole(guess or 0))
-    while True:
-        if high == 0:
-            if low >= top:
-                return
-            seq = wanted if wanted > low else min(top, max(low + grain, whole(low * stride)))
-            if wanted <= low:
-                stride = min(stride * stride, FARTHEST)
-        else:
-            if high <= max(low * span.factor, low + grain):
-                return
-            seq = min(high - grain, max(low + grain, whole(max(math.sqrt(low * high), high / stride) + grain - 1)))
-            stride = min(stride * stride, FARTHEST)
-        if (yield seq):
-            low = seq
-        else:
-            high = seq
-
-
-def guess(span: Longest, fits: Callable[[int], bool | None]) -> int | None:
-    """The longest row that the plan says fits; None: it says nothing.
-
-    Args:
-        fits: what it says of a length.
-    """
-    grain = math.gcd(span.from_, GRAIN)
-    low, high = span.from_ // grain, span.to // grain
-    try:
-        if fits(low * grain) is None:
-            return None
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if fits(middle * grain) else (low, middle - 1)
-    except UserError:
-        return None
-    return low * grain
-
-
-def _try(seq: int, result: dict[str, Any]) -> dict[str, Any]:
-    error = result.get("error")
-    if error is None and None in result["losses"]:
-        error = "a loss was not finite"
-    return {
-        "seq": seq, "error": error, "peak_bytes": result.get("peak_bytes"),
-        "host_peak_bytes": result.get("host_peak_bytes"), "seconds": result.get("seconds"),
-    }  # fmt: skip
-
-
-TRIES = "tries"  # what a search for the longest row has asked, a file a length
-
-
-class Show(Protocol):
-    """Who tells people how far the climb is."""
-
-    def says(self, text: str) -> None: ...
-
-    def begins(self, rung: int, of: int, name: str, repeat: int, repeats: int) -> None: ...
-
-    def ends(self, result: Mapping[str, Any], left_s: float) -> None: ...
-
-
-def climb(
-    climbed: Ladder,
-    config: Config,
-    out: Path,
-    show: Show,
-    *,
-    repeats: int | None = None,
-    cumulative_only: bool = False,
-    limit_s: float | None = None,
-    resume: bool = False,
-    command: str = "",
-) -> list[Record]:
-    """Measures every rung and writes `out`; a rung that fails is a record with its error, and the others run.
-
-    Args:
-        repeats, limit_s: instead of the ladder's own.
-        resume: go on in a folder that an earlier climb of the same rungs, by the same code, has left.
-        command: the line that was typed, for the records.
-
-    Raises:
-        UserError: the ladder, the baseline or the folder must be changed; nothing was written.
-    """
-    rungs = ladder.rungs(climbed, config, cumulative_only)
-    limit_s = limit_s or climbed.limit_s
-    whole = Climb(climbed, rungs, out, repeats or climbed.repeats, limit_s, command, record.source(), record.machine())
-    _look(out, resume)
-    _prepare(whole, show)
-    calibration.for_device(hardware.named("auto")[0])  # damaged, it is refused now, not a lack of predictions later
-    whole.predict = _predict
-    if resume:
-        _read_back(whole)
-    fresh = not out.exists()
-    _make(out)
-    with _alone(out):
-        try:
-            with stopping():
-                _measure(whole, show)
-        except SystemExit:
-            show.says(f"stopped; go on with: --resume (--out {out})")
-            raise
-        except UserError:
-            if fresh:
-                shutil.rmtree(out)
-            raise
-        finally:
-            if records := make(whole):
-                _write(out, records)
-    return records
-
-
-def _write(out: Path, records: Sequence[Record]) -> None:
-    from optrush.report.bench import write_bench
-
-    if out.is_dir():
-        record.write(out, records)
-        write_bench(out)
-
-
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """One climb at a time in a folder. The kernel drops the lock when the process ends, however it ends."""
-    with (out / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"--out {out}", "another climb is at work there", "wait, or take another folder"
-            ) from None
-        yield
-
-
-# --- before anything runs
-
-
-def _look(out: Path, resume: bool) -> None:
-    """Whether the folder may be climbed in; looks only."""
-    asked = f"--out {out}"
-    if out.exists() and not out.is_dir():
-        raise ConfigError(asked, "a file lies there", "take another folder")
-    if not resume and out.is_dir() and any(out.iterdir()):
-        found = "a climb lies there" if (out / RUNGS).is_dir() else "the folder is not empty"
-        raise ConfigError(asked, found, "go on with it: --resume; or take another folder")
-    if resume and not (out / RUNGS).is_dir():
-        raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to go on with", "leave --resume out")
-
-
-def _make(out: Path) -> None:
-    try:
-        (out / RUNGS).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}", f"{error.strerror}: {error.filename}", "take another folder") from None
-
-
-def _prepare(whole: Climb, show: Show) -> None:
-    """Asks of every rung what can be refused before anything is built. The baseline must not be.
-
-    A rung that asks for what is not here has a record that says so; a technique that cannot be taken away alone has
-    no rung without it, and people are told why.
-    """
-    kept = []
-    for rung in whole.rungs:
-        try:
-            prepared = resolve(rung.config, ranks=1)
-            if rung.peer is not None:
-                peer_worker.check(rung.peer, rung.config, prepared.env.device)
-        except UserError as error:
-            if rung is whole.rungs[0]:
-                raise
-            if rung.mode == "without":
-                show.says(f"left out: `{rung.name}`, for {error.asked}: {error.found}")
-                continue
-            whole.refused[rung.name] = str(error)
-        kept.append(rung)
-    whole.rungs = kept
-
-
-def _predict(rung: Rung, config: Config) -> dict[str, Any]:
-    """What the plan says of a run; nulls where it cannot say anything, and of another system."""
-    from optrush.planner.search import predict
-
-    nothing = {"predicted_peak_bytes": None, "predicted_tokens_per_s": None, "basis": None}
-    if rung.peer is not None:
-        return nothing
-    try:
-        said = predict(config, ranks=1)
-    except UserError:
-        return nothing
-    return {
-        "predicted_peak_bytes": said.peak_bytes,
-        "predicted_tokens_per_s": said.tokens_per_s,
-        "basis": said.basis,
-        "ceiling_s": dict(said.ceiling_s),
-    }
-
-
-def _fits(config: Config) -> bool | None:
-    """Whether the plan says that a run fits; None where it knows no capacity."""
-    from optrush.planner.search import predict
-
-    said = predict(config, ranks=1)
-    return None if said.capacity_bytes is None else said.fits
-
-
-def _read_back(whole: Climb) -> None:
-    """What an earlier climb has left in the folder, if it asked the same of the same code.
-
-    Raises:
-        ConfigError: it did not.
-    """
-    asked, do = f"--out {whole.out} --resume", "climb into another folder, or as that climb was asked to"
-    known = {_file(whole, rung, repeat): (rung, repeat) for rung in whole.rungs for repeat in range(whole.repeats)}
-    found = {path.name: path for path in (whole.out / RUNGS).glob("*.json")}
-    if foreign := sorted(set(found) - set(known)):
-        raise ConfigError(asked, f"{RUNGS}/{foreign[0]} is of no rung of this climb", do)
-    for name, (rung, repeat) in known.items():
-        if name not in found:
-            continue
-        try:
-            said = json.loads(found[name].read_text("utf-8"))
-            digest, request, result = said["digest"], said["request"], said["result"]
-        except (ValueError, KeyError, TypeError):
-            raise ConfigError(asked, f"{RUNGS}/{name} is damaged", "delete it: it is measured again") from None
-        if digest != whole.source["digest"]:
-            raise ConfigError(asked, "the package has changed since", "climb into another folder")
-        if request != _request(whole, rung):
-            raise ConfigError(asked, f"`{rung.name}` was another configuration then", do)
-        results = whole.results.setdefault(rung.name, [])
-        if len(results) == repeat:  # what follows a gap is measured again
-            results.append(result)
-
-
-# --- the processes
-
-
-def order(rungs: Sequence[Rung], repeats: int) -> Iterator[tuple[int, Rung]]:
-    """(repeat, rung), interleaved, so that a device that grows warm or a busy host hits all rungs alike."""
-    for repeat in range(repeats):
-        for rung in rungs:
-            yield repeat, rung
-
-
-def _measure(whole: Climb, show: Show) -> None:
-    """Runs what is missing. A rung that failed once is not tried again."""
-    waiting = [(n, r) for n, r in order(whole.rungs, whole.repeats) if len(whole.results.get(r.name, [])) <= n]
-    begun, ran = time.monotonic(), 0
-    for place, (repeat, rung) in enumerate(waiting):
-        if whole.error(rung):
-            continue
-        number = whole.rungs.index(rung) + 1
-        show.begins(number, len(whole.rungs), rung.name, repeat + 1, whole.repeats)
-        request = _request(whole, rung)
-        result = {
-            **_result(whole, rung, request, show),
-            "date": datetime.datetime.now().astimezone().isoformat("T", "seconds"),
-        }
-        if "refused" in result and rung is whole.rungs[0] and not whole.results:
-            raise ConfigError(*result["refused"])  # as no other rung would fare better
-        said = {"rung": rung.name, "digest": whole.source["digest"], "request": request, "result": result}
-        put(whole.out / RUNGS / _file(whole, rung, repeat), json.dumps(said, indent=1))
-        whole.results.setdefault(rung.name, []).append(result)
-        record.write(whole.out, make(whole))
-        ran += 1
-        left = sum(1 for _, r in waiting[place + 1 :] if not whole.error(r))
-        show.ends(result, (time.monotonic() - begun) / ran * left)
-
-
-def _result(whole: Climb, rung: Rung, request: dict[str, Any], show: Show) -> dict[str, Any]:
-    """What one process says, or of a ladder of longest rows what the best of many does."""
-    span = whole.ladder.longest
-    if span is None:
-        return run_worker(request, whole.limit_s)
-    first = _tried(whole, rung, request, span.from_)
-
-    def attempt(seq: int) -> dict[str, Any]:
-        unproved = {"steps": 0, "documents": 0}
-        asked = {**request, "run": dump_config(ladder.at_length(rung.config, seq)), "proof": unproved}
-        result = _tried(whole, rung, asked, seq)
-        show.says(f"  rows of {seq:,} tokens: {'failed: ' + result['error'] if 'error' in result else 'trained'}")
-        return result
-
-    begin = guess(span, lambda seq: _fits(ladder.at_length(rung.config, seq)))
-    return search(span, begin, first, attempt)
-
-
-def _tried(whole: Climb, rung: Rung, request: dict[str, Any], seq: int) -> dict[str, Any]:
-    """One length of a search; kept in tries/, for a search takes long and may be stopped."""
-    repeat = len(whole.results.get(rung.name, []))
-    path = whole.out / TRIES / _file(whole, rung, repeat).replace(".json", f"-{seq}.json")
-    asked = {"digest": whole.source["digest"], "request": request}
-    with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged: it is tried again
-        said = json.loads(path.read_text("utf-8"))
-        if {"digest": said["digest"], "request": said["request"]} == asked:
-            return dict(said["result"])
-    result = run_worker(request, whole.limit_s)
-    path.parent.mkdir(exist_ok=True)
-    put(path, json.dumps({**asked, "result": result}, indent=1))
-    return result
-
-
-def _request(whole: Climb, rung: Rung) -> dict[str, Any]:
-    """What a process is asked: the rung's run, and the proof on the baseline's documents; or who else trains it."""
-    asked: dict[str, Any] = {"run": dump_config(rung.config), "warmup": whole.ladder.warmup}
-    if whole.ladder.longest is not None:
-        asked["longest"] = whole.ladder.longest.model_dump(by_alias=True)
-    if rung.peer is not None:
-        return {**asked, "peer": {rung.peer.name: rung.peer.model_dump()}}
-    return {**asked, "baseline": dump_config(baseline(whole, rung).config), "proof": whole.ladder.proof.model_dump()}
-
-
-def _file(whole: Climb, rung: Rung, repeat: int) -> str:
-    plain = re.sub(r"[^a-z0-9]+", "-", rung.name.lower()).strip("-")
-    return f"{whole.rungs.index(rung) + 1:02}-{plain}-{repeat + 1}.json"
-
-
-# --- What people see of a climb, on standard error: a bar on a terminal, a line a process, and the table at the end.
-
-
+QUIET = {"KINETO_LOG_LEVEL": "6"}  # otherwise the profiler's log would be reported as the error of a dead process
+TAIL = 5  # lines of standard error in the report of a process without a result
+TRIES = "tries"  # folder of the results of a search for the longest row, a file a length
 GIB = 2**30
-FULL = 0.995  # share of real tokens in the slots from which on nobody asks for it
+FULL = 0.995  # a share of real tokens in the slots from which on the table does not show it
 
 
-class Board:
-    """Told by `climb` how far it is; use it as a context, so that the bar is taken down."""
+# --- progress on standard error: a bar on a terminal, a line a process, and the table at the end
+
+
+class ProgressBoard:
+    """The progress display of a bench; a context manager, so that the bar is removed."""
 
     def __init__(self) -> None:
         columns = (SpinnerColumn(), MofNCompleteColumn(), BarColumn(20), TextColumn("{task.description}", markup=False))
-        self.progress = Progress(*columns, console=err, transient=True) if sys.stderr.isatty() else None
-        self.task = None if self.progress is None else self.progress.add_task("", total=None)
-        self.here, self.left = "", ""
+        self.progress = Progress(*columns, console=err, transient=True, disable=not sys.stderr.isatty())
+        self.task = self.progress.add_task("", total=None)
+        self.place, self.left = "", ""
 
-    def __enter__(self) -> Board:
-        if self.progress is not None:
-            self.progress.start()
+    def __enter__(self) -> ProgressBoard:
+        self.progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.progress is not None:
-            self.progress.stop()
+        self.progress.stop()
 
-    def says(self, text: str) -> None:
+    def log(self, text: str) -> None:
+        """Print a line."""
         err.print(text, markup=False)
 
-    def begins(self, rung: int, of: int, name: str, repeat: int, repeats: int) -> None:
-        self.here = f"rung {rung}/{of} {name}, repeat {repeat}/{repeats}"
-        if self.progress is not None and self.task is not None:
-            done = (repeat - 1) * of + rung - 1
-            self.progress.update(self.task, total=of * repeats, completed=done, description=self.here + self.left)
+    def begin(self, rung: int, of: int, name: str, repeat: int, repeats: int) -> None:
+        """Show that the process of a rung starts; numbers count from 1."""
+        self.place = f"rung {rung}/{of} {name}, repeat {repeat}/{repeats}"
+        done = (repeat - 1) * of + rung - 1
+        self.progress.update(self.task, total=of * repeats, completed=done, description=self.place + self.left)
 
-    def ends(self, result: Mapping[str, Any], left_s: float) -> None:
+    def end(self, result: Mapping[str, Any], left_s: float) -> None:
+        """Print the result of that process."""
         self.left = f"  ETA {left_s:.0f} s" if left_s > 0 else ""
         if "error" in result:
-            said = "failed: " + result["error"].replace("\n", "; ")
+            outcome = "failed: " + result["error"].replace("\n", "; ")
         else:
-            said = f"{median(result['tokens_per_s']):,.0f} tok/s, {result['peak_bytes'] / GIB:.1f} GiB"
-        err.print(f"{self.here}: {said}{self.left}", markup=False)
+            outcome = f"{median(result['tokens_per_s']):,.0f} tok/s, {result['peak_bytes'] / GIB:.1f} GiB"
+        self.log(f"{self.place}: {outcome}{self.left}")
 
 
-def show(records: Sequence[Record]) -> None:
-    """The table: each rung's figures, and against the rung it came from; below it why a rung is red."""
+def print_table(records: Sequence[Record]) -> None:
+    """Print each rung's figures, the ratio to the rung it is compared with, and the reasons where it is red."""
     table = Table(box=None, pad_edge=False)
     table.add_column("rung")
     loose = any(r.fill is not None and r.fill < FULL for r in records)
@@ -549,3 +116,393 @@ def show(records: Sequence[Record]) -> None:
             err.print(f"{r.rung}: {r.changes[r.changes.index('no proof: ') :]}", markup=False)
         for reason in r.red:
             err.print(f"{r.rung}: {' '.join(reason.split())}", markup=False)
+
+
+# --- a bench from start to end
+
+
+def run_ladder(
+    written: Ladder,
+    config: Config,
+    out: Path,
+    board: ProgressBoard,
+    *,
+    repeats: int | None = None,
+    cumulative_only: bool = False,
+    limit_s: float | None = None,
+    resume: bool = False,
+    command: str = "",
+) -> list[Record]:
+    """Measure every rung and write `out`; a rung that fails becomes a record with its error, and the others run.
+
+    Args:
+        repeats, limit_s: override the ladder's own.
+        resume: continue in a folder that an earlier bench of the same rungs, by the same code, has left.
+        command: the command line, for the records.
+
+    Raises:
+        UserError: the ladder, the baseline or the folder must be changed; nothing was written.
+    """
+    rungs = ladder.resolve_rungs(written, config, cumulative_only)
+    state = BenchState(
+        written, rungs, out, repeats or written.repeats, limit_s or written.limit_s, command, record.source(),
+        record.machine(), predict=_predict,
+    )  # fmt: skip
+    _check_folder(out, resume)
+    _refuse(state, board)
+    calibration.for_device(hardware.named("auto")[0])  # a damaged file is refused now; later it would lose predictions
+    if resume:
+        _read_back(state)
+    fresh = not out.exists()
+    try:
+        (out / RUNGS).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out}", f"{error.strerror}: {error.filename}", "take another folder") from None
+    with _lock(out):
+        try:
+            with _stop_on_signals():
+                _measure(state, board)
+        except SystemExit:
+            board.log(f"stopped; go on with: --resume (--out {out})")
+            raise
+        except UserError:
+            if fresh:
+                shutil.rmtree(out)
+            raise
+        finally:
+            records = state.records()
+            if records and out.is_dir():
+                from optrush.report.bench import write_bench
+
+                write_records(out, records)
+                write_bench(out)
+    return records
+
+
+@contextmanager
+def _lock(out: Path) -> Iterator[None]:
+    """Allow one bench at a time in a folder. The kernel drops the lock when the process ends, however it ends."""
+    with (out / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"--out {out}", "another bench is running there", "wait, or take another folder"
+            ) from None
+        yield
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[None]:
+    """Make SIGTERM and Ctrl-C stop the bench and its process: results stay, and --resume continues."""
+
+    def stop(*_: object) -> None:
+        raise SystemExit(STOPPED)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check_folder(out: Path, resume: bool) -> None:
+    """Raise ConfigError where the folder cannot be used; writes nothing."""
+    asked = f"--out {out}"
+    if out.exists() and not out.is_dir():
+        raise ConfigError(asked, "it is a file", "take another folder")
+    if not resume and out.is_dir() and any(out.iterdir()):
+        found = "results of a bench are there" if (out / RUNGS).is_dir() else "the folder is not empty"
+        raise ConfigError(asked, found, "go on with it: --resume; or take another folder")
+    if resume and not (out / RUNGS).is_dir():
+        raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to go on with", "leave --resume out")
+
+
+def _refuse(state: BenchState, board: ProgressBoard) -> None:
+    """Check every rung before anything is built; a baseline that is refused ends the bench.
+
+    A rung whose requirements are not met gets a record with the reason; where a technique cannot be taken away alone,
+    the rung without it is left out and the reason is logged.
+    """
+    rungs = []
+    for rung in state.rungs:
+        try:
+            resolved = resolve(rung.config, ranks=1)
+            if rung.peer is not None:
+                rung.peer.check(rung.config, resolved.env.device)
+        except UserError as error:
+            if rung is state.rungs[0]:
+                raise
+            if rung.mode == "without":
+                board.log(f"left out: `{rung.name}`, for {error.asked}: {error.found}")
+                continue
+            state.refused[rung.name] = str(error)
+        rungs.append(rung)
+    state.rungs = rungs
+
+
+def _predict(rung: Rung, config: Config) -> dict[str, Any]:
+    """Return the plan's prediction; nulls where there is none, and for another system."""
+    from optrush.planner.search import predict
+
+    with suppress(UserError):
+        if rung.peer is None:
+            plan = predict(config, ranks=1)
+            return {
+                "predicted_peak_bytes": plan.peak_bytes,
+                "predicted_tokens_per_s": plan.tokens_per_s,
+                "basis": plan.basis,
+                "ceiling_s": dict(plan.ceiling_s),
+            }
+    return {"predicted_peak_bytes": None, "predicted_tokens_per_s": None, "basis": None}
+
+
+def _read_back(state: BenchState) -> None:
+    """Read the results of an earlier bench in the folder.
+
+    Raises:
+        ConfigError: it measured other rungs, or ran other code.
+    """
+    asked, do = f"--out {state.out} --resume", "take another folder, or the options of that bench"
+    known = {_file(state, rung, repeat): (rung, repeat) for rung in state.rungs for repeat in range(state.repeats)}
+    files = {path.name: path for path in (state.out / RUNGS).glob("*.json")}
+    if foreign := sorted(set(files) - set(known)):
+        raise ConfigError(asked, f"{RUNGS}/{foreign[0]} is of no rung of this ladder", do)
+    for name, (rung, repeat) in known.items():
+        if name not in files:
+            continue
+        try:
+            saved = json.loads(files[name].read_text("utf-8"))
+            digest, request, result = saved["digest"], saved["request"], saved["result"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(asked, f"{RUNGS}/{name} is damaged", "delete it: it is measured again") from None
+        if digest != state.source["digest"]:
+            raise ConfigError(asked, "the package has changed since", "take another folder")
+        if request != _request(state, rung):
+            raise ConfigError(asked, f"`{rung.name}` was another configuration then", do)
+        results = state.results.setdefault(rung.name, [])
+        if len(results) == repeat:  # what follows a gap is measured again
+            results.append(result)
+
+
+def _measure(state: BenchState, board: ProgressBoard) -> None:
+    """Run the missing processes, interleaved, so that a warm device or a busy host affects all rungs alike.
+
+    A rung that failed once is not tried again.
+    """
+    order = [(repeat, rung) for repeat in range(state.repeats) for rung in state.rungs]
+    missing = [(n, rung) for n, rung in order if len(state.results.get(rung.name, [])) <= n]
+    start, ran = time.monotonic(), 0
+    for i, (repeat, rung) in enumerate(missing):
+        if state.error(rung):
+            continue
+        board.begin(state.rungs.index(rung) + 1, len(state.rungs), rung.name, repeat + 1, state.repeats)
+        request = _request(state, rung)
+        result = _result(state, rung, request, board)
+        result["date"] = datetime.datetime.now().astimezone().isoformat("T", "seconds")
+        if "refused" in result and rung is state.rungs[0] and not state.results:
+            raise ConfigError(*result["refused"])  # every other rung would be refused, too
+        saved = {"rung": rung.name, "digest": state.source["digest"], "request": request, "result": result}
+        replace_text(state.out / RUNGS / _file(state, rung, repeat), json.dumps(saved, indent=1))
+        state.results.setdefault(rung.name, []).append(result)
+        write_records(state.out, state.records())
+        ran += 1
+        left = sum(1 for _, r in missing[i + 1 :] if not state.error(r))
+        board.end(result, (time.monotonic() - start) / ran * left)
+
+
+def _request(state: BenchState, rung: Rung) -> dict[str, Any]:
+    """Return the request of a process: the rung's run, and the proof on the baseline's documents or another system."""
+    request: dict[str, Any] = {"run": dump_config(rung.config), "warmup": state.ladder.warmup}
+    if state.ladder.longest is not None:
+        request["longest"] = state.ladder.longest.model_dump(by_alias=True)
+    if rung.peer is not None:
+        return {**request, "peer": {rung.peer.name: rung.peer.model_dump()}}
+    baseline = dump_config(state.baseline(rung).config)
+    return {**request, "baseline": baseline, "proof": state.ladder.proof.model_dump()}
+
+
+def _result(state: BenchState, rung: Rung, request: dict[str, Any], board: ProgressBoard) -> dict[str, Any]:
+    """Return the result of one process, or of a search for the longest row the best of many."""
+    span = state.ladder.longest
+    if span is None:
+        return run_worker(request, state.limit_s, rung.peer)
+
+    def attempt(seq: int) -> dict[str, Any]:
+        unproved = {"steps": 0, "documents": 0}
+        other = {**request, "run": dump_config(ladder.at_length(rung.config, seq)), "proof": unproved}
+        result = _attempt(state, rung, other, seq)
+        board.log(f"  rows of {seq:,} tokens: {'failed: ' + result['error'] if 'error' in result else 'trained'}")
+        return result
+
+    def fits(seq: int) -> bool | None:
+        from optrush.planner.search import predict
+
+        plan = predict(ladder.at_length(rung.config, seq), ranks=1)
+        return None if plan.capacity_bytes is None else plan.fits
+
+    first = _attempt(state, rung, request, span.from_)
+    return search_longest(span, longest_that_fits(span, fits), first, attempt)
+
+
+def _attempt(state: BenchState, rung: Rung, request: dict[str, Any], seq: int) -> dict[str, Any]:
+    """Run one length of a search; stored in tries/, because a search takes long and may be interrupted."""
+    repeat = len(state.results.get(rung.name, []))
+    path = state.out / TRIES / _file(state, rung, repeat).replace(".json", f"-{seq}.json")
+    key = {"digest": state.source["digest"], "request": request}
+    with suppress(OSError, ValueError, KeyError, TypeError):  # missing or damaged: it is tried again
+        saved = json.loads(path.read_text("utf-8"))
+        if {"digest": saved["digest"], "request": saved["request"]} == key:
+            return dict(saved["result"])
+    result = run_worker(request, state.limit_s)
+    path.parent.mkdir(exist_ok=True)
+    replace_text(path, json.dumps({**key, "result": result}, indent=1))
+    return result
+
+
+def _file(state: BenchState, rung: Rung, repeat: int) -> str:
+    plain = re.sub(r"[^a-z0-9]+", "-", rung.name.lower()).strip("-")
+    return f"{state.rungs.index(rung) + 1:02}-{plain}-{repeat + 1}.json"
+
+
+# --- a fresh process for one rung, with a time limit
+
+
+def run_worker(request: Mapping[str, Any], limit_s: float, peer: Peer | None = None) -> dict[str, Any]:
+    """Return the result of a fresh process: its figures, or `error`, however the process ended.
+
+    Args:
+        peer: the system whose worker answers, instead of ours.
+    """
+    start = time.monotonic()
+    command, environment = COMMAND, {**QUIET, **os.environ}
+    if peer is not None:
+        command = [sys.executable, "-m", peer.worker]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), worker_path(peer)]))
+    with tempfile.TemporaryDirectory(prefix="optrush-bench-") as name:
+        request_path, result_path, log = (Path(name) / part for part in ("request.json", "result.json", "stderr"))
+        request_path.write_text(json.dumps({**request, "parent": os.getpid()}))
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
+                [*command, str(request_path), str(result_path)],
+                stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True, env=environment,
+            )  # fmt: skip
+            code: int | None = None
+            try:
+                code = process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                with suppress(ProcessLookupError):  # the whole group, with a compiler's processes for example
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        seconds = time.monotonic() - start
+        late = f"still running after {limit_s:g} s, and stopped (limit_s)"
+        end = late if code is None else cause_of_death(code, log.read_text("utf-8", "replace"))
+        if not result_path.exists():
+            return {"error": end, "seconds": seconds}
+        result: dict[str, Any] = {**json.loads(result_path.read_text("utf-8")), "seconds": seconds}
+        if "parts_note" in result and (code is None or code < 0):  # its other figures are complete
+            result["parts_note"] = end
+        return result
+
+
+def cause_of_death(code: int, stderr: str) -> str:
+    """Describe why a process left no result, from its exit code and the last lines of its standard error."""
+    last = " | ".join([line for line in stderr.splitlines() if line.strip()][-TAIL:])
+    if code >= 0:
+        return f"it left without a result, exit code {code}: {last or 'standard error is empty'}"
+    text = f"killed by signal {-code} ({signal.Signals(-code).name})"
+    if -code == signal.SIGKILL:
+        text += ", most likely out of memory: that is how the system ends the largest process; nothing else was seen"
+    return text + (f": {last}" if last else "")
+
+
+# --- the longest row that trains: lengths are tried one by one, each in a fresh process with one row a step
+#
+# The rung is first measured and proved at the shortest length, as any rung is. Further lengths are tried without a
+# proof, which would take longer than the training: first the plan's prediction, then in growing steps around it, or
+# doubling where there is no prediction; up while they train, down where memory is exhausted, until the shortest that
+# failed is near the longest that trained. Where the plan is right two tries are enough.
+
+GRAIN = 1024  # lengths are multiples of it, or of the largest divisor that it shares with the shortest
+FARTHEST = 4.0  # the largest ratio of a length to the one before
+MEMORY = ("out of memory", "killed by signal 9")  # beginnings of the errors of exhausted memory, device or host
+
+
+def search_longest(
+    span: Longest, guess: int | None, first: dict[str, Any], attempt: Callable[[int], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the result of the longest row that trained, with the proof of the shortest, and all tries.
+
+    Args:
+        guess: the length to begin with; None: no prediction.
+        first: the result at `span.from_`, with its proof.
+        attempt: runs one process at a length.
+    """
+    best, reached, tries, ended = first, span.from_, [_try(span.from_, first)], None
+    if "error" in first:
+        return {**first, "tries": tries}
+    lengths = _lengths(span, guess)
+    with suppress(StopIteration):
+        seq = next(lengths)
+        while True:
+            result = attempt(seq)
+            tries.append(_try(seq, result))
+            error = tries[-1]["error"]
+            if error is None:
+                best, reached = result, seq
+            elif not str(error).startswith(MEMORY):
+                ended = f"the search ended at rows of {seq:,} tokens: {error}"
+                break
+            seq = lengths.send(error is None)
+    return {**best, "proof": first["proof"], "longest_seq": reached, "tries": tries, "ended": ended}
+
+
+def _lengths(span: Longest, guess: int | None) -> Generator[int, bool]:
+    """Yield the lengths to try; each is sent whether it trained. `span.from_` has."""
+    grain = math.gcd(span.from_, GRAIN)
+    low, high = span.from_, 0  # the longest that trained, the shortest that failed; 0: none
+    stride = 2.0 if guess is None else span.factor
+
+    def rounded(length: float) -> int:
+        return int(length) // grain * grain
+
+    top = max(low, rounded(span.to))
+    target = min(top, rounded(guess or 0))
+    while high > max(low * span.factor, low + grain) if high else top > low:
+        if high:
+            middle = max(math.sqrt(low * high), high / stride)
+            seq = min(high - grain, max(low + grain, rounded(middle + grain - 1)))
+        else:
+            seq = target if target > low else min(top, max(low + grain, rounded(low * stride)))
+        if high or target <= low:
+            stride = min(stride * stride, FARTHEST)
+        if (yield seq):
+            low = seq
+        else:
+            high = seq
+
+
+def longest_that_fits(span: Longest, fits: Callable[[int], bool | None]) -> int | None:
+    """Return the longest row for which `fits`, the plan's answer, is true; None without a plan."""
+    grain = math.gcd(span.from_, GRAIN)
+    low, high = span.from_ // grain, span.to // grain
+    try:
+        if fits(low * grain) is None:
+            return None
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle * grain) else (low, middle - 1)
+    except UserError:
+        return None
+    return low * grain
+
+
+def _try(seq: int, result: dict[str, Any]) -> dict[str, Any]:
+    error = result.get("error")
+    if error is None and None in result["losses"]:
+        error = "a loss was not finite"
+    figures = {name: result.get(name) for name in ("peak_bytes", "host_peak_bytes", "seconds")}
+    return {"seq": seq, "error": error, **figures}

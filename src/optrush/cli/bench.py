@@ -1,4 +1,4 @@
-"""bench: every optimisation of a ladder measured alone."""
+"""Measure the rungs of a ladder (`optrush bench`), and write reports from records (`optrush report`)."""
 
 from __future__ import annotations
 
@@ -53,23 +53,22 @@ def bench(
     run = read_run(config, set_, with_, without)
     if launched()[1] > 1:
         raise ConfigError("optrush bench", f"a launcher has started {launched()[1]} ranks", "start it alone")
-    from optrush.bench import runner
-    from optrush.bench.ladder import find
-    from optrush.bench.runner import climb
+    from optrush.bench.ladder import find_ladder
+    from optrush.bench.runner import ProgressBoard, print_table, run_ladder
 
-    found = find(ladder, run)
-    with runner.Board() as shown:
-        records = climb(
-            found, run, out, shown,
+    written = find_ladder(ladder, run)
+    with ProgressBoard() as board:
+        records = run_ladder(
+            written, run, out, board,
             repeats=repeats, cumulative_only=cumulative_only, limit_s=limit, resume=resume,
             command=shlex.join(["optrush", *sys.argv[1:]]),
         )  # fmt: skip
-    runner.show(records)
+    print_table(records)
     print(json.dumps([json.loads(r.to_json()) for r in records]) if as_json else out / "report.html")
     raise typer.Exit(int(any(r.error for r in records)))
 
 
-# --- report: the pages of ladders and runs, written again from their records.
+# --- report
 
 
 def report(

@@ -328,7 +328,7 @@ def kind(folder: Path) -> str:
 
 def _records(folder: Path) -> list[dict[str, Any]]:
     try:
-        found = [dataclasses.asdict(r) for r in record.read(folder)]
+        found = [dataclasses.asdict(r) for r in record.read_records(folder)]
     except UnicodeDecodeError as error:
         path = folder / record.RECORDS
         place = path.read_bytes()[: error.start].count(b"\n") + 1

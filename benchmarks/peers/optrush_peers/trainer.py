@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from optrush.bench.peer import LINEARS, Adapting, Work
+from optrush_peers.work import LINEARS, Adapting, Work
 
 
 class Trainer(Adapting):
@@ -35,7 +35,7 @@ class Trainer(Adapting):
         return " + ".join(filter(None, parts)) + f", {self.weights} weights"
 
     def train(self, work: Work) -> None:
-        """Its own loop on our rows, told of by a callback after each step."""
+        """Run its own loop on our rows; a callback reports each step."""
         import transformers
         from torch.utils.data import Dataset, SequentialSampler
 
@@ -103,22 +103,22 @@ class Trainer(Adapting):
         trainer.train()
         assert trainer.optimizer is not None
         states = (s for by_name in trainer.optimizer.state.values() for s in by_name.values())
-        work.sees([p for p in model.parameters() if p.requires_grad], states)
+        work.record([p for p in model.parameters() if p.requires_grad], states)
 
     def _model(self, work: Work) -> Any:
-        """The published model, or its adapters around it."""
+        """Return the published model, or its adapters around it."""
         import torch
         import transformers
 
         dtype = getattr(torch, self.weights)
-        quantised = None
+        quantized = None
         if self.adapter == "qlora":
-            quantised = transformers.BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+            quantized = transformers.BitsAndBytesConfig(  # type: ignore[no-untyped-call]
                 load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
                 bnb_4bit_compute_dtype=torch.bfloat16,
             )  # fmt: skip
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            work.folder, dtype=dtype, attn_implementation="sdpa", quantization_config=quantised
+            work.folder, dtype=dtype, attn_implementation="sdpa", quantization_config=quantized
         )
         if self.adapter is None:
             return model

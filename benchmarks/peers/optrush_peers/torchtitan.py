@@ -7,15 +7,16 @@ import socket
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
-from optrush.bench.peer import Peer, Rows, Work
 from optrush.config import Config
 from optrush.hardware import Device
 from optrush.models.shapes import ModelShape
 from optrush.technique import Requirement
 
+from optrush_peers.work import Rows, System, Work
 
-class Torchtitan(Peer):
-    """Its head is never tied to its embedding, so the run's shape must not be either.
+
+class Torchtitan(System):
+    """torchtitan. Its head is never tied to its embedding, so the run's shape must not be tied.
 
     compile: its blocks and its loss, each by itself.
     recompute: its activation checkpointing; "selective" is its default.
@@ -38,10 +39,7 @@ class Torchtitan(Peer):
 
         yield from super().needs(config, device)
         asked = "the system `torchtitan`"
-        met = device.kind == "cuda"
-        yield Requirement(
-            met, f"{asked} needs a CUDA device", "a CPU only" if not met else device.name, "leave the rung out"
-        )
+        yield self.needs_cuda(device)
         hf = locate(config, weights=False)[1]
         shape = ModelShape.read(hf)
         plain = shape.family == "llama" and shape.head_width * shape.heads == shape.width
@@ -53,7 +51,7 @@ class Torchtitan(Peer):
         yield Requirement(config.data.random is not None, f"{asked} on rows of one length", found, "take data.random")
 
     def train(self, work: Work) -> None:
-        """Its own loop in this process, a subclass of its Trainer for a clock."""
+        """Run its own loop in this process, with a subclass of its Trainer as the clock."""
         from torchtitan.train import Trainer
 
         with socket.socket() as s:
@@ -64,7 +62,7 @@ class Torchtitan(Peer):
         losses: list[Any] = []
 
         class Clock(Trainer):  # type: ignore[misc, unused-ignore]
-            """Tells of each step; everything else is torchtitan's."""
+            """Reports each step; everything else is torchtitan's."""
 
             def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
                 losses.append(super().forward_backward_step(*args, **kwargs))
@@ -80,13 +78,13 @@ class Torchtitan(Peer):
         trainer = Clock(self._settings(work))
         try:
             trainer.train()
-            held = [s for o in trainer.optimizers for by_name in o.state.values() for s in by_name.values()]
-            work.sees([p for m in trainer.model_parts for p in m.parameters()], held)
+            states = [s for o in trainer.optimizers for by_name in o.state.values() for s in by_name.values()]
+            work.record([p for m in trainer.model_parts for p in m.parameters()], states)
         finally:
             trainer.close()
 
     def _settings(self, work: Work) -> Any:
-        """Its configuration: ours where a run says it, its own default elsewhere."""
+        """Return its configuration: the values of our run, and its own defaults elsewhere."""
         from torchtitan.config import JobConfig
 
         run, config = work.config, JobConfig()
@@ -109,7 +107,7 @@ class Torchtitan(Peer):
 
 
 def _register(work: Work) -> None:
-    """Its Llama 3 with the run's sizes, fed with the run's rows, under the name `optrush`."""
+    """Register its Llama 3 with the run's sizes and rows under the name `optrush`."""
     import dataclasses
 
     from torchtitan.models import llama3

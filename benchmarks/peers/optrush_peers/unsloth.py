@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from optrush.bench.peer import LINEARS, Adapting, Weights, Work
 from optrush.config import Config
 from optrush.hardware import Device
 from optrush.technique import Requirement
+
+from optrush_peers.work import LINEARS, Adapting, Weights, Work
 
 
 class Unsloth(Adapting):
@@ -36,16 +37,12 @@ class Unsloth(Adapting):
 
     def needs(self, config: Config, device: Device) -> Iterator[Requirement]:
         yield from super().needs(config, device)
-        met = device.kind == "cuda"
-        found = "a CPU only" if not met else device.name
-        yield Requirement(
-            met, "the system `unsloth` needs a CUDA device", found, "run it on one, or leave the rung out"
-        )
+        yield self.needs_cuda(device)
         asked, do = "the system `unsloth`, full fine-tuning", "take weights: bfloat16"
         yield Requirement(self.weights == "bfloat16", asked, f"`weights: {self.weights}`", do)
 
     def train(self, work: Work) -> None:
-        """The loop that its makers' notebooks write out, without their trainer."""
+        """Run the loop that its makers' notebooks write out, without their trainer."""
         import torch
         from unsloth import FastLanguageModel
 
@@ -70,7 +67,7 @@ class Unsloth(Adapting):
                 use_gradient_checkpointing=checkpointing,
                 random_state=work.config.seed,
             )
-        elif not self.checkpointing:  # its loader turns it on for full fine-tuning, whatever it was told
+        elif not self.checkpointing:  # its loader turns it on for full fine-tuning, whatever the argument
             model.gradient_checkpointing_disable()
         model.config.use_cache = False  # of keys and values, for generating; trainers turn it off, too
         model.train()
@@ -80,8 +77,8 @@ class Unsloth(Adapting):
         )
         work.begin()
         for batch in work.batches:
-            held = {"input_ids": batch.ids, "labels": batch.labels, "attention_mask": batch.mask}
-            inputs = {k: v.to("cuda", non_blocking=True) for k, v in held.items() if v is not None}
+            rows = {"input_ids": batch.ids, "labels": batch.labels, "attention_mask": batch.mask}
+            inputs = {k: v.to("cuda", non_blocking=True) for k, v in rows.items() if v is not None}
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(**inputs).loss
             loss.backward()
@@ -90,4 +87,4 @@ class Unsloth(Adapting):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             work.step(loss)
-        work.sees(trained, (s for by_name in optimizer.state.values() for s in by_name.values()))
+        work.record(trained, (s for by_name in optimizer.state.values() for s in by_name.values()))

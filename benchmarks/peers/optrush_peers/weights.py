@@ -1,7 +1,7 @@
-"""Random weights for other systems, written once: `python -m optrush.bench.peer_weights REQUEST.json`.
+"""Write the random initial weights for other systems, once: `python -m optrush_peers.weights REQUEST.json`.
 
-The same draw that a run of the shape begins with, as a Hugging Face folder with a tokenizer that can name every token,
-because some loaders insist on one. In a process of its own, so that nothing of it lies in the memory that is measured.
+The same values that a run of the shape begins with, as a Hugging Face folder with a tokenizer that has every token,
+because some loaders require one. Runs in a process of its own, so that it does not count in the measured memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-TAIL = 5  # lines of what a writer said that failed
+TAIL = 5  # lines of the standard error of a failed writer
 
 
 def ensure(config: Config, dtype: str, device: str) -> tuple[Path, dict[str, Any]]:
-    """The folder with the run's initial weights in `dtype`, and its config.json; a run on a folder has its own.
+    """Return the folder with the run's initial weights in `dtype`, and its config.json; a run on a folder has its own.
 
     Args:
         device: "cuda" or "cpu": random values are the same on devices of one kind, so they are drawn where ours are.
@@ -40,33 +40,35 @@ def ensure(config: Config, dtype: str, device: str) -> tuple[Path, dict[str, Any
     folder, hf = locate(config)
     if folder is not None:
         return folder, hf
-    asked = {"hf": hf, "dtype": dtype, "seed": config.seed, "device": device}
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:12]
+    request = {"hf": hf, "dtype": dtype, "seed": config.seed, "device": device}
+    digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:12]
     target = root() / f"{config.model.shape}-{dtype}-{digest}"
     if not target.is_dir():
         root().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
-            json.dump({**asked, "target": str(target)}, file)
+            json.dump({**request, "target": str(target)}, file)
         try:
-            command = [sys.executable, "-m", "optrush.bench.peer_weights", file.name]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            command = [sys.executable, "-m", "optrush_peers.weights", file.name]
+            path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1])]))
+            environment = {**os.environ, "PYTHONPATH": path}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         finally:
             os.unlink(file.name)
         if done.returncode:
-            said = " | ".join(done.stderr.strip().splitlines()[-TAIL:])
-            raise RunError(f"random weights could not be written into {target}: {said}")
+            last = " | ".join(done.stderr.strip().splitlines()[-TAIL:])
+            raise RunError(f"random weights could not be written into {target}: {last}")
     return target, hf
 
 
 def root() -> Path:
-    """Where they lie: under `$OPTRUSH_CACHE`, or in the user's cache."""
+    """Return their folder: under `$OPTRUSH_CACHE`, or in the user's cache."""
     given = os.environ.get("OPTRUSH_CACHE")
-    kept = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
-    return kept / "peers"
+    cache = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
+    return cache / "peers"
 
 
 def write(hf: Mapping[str, Any], dtype: str, seed: int, device: str, target: Path) -> None:
-    """The folder, whole or not at all."""
+    """Write the folder, completely or not at all."""
     import torch
 
     from optrush.models.load import load
@@ -95,7 +97,7 @@ def write(hf: Mapping[str, Any], dtype: str, seed: int, device: str, target: Pat
 
 
 def name_tokens(vocab: int, folder: Path) -> None:
-    """A tokenizer of so many words: t4, t5 and so on, and four special tokens."""
+    """Write a tokenizer of `vocab` words: t4, t5 and so on, and four special tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -107,8 +109,8 @@ def name_tokens(vocab: int, folder: Path) -> None:
 
 
 def main() -> None:
-    asked = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    write(asked["hf"], asked["dtype"], asked["seed"], asked["device"], Path(asked["target"]))
+    request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    write(request["hf"], request["dtype"], request["seed"], request["device"], Path(request["target"]))
 
 
 if __name__ == "__main__":
