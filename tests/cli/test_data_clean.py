@@ -210,10 +210,10 @@ def test_the_page(call: Call, recipes: Path) -> None:
     page = Path("out/cleaning.html").read_text()
     assert "<script" not in page and "<img" not in page and "&lt;script&gt;" in page
     assert not re.search(r"<[^>]*\s(src|srcset|action|on[a-z]+)\s*=", page)
-    assert re.findall(r'href="([^"]*)"', page) == ["data:,"]
+    assert {u for u in re.findall(r'href="([^"]*)"', page) if not u.startswith("#")} == {"data:,"}
     for label in ("characters: at least 10", "of in at least 2 rows", "exact duplicates", "near duplicates"):
         assert label in page
-    assert page.count("<svg role=") == 3, "the waterfall, and two histograms"
+    assert page.count("<svg ") == 3, "the waterfall, and two histograms"
 
 
 def test_the_page_of_a_run_which_writes_no_rows(call: Call, recipes: Path, here: Path) -> None:

@@ -59,9 +59,8 @@ def test_the_page() -> None:
     page = data.data_page(facts())
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in page
-    assert not re.search(r"https?://|<script|<img|None|nan\b", page) and re.findall(r'href="([^"]*)"', page) == [
-        "data:,"
-    ]
+    assert not re.search(r"https?://|<script|<img|None|nan\b", page)
+    assert {u for u in re.findall(r'href="([^"]*)"', page) if not u.startswith("#")} == {"data:,"}
     for tag in ("svg", "table", "section", "div", "span", "text"):
         assert len(re.findall(rf"<{tag}[ >]", page)) == page.count(f"</{tag}>"), tag
     for said in (
@@ -90,9 +89,9 @@ def test_any_lengths(lengths: list[int], line: bool) -> None:
     found = preview.spread(np.array(lengths), np.array(lengths) // 2, 2048)
     drawn = data.lengths_histogram(found, 2048)
     assert ("T = 2,048" in drawn) == line and "nan" not in drawn
-    said = [int(n.replace(",", "")) for n in re.findall(r"tokens: ([\d,]+) samples", drawn)]
+    said = [int(n.replace(",", "")) for n in re.findall(r"tokens: ([\d,]+)", drawn)]
     assert sum(said) == len(lengths)
-    assert ('class="bar slower"' in drawn) == line
+    assert ("var(--slower)" in drawn) == line
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -115,7 +114,7 @@ def test_in_a_browser(browser: Browser, tmp_path: Path, width: int) -> None:
     for seen in (light, dark, *more):
         assert not seen.console and not seen.fetched and seen.wide <= 0
         assert [c["over"] + c["out"] for c in seen.charts] == [0, 0]
-        assert all(c["width"] > 180 and c["height"] > 150 and float(c["letters"][:-2]) >= 11 for c in seen.charts)
+        assert all(c["width"] > 180 and c["height"] > 100 and c["letters"] >= 10 and c["said"] for c in seen.charts)
         assert seen.ids == ["samples", "lengths", "fill"]
     assert light.paper != dark.paper and light.charts[0]["fill"] != dark.charts[0]["fill"]
     title = browser.ask("Runtime.evaluate", expression="document.title", returnByValue=True)["result"]["value"]
