@@ -2,7 +2,7 @@
 
 Each function returns a figure; `inline_svg` and `png` save it. In SVG the colors of LIGHT become the variables of the
 page's style sheet, text stays text, and the same figure gives the same bytes. Every color has a word or a hatching
-next to it, for readers who cannot tell colors apart (the colors are those of Okabe and Ito).
+next to it, and the colors are those of Okabe and Ito, which differ for color-blind readers too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DARK = {
 }  # fmt: skip
 SERIES, DASHES = 7, ("-", "--", ":", "-.")  # colors and strokes of curves
 WIDTH, SIDE, ROW = 640, 10, 38  # points: a chart, its margins, a row of bars with its name
-LETTER = 6.8  # points: the average width of a letter beside a bar
+LETTER = 6.8  # points: the average width of a letter of the texts
 NAME = 64  # letters of a name that fit above a bar
 SMALL, NORMAL = 10.5, 11.5  # points: the font of ticks, and of all other text
 

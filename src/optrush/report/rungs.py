@@ -85,7 +85,7 @@ class Rung:
 
     @property
     def word(self) -> str:
-        """Return the verdict as a word, for readers who do not see the color."""
+        """Return the verdict as a word; the color alone must not carry it."""
         return {"base": self.verdict or "baseline", "peer": "other system"}.get(self.kind, self.kind)
 
     @property
