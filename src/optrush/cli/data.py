@@ -51,9 +51,9 @@ def show(
 ) -> None:
     """Show samples of the data as they are trained.
 
-    Read, tokenised and masked as for training, and decoded from the token ids: what is learnt, what is only read, special
-    tokens, and the file and line of each sample. Of long ones the beginning and the end. No model is loaded, and the
-    run's folder is not touched. Of large data, --set data.max_samples=1000 reads the beginning only.
+    Read, tokenised and masked as for training, and decoded from the token ids: what is learnt, what is only read,
+    special tokens, and the file and line of each sample. Of long ones the beginning and the end. No model is loaded,
+    and the run's folder is not touched. Of large data, --set data.max_samples=1000 reads the beginning only.
     """
     run = read_run(config, set_, with_, without)
     if random and packed:
