@@ -22,7 +22,7 @@ from optrush.console import count
 from optrush.data import readers
 from optrush.data.readers import form
 from optrush.report import run as runs
-from optrush.report.page import clean
+from optrush.report.page import safe_text
 from optrush.technique import library
 
 NAME = "README.md"
@@ -71,7 +71,7 @@ def card(config: Config, folder: Path, steps: int, base: Path | None, data: str 
 
 def escaped(text: object) -> str:
     """Text from outside as Markdown that shows it as it is: no mark-up, no HTML, no link, one line."""
-    return html.escape(_MARKS.sub(r"\\\g<0>", clean(text)), quote=False)
+    return html.escape(_MARKS.sub(r"\\\g<0>", safe_text(text)), quote=False)
 
 
 def _front(config: Config, base: Path | None) -> dict[str, Any]:

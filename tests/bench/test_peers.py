@@ -283,7 +283,7 @@ def test_ratios() -> None:
             "targets_per_s": speed / 2, **more,
         }  # fmt: skip
 
-    shown, _ = summaries.rungs(
+    shown, _ = summaries.read_rungs(
         [
             record("ours", 120.0, 10),
             record("slow", 60.0, 40, peer="p", since="ours"),

@@ -50,7 +50,7 @@ def facts(**changes: Any) -> dict[str, Any]:
     run: Any = SimpleNamespace(seed=0, with_={"packing": {}}, data=SimpleNamespace(too_long="split"))
     return {
         "summary": f"20000 documents {EVIL}", "objective": "sft", "seq": 2048, "too_long": "split",
-        "samples": [one, two], "lengths": preview.spread(lengths, lengths // 3, 2048),
+        "samples": [one, two], "lengths": preview.length_summary(lengths, lengths // 3, 2048),
         "fills": preview.fills(lengths, 2048, 32, 8, run), **changes,
     }  # fmt: skip
 
@@ -86,7 +86,7 @@ def test_rows() -> None:
 )
 def test_any_lengths(lengths: list[int], line: bool) -> None:
     """One length, two, far apart; the line at T stands where T lies within."""
-    found = preview.spread(np.array(lengths), np.array(lengths) // 2, 2048)
+    found = preview.length_summary(np.array(lengths), np.array(lengths) // 2, 2048)
     drawn = data.lengths_histogram(found, 2048)
     assert ("T = 2,048" in drawn) == line and "nan" not in drawn
     said = [int(n.replace(",", "")) for n in re.findall(r"tokens: ([\d,]+)", drawn)]
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_in_a_browser(browser: Browser, tmp_path: Path, width: int) -> None:
     """A silent console, nothing fetched, no script run, charts to be read on a phone and in the dark."""
     few = np.array([10**6, 10**6 + 1])
-    kinds = facts(), facts(seq=15_000), facts(seq=20), facts(lengths=preview.spread(few, few, 10**6), seq=10**6)
+    kinds = facts(), facts(seq=15_000), facts(seq=20), facts(lengths=preview.length_summary(few, few, 10**6), seq=10**6)
     pages = [data.write_data_page(kind, tmp_path / str(i)) for i, kind in enumerate(kinds)]
     light, dark, *more = [browser.open(page, width, dark=i == 1) for i, page in enumerate([pages[0], *pages])]
     for seen in (light, dark, *more):

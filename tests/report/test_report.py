@@ -135,9 +135,9 @@ def test_another_system_and_a_rung_measured_again(ladder: Ladder, bench: Callabl
 
 
 def test_equal_losses_are_said_to_be(ladder: Ladder) -> None:
-    shown, _ = summaries.rungs([{**r, "losses": [3.0, 2.0]} for r in ladder[:3]])
+    shown, _ = summaries.read_rungs([{**r, "losses": [3.0, 2.0]} for r in ladder[:3]])
     assert summaries.loss_summary(shown) == "All curves are equal to the last digit over 2 steps."
-    shown, _ = summaries.rungs([{**r, "losses": [3.0, None]} for r in ladder[:1]])
+    shown, _ = summaries.read_rungs([{**r, "losses": [3.0, None]} for r in ladder[:1]])
     assert summaries.loss_summary(shown) == "There are no two curves to compare. 1 loss was not finite."
 
 
@@ -152,7 +152,7 @@ def test_charts_of_odd_figures() -> None:
     """One value, none, equal ones, huge and tiny ones, and names with a meaning to matplotlib."""
     names = ["_hidden", "$x^2$", "\u5b89" * 60, EVIL, "plain"]
     for values in ([], [0.0], [1.0] * 5, [1e-300, 1e300], [-5.0, None, 7.0]):
-        rows = [charts.Bar(n, EVIL, ((0, v, "red"),) if v is not None else (), failed=v is None)
+        rows = [charts.BarRow(n, EVIL, ((0, v, "red"),) if v is not None else (), failed=v is None)
                 for n, v in zip(names, values)]  # fmt: skip
         series = [charts.Series(n, list(enumerate([v, *values, None]))) for n, v in zip(names, values)]
         marks = [(3.0, "$a$"), (99.0, "outside")]
@@ -176,7 +176,7 @@ def test_a_long_curve_keeps_its_spike() -> None:
 
 def test_colors_follow_the_page() -> None:
     """No color of a chart is fixed, but those of both modes are declared."""
-    figure = charts.bars([charts.Bar("a", "1", ((0, 1, "faster"),)), charts.Bar("b", "no", failed=True)])
+    figure = charts.bars([charts.BarRow("a", "1", ((0, 1, "faster"),)), charts.BarRow("b", "no", failed=True)])
     drawn = charts.inline_svg(figure, "t", "d")
     assert set(re.findall(r"var\(--(\w+)\)", drawn)) >= {"faster", "ink", "red", "grid"}
     assert not set(re.findall(r"#[0-9a-f]{6}\b", drawn)) & set(charts.LIGHT.values())

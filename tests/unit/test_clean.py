@@ -425,12 +425,12 @@ def test_the_same_bytes_whatever_the_number_of_workers(tmp_path: Path) -> None:
         chars=(270, 285), items=[{"field": "of", "rarest": 2}], exact_duplicates=True, near_duplicates=0.7
     )
     made = []
-    for workers in (1, 2, 2):
+    for workers in (1, 2):
         found = clean(files, settings, tokens=None, workers=workers)
         out = tmp_path / f"{len(made)}"
         out.mkdir()
         made.append((json.dumps(write_rows(found, out)), *(f.read_bytes() for f in sorted(out.iterdir()))))
-    assert made[0] == made[1] == made[2]
+    assert made[0] == made[1]
     assert all(f["taken"] for f in found.record["filters"]), "the case tells"
 
 

@@ -74,7 +74,7 @@ def show(
         "objective": run.objective,
         "seq": T,
         "too_long": run.data.too_long,
-        "lengths": preview.spread(lengths, source.targets(), T),
+        "lengths": preview.length_summary(lengths, source.targets(), T),
     }
     if packed:
         facts["rows"] = _rows(prepared, tokens, source, first, rows)
@@ -190,7 +190,7 @@ def _samples(
         order = cast(Sequence[int], epoch_order(source.spans, prepared.config.seed, 0))
     _check(first, len(order), "samples")
     wanted = ((int(i), source.documents(int(i))) for i in order[first : first + count])
-    return list(preview.samples(source, tokens.tokenizer, wanted, prepared.env.seq))
+    return list(preview.describe_samples(source, tokens.tokenizer, wanted, prepared.env.seq))
 
 
 def _rows(prepared: ResolvedConfig, tokens: Tokens, source: Dataset, first: int, count: int) -> list[dict[str, Any]]:
@@ -206,7 +206,7 @@ def _rows(prepared: ResolvedConfig, tokens: Tokens, source: Dataset, first: int,
     steps = range(first // env.rows, min(plan.steps, (first + count - 1) // env.rows + 1))
     found = [(k * env.rows + b, row) for k in steps for b, row in enumerate(stream.step(k, plan)) if row]
     wanted = [(g, row) for g, row in found if first <= g < first + count]
-    return list(preview.rows(source, tokens.tokenizer, wanted, env.seq))
+    return list(preview.describe_rows(source, tokens.tokenizer, wanted, env.seq))
 
 
 def _check(first: int, n: int, what: str) -> None:

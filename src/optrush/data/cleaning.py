@@ -43,14 +43,14 @@ from optrush.data.near_duplicates import (
     Sets,
     banding,
     bands,
-    digest,
     exact,
     hashed,
     hashed_words,
     near,
-    runs,
     shingles,
-    words,
+    split_words,
+    text_digest,
+    word_runs,
 )
 from optrush.data.readers import LINES, Chunk, attempts, chunks, find, form, lines, opened, read
 from optrush.data.schema import Chat, Completion, Pair, Row, RowLocation, bad_row, decode
@@ -276,7 +276,7 @@ def _limits(bounds: Bounds) -> str:
     return ", ".join(text for text in (low, high) if text) or "any"
 
 
-def outside(one: Filter, settings: Cleaning, columns: Columns) -> np.ndarray:
+def _outside(one: Filter, settings: Cleaning, columns: Columns) -> np.ndarray:
     """Return the rows that a filter takes regardless of other rows, (N,) bool; none for other filters."""
     if one.kind in ("chars", "tokens"):
         return _beyond(columns[one.kind], getattr(settings, one.kind))
@@ -365,7 +365,7 @@ def _without_common(row: Chat | Completion) -> Chat | Completion:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationRuns:
     """The 13-word runs of all evaluation texts; a row is taken if it has one of them.
 
     A text of fewer words is one run, which a row must have as its whole. Source: Brown et al. 2020
@@ -385,7 +385,7 @@ class Evaluation:
 
     def shared(self, texts: Sequence[str]) -> np.ndarray:
         """Return for each row's text the number (from 1) of an evaluation text that shares a run, or 0; (N,) int32."""
-        found, counts = runs(*hashed_words(texts), SHARED_words)
+        found, counts = word_runs(*hashed_words(texts), SHARED_words)
         owners = self._owners(found)
         shared = np.zeros(len(texts), np.int32)
         at = np.flatnonzero(owners)[::-1]  # backwards: of a row's runs the first is written last
@@ -395,8 +395,8 @@ class Evaluation:
     def passage(self, row: Row) -> str:
         """Return the first words that a contaminated row shares."""
         text = own_text(row)
-        first = int(np.flatnonzero(self._owners(runs(*hashed_words([text]), SHARED_words)[0]))[0])
-        return " ".join(islice(words(text), first, first + SHARED_words))
+        first = int(np.flatnonzero(self._owners(word_runs(*hashed_words([text]), SHARED_words)[0]))[0])
+        return " ".join(islice(split_words(text), first, first + SHARED_words))
 
     def _owners(self, found: np.ndarray) -> np.ndarray:
         if not len(self.hashes):
@@ -405,7 +405,7 @@ class Evaluation:
         return np.where(self.hashes[at] == found, self.owners[at] + 1, 0).astype(np.int32)
 
 
-def read_evaluation(files: Sequence[Path], text_rows: str) -> Evaluation:
+def read_evaluation(files: Sequence[Path], text_rows: str) -> EvaluationRuns:
     """Return the runs of all rows of the evaluation files.
 
     Raises:
@@ -415,12 +415,12 @@ def read_evaluation(files: Sequence[Path], text_rows: str) -> Evaluation:
     all_hashes, all_owners = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
     pairs = (pair for file in files for pair in read(file, text_rows))
     while batch := list(islice(pairs, BATCH_rows)):
-        found, counts = runs(*hashed_words([own_text(schema.parse(*pair)) for pair in batch]), SHARED_words)
+        found, counts = word_runs(*hashed_words([own_text(schema.parse(*pair)) for pair in batch]), SHARED_words)
         all_hashes.append(found)
         all_owners.append(np.repeat(np.arange(len(places), len(places) + len(batch), dtype=np.int32), counts))
         places += [where for where, _ in batch]
     hashes, first = np.unique(np.concatenate(all_hashes), return_index=True)
-    return Evaluation(hashes, np.concatenate(all_owners)[first], places)
+    return EvaluationRuns(hashes, np.concatenate(all_owners)[first], places)
 
 
 # --- measuring rows
@@ -433,7 +433,7 @@ class Task:
     settings: Cleaning
     text_rows: str
     tokenizer: str | None
-    evaluation: Evaluation | None
+    evaluation: EvaluationRuns | None
     folder: Path
 
 
@@ -447,7 +447,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Entry:
     """A good row: its place in the batch, the row as read and as parsed, and its text."""
 
     place: int
@@ -526,7 +526,7 @@ class Measure:
         names = blocks[0] if blocks else ()
         return Measured({name: np.concatenate([b[name] for b in blocks]) for name in names}, bad, paths)
 
-    def _block(self, places: np.ndarray, entries: list[Entry], write: Write) -> dict[str, np.ndarray]:
+    def _block(self, places: np.ndarray, entries: list[_Entry], write: Write) -> dict[str, np.ndarray]:
         n = len(places)
         columns = {"line": places, "chars": np.zeros(n, np.int64)}
         columns["chars"][[e.place for e in entries]] = [len(e.text) for e in entries]
@@ -534,11 +534,11 @@ class Measure:
             for name, values in self._values(one, entries, write).items():
                 columns[name] = np.zeros((n, *values.shape[1:]), values.dtype)
                 columns[name][[e.place for e in entries]] = values
-            taken = outside(one, self.settings, columns)
+            taken = _outside(one, self.settings, columns)
             entries = [e for e in entries if not taken[e.place]]
         return columns
 
-    def _values(self, one: Filter, entries: list[Entry], write: Write) -> dict[str, np.ndarray]:
+    def _values(self, one: Filter, entries: list[_Entry], write: Write) -> dict[str, np.ndarray]:
         """Return the columns that a filter needs of these rows; what does not fit into columns is written to files."""
         texts = [e.text for e in entries]
         if one.kind == "tokens":
@@ -552,7 +552,7 @@ class Measure:
         if one.kind == "language":
             return {"language": np.array([_language(t[:LANGUAGE_chars]) for t in texts], "S8")}
         if one.kind == "exact":
-            return {"digest": np.frombuffer(b"".join(map(digest, texts)), "<u8").reshape(-1, 2)}
+            return {"digest": np.frombuffer(b"".join(map(text_digest, texts)), "<u8").reshape(-1, 2)}
         if one.kind == "near":
             assert self.settings.near_duplicates is not None
             found, sizes = shingles(*hashed_words([own_text(e.row) for e in entries]), RUN_words)
@@ -564,7 +564,7 @@ class Measure:
             return {"contaminated": self.task.evaluation.shared([own_text(e.row) for e in entries])}
         return {}
 
-    def _items(self, one: Filter, entries: list[Entry], write: Write) -> dict[str, np.ndarray]:
+    def _items(self, one: Filter, entries: list[_Entry], write: Write) -> dict[str, np.ndarray]:
         """Count each row's items, -1 if it has no such field; for `rare` the different ones too."""
         found = [items_of(self.settings.items[one.at], e.raw, e.text) for e in entries]
         columns = {f"items{one.at}": np.array([-1 if f is None else len(f) for f in found], np.int32)}
@@ -577,10 +577,10 @@ class Measure:
         return columns | {f"different{one.at}": np.array(list(map(len, different)), np.int32)}
 
 
-def _batches(chunk: Chunk, text_rows: str) -> Iterator[tuple[list[int], list[Entry], list[tuple[int, str]]]]:
+def _batches(chunk: Chunk, text_rows: str) -> Iterator[tuple[list[int], list[_Entry], list[tuple[int, str]]]]:
     """Yield (the rows' lines, the good ones, the bad ones with the reason) of some rows at a time."""
     places: list[int] = []
-    entries: list[Entry] = []
+    entries: list[_Entry] = []
     bad: list[tuple[int, str]] = []
     chars = 0
     for where, raw in attempts(chunk, text_rows):
@@ -594,7 +594,7 @@ def _batches(chunk: Chunk, text_rows: str) -> Iterator[tuple[list[int], list[Ent
             bad.append((place, error.found))
         else:
             text = schema.text(row)
-            entries.append(Entry(place, raw, row, text))
+            entries.append(_Entry(place, raw, row, text))
             chars += len(text)
         if len(places) >= BATCH_rows or chars >= BATCH_chars:
             yield places, entries, bad
@@ -669,7 +669,7 @@ class Table:
             elif one.kind == "near":
                 yield from self._take_near(alive, number)
             else:
-                self.taken[alive & outside(one, self.settings, self.columns)] = number
+                self.taken[alive & _outside(one, self.settings, self.columns)] = number
         yield 1.0
 
     def _check_field(self, one: Filter, alive: np.ndarray) -> None:

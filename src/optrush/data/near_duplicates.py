@@ -50,12 +50,12 @@ def hashed(words: Iterable[str]) -> np.ndarray:
     return np.fromiter(map(_word_hash, words), np.uint64)
 
 
-def digest(text: str) -> bytes:
+def text_digest(text: str) -> bytes:
     """Return 16 bytes that two texts share if they are equal in normal form C with white space collapsed."""
     return hashlib.blake2b(" ".join(unicodedata.normalize("NFC", text).split()).encode(), digest_size=16).digest()
 
 
-def words(text: str) -> Iterable[str]:
+def split_words(text: str) -> Iterable[str]:
     """Return the text's words, in normal form C and case-folded."""
     folded = unicodedata.normalize("NFC", text).casefold()
     return WORD.findall(folded) if len(folded) < LONG_chars else (m.group() for m in WORD.finditer(folded))
@@ -63,11 +63,11 @@ def words(text: str) -> Iterable[str]:
 
 def hashed_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes of all texts' words one after another, (W,) uint64, and the words of each text, (N,) int64."""
-    hashes = [hashed(words(text)) for text in texts]
+    hashes = [hashed(split_words(text)) for text in texts]
     return np.concatenate([np.zeros(0, np.uint64), *hashes]), np.array([len(h) for h in hashes], np.int64)
 
 
-def runs(hashes: np.ndarray, lengths: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+def word_runs(hashes: np.ndarray, lengths: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes of every n words in a row, text after text, (R,) uint64, and their number a text, (N,) int64.
 
     A text of fewer than n words has one run, the whole of it; a text without words has none.
@@ -84,7 +84,7 @@ def runs(hashes: np.ndarray, lengths: np.ndarray, n: int) -> tuple[np.ndarray, n
     polynomials = np.zeros(len(at), np.uint64)
     for k in range(n):
         polynomials = polynomials * _FACTOR + padded[at + k]
-    return mixed(polynomials), counts
+    return _mixed(polynomials), counts
 
 
 def stretches(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -95,7 +95,7 @@ def stretches(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return at
 
 
-def mixed(x: np.ndarray) -> np.ndarray:
+def _mixed(x: np.ndarray) -> np.ndarray:
     """Spread every bit over all: the finalizer of SplitMix64 (Steele, Lea, Flood 2014); uint64 in and out."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -108,7 +108,7 @@ def shingles(hashes: np.ndarray, lengths: np.ndarray, n: int) -> tuple[np.ndarra
 
     32 bits of a hash are used: two texts of 10,000 words share about 0.02 runs by chance.
     """
-    found, counts = runs(hashes, lengths, n)
+    found, counts = word_runs(hashes, lengths, n)
     text = np.repeat(np.arange(len(lengths), dtype=np.uint64), counts)
     keys = np.unique((text << _HALF) | (found >> _HALF))
     return keys.astype(np.uint32), np.bincount((keys >> _HALF).astype(np.int64), minlength=len(lengths))
@@ -167,7 +167,7 @@ def bands(shingles: np.ndarray, sizes: np.ndarray, shape: tuple[int, int]) -> np
     signatures = np.array(matrix.to_rows(), np.uint64)[:, : count * rows]
     keys = np.zeros((len(sizes), count), np.uint64)
     for k in range(rows):
-        keys = mixed(keys + signatures[:, k::rows])
+        keys = _mixed(keys + signatures[:, k::rows])
     return keys.astype(np.uint32)
 
 

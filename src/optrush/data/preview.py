@@ -43,7 +43,7 @@ class Piece:
     ids: tuple[int, ...] = ()
 
 
-def pieces(
+def token_pieces(
     tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int] = frozenset()
 ) -> Iterator[Piece]:
     """Yield the tokens [first, last), each with the text that it adds; tokens of one character form one piece."""
@@ -68,7 +68,7 @@ def pieces(
 def decoded(tokenizer: Any, document: Document, most: int) -> Iterator[Piece]:
     """Yield the document's text up to `most` characters, special tokens included, split where the mask changes."""
     end = min(len(document), most)  # a token is a character at least, nearly always
-    for learnt, run in groupby(pieces(tokenizer, document, 0, end), lambda piece: piece.learnt):
+    for learnt, run in groupby(token_pieces(tokenizer, document, 0, end), lambda piece: piece.learnt):
         if most <= 0:
             return
         text = "".join(piece.text for piece in run)
@@ -91,14 +91,17 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
-def sample(tokenizer: Any, documents: Sequence[Document], special: frozenset[int]) -> list[dict[str, Any]]:
+def describe_sample(tokenizer: Any, documents: Sequence[Document], special: frozenset[int]) -> list[dict[str, Any]]:
     """Return the documents of a sample (one, or chosen and rejected), of long ones the beginning and the end."""
     names = ("chosen", "rejected") if len(documents) == 2 else ("document",)
     found = []
     for name, document in zip(names, documents, strict=True):
         n = len(document)
         head, tail = (n, n) if n <= HEAD_tok + TAIL_tok else (HEAD_tok, n - TAIL_tok)
-        begin, end = pieces(tokenizer, document, 0, head, special), pieces(tokenizer, document, tail, n, special)
+        begin, end = (
+            token_pieces(tokenizer, document, 0, head, special),
+            token_pieces(tokenizer, document, tail, n, special),
+        )
         found.append(
             {
                 "name": name,
@@ -112,7 +115,7 @@ def sample(tokenizer: Any, documents: Sequence[Document], special: frozenset[int
     return found
 
 
-def samples(
+def describe_samples(
     source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[Document]]], T: int
 ) -> Iterator[dict[str, Any]]:
     """Yield each sample (its number, its documents) with its place, and whether it is longer than a row."""
@@ -122,20 +125,25 @@ def samples(
         if not where.file.exists():  # of a built-in sample, in a temporary file
             where = where._replace(file=Path(where.file.name))
         longer = sum(map(len, documents)) > T
-        yield {"sample": i, "where": str(where), "longer": longer, "documents": sample(tokenizer, documents, special)}
+        yield {
+            "sample": i,
+            "where": str(where),
+            "longer": longer,
+            "documents": describe_sample(tokenizer, documents, special),
+        }
 
 
-def rows(
+def describe_rows(
     source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[tuple[int, Document]]]], T: int
 ) -> Iterator[dict[str, Any]]:
     """Yield each row (its number, its documents) with its samples, which may be pieces of one."""
     for number, row in found:
         parts = [(row[k][0], [d for _, d in row[k : k + source.parts]]) for k in range(0, len(row), source.parts)]
-        described = list(samples(source, tokenizer, parts, T))
+        described = list(describe_samples(source, tokenizer, parts, T))
         yield {"row": number, "tokens": sum(len(d) for _, d in row), "samples": described}
 
 
-def spread(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:
+def length_summary(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:
     """Return the distribution of the samples' lengths before anything is cut to T, and the share of learnt tokens.
 
     Args:
@@ -170,7 +178,7 @@ def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, config: Confi
         lengths: (N,) tokens of each sample, before anything is cut to T.
         rows, micro_rows: of a step, and of a micro-batch.
     """
-    cut = fitting(lengths, T, config.data.too_long)
+    cut = cut_lengths(lengths, T, config.data.too_long)
     found = {}
     for samples in (lengths, cut) if lengths.max() > T and len(cut) else (lengths,):
         for s in survey(samples, T, rows, micro_rows, config.seed):
@@ -180,7 +188,7 @@ def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, config: Confi
     return list(found.values())
 
 
-def fitting(lengths: np.ndarray, T: int, how: str) -> np.ndarray:
+def cut_lengths(lengths: np.ndarray, T: int, how: str) -> np.ndarray:
     """Return the lengths as layouts that cut none receive them; for `error` as if they were truncated."""
     if how == "drop":
         return np.asarray(lengths[lengths <= T])

@@ -253,7 +253,7 @@ def preferences(n: int, seed: int) -> Iterator[dict[str, list[Turn]]]:
         yield _preference(Random(f"preferences {seed} {i}"))
 
 
-def write(path: Path, n: int, seed: int, *, pairs: bool = False) -> None:
+def write_sample(path: Path, n: int, seed: int, *, pairs: bool = False) -> None:
     """Write JSON Lines: the conversations, one {"messages": [...]} a row, or the pairs."""
     rows = preferences(n, seed) if pairs else ({"messages": messages} for messages in conversations(n, seed))
     with path.open("w", encoding="utf-8") as file:

@@ -19,11 +19,10 @@ from optrush.bench import record
 from optrush.errors import ConfigError, DataError
 from optrush.planner.cost import PARTS
 from optrush.report import run
-from optrush.report.charts import SERIES, Bar, Series, bars, curves, describe, inline_svg, png, swatch
+from optrush.report.charts import SERIES, BarRow, Series, bars, curves, describe_bars, inline_svg, png, swatch
 from optrush.report.page import (
     amount,
-    clean,
-    cut,
+    cut_text,
     gib,
     milliseconds,
     number,
@@ -31,16 +30,17 @@ from optrush.report.page import (
     percent,
     positive,
     render,
+    safe_text,
     speed,
     times,
     write_whole,
 )
 from optrush.report.rungs import (
-    Rung,
+    RungResult,
     ladder_summary,
     loss_summary,
     prediction_summary,
-    rungs,
+    read_rungs,
     troubled,
     versus,
     versus_summary,
@@ -62,7 +62,7 @@ def write_bench(folder: Path) -> None:
         DataError: there are no records, or a line is not a record; nothing was written.
     """
     records = _records(folder)
-    shown, replaced = rungs(records)
+    shown, replaced = read_rungs(records)
     title = _joined(records, "ladder") or folder.resolve().name
     climbed = [r for r in shown if r.mode == "cumulative"]
     page = render("bench.html.j2", **_bench(records, shown, title, replaced))
@@ -131,12 +131,12 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 # --- a ladder
 
 
-def _bench(records: Sequence[Mapping[str, Any]], shown: list[Rung], title: str, replaced: int) -> dict[str, Any]:
+def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title: str, replaced: int) -> dict[str, Any]:
     climbed = [r for r in shown if r.mode == "cumulative"]
     without = [r for r in shown if r.mode != "cumulative"]
     drawn = [r for r in shown if not r.peer and any(x is not None for x in r.losses)]
     kinds = sorted({r.memory_kind for r in shown if r.memory_kind})
-    dates = sorted({clean(r["date"])[:10] for r in records if r["date"]})
+    dates = sorted({safe_text(r["date"])[:10] for r in records if r["date"]})
     return {
         "title": title,
         "case": _joined(records, "case"),
@@ -161,27 +161,27 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[Rung], title: str, 
         "losses_chart": _losses_chart(drawn),
         "rungs": shown,
         "environment": environment(records),
-        "commands": list(dict.fromkeys(clean(r["command"], lines=True) for r in records if r["command"])),
+        "commands": list(dict.fromkeys(safe_text(r["command"], lines=True) for r in records if r["command"])),
         "sources": list(dict.fromkeys(_source(r["source"]) for r in records)),
     }
 
 
 def _joined(records: Sequence[Mapping[str, Any]], key: str) -> str:
-    return ", ".join(dict.fromkeys(text for r in records if (text := clean(r[key]))))
+    return ", ".join(dict.fromkeys(text for r in records if (text := safe_text(r[key]))))
 
 
 def _machines(records: Sequence[Mapping[str, Any]]) -> str:
     named = []
     for r in records:
         ranks = number(r["ranks"])
-        named.append((f"{ranks:,.0f} × " if ranks is not None and ranks > 1 else "") + clean(r["device"]))
+        named.append((f"{ranks:,.0f} × " if ranks is not None and ranks > 1 else "") + safe_text(r["device"]))
     return ", ".join(dict.fromkeys(filter(None, named)))
 
 
 def _source(source: object) -> str:
     if not isinstance(source, Mapping):
         return "not recorded"
-    commit, digest, state = clean(source.get("commit")), clean(source.get("digest")), source.get("clean")
+    commit, digest, state = safe_text(source.get("commit")), safe_text(source.get("digest")), source.get("clean")
     tree = "with changes that are not committed" if state is False else "clean" if state is True else "state not known"
     text = f"commit {commit}, tree {tree}" if commit else "no commit (not run from a checkout)"
     return text + (f"; digest of the package {digest}" if digest else "")
@@ -193,33 +193,33 @@ def environment(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     for r in records:
         if isinstance(r["environment"], Mapping):
             for key, value in r["environment"].items():
-                found.setdefault(clean(key), {})[clean(value)] = None
+                found.setdefault(safe_text(key), {})[safe_text(value)] = None
     return {key: "  |  ".join(values) for key, values in found.items()}
 
 
-def _drawn(title: str, rows: Sequence[Bar], **options: Any) -> Markup:
-    return inline_svg(bars(rows, **options), title, describe(rows))
+def _drawn(title: str, rows: Sequence[BarRow], **options: Any) -> Markup:
+    return inline_svg(bars(rows, **options), title, describe_bars(rows))
 
 
-def _note(rung: Rung) -> str:
+def _note(rung: RungResult) -> str:
     return f" {rung.kind}" if rung.kind in ("noise", "red", "slower", "smaller") else ""
 
 
-def _failure(rung: Rung) -> Bar:
-    return Bar(rung.key, f"failed: {cut(rung.first_words, 60)}", failed=True)
+def _failure(rung: RungResult) -> BarRow:
+    return BarRow(rung.key, f"failed: {cut_text(rung.first_words, 60)}", failed=True)
 
 
-def _speed_rows(shown: Sequence[Rung]) -> list[Bar]:
+def _speed_rows(shown: Sequence[RungResult]) -> list[BarRow]:
     rows = []
     for r in shown:
         gain = f" {times(r.factor)}" if r.factor is not None else ""
-        bar = Bar(r.key, f"{speed(r.speed)}{gain}{_note(r)}", ((0, r.speed or 0, r.kind),), r.low, r.high,
+        bar = BarRow(r.key, f"{speed(r.speed)}{gain}{_note(r)}", ((0, r.speed or 0, r.kind),), r.low, r.high,
                   r.predicted_speed)  # fmt: skip
         rows.append(_failure(r) if r.failed else bar)
     return rows
 
 
-def _memory_rows(shown: Sequence[Rung]) -> list[Bar]:
+def _memory_rows(shown: Sequence[RungResult]) -> list[BarRow]:
     rows = []
     for r in shown:
         grown = f" {times(r.peak_factor)}" if r.peak_factor is not None else ""
@@ -228,21 +228,21 @@ def _memory_rows(shown: Sequence[Rung]) -> list[Bar]:
         pieces = () if r.peak is None else ((0, r.peak / GIB, color),)
         text = f"{gib(r.peak)} GiB{grown}" if r.peak is not None else "not measured"
         predicted = None if r.predicted_peak is None else r.predicted_peak / GIB
-        rows.append(_failure(r) if r.failed else Bar(r.key, text, pieces, predicted=predicted))
+        rows.append(_failure(r) if r.failed else BarRow(r.key, text, pieces, predicted=predicted))
     return rows
 
 
-def _gains_chart(shown: Sequence[Rung]) -> Markup:
+def _gains_chart(shown: Sequence[RungResult]) -> Markup:
     rows = []
     for r in shown:
         begin = r.since_speed if r.factor is not None and r.since_speed else r.speed
         text = f"{times(r.factor)}{_note(r)}" if r.factor is not None else "begins here"
         pieces = ((begin, r.speed, r.kind),) if begin and r.speed else ()
-        rows.append(_failure(r) if r.failed else Bar(r.key, text, pieces))
+        rows.append(_failure(r) if r.failed else BarRow(r.key, text, pieces))
     return _drawn("Gain of each rung", rows, log=True)
 
 
-def _predicted_charts(shown: Sequence[Rung]) -> list[tuple[str, Markup]]:
+def _predicted_charts(shown: Sequence[RungResult]) -> list[tuple[str, Markup]]:
     """Return the charts of peak and speed; a rung without a prediction has a text and no bar."""
     peaks = [(r.peak_off, f"{gib(r.predicted_peak)}/{gib(r.peak)}") for r in shown]
     speeds = [(r.speed_off, f"{speed(r.predicted_speed)}/{speed(r.speed)}") for r in shown]
@@ -253,27 +253,27 @@ def _predicted_charts(shown: Sequence[Rung]) -> list[tuple[str, Markup]]:
             text = "failed" if r.failed else "no prediction" if error is None else percent(error, signed=True)
             color = "faster" if error is None or abs(error) <= PEAK_BAND else "slower"
             name = r.key if error is None else f"{r.key} ({both})"
-            rows.append(Bar(name, text, () if error is None else ((0, error, color),)))
+            rows.append(BarRow(name, text, () if error is None else ((0, error, color),)))
         if any(row.pieces for row in rows):
             title = f"{heading}: prediction against measurement"
             drawn.append((heading, _drawn(title, rows, unit=" %", band=band)))
     return drawn
 
 
-def _without_chart(shown: Sequence[Rung]) -> Markup:
+def _without_chart(shown: Sequence[RungResult]) -> Markup:
     rows = []
     for r in shown:
         if r.factor is None:
-            rows.append(_failure(r) if r.failed else Bar(r.key, percent(None)))
+            rows.append(_failure(r) if r.failed else BarRow(r.key, percent(None)))
             continue
         change = 100 * (r.factor - 1)
         grown = "" if r.peak_factor is None else f", peak {times(r.peak_factor)}"
         color = r.kind if r.kind in ("red", "noise") else "slower" if change < 0 else "faster"
-        rows.append(Bar(r.key, f"{percent(change, signed=True)}{grown}", ((0, change, color),)))
+        rows.append(BarRow(r.key, f"{percent(change, signed=True)}{grown}", ((0, change, color),)))
     return _drawn("What the full configuration loses without one technique", rows, unit=" %")
 
 
-def _losses_chart(shown: Sequence[Rung]) -> Markup:
+def _losses_chart(shown: Sequence[RungResult]) -> Markup:
     series = [Series(r.key + " (all but one)" * (r.mode != "cumulative"), [(i + 1, y) for i, y in enumerate(r.losses)])
               for r in shown]  # fmt: skip
     description = f"{len(series)} curves: {', '.join(s.name for s in series)}"
@@ -284,7 +284,7 @@ def _losses_chart(shown: Sequence[Rung]) -> Markup:
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class _Machine:
     """One ladder of one folder, next to others; its letter has a color in the charts."""
 
     letter: str
@@ -293,22 +293,22 @@ class Machine:
     device: str
     ladder: str
     verdict: str
-    rungs: dict[str, Rung]
-    troubled: list[Rung]
+    rungs: dict[str, RungResult]
+    troubled: list[RungResult]
     environment: dict[str, str]
 
 
 def _many(benches: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> dict[str, Any]:
-    machines: list[Machine] = []
+    machines: list[_Machine] = []
     for folder, records in benches:
-        for ladder in dict.fromkeys(clean(r["ladder"]) for r in records):
-            here = [r for r in records if clean(r["ladder"]) == ladder]
-            shown, n = rungs(here)[0], len(machines)
+        for ladder in dict.fromkeys(safe_text(r["ladder"]) for r in records):
+            here = [r for r in records if safe_text(r["ladder"]) == ladder]
+            shown, n = read_rungs(here)[0], len(machines)
             machines.append(
-                Machine(
+                _Machine(
                     letter=chr(ord("A") + n % 26) + ("" if n < 26 else str(n // 26)),
                     color=f"s{n % SERIES}",
-                    folder=clean(folder.resolve().name),
+                    folder=safe_text(folder.resolve().name),
                     device=_machines(here),
                     ladder=ladder,
                     verdict=ladder_summary(shown),
@@ -326,16 +326,16 @@ def _many(benches: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> dict[s
     return {"machines": machines, "ladders": ladders, "environment_keys": keys}
 
 
-def _side_by_side(ladder: str, names: Sequence[str], machines: Sequence[Machine]) -> Markup:
+def _side_by_side(ladder: str, names: Sequence[str], machines: Sequence[_Machine]) -> Markup:
     rows = []
     for name in names:
         for n, m in enumerate(machines):
-            label = f"{cut(name, 56)}   {m.letter}" if n == 0 else m.letter
+            label = f"{cut_text(name, 56)} · {m.letter}" if n == 0 else m.letter
             r = m.rungs.get(name)
             if r is None or r.failed or r.speed is None:
-                rows.append(Bar(label, "not climbed" if r is None else cut(f"failed: {r.first_words}", 34)))
+                rows.append(BarRow(label, "not climbed" if r is None else cut_text(f"failed: {r.first_words}", 34)))
             else:
-                rows.append(Bar(label, f"{speed(r.speed)}{_note(r)}", ((0, r.speed, m.color),)))
+                rows.append(BarRow(label, f"{speed(r.speed)}{_note(r)}", ((0, r.speed, m.color),)))
     return _drawn(f"Tokens a second, ladder {ladder}", rows)
 
 
@@ -414,7 +414,7 @@ class Roof:
 
 def roofs(records: Sequence[Mapping[str, Any]]) -> list[Roof]:
     """Return the roofs of all rungs with steps and a ceiling; of a rung measured twice the later record counts."""
-    latest = {tuple(clean(r.get(k)) for k in ("case", "device", "mode", "rung", "peer")): r for r in records}
+    latest = {tuple(safe_text(r.get(k)) for k in ("case", "device", "mode", "rung", "peer")): r for r in records}
     return [roof for record in latest.values() if (roof := _roof(record)) is not None]
 
 
@@ -430,10 +430,10 @@ def _roof(record: Mapping[str, Any]) -> Roof | None:
     seen = record.get("parts_s")
     read = {part: number(seen.get(part)) for part in (*PARTS, GAPS)} if isinstance(seen, Mapping) else {}
     took = {part: s for part, s in read.items() if s is not None and s >= 0}
-    name = clean(record.get("rung")) or "unnamed"
-    step_s, note = statistics.median(durations), clean(record.get("parts_note"))
+    name = safe_text(record.get("rung")) or "unnamed"
+    step_s, note = statistics.median(durations), safe_text(record.get("parts_note"))
     whole = len(took) == len(PARTS) + 1 and any(took.values())
-    return Roof(name, clean(record.get("basis")), step_s, parts, took if whole else None, note)
+    return Roof(name, safe_text(record.get("basis")), step_s, parts, took if whole else None, note)
 
 
 def roofline_section(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -479,7 +479,7 @@ def _parts_chart(shown: Sequence[Roof], profiled: bool) -> Markup:
             begin += max(0.0, share)
             if reached is not None:
                 pieces.append((pieces[-1][1], begin, f"{_part_color(part)} pale"))
-        rows.append(Bar(roof.name, f"{percent(roof.reached)}, {milliseconds(roof.step_s)}", tuple(pieces)))
+        rows.append(BarRow(roof.name, f"{percent(roof.reached)}, {milliseconds(roof.step_s)}", tuple(pieces)))
         descriptions.append(f"{roof.name}: " + ", ".join(f"{part} {percent(s)}" for part, s in shares.items()))
     step = (
         "as they took, in percent of the profiled step"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from optrush.report.page import cut, short
+from optrush.report.page import cut_text, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +48,7 @@ Points = Sequence[tuple[float, float | None]]
 
 
 @dataclass(frozen=True)
-class Bar:
+class BarRow:
     """One row of a bar chart.
 
     Attributes:
@@ -77,13 +77,13 @@ class Series:
     dots: bool = False
 
 
-def describe(rows: Iterable[Bar]) -> str:
+def describe_bars(rows: Iterable[BarRow]) -> str:
     """Return a bar chart in words, for screen readers."""
     return "; ".join(f"{r.name}: {r.text}" for r in rows)
 
 
 def bars(
-    rows: Sequence[Bar],
+    rows: Sequence[BarRow],
     *,
     title: str = "",
     axis: str = "",
@@ -131,7 +131,7 @@ def bars(
             end = low * math.exp(stub) if log else low + stub
             axes.barh(i + 0.66, end - low, 0.4, left=low, facecolor="none", edgecolor=LIGHT["red"], hatch="////")
         # Names stand at the chart's edge, texts right of the bars.
-        _text(axes, cut(row.name, NAME), (0, i + 0.34), axes.get_yaxis_transform(), weight="bold")
+        _text(axes, cut_text(row.name, NAME), (0, i + 0.34), axes.get_yaxis_transform(), weight="bold")
         axes.annotate(row.text, (end, i + 0.66), (6, 0), textcoords="offset points", va="center_baseline",
                       fontsize=NORMAL, color=LIGHT["ink"], parse_math=False, annotation_clip=False)  # fmt: skip
     if low < 0:
@@ -143,7 +143,7 @@ def bars(
     return figure
 
 
-def _row(axes: Axes, row: Bar, y: float) -> None:
+def _row(axes: Axes, row: BarRow, y: float) -> None:
     """Draw the pieces, the whisker and the tick of a row."""
     for begin, end, kind in row.pieces:
         name, _, pale = kind.partition(" ")
@@ -203,7 +203,9 @@ def curves(
             ncols=2, frameon=False, fontsize=SMALL, labelcolor=LIGHT["ink"], borderaxespad=0.2, handlelength=2.4,
         )  # fmt: skip
         for text, one in zip(box.get_texts(), series):
-            text.set(text=cut(one.name, 46), parse_math=False)  # names are set here: "_" and "$" have a meaning above
+            text.set(
+                text=cut_text(one.name, 46), parse_math=False
+            )  # names are set here: "_" and "$" have a meaning above
     return figure
 
 
@@ -253,7 +255,13 @@ def _figure(
     axes.set_axisbelow(True)
     if title:
         figure.text(
-            SIDE / WIDTH, 1 - 8 / whole, cut(title, 90), va="top", fontsize=12, color=LIGHT["ink"], parse_math=False
+            SIDE / WIDTH,
+            1 - 8 / whole,
+            cut_text(title, 90),
+            va="top",
+            fontsize=12,
+            color=LIGHT["ink"],
+            parse_math=False,
         )
     return figure, axes
 

@@ -12,8 +12,8 @@ from markupsafe import Markup
 
 from optrush.data.preview import visible
 from optrush.errors import ConfigError
-from optrush.report.charts import Bar, bars, describe, histogram, inline_svg
-from optrush.report.page import clean, render, write_whole
+from optrush.report.charts import BarRow, bars, describe_bars, histogram, inline_svg
+from optrush.report.page import render, safe_text, write_whole
 
 DATA_PAGE = "data.html"
 CLEANING_PAGE, RECORD = "cleaning.html", "cleaning.json"
@@ -45,9 +45,9 @@ def data_page(facts: Mapping[str, Any]) -> str:
         """Replace control characters, and characters that change the direction of writing."""
         return "".join(visible(c, marks="") for c in text)
 
-    rows = [Bar(f["name"], f"{f['fill']:.2%}", ((0, 100 * f["fill"], "faster" if f["chosen"] else "base"),))
+    rows = [BarRow(f["name"], f"{f['fill']:.2%}", ((0, 100 * f["fill"], "faster" if f["chosen"] else "base"),))
             for f in facts["fills"]]  # fmt: skip
-    fills = inline_svg(bars(rows, unit=" %"), "Share of real tokens", describe(rows))
+    fills = inline_svg(bars(rows, unit=" %"), "Share of real tokens", describe_bars(rows))
     lengths = lengths_histogram(facts["lengths"], facts["seq"])
     return render("data.html.j2", **facts, safe=safe, histogram=lengths, filled=fills)
 
@@ -85,13 +85,13 @@ def _waterfall(record: Mapping[str, Any]) -> Markup:
     """Draw the rows left after each filter, and next to them what the filter removed."""
     total, left = record["rows"], record["rows"] - record["bad"]["rows"]
     filters = [("rows", total, 0)] + ([("bad rows", left, total - left)] if left < total else [])
-    filters += [(clean(f["label"]), f["left"], f["taken"]) for f in record["filters"]]
+    filters += [(safe_text(f["label"]), f["left"], f["taken"]) for f in record["filters"]]
     rows = []
     for label, stay, taken in filters:
         text = f"{stay:,}" + (f" (−{taken:,})" if taken else "")
         pieces: tuple[tuple[float, float, str], ...] = ((0, stay, "base"),)
-        rows.append(Bar(label, text, pieces + (((stay, stay + max(taken, 0.004 * total), "red"),) if taken else ())))
-    return inline_svg(bars(rows), "Rows left after each filter", describe(rows))
+        rows.append(BarRow(label, text, pieces + (((stay, stay + max(taken, 0.004 * total), "red"),) if taken else ())))
+    return inline_svg(bars(rows), "Rows left after each filter", describe_bars(rows))
 
 
 def _before_and_after(counts: Mapping[str, Any]) -> Markup:
@@ -102,4 +102,4 @@ def _before_and_after(counts: Mapping[str, Any]) -> Markup:
     marks = [(bound + beyond, f"{bound:,.10g}") for bound, beyond in bounds if bound is not None]
     figure = histogram(counts["edges"], [("noise", before), ("faster", after)], marks)
     description = f"{sum(before):,} rows before, {sum(after):,} after; the largest {counts['longest']:,}"
-    return inline_svg(figure, clean(counts["name"]), description)
+    return inline_svg(figure, safe_text(counts["name"]), description)

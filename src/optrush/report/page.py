@@ -15,7 +15,7 @@ from typing import Any
 DASH = "–"
 
 
-def clean(value: object, *, lines: bool = False) -> str:
+def safe_text(value: object, *, lines: bool = False) -> str:
     """Return a value as text without control characters; in one line unless `lines`."""
     if value is None:
         return ""
@@ -24,7 +24,7 @@ def clean(value: object, *, lines: bool = False) -> str:
     return "".join(c if c.isprintable() or c in allowed else "\ufffd" for c in text)
 
 
-def cut(text: str, width: int) -> str:
+def cut_text(text: str, width: int) -> str:
     """Return the beginning of a text that is wider than `width` letters; a wide character counts as two."""
     used = 0
     for i, letter in enumerate(text):
@@ -65,18 +65,18 @@ def relative_error(predicted: float | None, measured: float | None) -> float | N
     return None if result is None else 100 * (result - 1)
 
 
-def plain(value: float | None, digits: int = 0) -> str:
+def plain_number(value: float | None, digits: int = 0) -> str:
     return DASH if value is None else f"{value:,.{digits}f}"
 
 
 def speed(value: float | None) -> str:
     """Format tokens/s with three digits or more."""
-    return plain(value, 0 if value is None or value >= 100 else 1 if value >= 10 else 2)
+    return plain_number(value, 0 if value is None or value >= 100 else 1 if value >= 10 else 2)
 
 
 def gib(count: float | None) -> str:
     """Format bytes in GiB, without the unit."""
-    return DASH if count is None else plain(count / 2**30, 1 if count >= 10 * 2**30 else 2)
+    return DASH if count is None else plain_number(count / 2**30, 1 if count >= 10 * 2**30 else 2)
 
 
 def times(value: float | None) -> str:
@@ -122,7 +122,8 @@ def render(template: str, **content: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "speed": speed, "gib": gib, "times": times, "percent": percent, "plain": plain, "cut": cut, "clean": clean,
+        "speed": speed, "gib": gib, "times": times, "percent": percent, "plain": plain_number, "cut": cut_text,
+        "clean": safe_text,
         "milliseconds": milliseconds,
         "many": lambda n: f"{n:,.0f}",
         "share": lambda x: f"{x:.2%}",

@@ -18,12 +18,12 @@ from optrush.report.charts import Points, Series, curves, inline_svg
 from optrush.report.page import (
     DASH,
     amount,
-    clean,
     gib,
     number,
     percent,
     positive,
     relative_error,
+    safe_text,
     short,
     speed,
 )
@@ -81,9 +81,9 @@ def load_run(folder: Path) -> RunLog:
     config = parse_config(text, str(path))
     lines, torn = _lines(folder / METRICS)
     return RunLog(
-        name=clean(folder.resolve().name),
+        name=safe_text(folder.resolve().name),
         config=config,
-        text=clean(dump_config(config), lines=True),
+        text=safe_text(dump_config(config), lines=True),
         steps=[m for m in lines if "loss" in m],
         evals=[m for m in lines if "eval_loss" in m],
         notes=[note for m in lines for note in _notes(m)],
@@ -118,13 +118,15 @@ def _notes(line: Mapping[str, Any]) -> list[str]:
         value = line[key]
         if key == "passed_over" and isinstance(value, list):
             pairs = [(v.get("checkpoint"), v.get("reason")) for v in value if isinstance(v, Mapping)]
-            notes += [f"{at}the damaged checkpoint {clean(c)} was passed over: {clean(why)}" for c, why in pairs]
+            notes += [
+                f"{at}the damaged checkpoint {safe_text(c)} was passed over: {safe_text(why)}" for c, why in pairs
+            ]
         elif key == "changed" and isinstance(value, Mapping):
-            notes += [f"{at}went on with another {clean(k)}: {clean(v)}" for k, v in value.items()]
+            notes += [f"{at}went on with another {safe_text(k)}: {safe_text(v)}" for k, v in value.items()]
         elif key == "save_failed":
-            notes.append(f"{at}the save failed, and training went on: {clean(value)}")
+            notes.append(f"{at}the save failed, and training went on: {safe_text(value)}")
         else:
-            notes.append(f"{at}{clean(key)}: {clean(value)}")
+            notes.append(f"{at}{safe_text(key)}: {safe_text(value)}")
     return notes
 
 
@@ -136,8 +138,8 @@ def page_content(run: RunLog, ranks: int | None = None) -> dict[str, Any]:
     return {
         "title": run.name,
         "objective": run.config.objective,
-        "model": clean(run.config.model.shape or run.config.model.path),
-        "techniques": ", ".join(clean(n) for n in run.config.with_) or "none",
+        "model": safe_text(run.config.model.shape or run.config.model.path),
+        "techniques": ", ".join(safe_text(n) for n in run.config.with_) or "none",
         "verdict": _verdict(run),
         "notes": _trouble(run) + run.notes,
         "curves": _curves(run),
@@ -151,8 +153,8 @@ def summary(run: RunLog) -> dict[str, str]:
     return {
         "folder": run.name,
         "objective": run.config.objective,
-        "model": clean(run.config.model.shape or run.config.model.path),
-        "techniques": ", ".join(clean(n) for n in run.config.with_) or "none",
+        "model": safe_text(run.config.model.shape or run.config.model.path),
+        "techniques": ", ".join(safe_text(n) for n in run.config.with_) or "none",
         "steps": f"{run.steps[-1]['step']:,.0f}" if run.steps else DASH,
         "loss": _loss(run.steps, "loss"),
         "held_out": _loss(run.evals, "eval_loss"),
@@ -264,8 +266,8 @@ def _against(run: RunLog, ranks: int | None) -> dict[str, Any]:
     try:
         guess: Prediction = search.predict(run.config, ranks=ranks)
     except UserError as error:
-        return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {clean(error.found)}."}
-    kinds = {clean(m.get("memory_kind")) for m in run.steps}
+        return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {safe_text(error.found)}."}
+    kinds = {safe_text(m.get("memory_kind")) for m in run.steps}
     peak = _peak(run) if kinds <= {guess.memory_kind} else None
     rows = [
         (name, text(predicted), text(measured), percent(relative_error(predicted, measured), signed=True))
@@ -275,8 +277,8 @@ def _against(run: RunLog, ranks: int | None) -> dict[str, Any]:
         )
     ]
     basis = "measured rates" if guess.basis == "calibrated" else "rates of its datasheet"
-    summary = f"For {clean(guess.device)} with {basis}; the peak lies in the phase “{clean(guess.phase)}”."
+    summary = f"For {safe_text(guess.device)} with {basis}; the peak lies in the phase “{safe_text(guess.phase)}”."
     if run.steps and peak is None:
         summary += f" The measured peak is of another kind ({', '.join(sorted(kinds))}) and is not compared."
-    lines = [(clean(item.name), _size(item.bytes), clean(item.reason)) for item in guess.lines]
+    lines = [(safe_text(item.name), _size(item.bytes), safe_text(item.reason)) for item in guess.lines]
     return {"predicted": rows, "lines": lines, "predicted_said": summary}

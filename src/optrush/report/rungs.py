@@ -14,22 +14,22 @@ from typing import Any
 from optrush.report.page import (
     DASH,
     amount,
-    clean,
     gib,
     number,
     numbers,
     percent,
-    plain,
+    plain_number,
     positive,
     ratio,
     relative_error,
+    safe_text,
     speed,
     times,
 )
 
 
 @dataclass(frozen=True)
-class Rung:
+class RungResult:
     """One record of a ladder.
 
     Attributes:
@@ -90,7 +90,7 @@ class Rung:
 
     @property
     def length(self) -> str:
-        return DASH if self.longest is None else f"{plain(self.longest)}{' or more' * self.open}"
+        return DASH if self.longest is None else f"{plain_number(self.longest)}{' or more' * self.open}"
 
     @property
     def first_words(self) -> str:
@@ -109,11 +109,11 @@ class Rung:
         return relative_error(self.predicted_speed, self.speed)
 
 
-def rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[Rung], int]:
+def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], int]:
     """Return the rungs, each compared with the one it names, and how many records a later one of that rung replaced."""
     latest: dict[tuple[str, ...], Mapping[str, Any]] = {}
     for record in records:  # measured again: the later record counts, in the place of the first
-        latest[tuple(clean(record.get(k)) for k in ("case", "device", "mode", "rung", "peer"))] = record
+        latest[tuple(safe_text(record.get(k)) for k in ("case", "device", "mode", "rung", "peer"))] = record
     found = {place: _rung(record) for place, record in latest.items()}
     # A rung may name a case of its own, and still be compared with a rung of another case.
     elsewhere = {(p[1], r.name): r for p, r in found.items() if r.mode == "cumulative" and not r.peer}
@@ -131,39 +131,39 @@ def rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[Rung], int]:
     return compared, len(records) - len(latest)
 
 
-def _rung(record: Mapping[str, Any]) -> Rung:
+def _rung(record: Mapping[str, Any]) -> RungResult:
     get = record.get
     tries = get("tries")
     quartiles = numbers(get("tokens_per_s_iqr"))
     low, high = quartiles if len(quartiles) == 2 else (None, None)
-    name, peer = clean(get("rung")) or "unnamed", clean(get("peer"))
-    error = clean(get("error"), lines=True)
+    name, peer = safe_text(get("rung")) or "unnamed", safe_text(get("peer"))
+    error = safe_text(get("error"), lines=True)
     measured = positive(get("tokens_per_s")) if not error else None  # a failed rung has no figure to compare
     reasons = get("red")
-    return Rung(
+    return RungResult(
         key=f"{name} ({peer})" if peer else name,
         name=name,
         peer=peer,
-        mode=clean(get("mode")) or "cumulative",
-        since=clean(get("since")),
-        changes=clean(get("changes")),
+        mode=safe_text(get("mode")) or "cumulative",
+        since=safe_text(get("since")),
+        changes=safe_text(get("changes")),
         speed=measured,
         low=low,
         high=high,
         peak=positive(get("peak_bytes")) if measured is not None else None,
-        memory_kind=clean(get("memory_kind")),
+        memory_kind=safe_text(get("memory_kind")),
         predicted_peak=positive(get("predicted_peak_bytes")),
         predicted_speed=positive(get("predicted_tokens_per_s")),
-        basis=clean(get("basis")),
+        basis=safe_text(get("basis")),
         mfu=number(get("mfu")),
         targets=positive(get("targets_per_s")),
         fill=number(get("fill")),
         waits=number(get("data_wait")),
         losses=tuple(numbers(get("losses"))),
         proof=_proof(get("proof")),
-        verdict=clean(get("verdict")),
-        red=tuple(clean(r) for r in reasons) if isinstance(reasons, list | tuple) else (),
-        case=clean(get("case")),
+        verdict=safe_text(get("verdict")),
+        red=tuple(safe_text(r) for r in reasons) if isinstance(reasons, list | tuple) else (),
+        case=safe_text(get("case")),
         longest=positive(get("longest_seq")),
         open=not any(isinstance(t, Mapping) and t.get("error") for t in tries) if isinstance(tries, list) else False,
         error=error or ("" if measured is not None else "no figure, and no reason given"),
@@ -173,21 +173,21 @@ def _rung(record: Mapping[str, Any]) -> Rung:
 def _proof(proof: object) -> str:
     if not isinstance(proof, Mapping):
         return DASH
-    numerics = clean(proof.get("numerics")).lower().replace("_", " ") or "numerics not declared"
+    numerics = safe_text(proof.get("numerics")).lower().replace("_", " ") or "numerics not declared"
     worst, allowed = number(proof.get("worst")), number(proof.get("tolerance"))
     state = "holds" if proof.get("ok") is True else "BROKEN"
-    where = f" ({clean(proof.get('of'))})" if proof.get("of") else ""
+    where = f" ({safe_text(proof.get('of'))})" if proof.get("of") else ""
     limit = "" if allowed is None else f", allowed {allowed:.2g}"
     figures = "" if worst is None else f"; largest difference {worst:.2g}{where}{limit}"
     cosine = number(proof.get("cosine"))
     angle = "" if cosine is None else f"; 1 − cosine of the first gradients {max(0.0, 1 - cosine):.2g}"
-    return f"{state}: {numerics}, against “{clean(proof.get('against'))}”{figures}{angle}"
+    return f"{state}: {numerics}, against “{safe_text(proof.get('against'))}”{figures}{angle}"
 
 
 # --- sentences
 
 
-def ladder_summary(shown: Sequence[Rung]) -> str:
+def ladder_summary(shown: Sequence[RungResult]) -> str:
     """Return the ladder in one paragraph: first and last figures, counts of rungs, red and failed ones."""
     own = [r for r in shown if not r.peer]
     climbed = [r for r in own if r.mode == "cumulative" and not r.failed]
@@ -217,16 +217,16 @@ def ladder_summary(shown: Sequence[Rung]) -> str:
     return text
 
 
-def _is_red(rung: Rung) -> bool:
+def _is_red(rung: RungResult) -> bool:
     return bool(rung.red) or rung.verdict == "red"
 
 
-def troubled(shown: Iterable[Rung]) -> list[Rung]:
+def troubled(shown: Iterable[RungResult]) -> list[RungResult]:
     """Return red rungs, then failed ones."""
     return sorted((r for r in shown if _is_red(r) or r.failed), key=lambda r: not _is_red(r))
 
 
-def prediction_summary(shown: Sequence[Rung]) -> str:
+def prediction_summary(shown: Sequence[RungResult]) -> str:
     """Return the errors of the predictions in words, in the median and at worst."""
     sentences = []
     for what, value in (("Peak memory", "peak_off"), ("Speed", "speed_off")):
@@ -244,7 +244,7 @@ def prediction_summary(shown: Sequence[Rung]) -> str:
     return " ".join(sentences) + (f" Rates: {', '.join(bases)}." if bases else "")
 
 
-def loss_summary(shown: Sequence[Rung]) -> str:
+def loss_summary(shown: Sequence[RungResult]) -> str:
     """Return the largest difference between any two rungs at one proof step in words."""
     widest: tuple[float, int, str, str] | None = None
     steps = max((len(r.losses) for r in shown), default=0)
@@ -274,8 +274,8 @@ class Versus:
     """Another system's rung and ours, measured in turn on the same load; ratios above 1 are in our favour."""
 
     case: str
-    ours: Rung
-    theirs: Rung
+    ours: RungResult
+    theirs: RungResult
 
     @property
     def faster(self) -> float | None:
@@ -293,7 +293,7 @@ class Versus:
         return ratio(self.theirs.peak, self.ours.peak)
 
 
-def versus(shown: Sequence[Rung]) -> list[Versus]:
+def versus(shown: Sequence[RungResult]) -> list[Versus]:
     """Return each rung of another system that has figures, with the rung of ours that it names."""
     ours = {r.name: r for r in shown if not r.peer and r.mode == "cumulative"}
     pairs = [(r, ours.get(r.since)) for r in shown if r.peer and not r.failed]

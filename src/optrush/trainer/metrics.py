@@ -31,7 +31,7 @@ from torch import Tensor
 from optrush.data.batch import Batch
 from optrush.errors import RunError
 from optrush.report.charts import Series, curves, png
-from optrush.report.page import clean
+from optrush.report.page import safe_text
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
@@ -338,5 +338,5 @@ def plot(metrics: Path, picture: Path, unit: str) -> None:
     train = [(m["step"], m["loss"]) for m in lines if m.get("loss") is not None]
     evals = [(m["step"], m["eval_loss"]) for m in lines if m.get("eval_loss") is not None]
     series = [Series("training loss", train), *([Series("held-out loss", evals, dots=True)] if evals else [])]
-    title = clean(metrics.resolve().parent.name)
+    title = safe_text(metrics.resolve().parent.name)
     picture.write_bytes(png(curves(series, title=title, axis="step", unit=f"loss, {unit}", height=300)))
