@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from optrush.cli import app
-from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.errors import DataError, NeedsError
 from optrush.report import bench as report
 from optrush.report import charts, run
 from optrush.report import page as pages
@@ -323,8 +323,3 @@ def test_what_is_refused(
     if arguments[-1] in ("torn", "bytes"):
         assert "records.jsonl:2" in err
     assert sorted(tmp_path.rglob("*")) == before, "nothing was written"
-
-
-def test_kinds(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        report.folder_kind(tmp_path)

@@ -52,7 +52,7 @@ class BarRow:
     """One row of a bar chart.
 
     Attributes:
-        text: stands to the right of the bar.
+        text: is written to the right of the bar.
         pieces: (begin, end, kind) of each piece; a kind is a color of LIGHT, with " pale" the pale one.
         low, high: the ends of a whisker.
         predicted: the place of a tick.
@@ -130,7 +130,7 @@ def bars(
         if row.failed:
             end = low * math.exp(stub) if log else low + stub
             axes.barh(i + 0.66, end - low, 0.4, left=low, facecolor="none", edgecolor=LIGHT["red"], hatch="////")
-        # Names stand at the chart's edge, texts right of the bars.
+        # Names begin at the chart's edge, texts right of the bars.
         _text(axes, cut_text(row.name, NAME), (0, i + 0.34), axes.get_yaxis_transform(), weight="bold")
         axes.annotate(row.text, (end, i + 0.66), (6, 0), textcoords="offset points", va="center_baseline",
                       fontsize=NORMAL, color=LIGHT["ink"], parse_math=False, annotation_clip=False)  # fmt: skip
