@@ -104,7 +104,7 @@ def main() -> None:
             sys.exit(f"--write makes {plain.data.path} and {plain.data.eval}: two files that are not there yet")
         for name, count, seed in files:
             Path(name).parent.mkdir(parents=True, exist_ok=True)
-            sample.write(Path(name), count, seed=seed)
+            sample.write_sample(Path(name), count, seed=seed)
     pairs = list(itertools.product(range(a.seeds), (False, True)))
     found: dict[tuple[int, bool], float | None] = {}
     with ThreadPoolExecutor(a.jobs) as pool:

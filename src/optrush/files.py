@@ -25,11 +25,11 @@ def rename_file(old: Path, new: Path) -> None:
     os.rename(old, new)
 
 
-def write_whole(path: Path, pieces: Iterable[Any] | str, temporary: Path | None = None) -> None:
+def write_whole(path: Path, pieces: Iterable[Any] | str | bytes, temporary: Path | None = None) -> None:
     """Write a file under a temporary name, sync it and rename it: after a kill, `path` is the old file or the new one.
 
     Args:
-        pieces: bytes and buffers, one after the other, or a text.
+        pieces: a text, bytes, or several buffers that are written one after the other.
         temporary: the temporary name, unique where several processes may write the file; else `path` with `.tmp`.
 
     Raises:
@@ -38,7 +38,8 @@ def write_whole(path: Path, pieces: Iterable[Any] | str, temporary: Path | None 
     new = temporary or path.with_name(path.name + ".tmp")
     try:
         with new.open("wb") as file:
-            for data in [pieces.encode()] if isinstance(pieces, str) else pieces:
+            whole = pieces.encode() if isinstance(pieces, str) else pieces
+            for data in [whole] if isinstance(whole, bytes) else whole:
                 write_piece(file, data)
             file.flush()
             sync_file(file.fileno())

@@ -22,7 +22,7 @@ from optrush.console import count
 from optrush.data import readers
 from optrush.data.readers import form
 from optrush.report import run as runs
-from optrush.report.charts import clean
+from optrush.report.page import safe_text
 from optrush.technique import library
 
 NAME = "README.md"
@@ -55,7 +55,7 @@ def card(config: Config, folder: Path, steps: int, base: Path | None, data: str 
         ("data", escaped(_data(config)) + (f": {escaped(data)}" if data else "")),
         ("steps", f"{steps:,}"),
         ("techniques", escaped(", ".join(config.with_) or "none")),
-        *_measured(runs.read(folder), steps),
+        *_measured(runs.load_run(folder), steps),
         ("versions", f"optrush {__version__}, torch {torch.__version__}, transformers {library('transformers')}"),
     ]
     table = "\n".join(f"| {name} | {text} |" for name, text in facts)
@@ -71,7 +71,7 @@ def card(config: Config, folder: Path, steps: int, base: Path | None, data: str 
 
 def escaped(text: object) -> str:
     """Text from outside as Markdown that shows it as it is: no mark-up, no HTML, no link, one line."""
-    return html.escape(_MARKS.sub(r"\\\g<0>", clean(text)), quote=False)
+    return html.escape(_MARKS.sub(r"\\\g<0>", safe_text(text)), quote=False)
 
 
 def _front(config: Config, base: Path | None) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _of_hub(path: str) -> bool:
     return readers.HUB_ID.fullmatch(path) is not None and not local
 
 
-def _measured(told: runs.Told, steps: int) -> list[tuple[str, str]]:
+def _measured(told: runs.RunLog, steps: int) -> list[tuple[str, str]]:
     """The figures of metrics.jsonl up to the step."""
     lines = [m for m in told.steps if m["step"] <= steps]
     evals = [m for m in told.evals if m["step"] <= steps and m["eval_loss"] is not None]

@@ -23,7 +23,8 @@ from optrush.bench import peer, results, runner
 from optrush.bench.ladder import Longest
 from optrush.bench.peer import build_peer, training_facts
 from optrush.errors import ConfigError, NeedsError, RunError
-from optrush.report import bench, charts
+from optrush.report import bench
+from optrush.report import rungs as summaries
 
 import optrush_peers
 from optrush_peers import weights, worker
@@ -312,7 +313,7 @@ def test_ratios() -> None:
             "targets_per_s": speed / 2, **more,
         }  # fmt: skip
 
-    shown, _ = charts.rungs(
+    shown, _ = summaries.read_rungs(
         [
             record("ours", 120.0, 10),
             record("slow", 60.0, 40, peer="p", since="ours"),
@@ -322,14 +323,14 @@ def test_ratios() -> None:
             record("else", 30.0, 20, case="e", since="ours"),
         ]
     )
-    pairs = bench.versus(shown)
+    pairs = summaries.versus(shown)
     assert [(p.theirs.name, p.faster, p.learns_faster, p.smaller) for p in pairs[:2]] == [
         ("slow", 2.0, 2.0, 4.0), ("quick", 1.2, 1.2, 2.0),
     ]  # fmt: skip
     assert [p.theirs.name for p in pairs] == ["slow", "quick", "wrong"]
-    assert bench.said(pairs) == "Ours against the fastest other system: c: ×1.20 the tokens/s of “quick”."
+    assert summaries.versus_summary(pairs) == "Ours against the fastest other system: c: ×1.20 the tokens/s of “quick”."
     assert shown[-1].factor == 0.25  # compared with a rung of another case
-    assert bench.said([]) == ""
+    assert summaries.versus_summary([]) == ""
 
 
 def test_facts() -> None:

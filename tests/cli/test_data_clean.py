@@ -129,7 +129,7 @@ def test_its_own_folder_is_replaced_and_no_other(call: Call, recipes: Path) -> N
     assert not [name for name in os.listdir() if name.startswith("out.")]
     Path("out/mine.txt").write_text("mine")
     done = call("data", "clean", "recipes.jsonl", "--out", "out", *flags())
-    assert done.code == 2 and "`mine.txt` lies in out, which no cleaning wrote" in done.err
+    assert done.code == 2 and "`mine.txt` in out is not of a cleaning" in done.err
     assert len(os.listdir("out")) == 5
     done = call("data", "clean", "recipes.jsonl", "--out", "recipes.jsonl", *flags())
     assert done.code == 2 and "recipes.jsonl is no folder" in done.err
@@ -138,7 +138,7 @@ def test_its_own_folder_is_replaced_and_no_other(call: Call, recipes: Path) -> N
 def test_what_is_read_is_not_written_over(call: Call, recipes: Path) -> None:
     assert call("data", "clean", "recipes.jsonl", "--out", "out", *flags()).code == 0
     done = call("data", "clean", "out/rows.jsonl", "--out", "out", *flags())
-    assert done.code == 2 and "out/rows.jsonl, which is read, lies there" in done.err
+    assert done.code == 2 and "the folder of the input out/rows.jsonl" in done.err
 
 
 @pytest.mark.parametrize(
@@ -147,8 +147,8 @@ def test_what_is_read_is_not_written_over(call: Call, recipes: Path) -> None:
         (["recipes.jsonl"], "no folder to write"),
         (["--out", "out"], "nothing to clean"),
         (["recipes.jsonl", "--out", "out"], "no `data.clean`"),
-        (["run.yaml", "recipes.jsonl", "--out", "out"], "it stands beside run.yaml"),
-        (["recipes.jsonl", "--check", "out"], "something to clean beside it"),
+        (["run.yaml", "recipes.jsonl", "--out", "out"], "another source is run.yaml"),
+        (["recipes.jsonl", "--check", "out"], "something to clean with it"),
         (["--check", "nowhere"], "cleaning.json: No such file or directory"),
         (["recipes.jsonl", "--out", "out", "--set", "data.clean.chars=[9,1]"], "no row can be meant by that"),
         (["recipes.jsonl", "--out", "out", "--set", "data.clean.char=1"], "did you mean `chars`?"),
@@ -210,10 +210,10 @@ def test_the_page(call: Call, recipes: Path) -> None:
     page = Path("out/cleaning.html").read_text()
     assert "<script" not in page and "<img" not in page and "&lt;script&gt;" in page
     assert not re.search(r"<[^>]*\s(src|srcset|action|on[a-z]+)\s*=", page)
-    assert re.findall(r'href="([^"]*)"', page) == ["data:,"]
+    assert {u for u in re.findall(r'href="([^"]*)"', page) if not u.startswith("#")} == {"data:,"}
     for label in ("characters: at least 10", "of in at least 2 rows", "exact duplicates", "near duplicates"):
         assert label in page
-    assert page.count("<svg role=") == 3, "the waterfall, and two histograms"
+    assert page.count("<svg ") == 3, "the waterfall, and two histograms"
 
 
 def test_the_page_of_a_run_which_writes_no_rows(call: Call, recipes: Path, here: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -23,7 +22,6 @@ from optrush.data.schema import Chat, Completion, Message
 from optrush.errors import DataError
 from optrush.generate import prompts
 from optrush.models import tiny
-from optrush.report import answers
 
 from clirun import Found, write_rows
 
@@ -164,7 +162,7 @@ def test_one_model_and_the_seed(call: Call, trained: Path, here: Path) -> None:
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):
         found = call("generate", str(trained), "--prompts", "p.jsonl", "--out", f"{name}.jsonl", "--seed", seed,
                      "--max-tokens", "10", "--system", "Be brief.")  # fmt: skip
-        assert (found.code, found.out) == (0, f"{name}.jsonl\n{name}.html\n"), found.err
+        assert (found.code, found.out) == (0, f"{name}.jsonl\n"), found.err
     a, b, c = (read(here / f"{name}.jsonl") for name in "abc")
     assert a == b and [r["answer"] for r in a] != [r["answer"] for r in c]
     assert all(r["prompt"][0] == {"role": "system", "content": "Be brief."} and "other" not in r for r in a)
@@ -204,25 +202,6 @@ def test_what_a_prompt_is(here: Path) -> None:
         write_rows(here / "bad.jsonl", [row])
         with pytest.raises(DataError, match=r"bad\.jsonl:1"):
             list(prompts(here / "bad.jsonl"))
-
-
-EVIL = "<script>alert(1)</script>\x1b[31m\u202e"
-
-
-def test_the_page(here: Path) -> None:
-    sampling = {"temperature": 0.7, "top_p": 0.9, "top_k": 0, "max_tokens": 9, "greedy": False}
-    facts = {"model": EVIL, "other": "b", "rows": 2, "out": "a.jsonl", "seed": 1, "sampling": sampling,
-             "likelier_said": EVIL}  # fmt: skip
-    row = {"prompt": [{"role": "user", "content": EVIL}], "answer": EVIL, "finish": "length", "tokens": 9,
-           "other": EVIL, "other_finish": "stop", "other_tokens": 2, "reference": EVIL}  # fmt: skip
-    page = answers.answers_page(facts, [row] * (answers.MOST + 7))
-    assert "default-src 'none'" in page and not re.search(r"https?://|<script|<img", page)
-    assert not set("\x1b\u202e") & set(page) and "&lt;script&gt;" in page and "7 more in a.jsonl" in page
-    assert page.count("9 tokens, cut off") == page.count('<p class="soft">2 tokens</p>') == answers.MOST
-    for tag in ("section", "div", "p", "h2", "h3"):
-        assert len(re.findall(rf"<{tag}[ >]", page)) == page.count(f"</{tag}>"), tag
-    one = answers.answers_page(facts | {"other": None, "likelier_said": None}, [{**row, "prompt": "x"}])
-    assert one.count('class="card"') == 1 and "greedy" not in one
 
 
 def test_wilsons_interval() -> None:
@@ -301,8 +280,6 @@ def test_what_is_refused(call: Call, trained: Path, here: Path) -> None:
     assert "end it in .jsonl" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "a.txt")
     assert "no folder" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "b/a.jsonl")
     assert "p.jsonl exists" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "p.jsonl")
-    (here / "c.html").write_text("")
-    assert "c.html exists" in refused(call, "tiny", "--prompts", "p.jsonl", "--out", "c.jsonl")
     assert "generate first" in refused(call, "tiny", "--judge", "a.jsonl")
     assert "--batch beside it" in refused(call, "--judge", "a.jsonl", "--batch", "2")
     assert "--system with --plain" in refused(call, *some, "--plain", "--system", "x")

@@ -50,7 +50,7 @@ def facts(**changes: Any) -> dict[str, Any]:
     run: Any = SimpleNamespace(seed=0, with_={"packing": {}}, data=SimpleNamespace(too_long="split"))
     return {
         "summary": f"20000 documents {EVIL}", "objective": "sft", "seq": 2048, "too_long": "split",
-        "samples": [one, two], "lengths": preview.spread(lengths, lengths // 3, 2048),
+        "samples": [one, two], "lengths": preview.length_summary(lengths, lengths // 3, 2048),
         "fills": preview.fills(lengths, 2048, 32, 8, run), **changes,
     }  # fmt: skip
 
@@ -59,9 +59,8 @@ def test_the_page() -> None:
     page = data.data_page(facts())
     policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
     assert f'<meta http-equiv="Content-Security-Policy" content="{policy}">' in page
-    assert not re.search(r"https?://|<script|<img|None|nan\b", page) and re.findall(r'href="([^"]*)"', page) == [
-        "data:,"
-    ]
+    assert not re.search(r"https?://|<script|<img|None|nan\b", page)
+    assert {u for u in re.findall(r'href="([^"]*)"', page) if not u.startswith("#")} == {"data:,"}
     for tag in ("svg", "table", "section", "div", "span", "text"):
         assert len(re.findall(rf"<{tag}[ >]", page)) == page.count(f"</{tag}>"), tag
     for said in (
@@ -87,12 +86,12 @@ def test_rows() -> None:
 )
 def test_any_lengths(lengths: list[int], line: bool) -> None:
     """One length, two, far apart; the line at T stands where T lies within."""
-    found = preview.spread(np.array(lengths), np.array(lengths) // 2, 2048)
+    found = preview.length_summary(np.array(lengths), np.array(lengths) // 2, 2048)
     drawn = data.lengths_histogram(found, 2048)
     assert ("T = 2,048" in drawn) == line and "nan" not in drawn
-    said = [int(n.replace(",", "")) for n in re.findall(r"tokens: ([\d,]+) samples", drawn)]
+    said = [int(n.replace(",", "")) for n in re.findall(r"tokens: ([\d,]+)", drawn)]
     assert sum(said) == len(lengths)
-    assert ('class="bar slower"' in drawn) == line
+    assert ("var(--slower)" in drawn) == line
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -109,13 +108,13 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 def test_in_a_browser(browser: Browser, tmp_path: Path, width: int) -> None:
     """A silent console, nothing fetched, no script run, charts to be read on a phone and in the dark."""
     few = np.array([10**6, 10**6 + 1])
-    kinds = facts(), facts(seq=15_000), facts(seq=20), facts(lengths=preview.spread(few, few, 10**6), seq=10**6)
+    kinds = facts(), facts(seq=15_000), facts(seq=20), facts(lengths=preview.length_summary(few, few, 10**6), seq=10**6)
     pages = [data.write_data_page(kind, tmp_path / str(i)) for i, kind in enumerate(kinds)]
     light, dark, *more = [browser.open(page, width, dark=i == 1) for i, page in enumerate([pages[0], *pages])]
     for seen in (light, dark, *more):
         assert not seen.console and not seen.fetched and seen.wide <= 0
         assert [c["over"] + c["out"] for c in seen.charts] == [0, 0]
-        assert all(c["width"] > 180 and c["height"] > 150 and float(c["letters"][:-2]) >= 11 for c in seen.charts)
+        assert all(c["width"] > 180 and c["height"] > 100 and c["letters"] >= 10 and c["said"] for c in seen.charts)
         assert seen.ids == ["samples", "lengths", "fill"]
     assert light.paper != dark.paper and light.charts[0]["fill"] != dark.charts[0]["fill"]
     title = browser.ask("Runtime.evaluate", expression="document.title", returnByValue=True)["result"]["value"]

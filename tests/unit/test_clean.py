@@ -67,51 +67,51 @@ def text(n: int, first: int = 0) -> str:
 # --- what a row is by itself
 
 
-def test_characters(config: Run) -> None:
-    found = config(["x" * n for n in (4, 5, 10, 11)], chars=(5, 10))
+def test_characters(run: Run) -> None:
+    found = run(["x" * n for n in (4, 5, 10, 11)], chars=(5, 10))
     assert stays(found) == [1, 2]
     assert reasons(found, "chars") == ["4 characters; at least 5, at most 10", "11 characters; at least 5, at most 10"]
-    assert stays(config(["é" * 4, "é" * 5], chars=(5, None))) == [1], "characters, not bytes"
-    assert stays(config(["x" * 4, "x" * 5], chars=(None, 4))) == [0]
+    assert stays(run(["é" * 4, "é" * 5], chars=(5, None))) == [1], "characters, not bytes"
+    assert stays(run(["x" * 4, "x" * 5], chars=(None, 4))) == [0]
 
 
-def test_characters_of_all_turns(config: Run) -> None:
+def test_characters_of_all_turns(run: Run) -> None:
     row = chat("ab", "cd")
     length = len(meaning.text(meaning.parse(meaning.RowLocation(Path("f"), 1), row)))
-    assert stays(config([row, "x" * (length + 1)], chars=(length, length))) == [0]
+    assert stays(run([row, "x" * (length + 1)], chars=(length, length))) == [0]
 
 
-def test_tokens(config: Run) -> None:
+def test_tokens(run: Run) -> None:
     words = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.enable_truncation(2)  # must not shorten what is counted
     held = SimpleNamespace(tokenizer=SimpleNamespace(backend_tokenizer=words))
-    found = config([text(n) for n in (2, 3, 5, 6)], {"tokens": held}, tokens=(3, 5))
+    found = run([text(n) for n in (2, 3, 5, 6)], {"tokens": held}, tokens=(3, 5))
     assert stays(found) == [1, 2]
     assert reasons(found, "tokens") == ["2 tokens; at least 3, at most 5", "6 tokens; at least 3, at most 5"]
     assert len(found.record["tokenizer"]) == 64
     with pytest.raises(ConfigError, match="found: no tokenizer\ndo:    name the model whose tokenizer counts"):
-        config(["a"], tokens=(1, 2))
+        run(["a"], tokens=(1, 2))
 
 
-def test_repeated_lines(config: Run) -> None:
+def test_repeated_lines(run: Run) -> None:
     """The share of characters, blank lines aside, at its bound."""
     rows = ["ab\ncd\nab\nef", "ab\n\n  ab \ncd\nef", "ab\nab\nab\ncd", "one line"]
-    assert stays(config(rows, repeated_lines=0.25)) == [0, 1, 3]
-    found = config(rows, repeated_lines=0.2)
+    assert stays(run(rows, repeated_lines=0.25)) == [0, 1, 3]
+    found = run(rows, repeated_lines=0.2)
     assert stays(found) == [3]
     assert reasons(found, "repeated_lines")[2] == "50.0% of its characters are in repeated lines; at most 0.2"
 
 
-def test_language(config: Run) -> None:
+def test_language(run: Run) -> None:
     german = "Die Zwiebeln fein hacken und in der Butter goldbraun braten, dann mit Brühe ablöschen."
     english = "Chop the onions finely and fry them in the butter until golden, then add the stock."
-    found = config([english, german, "12345 !!!"], language=("en",))
+    found = run([english, german, "12345 !!!"], language=("en",))
     assert stays(found) == [0, 2], "what has no letters has no language"
     assert reasons(found, "language") == ["its language is de"]
-    assert stays(config([english, german], language=("de", "en"))) == [0, 1]
+    assert stays(run([english, german], language=("de", "en"))) == [0, 1]
     with pytest.raises(ConfigError) as error:
-        config([english], language=("english",))
+        run([english], language=("english",))
     assert error.value.found == "no code of a known language"
 
 
@@ -120,12 +120,12 @@ def test_language(config: Run) -> None:
     [({"near_duplicates": 0.8}, "rensa", "dedup"), ({"language": ("en",)}, "py3langid", "language")],
 )
 def test_a_missing_library(
-    config: Run, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], library: str, extra: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], library: str, extra: str
 ) -> None:
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == library else there(name, *a))
     with pytest.raises(NeedsError) as error:
-        config(["a"], **settings)
+        run(["a"], **settings)
     assert error.value.found == f"the library {library} is not installed"
     assert error.value.do == f"python -m pip install 'optrush[{extra}]'"
 
@@ -133,133 +133,131 @@ def test_a_missing_library(
 # --- items
 
 
-def test_number_of_items(config: Run) -> None:
+def test_number_of_items(run: Run) -> None:
     rows = [{"text": "x", "of": {"a": ["i"] * n}} for n in (0, 1, 2, 3)] + [{"text": "x"}, {"text": "x", "of": "one"}]
-    found = config(rows, items=[{"field": "of.a", "bounds": [1, 2]}])
+    found = run(rows, items=[{"field": "of.a", "bounds": [1, 2]}])
     assert stays(found) == [1, 2]
     assert reasons(found, "items[0].bounds") == [
         "0 of.a; at least 1, at most 2", "3 of.a; at least 1, at most 2",
         "no of.a; at least 1, at most 2", "no of.a; at least 1, at most 2",
     ]  # fmt: skip
-    assert stays(config(rows, items=[{"field": "of.a", "bounds": [None, 2]}])) == [0, 1, 2, 4, 5]
+    assert stays(run(rows, items=[{"field": "of.a", "bounds": [None, 2]}])) == [0, 1, 2, 4, 5]
 
 
-def test_items_by_a_pattern(config: Run) -> None:
+def test_items_by_a_pattern(run: Run) -> None:
     rows = ["- a\n- b\nc", "- a", "no list", {"messages": chat("q", "- x\n- y")["messages"]}]
-    assert stays(config(rows, items=[{"pattern": "^- (.+)$", "bounds": [2, None]}])) == [0, 3]
-    assert stays(config(rows, items=[{"pattern": "^- .+$", "bounds": [1, 1]}])) == [1], (
-        "without a group the whole match"
-    )
+    assert stays(run(rows, items=[{"pattern": "^- (.+)$", "bounds": [2, None]}])) == [0, 3]
+    assert stays(run(rows, items=[{"pattern": "^- .+$", "bounds": [1, 1]}])) == [1], "without a group the whole match"
     for pattern, item in (("^- (.+)$", "x"), ("^- .+$", "- x")):
-        found = config(rows, items=[{"pattern": pattern, "rarest": 2}])
+        found = run(rows, items=[{"pattern": pattern, "rarest": 2}])
         assert reasons(found, "items[0].rarest")[-1] == f"'{item}' is in 1 row; at least 2"
 
 
-def test_items_of_objects_and_of_a_text(config: Run) -> None:
+def test_items_of_objects_and_of_a_text(run: Run) -> None:
     rows = [{"text": "x", "list": [{"name": "a"}, {"name": "b"}, {"other": 1}]}, {"text": "y", "list": [{"name": "c"}]}]
-    assert stays(config(rows, items=[{"field": "list.name", "bounds": [2, 2]}])) == [0]
+    assert stays(run(rows, items=[{"field": "list.name", "bounds": [2, 2]}])) == [0]
     rows = [{"text": "x", "kind": "soup"}, {"text": "y", "kind": "stew"}, {"text": "z", "kind": " SOUP"}]
-    assert stays(config(rows, items=[{"field": "kind", "rarest": 2}])) == [0, 2]
+    assert stays(run(rows, items=[{"field": "kind", "rarest": 2}])) == [0, 2]
 
 
-def test_rare_items(config: Run) -> None:
+def test_rare_items(run: Run) -> None:
     """In fewer rows than asked for; twice in one row counts once; case and outer spaces do not tell items apart."""
     held = [["Salt", "egg"], [" salt "], ["egg", "salt", "saffron", "saffron"], ["EGG"], []]
     rows = [{"text": "x", "of": items} for items in held]
-    found = config(rows, items=[{"field": "of", "rarest": 2}])
+    found = run(rows, items=[{"field": "of", "rarest": 2}])
     assert stays(found) == [0, 1, 3, 4]
     assert reasons(found, "items[0].rarest") == ["'saffron' is in 1 row; at least 2"]
-    assert stays(config(rows, items=[{"field": "of", "rarest": 3}])) == [0, 1, 3, 4]
-    assert stays(config(rows, items=[{"field": "of", "rarest": 4}])) == [4], "a row without items holds no rare one"
+    assert stays(run(rows, items=[{"field": "of", "rarest": 3}])) == [0, 1, 3, 4]
+    assert stays(run(rows, items=[{"field": "of", "rarest": 4}])) == [4], "a row without items holds no rare one"
 
 
-def test_items_are_counted_over_the_rows_that_are_left(config: Run) -> None:
+def test_items_are_counted_over_the_rows_that_are_left(run: Run) -> None:
     rows = [{"text": "x" * n, "of": ["a"]} for n in (1, 9)] + [{"text": "x" * 9, "of": ["b"]} for _ in range(2)]
-    assert stays(config(rows, items=[{"field": "of", "rarest": 2}])) == [0, 1, 2, 3]
-    assert stays(config(rows, chars=(5, None), items=[{"field": "of", "rarest": 2}])) == [2, 3]
+    assert stays(run(rows, items=[{"field": "of", "rarest": 2}])) == [0, 1, 2, 3]
+    assert stays(run(rows, chars=(5, None), items=[{"field": "of", "rarest": 2}])) == [2, 3]
     rows = [{"text": "x", "a": a, "b": b} for a, b in (("r", "s"), ("m", "s"), ("m", "t"), ("m", "t"))]
-    assert stays(config(rows, items=[{"field": "a", "rarest": 2}, {"field": "b", "rarest": 2}])) == [2, 3]
-    assert stays(config(rows, items=[{"field": "b", "rarest": 2}])) == [0, 1, 2, 3]
+    assert stays(run(rows, items=[{"field": "a", "rarest": 2}, {"field": "b", "rarest": 2}])) == [2, 3]
+    assert stays(run(rows, items=[{"field": "b", "rarest": 2}])) == [0, 1, 2, 3]
 
 
-def test_many_items_are_counted_across_blocks(config: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_items_are_counted_across_blocks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     from optrush.data import cleaning
 
     monkeypatch.setattr(cleaning, "BLOCK", 7)
     rows = [{"text": "x", "of": [f"i{i % 50}", f"j{i // 2}"]} for i in range(100)] + [{"text": "x", "of": ["i1", "k"]}]
-    assert stays(config(rows, items=[{"field": "of", "rarest": 2}])) == list(range(100))
+    assert stays(run(rows, items=[{"field": "of", "rarest": 2}])) == list(range(100))
 
 
-def test_a_field_that_no_row_has(config: Run) -> None:
+def test_a_field_that_no_row_has(run: Run) -> None:
     with pytest.raises(DataError) as error:
-        config([{"text": "x", "ingredients": []}], items=[{"field": "ingredient", "bounds": [1, 2]}])
+        run([{"text": "x", "ingredients": []}], items=[{"field": "ingredient", "bounds": [1, 2]}])
     assert error.value.asked == "`data.clean.items[0].field: ingredient`"
     assert error.value.found == "no row has it; the first one has text, ingredients"
 
 
-def test_histograms(config: Run) -> None:
+def test_histograms(run: Run) -> None:
     """Of the rows that a filter looked at, and of those that stay at the end; what lies above is in the last bar."""
     rows = [{"text": "x" * (1 if n == 7 else 10), "of": ["a"] * n} for n in (0, 1, 2, 2, 3, 7, 9)]
     rows.append({"text": "x" * 10})
-    found = config(rows, chars=(5, None), items=[{"field": "of", "bounds": [1, 5], "rarest": 2}])
+    found = run(rows, chars=(5, None), items=[{"field": "of", "bounds": [1, 5], "rarest": 2}])
     chars, items = found.record["histograms"]
     assert (chars["name"], items["name"]) == ("characters", "number of of")
     assert sum(chars["before"]) == 8 and sum(chars["after"]) == 4 and chars["bounds"] == [5, None]
     assert items["edges"] == list(range(11)) and items["bounds"] == [1, 5] and items["longest"] == 9
     assert items["before"] == [2, 1, 2, 1, 0, 0, 0, 0, 0, 1]
     assert items["after"] == [0, 1, 2, 1, 0, 0, 0, 0, 0, 0]
-    many = config(["x" * n for n in [10] * 500 + [100_000]], chars=(1, None)).record["histograms"][0]
+    many = run(["x" * n for n in [10] * 500 + [100_000]], chars=(1, None)).record["histograms"][0]
     assert len(many["before"]) < 70 and sum(many["before"]) == 501 and many["longest"] == 100_000
 
 
 # --- duplicates and contamination
 
 
-def test_exact_duplicates(config: Run) -> None:
+def test_exact_duplicates(run: Run) -> None:
     """White space and Unicode's forms do not tell texts apart, letters do; the first stays."""
     rows = ["caf\u00e9 au lait", "other", " cafe\u0301  au\nlait", "Caf\u00e9 au lait", "other"]
-    found = config(rows, exact_duplicates=True)
+    found = run(rows, exact_duplicates=True)
     assert stays(found) == [0, 1, 3]
     assert reasons(found, "exact_duplicates")[0].endswith("rows.jsonl:1")
-    assert stays(config(["x" * 3, "x" * 9, "x" * 9], chars=(5, None), exact_duplicates=True)) == [1]
+    assert stays(run(["x" * 3, "x" * 9, "x" * 9], chars=(5, None), exact_duplicates=True)) == [1]
 
 
-def test_near_duplicates(config: Run) -> None:
+def test_near_duplicates(run: Run) -> None:
     """At the bound of the similarity, which is exact: 100 words have 96 runs of 5, one changed word breaks 5."""
     words = text(100).split()
     one = " ".join([*words[:50], "changed", *words[51:]])
     rows = [" ".join(words), one, text(100, 1000)]
     similarity = 91 / (96 + 5)
-    assert stays(config(rows, near_duplicates=similarity)) == [0, 2]
-    assert stays(config(rows, near_duplicates=similarity + 1e-6)) == [0, 1, 2]
-    found = config(rows, near_duplicates=0.5)
+    assert stays(run(rows, near_duplicates=similarity)) == [0, 2]
+    assert stays(run(rows, near_duplicates=similarity + 1e-6)) == [0, 1, 2]
+    found = run(rows, near_duplicates=0.5)
     assert reasons(found, "near_duplicates")[0].startswith("similarity 0.901 with ")
     assert reasons(found, "near_duplicates")[0].endswith("rows.jsonl:1")
-    shouted = config([" ".join(words), " ".join(words).upper() + "!"], near_duplicates=0.99)
+    shouted = run([" ".join(words), " ".join(words).upper() + "!"], near_duplicates=0.99)
     assert stays(shouted) == [0], "case and punctuation are no words"
 
 
-def test_near_duplicates_of_short_texts_and_of_texts_without_spaces(config: Run) -> None:
-    assert stays(config(["yes", "no", "Yes!", "?!", "..."], near_duplicates=0.5)) == [0, 1, 3, 4]
+def test_near_duplicates_of_short_texts_and_of_texts_without_spaces(run: Run) -> None:
+    assert stays(run(["yes", "no", "Yes!", "?!", "..."], near_duplicates=0.5)) == [0, 1, 3, 4]
     chinese = "番茄炒蛋是一道简单又美味的家常菜只需要几个鸡蛋和两个番茄就可以做好先把鸡蛋打散再把番茄切成小块"
-    assert stays(config([chinese, chinese[:20] + "汤" + chinese[21:]], near_duplicates=0.7)) == [0]
+    assert stays(run([chinese, chinese[:20] + "汤" + chinese[21:]], near_duplicates=0.7)) == [0]
 
 
-def test_a_chain_of_near_duplicates_is_not_dragged_along(config: Run) -> None:
+def test_a_chain_of_near_duplicates_is_not_dragged_along(run: Run) -> None:
     """b is near a, c is near b but not near a: b goes, c stays, for b does not stay."""
     words = text(100).split()
     a, b, c = (" ".join(["x"] * n + words[n:]) for n in (0, 20, 40))
-    assert stays(config([a, b, c], near_duplicates=0.6)) == [0, 2]
-    assert stays(config([b, c, a], near_duplicates=0.6)) == [0]
+    assert stays(run([a, b, c], near_duplicates=0.6)) == [0, 2]
+    assert stays(run([b, c, a], near_duplicates=0.6)) == [0]
 
 
-def test_a_shared_system_prompt_makes_no_duplicates(config: Run) -> None:
+def test_a_shared_system_prompt_makes_no_duplicates(run: Run) -> None:
     rows = [chat(text(20, 100 * i), text(20, 100 * i + 50), system=text(500, 10**6)) for i in range(3)]
-    assert stays(config(rows, near_duplicates=0.3)) == [0, 1, 2]
-    assert stays(config([*rows, rows[0]], near_duplicates=0.3)) == [0, 1, 2]
+    assert stays(run(rows, near_duplicates=0.3)) == [0, 1, 2]
+    assert stays(run([*rows, rows[0]], near_duplicates=0.3)) == [0, 1, 2]
 
 
-def test_contamination(config: Run, tmp_path: Path) -> None:
+def test_contamination(run: Run, tmp_path: Path) -> None:
     """Thirteen words in a row, or all of a shorter text; of an evaluation text's system prompt nothing."""
     evaluation = tmp_path / "eval.jsonl"
     judged = [{"text": text(40)}, {"text": "What is the capital?"}, chat(text(20, 500), "ok", system=text(30, 900))]
@@ -272,7 +270,7 @@ def test_contamination(config: Run, tmp_path: Path) -> None:
         chat(text(20, 500), "well"),
         chat("hello there", "hi", system=text(30, 900)),
     ]
-    found = config(rows, decontaminate=str(evaluation))
+    found = run(rows, decontaminate=str(evaluation))
     assert stays(found) == [1, 3, 5]
     why = reasons(found, "decontaminate")
     assert why[0] == f"shares words with {evaluation}:1: {text(13, 5)!r}"
@@ -280,11 +278,11 @@ def test_contamination(config: Run, tmp_path: Path) -> None:
     assert found.record["evaluation"][0]["file"] == str(evaluation)
 
 
-def test_contamination_by_a_file_with_a_bad_row(config: Run, tmp_path: Path) -> None:
+def test_contamination_by_a_file_with_a_bad_row(run: Run, tmp_path: Path) -> None:
     evaluation = tmp_path / "eval.jsonl"
     evaluation.write_text('{"text": "a"}\n{"text": ""}\n')
     with pytest.raises(DataError, match=r"eval\.jsonl:2"):
-        config(["x"], decontaminate=str(evaluation))
+        run(["x"], decontaminate=str(evaluation))
 
 
 # --- settings that cannot be meant
@@ -310,33 +308,33 @@ def test_contamination_by_a_file_with_a_bad_row(config: Run, tmp_path: Path) -> 
         ),
     ],
 )
-def test_settings(config: Run, settings: dict[str, Any], asked: str, found: str) -> None:
+def test_settings(run: Run, settings: dict[str, Any], asked: str, found: str) -> None:
     with pytest.raises(ConfigError) as error:
-        config(["x"], **settings)
+        run(["x"], **settings)
     assert (error.value.asked, error.value.found) == (asked, found)
 
 
-def test_nothing_left(config: Run) -> None:
+def test_nothing_left(run: Run) -> None:
     with pytest.raises(DataError) as error:
-        config(["a", "b"], chars=(5, None))
+        run(["a", "b"], chars=(5, None))
     assert error.value.found == "none: 0 of 2 rows stay; taken by chars 2"
 
 
 # --- bad rows
 
 
-def test_bad_rows(config: Run) -> None:
+def test_bad_rows(run: Run) -> None:
     rows = ["good", b"not json", "good too", {"other": 1}, "x"]
     with pytest.raises(DataError, match=r"rows\.jsonl:2"):
-        config(rows, chars=(2, None))
+        run(rows, chars=(2, None))
     aside = {"bad_rows": "quarantine", "most_bad": 0.4}
-    found = config(rows, aside, chars=(2, None))
+    found = run(rows, aside, chars=(2, None))
     assert stays(found) == [0, 1, 2, 3], "whoever reads next must refuse the bad ones again"
     assert found.record["bad"]["rows"] == 2 and found.record["kept"]["rows"] == 2
     assert [e["line"] for e in found.record["bad"]["examples"]] == [2, 4]
     assert found.summary() == "2 of 5 rows stay; taken by chars 1, bad 2"
     with pytest.raises(DataError) as error:
-        config(rows, {**aside, "most_bad": 0.39}, chars=(2, None))
+        run(rows, {**aside, "most_bad": 0.39}, chars=(2, None))
     assert error.value.asked == "at most 0.39 of the rows bad (data.most_bad)"
     assert error.value.found.startswith("2 of 5") and "rows.jsonl:2" in error.value.found
 
@@ -393,10 +391,10 @@ def test_lines_of_text_that_are_blank_keep_their_number(tmp_path: Path, monkeypa
     path.write_text("\nlong enough\n\nx\n\nlong enough too\nx\n")
     monkeypatch.setattr(module, "chunks", lambda file, text_rows: chunks(file, 15, text_rows=text_rows))
     found = clean([path], Cleaning(chars=(5, None)), tokens=None, text_rows="line", workers=1)
-    assert len(found.account.table.parts) > 1
+    assert len(found.table.parts) > 1
     seen = [
         (where.line, bool(found.kept[path][part.first - 1 + k]))
-        for part in found.account.table.parts
+        for part in found.table.parts
         for k, (where, _) in enumerate(attempts(part, "line"))
     ]
     assert seen == [(2, True), (4, False), (6, True), (7, False)]
@@ -427,12 +425,12 @@ def test_the_same_bytes_whatever_the_number_of_workers(tmp_path: Path) -> None:
         chars=(270, 285), items=[{"field": "of", "rarest": 2}], exact_duplicates=True, near_duplicates=0.7
     )
     made = []
-    for workers in (1, 2, 2):
+    for workers in (1, 2):
         found = clean(files, settings, tokens=None, workers=workers)
         out = tmp_path / f"{len(made)}"
         out.mkdir()
         made.append((json.dumps(write_rows(found, out)), *(f.read_bytes() for f in sorted(out.iterdir()))))
-    assert made[0] == made[1] == made[2]
+    assert made[0] == made[1]
     assert all(f["taken"] for f in found.record["filters"]), "the case tells"
 
 
@@ -451,13 +449,13 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 60
 
 
-def test_batches_of_which_nothing_is_left(config: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_batches_of_which_nothing_is_left(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from optrush.data import cleaning
 
     monkeypatch.setattr(cleaning, "BATCH_rows", 1)
     evaluation = write(tmp_path / "eval.jsonl", ["some other words"])
     rows = [{"text": t, "of": ["a"]} for t in ("x", "long enough", "x", "long enough", "!" * 9)]
-    found = config(
+    found = run(
         rows, chars=(5, None), items=[{"field": "of", "bounds": [1, 9], "rarest": 2}], repeated_lines=0.5,
         language=("en", "de", "da", "nl", "fr"), exact_duplicates=True, near_duplicates=0.5,
         decontaminate=str(evaluation),
@@ -465,14 +463,14 @@ def test_batches_of_which_nothing_is_left(config: Run, monkeypatch: pytest.Monke
     assert [f["taken"] for f in found.record["filters"]] == [2, 0, 0, 0, 0, 1, 0, 0]
 
 
-def test_hostile_rows(config: Run) -> None:
+def test_hostile_rows(run: Run) -> None:
     """Nothing of these is an error, and nothing is lost."""
     rows = [
         "<script>alert(1)</script>", "\u202e\u0000\x1b[31m", "a" * 3_000_000, "\U0001f35d " * 1000, "\n" * 5 + "x",
         {"text": "x", "of": [None, 1, {"a": [1.5]}, "", "  "]}, {"text": "x", "of": {"deep": "no list"}},
         {"text": "ｆｕｌｌ ｗｉｄｔｈ"}, "ß ẞ ﬁ İ",
     ]  # fmt: skip
-    found = config(
+    found = run(
         rows, chars=(1, None), items=[{"field": "of", "bounds": [0, 9]}], repeated_lines=0.99, exact_duplicates=True,
         near_duplicates=0.9, language=("en",),
     )  # fmt: skip

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optrush.data import cleaning
-from optrush.data.cleaning import Groups, Sets, banding, bands, exact, near
+from optrush.data import near_duplicates as texts
+from optrush.data.near_duplicates import Groups, Sets, banding, bands, exact, near
 
 SENTENCES = st.lists(st.sampled_from(("a", "b", "c", "d", "e", "f")), max_size=12).map(" ".join)
 
 
 def plain_runs(text: str, n: int) -> list[tuple[str, ...]]:
-    words = list(cleaning.words(text))
+    words = list(texts.split_words(text))
     return [tuple(words[i : i + n]) for i in range(max(1, len(words) - n + 1))] if words else []
 
 
@@ -31,15 +32,15 @@ def plain_runs(text: str, n: int) -> list[tuple[str, ...]]:
     ],
 )
 def test_words(text: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(cleaning.words(text)) == words
-    monkeypatch.setattr(cleaning, "LONG_chars", 0)
-    assert list(cleaning.words(text)) == words, "a long text's words are the same"
+    assert list(texts.split_words(text)) == words
+    monkeypatch.setattr(texts, "LONG_chars", 0)
+    assert list(texts.split_words(text)) == words, "a long text's words are the same"
 
 
 @given(st.lists(SENTENCES, max_size=6), st.integers(1, 5))
 def test_runs(given_texts: list[str], n: int) -> None:
     """Equal hashes exactly where the words are equal, over all texts, and as many as there are."""
-    hashes, counts = cleaning.runs(*cleaning.hashed_words(given_texts), n)
+    hashes, counts = texts.word_runs(*texts.hashed_words(given_texts), n)
     wanted = [plain_runs(text, n) for text in given_texts]
     assert counts.tolist() == [len(w) for w in wanted]
     whole = [run for w in wanted for run in w]
@@ -48,7 +49,7 @@ def test_runs(given_texts: list[str], n: int) -> None:
 
 @given(st.lists(SENTENCES, max_size=6), st.integers(1, 5))
 def test_shingles(given_texts: list[str], n: int) -> None:
-    found, sizes = cleaning.shingles(*cleaning.hashed_words(given_texts), n)
+    found, sizes = texts.shingles(*texts.hashed_words(given_texts), n)
     sets = [set(plain_runs(text, n)) for text in given_texts]
     assert sizes.tolist() == [len(s) for s in sets]
     pieces = np.split(found, np.cumsum(sizes)[:-1]) if len(sizes) else []
@@ -59,10 +60,10 @@ def test_shingles(given_texts: list[str], n: int) -> None:
 
 def test_hashes_do_not_change_between_processes_and_versions() -> None:
     """Records are compared by what these give."""
-    hashes, lengths = cleaning.hashed_words(["one two three four five six"])
-    assert cleaning.runs(hashes, lengths, 5)[0].tolist() == [16097572282202166377, 4132983344923093485]
-    assert cleaning.digest(" a\tcafe\u0301 ") == cleaning.digest("a caf\u00e9")
-    assert cleaning.digest("a b").hex() == "acc9227cc02e5f5c13e74125bce89499"
+    hashes, lengths = texts.hashed_words(["one two three four five six"])
+    assert texts.word_runs(hashes, lengths, 5)[0].tolist() == [16097572282202166377, 4132983344923093485]
+    assert texts.text_digest(" a\tcafe\u0301 ") == texts.text_digest("a caf\u00e9")
+    assert texts.text_digest("a b").hex() == "acc9227cc02e5f5c13e74125bce89499"
 
 
 @given(st.text(alphabet="ab\n ", max_size=30))
@@ -92,9 +93,9 @@ def test_exact(rows: list[tuple[int, int, bool]]) -> None:
 def test_banding(threshold: float) -> None:
     """A pair at the threshold is met, by the formula and in an experiment."""
     count, rows = banding(threshold)
-    assert count >= cleaning.TOGETHER and count * rows <= cleaning.PERMUTATIONS
+    assert count >= texts.TOGETHER and count * rows <= texts.PERMUTATIONS
     p = threshold**rows
-    assert (1 - p) ** count + count * p * (1 - p) ** (count - 1) <= cleaning.MISSED or rows == 1
+    assert (1 - p) ** count + count * p * (1 - p) ** (count - 1) <= texts.MISSED or rows == 1
     pairs, size = 300, 200
     shared = round(2 * size * threshold / (1 + threshold))
     rng = np.random.default_rng(0)
@@ -103,7 +104,7 @@ def test_banding(threshold: float) -> None:
         drawn = rng.choice(2**32, 2 * size - shared, replace=False).astype(np.uint32)
         sets += [np.sort(drawn[:size]), np.sort(np.append(drawn[:shared], drawn[size:]))]
     keys = bands(np.concatenate(sets), np.full(2 * pairs, size), (count, rows))
-    met = (keys[0::2] == keys[1::2]).sum(1) >= cleaning.TOGETHER
+    met = (keys[0::2] == keys[1::2]).sum(1) >= texts.TOGETHER
     assert met.mean() >= 0.98
 
 
@@ -119,7 +120,7 @@ def brute(sets: list[set[int]], threshold: float) -> dict[int, float]:
     return gone
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 10**6), threshold=st.sampled_from([0.5, 0.7, 0.85]), block=st.sampled_from([1, 40, 1 << 21]))
 def test_near_against_all_pairs(
     tmp_path_factory: pytest.TempPathFactory, seed: int, threshold: float, block: int
@@ -141,7 +142,7 @@ def test_near_against_all_pairs(
     shape = banding(threshold)
     keys = bands(flat, sizes, shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cleaning, "PAIRS", block)
+        patch.setattr(texts, "PAIRS", block)
         groups = Groups(len(sets), folder)
         for band in keys.T:
             groups.add(band)

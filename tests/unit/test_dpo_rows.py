@@ -163,7 +163,7 @@ def test_the_loss_by_hand():
 
 def test_the_sample_has_pairs(tmp_path: Path):
     path = tmp_path / "pairs.jsonl"
-    sample.write(path, 30, 4, pairs=True)
+    sample.write_sample(path, 30, 4, pairs=True)
     found = [row(RowLocation(path, n), json.loads(line)) for n, line in enumerate(path.read_text().splitlines(), 1)]
     assert len(found) == 30 and all(isinstance(pair, Pair) for pair in found)
     for pair in found:
@@ -173,7 +173,7 @@ def test_the_sample_has_pairs(tmp_path: Path):
         steps, other = ({line.partition(". ")[2] for line in text[2:]} for text in (good, bad))
         assert steps == other and good[2].startswith("1. Prepare the ")
         assert [line.partition(".")[0] for line in bad[2:]] == [str(n) for n in range(1, len(bad) - 1)]
-    sample.write(path, 5, 4, pairs=True)
+    sample.write_sample(path, 5, 4, pairs=True)
     again = [row(RowLocation(path, n), json.loads(line)) for n, line in enumerate(path.read_text().splitlines(), 1)]
     assert again == found[:5]
 

@@ -34,7 +34,7 @@ def document(tokenizer: Any, text: str, learnt: slice = slice(1, None)) -> Docum
 
 
 def whole(tokenizer: Any, d: Document) -> list[preview.Piece]:
-    return list(preview.pieces(tokenizer, d, 0, len(d), preview.special_ids(tokenizer)))
+    return list(preview.token_pieces(tokenizer, d, 0, len(d), preview.special_ids(tokenizer)))
 
 
 def test_every_token_once_and_every_character_whole(tokenizer: Any) -> None:
@@ -76,7 +76,7 @@ class Words:
 
 def test_the_end_of_a_long_document_keeps_its_space() -> None:
     n = preview.HEAD_tok + preview.TAIL_tok + 7
-    (found,) = preview.sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
+    (found,) = preview.describe_sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
     assert (found["tokens"], found["targets"], found["left_out"]) == (n, n, 7)
     assert [p["text"] for p in found["pieces"][:2]] == ["w0", " w1"] and len(found["pieces"]) == preview.HEAD_tok
     assert [p["ids"] for p in found["end"]] == [(i,) for i in range(n - preview.TAIL_tok, n)]
@@ -85,14 +85,14 @@ def test_the_end_of_a_long_document_keeps_its_space() -> None:
 
 def test_a_short_document_is_told_once() -> None:
     n = preview.HEAD_tok + preview.TAIL_tok
-    (found,) = preview.sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
+    (found,) = preview.describe_sample(Words(), [Document(np.arange(n, dtype=np.int32), np.ones(n, bool))], frozenset())
     assert len(found["pieces"]) == n and found["left_out"] == 0 and found["end"] == []
 
 
 def test_a_pair_has_two_names() -> None:
     d = Document(np.arange(3, dtype=np.int32), np.array([False, True, True]))
-    assert [x["name"] for x in preview.sample(Words(), [d, d], frozenset())] == ["chosen", "rejected"]
-    assert [x["name"] for x in preview.sample(Words(), [d], frozenset())] == ["document"]
+    assert [x["name"] for x in preview.describe_sample(Words(), [d, d], frozenset())] == ["chosen", "rejected"]
+    assert [x["name"] for x in preview.describe_sample(Words(), [d], frozenset())] == ["document"]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_what_may() -> None:
 
 
 def test_spread() -> None:
-    found = preview.spread(np.array([10, 20, 30, 40, 100]), np.array([5, 5, 10, 0, 30]), 40)
+    found = preview.length_summary(np.array([10, 20, 30, 40, 100]), np.array([5, 5, 10, 0, 30]), 40)
     told = [found[k] for k in ("samples", "tokens", "learnt", "min", "median", "mean", "p95", "max", "longer_than_seq")]
     assert told == [5, 200, 0.25, 10, 30.0, 40.0, 100, 100, 1]
     assert sum(found["histogram"]["counts"]) == 5 and not found["histogram"]["logarithmic"]
@@ -120,7 +120,7 @@ def test_spread() -> None:
 
 @given(st.lists(st.integers(1, 10**7), min_size=1, max_size=50))
 def test_a_histogram_holds_every_sample(lengths: list[int]) -> None:
-    found = preview.spread(np.array(lengths), np.array(lengths), 2048)["histogram"]
+    found = preview.length_summary(np.array(lengths), np.array(lengths), 2048)["histogram"]
     edges = found["edges"]
     assert sum(found["counts"]) == len(lengths) and len(found["counts"]) == len(edges) - 1 <= preview.BINS
     assert edges == sorted(set(edges)) and edges[0] == min(lengths) and edges[-1] == max(lengths) + 1
@@ -135,7 +135,7 @@ def test_fills(how: str, cut: list[int]) -> None:
     """Each layout by its name; the samples as the run cuts them, but for wrap, which does that by itself."""
     run: Any = SimpleNamespace(seed=0, with_={"wrap": {}}, data=SimpleNamespace(too_long=how))
     lengths = np.array([10, 64, 200])
-    assert sorted(preview.fitting(lengths, 64, how).tolist()) == cut
+    assert sorted(preview.cut_lengths(lengths, 64, how).tolist()) == cut
     found = {f["name"]: f for f in preview.fills(lengths, 64, 4, 2, run)}
     assert list(found) == ["pad", "sort-by-length", "wrap", "packing"]
     assert [name for name, f in found.items() if f["chosen"]] == ["wrap"]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from optrush.data.readers import read
-from optrush.data.sample import conversations, write
+from optrush.data.sample import conversations, write_sample
 from optrush.data.schema import parse
 from optrush.models import tiny
 
@@ -66,7 +66,7 @@ def test_recipes_are_deterministic_many_and_of_many_lengths(tmp_path):
     turns = {sum(message["role"] == "assistant" for message in conversation) for conversation in made}
     assert turns == {1, 2, 3, 4}
     assert 0.3 < sum(conversation[0]["role"] == "system" for conversation in made) / 1000 < 0.5
-    write(tmp_path / "r.jsonl", 100, seed=0)
+    write_sample(tmp_path / "r.jsonl", 100, seed=0)
     rows = [parse(where, found) for where, found in read(tmp_path / "r.jsonl")]
     assert [[(m.role, m.content) for m in row.messages] for row in rows] == [
         [(m["role"], m["content"]) for m in conversation] for conversation in islice(made, 100)

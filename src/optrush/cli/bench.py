@@ -84,7 +84,7 @@ def report(
     """
     from optrush.report import bench as pages
 
-    kinds = [pages.kind(folder) for folder in folders]
+    kinds = [pages.folder_kind(folder) for folder in folders]
     if len(folders) == 1:
         if out is not None:
             raise ConfigError(f"--out {out}", "one folder: its report lies in it", "leave --out out, or name several")

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module, util
 from itertools import chain
@@ -329,7 +329,7 @@ def generate(
     """Answer a file of prompts.
 
     Rows are messages (answered after the last user turn), prompt or text, in any format that training reads. FILE.jsonl
-    gets a row for each, FILE.html shows them; --base or --against answers twice.
+    gets a row for each; --base or --against answers twice.
 
     --judge FILE.jsonl, alone, shows two answers at a time in random order: 1 or 2 is better, 0 neither, q stops. The
     verdicts lie in FILE.verdicts.jsonl, and judging goes on where it stopped. What is printed is how often the model
@@ -369,16 +369,15 @@ def generate(
         return
     if facts["likelier"] is not None:
         print(facts["likelier_said"], file=sys.stderr)
-    print(f"{out}\n{facts['page']}")
+    print(out)
 
 
 def _check_out(out: Path) -> None:
     asked = f"--out {out}"
     if out.suffix != ".jsonl":
         raise ConfigError(asked, "no name of JSON Lines", "end it in .jsonl")
-    for path in (out, out.with_suffix(".html")):
-        if path.exists():
-            raise ConfigError(asked, f"{path} exists", "name another file, or remove it")
+    if out.exists():
+        raise ConfigError(asked, f"{out} exists", "name another file, or remove it")
     if not out.absolute().parent.is_dir():
         raise ConfigError(asked, f"no folder {out.parent}", "make it first")
 
@@ -387,13 +386,12 @@ def _answer(
     asked: list[Prompt], place: Place, other: Place | None, sampling: Sampling, seed: int, batch: int, out: Path,
     *, measures: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Asks one model after the other, writes the rows as they come, then the page."""
+    """Asks one model after the other, writes the rows as they come."""
     from optrush import generate
     from optrush.generate import ask, likelier
-    from optrush.report import answers as answers_page
 
     how: dict[str, Any] = {"seed": seed, "batch": batch, "measures": measures}
-    total, rows = len(asked) * (1 if other is None else 2), []
+    total = len(asked) * (1 if other is None else 2)
     with _progress(total) as advance:
         theirs = None
         if other is not None:
@@ -408,20 +406,18 @@ def _answer(
                 row = {"prompt": asked[n].shown(), **said.facts()}
                 row |= {} if theirs is None else theirs[n].facts("other")
                 row |= {} if asked[n].reference is None else {"reference": asked[n].reference}
-                rows.append(row)
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
         part.rename(out)
     facts = {
-        "model": place.name, "other": None if other is None else other.name, "rows": len(rows), "out": str(out),
-        "page": str(out.with_suffix(".html")), "seed": seed, "sampling": dataclasses.asdict(sampling),
+        "model": place.name, "other": None if other is None else other.name, "rows": len(ours), "out": str(out),
+        "seed": seed, "sampling": dataclasses.asdict(sampling),
         "tokens": sum(s.answer.tokens for s in ours), "likelier": None, "likelier_said": None,
     }  # fmt: skip
     if measures and theirs is not None:
         found = likelier(list(zip(ours, theirs, strict=True)))
         facts["likelier"] = found.facts()
         facts["likelier_said"] = f"the reference is likelier under {place.name} than under {facts['other']}: {found}"
-    answers_page.write_answers_page(facts, rows, out.with_suffix(".html"))
     return facts
 
 
@@ -479,12 +475,16 @@ def _judge(path: Path, seed: int, as_json: bool) -> None:
     print(f"judged {len(given)} of {len(known)}; `answer` preferred to `other`: {found}")
 
 
+def _prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
 def _asked(case: Case, done: int, total: int) -> Verdict | None:
     """What a person says of one pair; None: no more."""
-    from optrush.report.answers import text_of
-
     first, second = case.sides
-    print(f"\n=== {done + 1} of {total}\n{shown(text_of(case.prompt))}", file=sys.stderr)
+    print(f"\n=== {done + 1} of {total}\n{shown(_prompt_text(case.prompt))}", file=sys.stderr)
     print(f"\n--- 1\n{shown(first)}\n\n--- 2\n{shown(second)}\n", file=sys.stderr)
     while True:
         print("better: 1, 2, 0 neither, q stops > ", end="", file=sys.stderr, flush=True)

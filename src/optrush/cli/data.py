@@ -1,4 +1,4 @@
-"""data show, data pack: what a run's data looks like to the model, and all of it tokenised ahead of the run."""
+"""The verbs data show, data pack and data clean: look at a run's data, tokenize it ahead of the run, clean it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from optrush.resolve import ResolvedConfig
 
 
-STREAMED = 1000  # rows that are read of data that is never tokenised as a whole
+STREAMED = 1000  # rows that are read of a stream
 REFUSED = 10  # bad rows that are named
 LEARNT, READ, SPECIAL, PLAIN = "1;32", "2", ";7", "\x1b[0m"  # bold green, dim; and reversed
 
@@ -51,9 +51,9 @@ def show(
 ) -> None:
     """Show samples of the data as they are trained.
 
-    Read, tokenised and masked as for training, and told from the token ids: what is learnt, what is only read, special
-    tokens, and the file and line of each sample. Of long ones the beginning and the end. No model is loaded, and the
-    run's folder is not touched. Of large data, --set data.max_samples=1000 reads the beginning only.
+    Read, tokenised and masked as for training, and decoded from the token ids: what is learnt, what is only read,
+    special tokens, and the file and line of each sample. Of long ones the beginning and the end. No model is loaded,
+    and the run's folder is not touched. Of large data, --set data.max_samples=1000 reads the beginning only.
     """
     run = read_run(config, set_, with_, without)
     if random and packed:
@@ -62,7 +62,7 @@ def show(
         found = "rows are laid out while training"
         raise ConfigError("--packed with `data.stream`", found, "optrush train CONFIG --dry-run shows the first ones")
     prepared = _prepare(run)
-    from optrush.data import preview as seen
+    from optrush.data import preview
     from optrush.trainer.dry_run import colours
 
     tokens = _tokens(prepared)
@@ -74,7 +74,7 @@ def show(
         "objective": run.objective,
         "seq": T,
         "too_long": run.data.too_long,
-        "lengths": seen.spread(lengths, source.targets(), T),
+        "lengths": preview.length_summary(lengths, source.targets(), T),
     }
     if packed:
         facts["rows"] = _rows(prepared, tokens, source, first, rows)
@@ -85,7 +85,7 @@ def show(
 
         facts["fills"] = _fills(prepared, source)
         facts["page"] = str(data.write_data_page(facts, out))
-    _print(json.dumps(facts) if as_json else "\n".join(_told(facts, colours(), borders)))
+    _print(json.dumps(facts) if as_json else "\n".join(_show_lines(facts, colours(), borders)))
 
 
 def pack(
@@ -117,11 +117,11 @@ def pack(
         "cache_bytes": sum(path.stat().st_size for path in made),
         "fills": _fills(prepared, cast("Dataset", _whole(prepared, tokens).train)),
     }
-    _print(json.dumps(facts) if as_json else "\n".join(_packed(facts)))
+    _print(json.dumps(facts) if as_json else "\n".join(_pack_lines(facts)))
 
 
 def _prepare(config: Config) -> ResolvedConfig:
-    """The run with those of its techniques that lay out rows: looking at data needs no GPU, whatever training needs."""
+    """Resolve the run with only those of its techniques that lay out rows, so that no GPU is needed."""
     from optrush.resolve import resolve
     from optrush.technique import Part, instantiate
     from optrush.techniques import ALL
@@ -133,7 +133,7 @@ def _prepare(config: Config) -> ResolvedConfig:
 
 
 def _layout(prepared: ResolvedConfig) -> Layout:
-    """How the run's samples become rows: what its data stage sets."""
+    """Return the layout that the run's data stage sets."""
     from optrush.data.packing import Padded
     from optrush.objectives import check_layout
 
@@ -154,7 +154,7 @@ def _tokens(prepared: ResolvedConfig) -> Tokens:
 
 
 def _whole(prepared: ResolvedConfig, tokens: Tokens) -> Sources:
-    """The data with no sample cut to T; of a stream the beginning."""
+    """Return the data with no sample cut to T; of a stream the beginning."""
     config = prepared.config
     if config.data.stream:
         most = min(STREAMED, config.data.max_samples or STREAMED)
@@ -190,7 +190,7 @@ def _samples(
         order = cast(Sequence[int], epoch_order(source.spans, prepared.config.seed, 0))
     _check(first, len(order), "samples")
     wanted = ((int(i), source.documents(int(i))) for i in order[first : first + count])
-    return list(preview.samples(source, tokens.tokenizer, wanted, prepared.env.seq))
+    return list(preview.describe_samples(source, tokens.tokenizer, wanted, prepared.env.seq))
 
 
 def _rows(prepared: ResolvedConfig, tokens: Tokens, source: Dataset, first: int, count: int) -> list[dict[str, Any]]:
@@ -206,7 +206,7 @@ def _rows(prepared: ResolvedConfig, tokens: Tokens, source: Dataset, first: int,
     steps = range(first // env.rows, min(plan.steps, (first + count - 1) // env.rows + 1))
     found = [(k * env.rows + b, row) for k in steps for b, row in enumerate(stream.step(k, plan)) if row]
     wanted = [(g, row) for g, row in found if first <= g < first + count]
-    return list(preview.rows(source, tokens.tokenizer, wanted, env.seq))
+    return list(preview.describe_rows(source, tokens.tokenizer, wanted, env.seq))
 
 
 def _check(first: int, n: int, what: str) -> None:
@@ -215,7 +215,7 @@ def _check(first: int, n: int, what: str) -> None:
 
 
 def _print(text: str) -> None:
-    """The rows are the user's text, whatever the terminal can write."""
+    """Print text that may have characters outside the terminal's encoding."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
@@ -223,7 +223,7 @@ def _print(text: str) -> None:
 # --- the text
 
 
-def _told(facts: Mapping[str, Any], colour: bool, borders: bool) -> Iterator[str]:
+def _show_lines(facts: Mapping[str, Any], colour: bool, borders: bool) -> Iterator[str]:
     special, learnt = ({"text": w, "learnt": w == "learnt", "special": w == "special"} for w in ("special", "learnt"))
     yield " ".join(["read, not learnt", *_text([learnt], colour, False), *_text([special], colour, False)])
     for sample in facts.get("samples", ()):
@@ -255,7 +255,7 @@ def _sample(sample: Mapping[str, Any], facts: Mapping[str, Any], colour: bool, b
             yield from _text(document["end"], colour, borders)
 
 
-def _packed(facts: Mapping[str, Any]) -> Iterator[str]:
+def _pack_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     columns = {name: counts for name, counts in facts["counts"].items() if counts is not None}
     yield " " * 14 + "".join(f"{name.replace('_', ' '):>14}" for name in columns)
     for key in columns["train"]:
@@ -278,7 +278,7 @@ def _packed(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Text in one line, without what must not reach a terminal."""
+    """Return text in one line, control characters escaped."""
     from optrush.data.preview import visible
 
     return "".join(map(visible, text)).replace("\n", "")
@@ -293,7 +293,7 @@ def _many(n: int, what: str) -> str:
 
 
 def _text(pieces: Sequence[Mapping[str, Any]], colour: bool, borders: bool) -> list[str]:
-    """The lines of a document, in colours or between marks."""
+    """Return the lines of a document, in colors or between marks."""
     from optrush.data.preview import BORDER, CLOSE, CLOSE_SPECIAL, OPEN, OPEN_SPECIAL, visible
 
     whole, before = "", None
@@ -313,7 +313,7 @@ def _text(pieces: Sequence[Mapping[str, Any]], colour: bool, borders: bool) -> l
     return ["  " + line for line in whole.removesuffix("\n").split("\n")]
 
 
-# --- data clean: the rows of files that stay, those that were taken and why, a page, and a record that can be checked.
+# --- data clean
 
 
 RECORD, PAGE = "cleaning.json", "cleaning.html"
@@ -333,7 +333,7 @@ def clean(
 ) -> None:
     """Take rows out of data, and show which and why.
 
-    What is taken out is said by `data.clean` of the YAML, or by flags: --set data.clean.chars=[200,4000] --set
+    The filters are those of `data.clean` in the YAML, or of flags: --set data.clean.chars=[200,4000] --set
     data.clean.exact_duplicates=true --set data.clean.near_duplicates=0.8. Bounds in tokens need a tokenizer: --set
     model=DIR. The folder then holds rows.jsonl (rows of JSON Lines byte for byte, of other formats as JSON, without
     what JSON cannot hold), removed.jsonl and quarantine.jsonl (place and reason, not the row), cleaning.html to look
@@ -341,7 +341,7 @@ def clean(
     """
     if check is not None:
         if sources or out is not None or set_:
-            raise ConfigError(f"--check {check}", "something to clean beside it", "give --check DIR alone")
+            raise ConfigError(f"--check {check}", "something to clean with it", "give --check DIR alone")
         _check_cleaning(check)
         print(json.dumps({"same": True}) if as_json else f"{check}: cleaned again, the same bytes")
         return
@@ -361,11 +361,11 @@ def clean(
 
 
 def _run(sources: Sequence[str], sets: list[str]) -> Config:
-    """What is to be cleaned, as a run's configuration: the YAML, or one made of the files named."""
+    """Return the configuration to clean by: the YAML, or one made of the files named."""
     if Path(sources[0]).suffix not in (".yaml", ".yml"):
         return _bare({"path": list(sources)}, {}, sets)
     if len(sources) > 1:
-        raise ConfigError(f"to clean {sources[1]}", f"it stands beside {sources[0]}", "name one YAML, or data files")
+        raise ConfigError(f"to clean {sources[1]}", f"another source is {sources[0]}", "name one YAML, or data files")
     return read_run(Path(sources[0]), sets, [], [])
 
 
@@ -379,10 +379,10 @@ def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str]) ->
 
 
 def _clean(config: Config, folder: Path) -> dict[str, Any]:
-    """Cleans what the run names and writes the folder; returns the record."""
+    """Clean the run's data, write the folder and return the record."""
     from optrush.data import readers
     from optrush.data.chat_template import open_tokens
-    from optrush.data.cleaning import clean, folder_for, write_rows
+    from optrush.data.cleaning import clean, output_folder, write_rows
     from optrush.data.tokenize import cache_root
     from optrush.models.source import locate
     from optrush.report import data
@@ -390,7 +390,7 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
     d = config.data
     if d.path is None or d.clean is None:
         found = "no `data.path`" if d.path is None else "no `data.clean`"
-        do = "say what and how: --set data.clean.exact_duplicates=true, or `clean:` under `data:`"
+        do = "name both: --set data.clean.exact_duplicates=true, or `clean:` under `data:`"
         raise ConfigError(f"to clean into {folder}", found, do)
     cache = cache_root(d.cache)
     named = [p if isinstance(p, str) else p.path for p in ([d.path] if isinstance(d.path, str) else d.path)]
@@ -399,7 +399,7 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
     if d.clean.tokens is not None and (config.model.path or config.model.tokenizer):
         tokens = open_tokens(config, None if config.model.path is None else locate(config, weights=False)[0])
     evaluation = [] if d.clean.decontaminate is None else readers.find(d.clean.decontaminate, cache)
-    with folder_for(folder, [*reads, *evaluation]) as new, _bar() as progress:
+    with output_folder(folder, [*reads, *evaluation]) as new, _bar() as progress:
         cleaned = clean(
             reads, d.clean, tokens=tokens, text_rows=d.text_rows, bad_rows=d.bad_rows, most_bad=d.most_bad,
             workers=d.workers, progress=progress, folder=new, cache=cache,
@@ -411,12 +411,12 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def _check_cleaning(folder: Path) -> None:
-    """Cleans again as the record says.
+    """Clean again with the record's settings, and compare.
 
     Raises:
-        DataError: no record there, a file that is not as it says, or other rows than then.
+        DataError: there is no record, a file has changed, or other rows stay.
     """
-    from optrush.data.cleaning import FORMAT, sha256
+    from optrush.data.cleaning import FORMAT, file_sha256
 
     asked = f"to check {folder}"
     try:
@@ -433,7 +433,7 @@ def _check_cleaning(folder: Path) -> None:
         raise DataError(asked, f"{RECORD}: {found}", "name a folder that `optrush data clean` wrote") from None
     read = [(Path(one["file"]), one["sha256"]) for one in inputs + held]
     for file, digest in [*read, *((folder / name, one["sha256"]) for name, one in output.items())]:
-        if not file.is_file() or sha256(file) != digest:
+        if not file.is_file() or file_sha256(file) != digest:
             raise DataError(asked, f"{file} is not there, or not as it was", "restore it, or clean again with --out")
     with tempfile.TemporaryDirectory(prefix="optrush-check-", dir=folder.absolute().parent) as name:
         again = _clean(config, Path(name) / "again")
@@ -447,7 +447,7 @@ def _check_cleaning(folder: Path) -> None:
 
 @contextmanager
 def _bar() -> Iterator[Callable[[float, int], None]]:
-    """Shows how far cleaning is and when it will be done, once it takes longer than a moment."""
+    """Show the progress and the ETA of a cleaning that takes longer than a moment."""
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
     from optrush.console import QUIET_S, err

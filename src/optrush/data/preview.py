@@ -1,8 +1,8 @@
-"""What the data looks like: samples as pieces of text that are learnt or not, how long they are, how full rows get.
+"""Collect what data looks like: samples as pieces of text with their loss mask, lengths, the fill of each layout.
 
-Facts only, for JSON, the terminal and the page alike; nothing is printed here. A mask that is shifted by a token or a
-missing end of turn trains a wrong model without a sign: so the text is told token by token, from the ids that training
-gets and not from the row they came from.
+These are facts for JSON, the terminal and the page; nothing is printed here. A mask that is shifted by a token, or a
+missing end of turn, trains a wrong model without any sign. Therefore the text is decoded token by token from the ids
+that training receives, not taken from the row.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ OPEN, CLOSE = "⟦", "⟧"  # around what is learnt
 OPEN_SPECIAL, CLOSE_SPECIAL = "⟪", "⟫"  # around a special token
 BORDER = "╎"  # between tokens
 MARKS = OPEN + CLOSE + OPEN_SPECIAL + CLOSE_SPECIAL + BORDER
-HEAD_tok, TAIL_tok = 768, 256  # of a document that are shown
+HEAD_tok, TAIL_tok = 768, 256  # of a long document, decoded at its beginning and end
 CONTEXT_tok = 4  # decoded before a token: many tokenizers drop the space in front of what they decode
 CHARACTER_tok = 8  # a character is at most so many tokens (4 bytes, and room)
 BINS = 40  # of the histogram, about
-WIDE = 20  # longest / shortest from which the bins grow with the length
+WIDE = 20  # longest / shortest above which the bins grow with the length
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Piece:
     ids: tuple[int, ...] = ()
 
 
-def pieces(
+def token_pieces(
     tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int] = frozenset()
 ) -> Iterator[Piece]:
-    """The tokens [first, last), each with the text that it adds; those that make one character together are one."""
+    """Yield the tokens [first, last), each with the text that it adds; tokens of one character form one piece."""
     ids, learnt = document.ids[:last].tolist(), document.targets[:last].tolist()
 
     def text(a: int, b: int) -> str:
@@ -66,9 +66,9 @@ def pieces(
 
 
 def decoded(tokenizer: Any, document: Document, most: int) -> Iterator[Piece]:
-    """The document's text up to `most` characters, special tokens included, cut where learning begins and ends."""
+    """Yield the document's text up to `most` characters, special tokens included, split where the mask changes."""
     end = min(len(document), most)  # a token is a character at least, nearly always
-    for learnt, run in groupby(pieces(tokenizer, document, 0, end), lambda piece: piece.learnt):
+    for learnt, run in groupby(token_pieces(tokenizer, document, 0, end), lambda piece: piece.learnt):
         if most <= 0:
             return
         text = "".join(piece.text for piece in run)
@@ -77,7 +77,7 @@ def decoded(tokenizer: Any, document: Document, most: int) -> Iterator[Piece]:
 
 
 def visible(c: str, marks: str = MARKS) -> str:
-    """A character of the data as it may reach a terminal: no control characters, no marks that are not ours."""
+    """Return a character of the data for a terminal: control characters and our own marks are escaped."""
     if c == "\n":
         return "↵\n"
     if c == " " or (c.isprintable() and c not in marks):
@@ -86,19 +86,22 @@ def visible(c: str, marks: str = MARKS) -> str:
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that no text is cut into: special ones, and added ones that are more than white space."""
+    """Return the ids that text is never tokenized into: special tokens, and added ones other than white space."""
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if str(token).replace("▁", " ").strip()}
     return frozenset(added | set(tokenizer.all_special_ids))
 
 
-def sample(tokenizer: Any, documents: Sequence[Document], special: frozenset[int]) -> list[dict[str, Any]]:
-    """The documents of a sample (one, or chosen and rejected), of long ones the beginning and the end."""
+def describe_sample(tokenizer: Any, documents: Sequence[Document], special: frozenset[int]) -> list[dict[str, Any]]:
+    """Return the documents of a sample (one, or chosen and rejected), of long ones the beginning and the end."""
     names = ("chosen", "rejected") if len(documents) == 2 else ("document",)
     found = []
     for name, document in zip(names, documents, strict=True):
         n = len(document)
         head, tail = (n, n) if n <= HEAD_tok + TAIL_tok else (HEAD_tok, n - TAIL_tok)
-        begin, end = pieces(tokenizer, document, 0, head, special), pieces(tokenizer, document, tail, n, special)
+        begin, end = (
+            token_pieces(tokenizer, document, 0, head, special),
+            token_pieces(tokenizer, document, tail, n, special),
+        )
         found.append(
             {
                 "name": name,
@@ -112,33 +115,39 @@ def sample(tokenizer: Any, documents: Sequence[Document], special: frozenset[int
     return found
 
 
-def samples(
+def describe_samples(
     source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[Document]]], T: int
 ) -> Iterator[dict[str, Any]]:
-    """Each sample (its number, its documents) with its place, and whether it is longer than a row."""
+    """Yield each sample (its number, its documents) with its place, and whether it is longer than a row."""
     special = special_ids(tokenizer)
     for i, documents in found:
         where = source.where(i)
-        if not where.file.exists():  # of a built-in sample, which was written for the moment
+        if not where.file.exists():  # of a built-in sample, in a temporary file
             where = where._replace(file=Path(where.file.name))
         longer = sum(map(len, documents)) > T
-        yield {"sample": i, "where": str(where), "longer": longer, "documents": sample(tokenizer, documents, special)}
+        yield {
+            "sample": i,
+            "where": str(where),
+            "longer": longer,
+            "documents": describe_sample(tokenizer, documents, special),
+        }
 
 
-def rows(
+def describe_rows(
     source: Dataset, tokenizer: Any, found: Iterable[tuple[int, Sequence[tuple[int, Document]]]], T: int
 ) -> Iterator[dict[str, Any]]:
-    """Each row (its number, its documents) with its samples, which may be pieces of one."""
+    """Yield each row (its number, its documents) with its samples, which may be pieces of one."""
     for number, row in found:
-        held = [(row[k][0], [d for _, d in row[k : k + source.parts]]) for k in range(0, len(row), source.parts)]
-        told = list(samples(source, tokenizer, held, T))
-        yield {"row": number, "tokens": sum(len(d) for _, d in row), "samples": told}
+        parts = [(row[k][0], [d for _, d in row[k : k + source.parts]]) for k in range(0, len(row), source.parts)]
+        described = list(describe_samples(source, tokenizer, parts, T))
+        yield {"row": number, "tokens": sum(len(d) for _, d in row), "samples": described}
 
 
-def spread(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:
-    """How long the samples are, before anything is cut to T, and which share of their tokens is learnt.
+def length_summary(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:
+    """Return the distribution of the samples' lengths before anything is cut to T, and the share of learnt tokens.
 
-    lengths, targets: (N,) tokens of each sample, and how many of them are learnt.
+    Args:
+        lengths, targets: (N,) tokens of each sample, and how many of them are learnt.
     """
     low, high = int(lengths.min()), int(lengths.max())
     growing = high > WIDE * low
@@ -163,13 +172,13 @@ def spread(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:
 
 
 def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, config: Config) -> list[dict[str, Any]]:
-    """What each layout makes of the samples, how many it plans a second, and whether the run takes it.
+    """Return the fill of each layout, how many samples it plans a second, and whether the run uses it.
 
     Args:
         lengths: (N,) tokens of each sample, before anything is cut to T.
         rows, micro_rows: of a step, and of a micro-batch.
     """
-    cut = fitting(lengths, T, config.data.too_long)
+    cut = cut_lengths(lengths, T, config.data.too_long)
     found = {}
     for samples in (lengths, cut) if lengths.max() > T and len(cut) else (lengths,):
         for s in survey(samples, T, rows, micro_rows, config.seed):
@@ -179,8 +188,8 @@ def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, config: Confi
     return list(found.values())
 
 
-def fitting(lengths: np.ndarray, T: int, how: str) -> np.ndarray:
-    """The samples as layouts get them that cut none; where `how` is `error` as if they were truncated."""
+def cut_lengths(lengths: np.ndarray, T: int, how: str) -> np.ndarray:
+    """Return the lengths as layouts that cut none receive them; for `error` as if they were truncated."""
     if how == "drop":
         return np.asarray(lengths[lengths <= T])
     if how != "split":

@@ -1,8 +1,8 @@
-"""The `recipes` sample: conversations with a cook, put together from a grammar, as many as one likes.
+"""Generate the `recipes` sample: any number of conversations with a cook, from a grammar.
 
-It exists so that a first run needs no download, and so that a small model has something to learn: amounts that follow
-from servings, steps that name the ingredients again, follow-up questions whose answers depend on what was said before.
-Conversation i depends on (seed, i) alone. Every dish is cooked for science only.
+A first run needs no download, and a small model has something to learn: amounts follow from servings, steps name the
+ingredients again, and answers to follow-up questions depend on the turns before. Conversation i depends on (seed, i)
+alone. Every dish is cooked for science only.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-# --- What the cook of the `recipes` sample has in the house: foods, dishes, and things to say.
+# --- foods, dishes and phrases
 
 
 @dataclass(frozen=True)
 class Food:
-    """An ingredient: grams (or pieces, or spoons) a serving, how it is prepared, and what stands in for it."""
+    """An ingredient: grams (or pieces, or spoons) a serving, its preparation and its substitute."""
 
     name: str
     unit: str  # "g", "ml", "" for pieces, or a spoon
@@ -151,13 +151,13 @@ DAIRY_FINISHES = ("a spoonful of yoghurt", "grated parmesan")
 
 @dataclass(frozen=True)
 class Dish:
-    """What a dish is called, the vessel and verb that make it, its minutes, and whether liquid and staple go in."""
+    """A dish: its name, vessel and minutes, and whether liquid and staple go in."""
 
     name: str
     vessel: str
     minutes: int
     liquid: bool
-    staple: str  # "in" the pot, "beside", or "" for none
+    staple: str  # "in" the pot, next to it, or "" for none
 
 
 DISHES = tuple(
@@ -226,7 +226,7 @@ Turn = dict[str, str]
 
 @dataclass
 class Recipe:
-    """One dish as it was settled: what follow-up questions are answered from."""
+    """One drawn dish, from which follow-up questions are answered."""
 
     dish: Dish
     title: str
@@ -242,19 +242,19 @@ class Recipe:
 
 
 def conversations(n: int, seed: int) -> Iterator[list[Turn]]:
-    """n conversations as lists of {role, content}; the i-th is the same whatever n is."""
+    """Yield n conversations as lists of {role, content}; the i-th does not depend on n."""
     for i in range(n):
         yield _conversation(Random(f"recipes {seed} {i}"))
 
 
 def preferences(n: int, seed: int) -> Iterator[dict[str, list[Turn]]]:
-    """n pairs as {prompt, chosen, rejected}; the rejected recipe has the chosen one's steps in another order."""
+    """Yield n pairs as {prompt, chosen, rejected}; the rejected recipe has the chosen one's steps in another order."""
     for i in range(n):
         yield _preference(Random(f"preferences {seed} {i}"))
 
 
-def write(path: Path, n: int, seed: int, *, pairs: bool = False) -> None:
-    """JSON Lines: the conversations, one {"messages": [...]} a row, or the pairs."""
+def write_sample(path: Path, n: int, seed: int, *, pairs: bool = False) -> None:
+    """Write JSON Lines: the conversations, one {"messages": [...]} a row, or the pairs."""
     rows = preferences(n, seed) if pairs else ({"messages": messages} for messages in conversations(n, seed))
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -262,7 +262,7 @@ def write(path: Path, n: int, seed: int, *, pairs: bool = False) -> None:
 
 
 def _conversation(random: Random) -> list[Turn]:
-    """A question and an answer, then up to three follow-ups; lengths vary by a factor of fifty, as real ones do."""
+    """Return a question, an answer and up to three follow-ups; lengths vary by a factor of fifty, as real ones do."""
     recipe = _recipe(random)
     follow_ups = random.sample((_scale, _substitute, _how_long, _wine, _keep), 4)
     kind = random.choices(("recipe", "question", "menu"), (6, 3, 1))[0]

@@ -342,7 +342,7 @@ def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]
     if d.sample is not None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{d.sample}.jsonl"
-            sample.write(path, d.max_samples or SAMPLE_ROWS, config.seed, pairs=config.objective == "dpo")
+            sample.write_sample(path, d.max_samples or SAMPLE_ROWS, config.seed, pairs=config.objective == "dpo")
             yield [path], [(1, 1.0)]
         return
     origins = [(readers.find(origin.path, cache_root(d.cache)), origin.weight) for origin in d.origins]

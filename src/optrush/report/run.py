@@ -1,4 +1,4 @@
-"""What the page of a training run says: its metrics as curves, predicted against measured, what did not go well."""
+"""Read a training run's folder, and lay out its page: curves, prediction against measurement, what went wrong."""
 
 from __future__ import annotations
 
@@ -14,14 +14,25 @@ from markupsafe import Markup
 from optrush.config import Config, dump_config, parse_config
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.objectives import FIGURES, unit
-from optrush.report import charts
-from optrush.report.charts import DASH, amount, clean, gib, number, off, percent, positive, short, speed
+from optrush.report.charts import Points, Series, curves, inline_svg
+from optrush.report.page import (
+    DASH,
+    amount,
+    gib,
+    number,
+    percent,
+    positive,
+    relative_error,
+    safe_text,
+    short,
+    speed,
+)
 
 if TYPE_CHECKING:
     from optrush.planner.search import Prediction
 
 RUN, METRICS = "run.yaml", "metrics.jsonl"
-WAITS = 0.05  # share of a step spent waiting for data, from which data is what holds the run up
+WAITS = 0.05  # share of a step spent waiting for data from which the page warns
 GIB = 2**30
 _FIGURES = {
     "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
@@ -31,8 +42,13 @@ _FIGURES = {
 
 
 @dataclass(frozen=True)
-class Told:
-    """A run's folder, read. `torn`: the last line of its metrics was cut off, as a killed process leaves it."""
+class RunLog:
+    """A run's configuration and metrics.
+
+    Attributes:
+        text: the configuration as YAML.
+        torn: the last line of the metrics was cut off, as a killed process leaves it.
+    """
 
     name: str
     config: Config
@@ -43,16 +59,16 @@ class Told:
     torn: bool
 
     def points(self, key: str, scale: float = 1.0) -> list[tuple[float, float | None]]:
-        """A figure over the logged steps; None where it was not finite."""
+        """Return a figure over the logged steps; None if it was not finite."""
         return [(m["step"], None if (y := number(m.get(key))) is None else y * scale) for m in self.steps]
 
     def median(self, key: str) -> float | None:
-        held = [y for m in self.steps if (y := number(m.get(key))) is not None]
-        return statistics.median(held) if held else None
+        values = [y for m in self.steps if (y := number(m.get(key))) is not None]
+        return statistics.median(values) if values else None
 
 
-def read(folder: Path) -> Told:
-    """The configuration and the metrics of a run.
+def load_run(folder: Path) -> RunLog:
+    """Read the configuration and the metrics of a run.
 
     Raises:
         UserError: run.yaml cannot be read, or a line of metrics.jsonl before the last is no JSON object.
@@ -64,10 +80,10 @@ def read(folder: Path) -> Told:
         raise ConfigError(f"{path}", f"cannot be read: {error}", "name a run's folder") from None
     config = parse_config(text, str(path))
     lines, torn = _lines(folder / METRICS)
-    return Told(
-        name=clean(folder.resolve().name),
+    return RunLog(
+        name=safe_text(folder.resolve().name),
         config=config,
-        text=clean(dump_config(config), lines=True),
+        text=safe_text(dump_config(config), lines=True),
         steps=[m for m in lines if "loss" in m],
         evals=[m for m in lines if "eval_loss" in m],
         notes=[note for m in lines for note in _notes(m)],
@@ -76,10 +92,10 @@ def read(folder: Path) -> Told:
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """Every line that has a step; whether the last one is torn."""
+    """Return every line that has a step, and whether the last one is torn."""
     if not path.is_file():
         return [], False
-    found = []
+    logged = []
     lines = path.read_bytes().split(b"\n")  # what follows the last newline is a torn line, or nothing
     for i, line in enumerate(lines):
         try:
@@ -87,41 +103,43 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
         except ValueError:
             value = line
         if isinstance(value, dict) and number(value.get("step")) is not None:
-            found.append(value)
+            logged.append(value)
         elif value is not None and i == len(lines) - 1:
-            return found, True
+            return logged, True
         elif value is not None:
             raise DataError(f"{path}:{i + 1}", "no line of metrics", "restore the file, or take that line out")
-    return found, False
+    return logged, False
 
 
 def _notes(line: Mapping[str, Any]) -> list[str]:
-    """What a line says beside its figures: checkpoints passed over, changes on resuming, saves that failed."""
-    at, said = f"Step {number(line['step']):,.0f}: ", []
+    """Return the events of a line: checkpoints passed over, changes on resuming, saves that failed."""
+    at, notes = f"Step {number(line['step']):,.0f}: ", []
     for key in [k for k in line if k not in _FIGURES]:
         value = line[key]
         if key == "passed_over" and isinstance(value, list):
             pairs = [(v.get("checkpoint"), v.get("reason")) for v in value if isinstance(v, Mapping)]
-            said += [f"{at}the damaged checkpoint {clean(c)} was passed over: {clean(why)}" for c, why in pairs]
+            notes += [
+                f"{at}the damaged checkpoint {safe_text(c)} was passed over: {safe_text(why)}" for c, why in pairs
+            ]
         elif key == "changed" and isinstance(value, Mapping):
-            said += [f"{at}went on with another {clean(k)}: {clean(v)}" for k, v in value.items()]
+            notes += [f"{at}went on with another {safe_text(k)}: {safe_text(v)}" for k, v in value.items()]
         elif key == "save_failed":
-            said.append(f"{at}the save failed, and training went on: {clean(value)}")
+            notes.append(f"{at}the save failed, and training went on: {safe_text(value)}")
         else:
-            said.append(f"{at}{clean(key)}: {clean(value)}")
-    return said
+            notes.append(f"{at}{safe_text(key)}: {safe_text(value)}")
+    return notes
 
 
 # --- the page
 
 
-def told(run: Told, ranks: int | None = None) -> dict[str, Any]:
-    """Everything that the template lays out."""
+def page_content(run: RunLog, ranks: int | None = None) -> dict[str, Any]:
+    """Return everything that the template lays out."""
     return {
         "title": run.name,
         "objective": run.config.objective,
-        "model": clean(run.config.model.shape or run.config.model.path),
-        "techniques": ", ".join(clean(n) for n in run.config.with_) or "none",
+        "model": safe_text(run.config.model.shape or run.config.model.path),
+        "techniques": ", ".join(safe_text(n) for n in run.config.with_) or "none",
         "verdict": _verdict(run),
         "notes": _trouble(run) + run.notes,
         "curves": _curves(run),
@@ -130,13 +148,13 @@ def told(run: Told, ranks: int | None = None) -> dict[str, Any]:
     }
 
 
-def summary(run: Told) -> dict[str, str]:
-    """A run in one row of a page about several folders."""
+def summary(run: RunLog) -> dict[str, str]:
+    """Return a run as one row of a page about several folders."""
     return {
         "folder": run.name,
         "objective": run.config.objective,
-        "model": clean(run.config.model.shape or run.config.model.path),
-        "techniques": ", ".join(clean(n) for n in run.config.with_) or "none",
+        "model": safe_text(run.config.model.shape or run.config.model.path),
+        "techniques": ", ".join(safe_text(n) for n in run.config.with_) or "none",
         "steps": f"{run.steps[-1]['step']:,.0f}" if run.steps else DASH,
         "loss": _loss(run.steps, "loss"),
         "held_out": _loss(run.evals, "eval_loss"),
@@ -152,11 +170,11 @@ def _loss(lines: list[dict[str, Any]], key: str) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def _peak(run: Told) -> float | None:
+def _peak(run: RunLog) -> float | None:
     return max((p for m in run.steps if (p := positive(m.get("peak_bytes"))) is not None), default=None)
 
 
-def _verdict(run: Told) -> str:
+def _verdict(run: RunLog) -> str:
     if not run.steps:
         return "No step has been logged yet."
     last = run.steps[-1]
@@ -170,8 +188,8 @@ def _verdict(run: Told) -> str:
     return text + ("." if peak is None else f", peak {gib(peak)} GiB.")
 
 
-def _waits(run: Told) -> list[tuple[float, float | None]]:
-    """The share of each logged step that went by waiting for data, in percent."""
+def _waits(run: RunLog) -> list[tuple[float, float | None]]:
+    """Return the share of each logged step spent waiting for data, in percent."""
     shares: list[tuple[float, float | None]] = []
     for m in run.steps:
         waited, took = number(m.get("data_wait_s")), positive(m.get("step_s"))
@@ -179,87 +197,88 @@ def _waits(run: Told) -> list[tuple[float, float | None]]:
     return shares
 
 
-def _trouble(run: Told) -> list[str]:
-    said = []
-    held = [y for _, y in _waits(run) if y is not None]
-    share = statistics.median(held) if held else 0.0
+def _trouble(run: RunLog) -> list[str]:
+    notes = []
+    shares = [y for _, y in _waits(run) if y is not None]
+    share = statistics.median(shares) if shares else 0.0
     if share > 100 * WAITS:
-        said.append(
+        notes.append(
             f"Data is the bottleneck: in the median {percent(share)} of a step went by waiting for it. Worker "
             "processes (--with loader), tokens cached beforehand (optrush data pack) or a faster disk will do more "
             "than any kernel."
         )
     skipped = number(run.steps[-1].get("skipped")) if run.steps else None
     if skipped:
-        said.append(f"{amount(int(skipped), 'update')} skipped, because the gradient was not finite.")
+        notes.append(f"{amount(int(skipped), 'update')} skipped, because the gradient was not finite.")
     lost = sum(number(m["loss"]) is None for m in run.steps)
     if lost:
-        said.append(f"{amount(lost, 'logged loss was', 'logged losses were')} not finite: a gap in the curve.")
+        notes.append(f"{amount(lost, 'logged loss was', 'logged losses were')} not finite: a gap in the curve.")
     if run.torn:
-        said.append(f"The last line of {METRICS} is cut off, as a process that was killed leaves it; it is not shown.")
-    return said
+        notes.append(f"The last line of {METRICS} is cut off, as a process that was killed leaves it; it is not shown.")
+    return notes
 
 
-def _curves(run: Told) -> list[tuple[str, str, Markup, list[tuple[Markup, str]]]]:
-    """Heading, words, chart and legend of each."""
-    held = [(m["step"], number(m["eval_loss"])) for m in run.evals]
-    losses = [charts.Series("training loss", run.points("loss"))]
-    losses += [charts.Series("held-out loss", held, dots=True)] if held else []
-    legend = [(charts.swatch(i), s.name) for i, s in enumerate(losses)]
-    made = [("Loss", unit(run.config), charts.curves("Loss", _ends(losses[0]), losses, height=300), legend)]
-    share = [("MFU", "percent of the device's peak", run.points("mfu", 100))] if run.median("mfu") is not None else []
+def _curves(run: RunLog) -> list[tuple[str, str, Markup]]:
+    """Return heading, unit and chart of each metric."""
+    shares = [("MFU", "percent of the device's peak", run.points("mfu", 100))] if run.median("mfu") is not None else []
     if run.config.objective == "dpo":
-        share += [("Pairs right", "percent of a step's, by their rewards", run.points("reward_accuracy", 100))]
-        share += [("Reward margin", "of the chosen over the rejected", run.points("reward_margin"))]
+        shares += [("Pairs right", "percent of a step's, by their rewards", run.points("reward_accuracy", 100))]
+        shares += [("Reward margin", "of the chosen over the rejected", run.points("reward_margin"))]
+    drawn = [("Loss", unit(run.config), _loss_chart(run))]
     for heading, words, points in (
         ("Speed", "tokens/s of the whole job", run.points("tokens_per_s")),
-        *share,
+        *shares,
         ("Peak memory", "GiB", run.points("peak_bytes", 1 / GIB)),
         ("Learning rate", "as applied", run.points("lr")),
         ("Gradient norm", "before clipping", run.points("grad_norm")),
         ("Waiting for data", "percent of a step", _waits(run)),
     ):
-        series = charts.Series(heading, points)
-        zero = heading != "Gradient norm"
-        made.append((heading, words, charts.curves(heading, _ends(series), [series], height=190, zero=zero), []))
-    return made
+        figure = curves([Series(heading, points)], zero=heading != "Gradient norm", height=150)
+        drawn.append((heading, words, inline_svg(figure, heading, _ends(points))))
+    return drawn
 
 
-def _ends(series: charts.Series) -> str:
-    held = [(x, y) for x, y in series.points if y is not None]
-    if not held:
+def _loss_chart(run: RunLog) -> Markup:
+    evals = [(m["step"], number(m["eval_loss"])) for m in run.evals]
+    series = [Series("training loss", run.points("loss"))]
+    series += [Series("held-out loss", evals, dots=True)] if evals else []
+    return inline_svg(curves(series, axis="step", height=260), "Loss", _ends(series[0].points))
+
+
+def _ends(points: Points) -> str:
+    """Return the first and the last figure of a curve in words."""
+    finite = [(x, y) for x, y in points if y is not None]
+    if not finite:
         return "no figure"
-    return f"from {short(held[0][1])} at step {held[0][0]:,.0f} to {short(held[-1][1])} at step {held[-1][0]:,.0f}"
+    (first, begin), (last, end) = finite[0], finite[-1]
+    return f"from {short(begin)} at step {first:,.0f} to {short(end)} at step {last:,.0f}"
 
 
 def _size(count: int) -> str:
-    """Bytes with the unit that suits them; a small model's lines are all 0.00 GiB."""
+    """Format bytes in GiB, or in MiB below 0.1 GiB."""
     return f"{gib(count)} GiB" if count >= GIB / 10 else f"{count / 2**20:,.1f} MiB"
 
 
-def _against(run: Told, ranks: int | None) -> dict[str, Any]:
-    """Predicted against measured: rows of the table, the prediction's lines of memory, or why there is none."""
+def _against(run: RunLog, ranks: int | None) -> dict[str, Any]:
+    """Return predicted against measured: the table, the lines of predicted memory, or why there is no prediction."""
     from optrush.planner import search
 
     try:
-        predicted: Prediction = search.predict(run.config, ranks=ranks)
+        guess: Prediction = search.predict(run.config, ranks=ranks)
     except UserError as error:
-        return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {clean(error.found)}."}
-    kinds = {clean(m.get("memory_kind")) for m in run.steps}
-    peak = _peak(run) if kinds <= {predicted.memory_kind} else None
-    median = run.median("tokens_per_s")
+        return {"predicted": [], "lines": [], "predicted_said": f"No prediction: {safe_text(error.found)}."}
+    kinds = {safe_text(m.get("memory_kind")) for m in run.steps}
+    peak = _peak(run) if kinds <= {guess.memory_kind} else None
     rows = [
-        ("peak, GiB", gib(predicted.peak_bytes), gib(peak), percent(off(predicted.peak_bytes, peak), signed=True)),
-        (
-            "tokens/s",
-            speed(predicted.tokens_per_s),
-            speed(median),
-            percent(off(predicted.tokens_per_s, median), signed=True),
-        ),
+        (name, text(predicted), text(measured), percent(relative_error(predicted, measured), signed=True))
+        for name, text, predicted, measured in (
+            ("peak, GiB", gib, guess.peak_bytes, peak),
+            ("tokens/s", speed, guess.tokens_per_s, run.median("tokens_per_s")),
+        )
     ]
-    basis = "measured rates" if predicted.basis == "calibrated" else "rates of its datasheet"
-    said = f"For {clean(predicted.device)} with {basis}; the peak lies in the phase “{clean(predicted.phase)}”."
+    basis = "measured rates" if guess.basis == "calibrated" else "rates of its datasheet"
+    summary = f"For {safe_text(guess.device)} with {basis}; the peak lies in the phase “{safe_text(guess.phase)}”."
     if run.steps and peak is None:
-        said += f" The measured peak is of another kind ({', '.join(sorted(kinds))}) and is not compared."
-    lines = [(clean(item.name), _size(item.bytes), clean(item.reason)) for item in predicted.lines]
-    return {"predicted": rows, "lines": lines, "predicted_said": said}
+        summary += f" The measured peak is of another kind ({', '.join(sorted(kinds))}) and is not compared."
+    lines = [(safe_text(item.name), _size(item.bytes), safe_text(item.reason)) for item in guess.lines]
+    return {"predicted": rows, "lines": lines, "predicted_said": summary}
