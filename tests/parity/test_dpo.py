@@ -346,11 +346,11 @@ def test_a_resumed_run_has_the_reference_it_began_with(folder, tmp_path):
 
     sets = [f"data.cache={tmp_path}/cache", f"output={tmp_path}/out", "train.save_every=2"]
     config = dpo_run(folder, rows=8, sets=sets)
-    assert fit.fit(resolve(config)).code == 0
+    assert fit.run(fit.RunRequest(resolve(config))).code == 0
     lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     for path in (tmp_path / "cache" / "reference").iterdir():
         path.unlink()
-    assert fit.fit(resolve(config), tmp_path / "out" / "checkpoints" / "step-000002").code == 0
+    assert fit.run(fit.RunRequest(resolve(config), tmp_path / "out" / "checkpoints" / "step-000002")).code == 0
     again = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
     for before, after in zip(map(json.loads, lines), map(json.loads, again), strict=True):
         for key in ("loss", "grad_norm", *FIGURES):

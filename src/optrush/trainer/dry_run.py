@@ -9,20 +9,19 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
-import sys
-from collections.abc import Sequence
-from itertools import cycle
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 
 from optrush import console
 from optrush.config import Config, dump_config
-from optrush.data import sampler
-from optrush.data.chat_template import Tokens, open_tokens
-from optrush.data.preview import CLOSE, OPEN, decoded, visible
+from optrush.data import preview, sampler
+from optrush.data.chat_template import open_tokens
+from optrush.data.packing import Layout
 from optrush.data.sampler import Live, flow
+from optrush.data.schema import RowLocation
 from optrush.data.sources import Sources, read_sources
 from optrush.errors import UserError
 from optrush.hardware import GIB
@@ -34,18 +33,18 @@ from optrush.technique import Part, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint
 from optrush.trainer.distributed import World
-from optrush.trainer.run import absolute, look
+from optrush.trainer.run import absolute, check_output
 from optrush.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
+    from optrush.data.dataset import Dataset
     from optrush.planner.search import Prediction
 
-ROWS, CHARACTERS = 3, 600  # that are shown: rows, and characters of each
+ROWS = 3  # that are shown
 BAR, LINES = 16, 12  # of the memory: characters of the longest bar, lines that are shown one by one
-COLOUR, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
-def rehearse(prepared: ResolvedConfig, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
+def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
     """The facts of a run that is not run.
 
     Args:
@@ -54,38 +53,51 @@ def rehearse(prepared: ResolvedConfig, resume: Literal["auto"] | Path | None, co
     Raises:
         UserError: whatever training would refuse before it builds the model.
     """
-    config, env = prepared.config, prepared.env
-    look(prepared, resume)
+    config, env = resolved.config, resolved.env
+    check_output(resolved, resume)
     manifest = checkpoint.choose(config.output, resume)[0] if launched()[1] == 1 else None
     date = None if manifest is None else manifest.fingerprints.get("date")
     today = None if date is None else datetime.date.fromisoformat(date)
-    tokens = open_tokens(config, prepared.folder, today)
-    vocab = prepared.hf.get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
-    trainer = _laid(prepared)
-    check_layout(config, trainer.layout)
-    sources = read_sources(config, tokens, vocab, console.say, cut=trainer.layout.uncut)
-    rows = flow(sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed)
-    steps = rows.plan(None if config.train.steps else config.train.epochs, config.train.steps)
+    tokens = open_tokens(config, resolved.folder, today)
+    vocab = resolved.hf.get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
+    layout = _layout(resolved)
+    sources = read_sources(config, tokens, vocab, console.say, cut=layout.uncut)
+    stream = flow(sources.train, layout, T=env.seq, rows=env.rows, seed=config.seed)
+    steps = stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
     if manifest is not None:
-        checkpoint.check_plan(manifest, steps.steps, rows.seek(manifest.step, manifest.position))
+        checkpoint.check_plan(manifest, steps.steps, stream.seek(manifest.step, manifest.position))
+    rows = None
+    if config.data.random is None and tokens is not None:
+        first = [(b, row) for b, row in enumerate(stream.step(0, steps)) if row][:ROWS]
+        source = _StreamedRows(stream.source.parts) if isinstance(stream, Live) else stream.source
+        rows = list(preview.rows(cast("Dataset", source), tokens.tokenizer, first, env.seq))
     return {
         "config": absolute(config).model_dump(mode="json", by_alias=True),
         "memory": memory(config, env.ranks),
-        "disk": disk(prepared, steps.steps),
-        "data": data(prepared, sources, rows, steps, 0 if manifest is None else manifest.step),
-        "rows": None if config.data.random is not None or tokens is None else shown(rows, steps, prepared, tokens),
+        "disk": disk(resolved, steps.steps),
+        "data": data_facts(resolved, sources, stream, steps, 0 if manifest is None else manifest.step),
+        "rows": rows,
         "launch": command,
     }
 
 
-def _laid(prepared: ResolvedConfig) -> Trainer:
-    """The data stage, on a job that has no model: how samples become rows."""
+class _StreamedRows(NamedTuple):
+    """Stands for a stream's source where rows are shown: their files are not known."""
+
+    parts: int
+
+    def where(self, i: int) -> RowLocation:
+        return RowLocation(Path("data.stream"), i + 1)
+
+
+def _layout(resolved: ResolvedConfig) -> Layout:
+    """Return how samples become rows: the data stage, on a trainer without a model."""
     nothing = cast(Any, None)
-    world = World(0, 1, torch.device("cpu"))
-    trainer = Trainer(prepared.config, prepared.env, world, prepared.hf, nothing, nothing)
-    for technique in prepared.techniques:
+    trainer = Trainer(resolved.config, resolved.env, World(0, 1, torch.device("cpu")), resolved.hf, nothing, nothing)
+    for technique in resolved.techniques:
         technique.data(trainer)
-    return trainer
+    check_layout(resolved.config, trainer.layout)
+    return trainer.layout
 
 
 def memory(config: Config, ranks: int) -> dict[str, Any]:
@@ -114,9 +126,9 @@ def _period(every: float, steps: int) -> int:
     return max(1, round(every * steps)) if every < 1 else int(every)
 
 
-def disk(prepared: ResolvedConfig, steps: int) -> dict[str, Any]:
+def disk(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
     """What checkpoints and the exported model take at most, and what is free where they go."""
-    config = prepared.config
+    config = resolved.config
     every, keep = config.train.save_every, config.train.keep
     period = steps if every is None else _period(every, steps)
     saved, tried = {*range(period, steps + 1, period), steps}, config.train.eval_every
@@ -161,11 +173,11 @@ def _of(found: Prediction, part: str) -> int:
     return size_bytes
 
 
-def data(
-    prepared: ResolvedConfig, sources: Sources, rows: sampler.Stream | Live, steps: sampler.Plan, done: int
+def data_facts(
+    resolved: ResolvedConfig, sources: Sources, rows: sampler.Stream | Live, steps: sampler.Plan, done: int
 ) -> dict[str, Any]:
     """Documents, steps and tokens of the run; null where only training will tell."""
-    env = prepared.env
+    env = resolved.env
     known = rows.totals(steps, env.micro_rows) if isinstance(rows, sampler.Stream) else None
     return {
         "summary": sources.summary,
@@ -186,46 +198,17 @@ def data(
     }
 
 
-def shown(
-    rows: sampler.Stream | Live, steps: sampler.Plan, prepared: ResolvedConfig, tokens: Tokens
-) -> list[dict[str, Any]]:
-    """The first rows of the first step, in pieces that are learnt or not."""
-    held = [(b, row) for b, row in enumerate(rows.step(0, steps)) if row]
-    found = []
-    for b, row in held[:ROWS]:
-        left, documents = CHARACTERS, []
-        names = ("chosen", "rejected") if rows.source.parts > 1 else ("document",)
-        for name, (sample, document) in zip(cycle(names), row):
-            most = min(left, CHARACTERS // len(names))
-            pieces = list(decoded(tokens.tokenizer, document, most))
-            size = sum(len(p.text) for p in pieces)
-            left -= size
-            documents.append(
-                {
-                    "name": name,
-                    "document": sample,
-                    "tokens": len(document),
-                    "targets": int(document.targets.sum()),
-                    "pieces": [{"text": p.text, "learnt": p.learnt} for p in pieces],
-                    "cut": size >= most,
-                }
-            )
-        used = sum(len(document) for _, document in row)
-        found.append({"row": b, "tokens": used, "documents": documents})
-    return found
-
-
 # --- the text
 
 
-def text(facts: dict[str, Any], config: Config, colour: bool) -> str:
-    """The facts for people; what is learnt stands between marks, and in colour on a terminal."""
+def text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> str:
+    """Format the facts for people. rows: the lines of facts["rows"], as `data show` prints them."""
     parts = (
         ("configuration", dump_config(absolute(config)).rstrip().splitlines()),
         ("memory", _memory(facts["memory"])),
         ("disk", _disk(facts["disk"])),
         ("data", _data(facts["data"])),
-        ("first rows", _rows(facts, colour)),
+        ("first rows", rows),
         ("launch", [facts["launch"]]),
     )
     return "\n\n".join("\n".join([title, *(f"  {line}".rstrip() for line in lines)]) for title, lines in parts)
@@ -291,36 +274,6 @@ def _data(d: dict[str, Any]) -> list[str]:
     ]
 
 
-def _rows(facts: dict[str, Any], colour: bool) -> list[str]:
-    if facts["rows"] is None:
-        return ["random tokens: nothing to decode"]
-    lines = [f"what is learnt stands between {OPEN} and {CLOSE}; ↵ is a newline"]
-    for row in facts["rows"]:
-        d = facts["data"]
-        lines.append(f"row {row['row']} of step 1: {_many(len(row['documents']), 'document')}, "
-                     f"{row['tokens']} of {d['seq']} slots")  # fmt: skip
-        for document in row["documents"]:
-            counts = f"{document['tokens']} tokens, {document['targets']} learnt"
-            head = f"── {document['name']} {document['document']}: {counts}"
-            lines += ["  " + head, *("    " + line for line in _document(document, colour))]
-    return lines
-
-
-def _document(document: dict[str, Any], colour: bool) -> list[str]:
-    whole = ""
-    for piece in document["pieces"]:
-        seen = "".join(map(visible, piece["text"]))
-        if not piece["learnt"]:
-            whole += seen
-        elif colour:
-            whole += OPEN + COLOUR + seen.replace("\n", f"{PLAIN}\n{COLOUR}") + PLAIN + CLOSE
-        else:
-            whole += OPEN + seen + CLOSE
-    if not whole:
-        return ["(not shown)"]
-    return (whole.removesuffix("\n") + ("…" if document["cut"] else "")).split("\n")
-
-
 def _many(n: int, what: str, plural: str = "s") -> str:
     return f"{n} {what}{plural if n != 1 else ''}"
 
@@ -335,8 +288,3 @@ def launch_line(arguments: Sequence[str]) -> str:
     ranks = launched()[1]
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return f"torchrun --nnodes {ranks // here} --nproc-per-node {here} -m optrush {left}"
-
-
-def colours() -> bool:
-    """Whether standard output is a terminal that wants colour."""
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

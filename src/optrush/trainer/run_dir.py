@@ -204,20 +204,20 @@ class Best:
     eval_loss: float
 
 
-class Keeper:
+class BestCheckpoint:
     """What a run knows of its best checkpoint, the same on every rank."""
 
     def __init__(self, output: Path, best: Best | None = None) -> None:
         self.output, self.best = output, best
         self.waiting: Best | None = None  # evaluated, not saved yet
 
-    def judge(self, step: int, loss: float) -> bool:
+    def is_best(self, step: int, loss: float) -> bool:
         """Whether this is the best so far, and so to be saved; rank 0's word, for the last bit may differ."""
         better = math.isfinite(loss) and (self.best is None or loss < self.best.eval_loss)
         self.waiting = Best(step, loss) if from_first(json.dumps(better)) == "true" else None
         return self.waiting is not None
 
-    def spared(self, step: int) -> int | None:
+    def protected_step(self, step: int) -> int | None:
         """Which checkpoint is not pruned when that of `step` is saved."""
         if self.waiting is not None and self.waiting.step == step:
             return step
