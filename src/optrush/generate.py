@@ -1,8 +1,8 @@
-"""Models that answer: which folder a name means, prompts through the chat template, transformers' own generate.
+"""Generate text with a model: find its folder, render prompts with its chat template, call transformers' generate.
 
-A prompt is rendered exactly as training renders a conversation (data/template.py), and an answer ends where the
-model's generation config says or where its template ends a turn. What a model writes is text from outside: who shows
-it, shows it through `shown` (shown.py).
+A prompt is rendered exactly as training renders a conversation (data/chat_template.py). An answer ends at the tokens of
+the model's generation config or where its template ends a turn. A model's output is untrusted text: print it through
+`console.shown`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from optrush.trainer.trainer import exhausted
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# What an answer takes from the folder's generation_config.json beside its end: what belongs to the model, not to how
-# it is drawn, which the flags alone say.
+# Fields taken from the folder's generation_config.json, with its end tokens: properties of the model. How to sample is
+# set by the flags alone.
 OWN = ("bos_token_id", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens",
        "begin_suppress_tokens")  # fmt: skip
 
@@ -47,7 +47,7 @@ OWN = ("bos_token_id", "repetition_penalty", "no_repeat_ngram_size", "bad_words_
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a model lies; `adapter` is a folder of PEFT's files that goes on top, `run` is what trained it."""
+    """A model's folder; `adapter` is a folder of PEFT's files for it, `config` is the run that trained it."""
 
     name: str
     folder: Path
@@ -56,7 +56,7 @@ class ModelSource:
 
 
 def find(text: str) -> ModelSource:
-    """What a name means: a run's folder (its model/, else its adapter/ on the base), or a model as anywhere else.
+    """Find the model of a name: a run's folder (its model/, else its adapter/ on the base), or any other model.
 
     Raises:
         ConfigError: nothing is there, or a run that has written no model yet.
@@ -85,10 +85,10 @@ def find(text: str) -> ModelSource:
 
 
 def home(text: str, asked: str) -> Path:
-    """A path as it was typed, with `~`.
+    """Return a path as it was typed, with `~` expanded.
 
     Raises:
-        ConfigError: `~name` of nobody.
+        ConfigError: `~name` of an unknown user.
     """
     try:
         return Path(text).expanduser()
@@ -97,7 +97,7 @@ def home(text: str, asked: str) -> Path:
 
 
 def base_of(source: ModelSource, asked: str) -> ModelSource:
-    """The model that a place's training began with.
+    """Return the model that training began with.
 
     Raises:
         ConfigError: that is not known, or it was random.
@@ -144,9 +144,9 @@ class GenerationModel:
     """A model on a device, with its tokenizer, its chat template and the tokens that end its answers."""
 
     def __init__(self, source: ModelSource, template: str | None = None) -> None:
-        """`template`: a source for a model that has none of its own (a base beside what was trained from it)."""
+        """template: the chat template of a model that has none of its own, such as the base of a trained model."""
         self.name = source.name
-        self.tokenizer = open_tokenizer(_words(source))
+        self.tokenizer = open_tokenizer(_tokenizer_folder(source))
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = template
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -172,7 +172,7 @@ class GenerationModel:
         return list(dict.fromkeys([*listed, *ends]))
 
     def ids(self, prompt: str | Sequence[Message], where: RowLocation, tools: Sequence[Any] = ()) -> list[int]:
-        """The tokens of a conversation up to where its answer begins; of a text, as it stands.
+        """Return the tokens of a conversation up to where its answer begins, or of a text unchanged.
 
         Raises:
             DataError: no template, a message that forges a turn, or more tokens than the model has positions.
@@ -198,7 +198,7 @@ class GenerationModel:
         return ids
 
     def settings(self, sampling: Sampling, longest: int) -> Any:
-        """transformers' generation config: what the folder says of the model, with how to sample laid over it."""
+        """Return transformers' generation config: the folder's fields of the model, and the sampling."""
         made = copy.deepcopy(self.model.generation_config)
         drawn: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if not sampling.greedy:
@@ -216,7 +216,7 @@ class GenerationModel:
         return sampling.max_tokens if self.room is None else min(sampling.max_tokens, self.room - n)
 
     def answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Answer]:
-        """An answer to each prompt; as one batch, but for those that the model's positions leave less room."""
+        """Answer each prompt; as one batch, but for those that the model's positions leave less room."""
         alike: dict[int, list[int]] = {}
         for i, ids in enumerate(prompts):
             alike.setdefault(self._most(len(ids), sampling), []).append(i)
@@ -248,12 +248,12 @@ class GenerationModel:
         finish = "stop" if end is not None else "interrupted" if interrupted else "length"
         return Answer(self.tokenizer.decode(kept, skip_special_tokens=True), len(kept), finish)
 
-    def stream(self, ids: Sequence[int], sampling: Sampling, seed: int, told: Callable[[str], None]) -> Answer:
-        """Answers one prompt; `told` gets the text as it comes. Ctrl-C stops the answer, not the program."""
+    def stream(self, ids: Sequence[int], sampling: Sampling, seed: int, write: Callable[[str], None]) -> Answer:
+        """Answer one prompt; call `write` with the text as it comes. Ctrl-C stops the answer, not the program."""
         from transformers import TextIteratorStreamer
 
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop, made = Event(), list[Any]()
+        stop, results = Event(), list[Any]()
 
         def work() -> None:
             try:
@@ -264,12 +264,12 @@ class GenerationModel:
                         prompt,
                         attention_mask=torch.ones_like(prompt),
                         streamer=streamer,
-                        stopping_criteria=[_On(stop)],
+                        stopping_criteria=[_StopEvent(stop)],
                         generation_config=self.settings(sampling, len(ids)),
                     )
-                made.append(out[0, len(ids) :])
-            except BaseException as error:  # told to who asked, who waits for the streamer's end
-                made.append(error)
+                results.append(out[0, len(ids) :])
+            except BaseException as error:  # raised in the caller, which waits for the streamer's end
+                results.append(error)
                 streamer.end()  # type: ignore[no-untyped-call]
 
         thread = Thread(target=work, daemon=True)
@@ -278,22 +278,22 @@ class GenerationModel:
             while thread.is_alive() or not streamer.text_queue.empty():
                 try:
                     for piece in streamer:
-                        told(piece)
+                        write(piece)
                     break
                 except KeyboardInterrupt:
                     stop.set()
-        except BaseException:  # nobody listens any more
+        except BaseException:  # the caller has failed
             stop.set()
             raise
         finally:
             thread.join()  # a thread that computes would abort the process while Python takes itself down
-        if isinstance(made[0], BaseException):
-            raise made[0]
-        return self._answer(made[0], stop.is_set())
+        if isinstance(results[0], BaseException):
+            raise results[0]
+        return self._answer(results[0], stop.is_set())
 
 
-class _On:
-    """A stopping criterion that somebody else pulls."""
+class _StopEvent:
+    """A stopping criterion that is an event."""
 
     def __init__(self, stop: Event) -> None:
         self.stop = stop
@@ -311,7 +311,7 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
     from peft import PeftModel, get_peft_model_state_dict
 
     asked, do = f"the adapter {source.adapter}", "name an adapter of this base, as PEFT writes it"
-    try:  # PEFT alone would take a pickle instead, or ask the hub
+    try:  # PEFT alone would load a pickle, or contact the hub
         with safe_open(source.adapter / WEIGHTS, "pt") as file:
             names = set(file.keys())
     except (OSError, SafetensorError):
@@ -333,21 +333,21 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
 
 
 def template_of(source: ModelSource) -> str | None:
-    """The chat template of a model, without loading its weights."""
-    template: str | None = open_tokenizer(_words(source)).chat_template
+    """Return the chat template of a model, without loading its weights."""
+    template: str | None = open_tokenizer(_tokenizer_folder(source)).chat_template
     return template
 
 
-def _words(source: ModelSource) -> Path:
-    """The folder with the tokenizer: an adapter's own, where it brings one."""
+def _tokenizer_folder(source: ModelSource) -> Path:
+    """Return the folder with the tokenizer: the adapter's, where it has one."""
     own = source.adapter is not None and (source.adapter / "tokenizer.json").is_file()
     return source.adapter if own and source.adapter is not None else source.folder
 
 
-# --- What a model is asked: rows of any kind that training reads, with or without the answer; and that answer apart.
+# --- Prompts: rows of any kind that training reads, with or without the answer.
 #
-# A row is read as training reads it (rows.py). Where it has no answer yet, a stand-in takes its place while it is read,
-# so that there is one reader and one set of errors.
+# A row is read as training reads it (data/schema.py). Where it has no answer, a placeholder takes its place while it is
+# read, so that there is one reader and one set of errors.
 
 
 STAND_IN = "-"  # for an answer that is not there
@@ -357,7 +357,7 @@ ANSWERS = ("assistant", "gpt", "function_call")
 @dataclass(frozen=True)
 class Prompt:
     where: RowLocation
-    asked: str | tuple[Message, ...]  # a text to be continued as it stands, or a conversation
+    asked: str | tuple[Message, ...]  # a text to be continued, or a conversation
     tools: tuple[Any, ...] = ()
     reference: str | None = None  # the row's own answer
 
@@ -366,10 +366,10 @@ class Prompt:
 
 
 def prompts(path: Path, plain: bool = False, system: str | None = None) -> Iterator[Prompt]:
-    """The prompts of a file of rows.
+    """Read the prompts of a file of rows.
 
-    A conversation is asked up to its last assistant turn, which is the reference. A `prompt` alone is a user's turn, or
-    with `plain` a text; beside a `completion` it is a text, as in training. A `text` is continued as it stands.
+    A conversation is the prompt up to its last assistant turn, which is the reference. A `prompt` alone is a user's
+    turn, or with `plain` a text; with a `completion` it is a text, as in training. A `text` is continued.
 
     Args:
         system: a system turn for conversations that have none.
@@ -405,7 +405,7 @@ def _prompt(where: RowLocation, found: dict[str, Any], plain: bool) -> Prompt:
 
 
 def _completed(found: dict[str, Any], plain: bool) -> tuple[dict[str, Any], bool]:
-    """The row with an answer, and whether it is its own."""
+    """Return the row with an answer, and whether it is its own."""
     for key in ("messages", "conversations"):
         turns = found.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[-1], dict):

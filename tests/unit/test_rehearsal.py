@@ -250,13 +250,13 @@ def late_word(patience_s):
     rank = torch.distributed.get_rank()
     if rank:
         time.sleep(1.0)
-    return distributed.words(f"rank {rank}", patience_s)
+    return distributed.exchange(f"rank {rank}", patience_s)
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for(pair):
     assert pair(late_word, 0.2) == [None, ["rank 0", "rank 1"]]
     assert pair(late_word, 60.0) == [["rank 0", "rank 1"]] * 2
-    assert distributed.words("alone", 0.0) == ["alone"]
+    assert distributed.exchange("alone", 0.0) == ["alone"]
 
 
 def test_what_is_released_is_free(box):

@@ -151,7 +151,7 @@ def measure(
     prepared = resolve(config)
     trainer = build(prepared)
     marks = profile.Marks(trainer)
-    dpo_reference.fill(trainer, prepared)
+    dpo_reference.fill_reference(trainer, prepared)
     plan = Plan(trainer, trainer.stream.plan(None, config.train.steps))
     documents: list[tuple[int, Document]] = []
     proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": UNASKED}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from optrush.generate import Answer, GenerationModel, ModelSource, Prompt
 
 
-WIDE = 100  # columns of a terminal from which two answers stand side by side
+WIDE = 100  # columns of a terminal from which two answers are printed in columns
 HELP = """\
 /system TEXT          another system prompt, and a new conversation
 /reset                a new conversation
@@ -68,7 +68,7 @@ def chat(
     """Talk to a model in the terminal.
 
     Answers appear as they are made, and the conversation goes on; /help lists the commands. --base answers twice, with
-    the base on the left. An answer ends where the model's generation config or its chat template says.
+    the base on the left. An answer ends at the end tokens of the model's generation config or chat template.
     """
     if as_json and not message:
         raise ConfigError("--json", "no --message: a conversation in a terminal is no document", "give both")
@@ -81,11 +81,11 @@ def chat(
     source = generate.find(model)
     sources = [generate.base_of(source, "--base"), source] if base else [source]
     own = generate.GenerationModel(source)
-    speakers = [*(generate.GenerationModel(s, own.tokenizer.chat_template) for s in sources[:-1]), own]
+    models = [*(generate.GenerationModel(s, own.tokenizer.chat_template) for s in sources[:-1]), own]
     if not plain and own.template is None:
         found, do = "its tokenizer has no chat template", "--plain continues what you write as it stands"
         raise ConfigError(f"to chat with {model}", found, do)
-    session = Session(speakers, sampling, drawn(seed), system, plain)
+    session = Conversation(models, sampling, drawn(seed), system, plain)
     if message:
         turns = [session.turn(text, _silent if as_json else None) for text in message]
         if as_json:
@@ -94,55 +94,55 @@ def chat(
     _converse(session)
 
 
-class Session:
-    """One conversation with each speaker: the same questions, each with its own answers."""
+class Conversation:
+    """One conversation with each model: the same questions, each with its own answers."""
 
     def __init__(
-        self, speakers: list[GenerationModel], sampling: Sampling, seed: int, system: str | None, plain: bool
+        self, models: list[GenerationModel], sampling: Sampling, seed: int, system: str | None, plain: bool
     ) -> None:
-        self.speakers, self.sampling, self.seed, self.system, self.plain = speakers, sampling, seed, system, plain
+        self.models, self.sampling, self.seed, self.system, self.plain = models, sampling, seed, system, plain
         self.asked = 0
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what was said."""
+        """Begin a new conversation."""
         from optrush.data.schema import Message
 
         first = [] if self.system is None else [Message("system", self.system)]
-        self.talks: list[list[Message]] = [list(first) for _ in self.speakers]
-        self.texts = [""] * len(self.speakers)
+        self.talks: list[list[Message]] = [list(first) for _ in self.models]
+        self.texts = [""] * len(self.models)
 
-    def turn(self, text: str, told: Callable[[int, str], None] | None = None) -> dict[str, Any]:
-        """Asks every speaker; what is said so far is kept once all have answered.
+    def turn(self, text: str, write: Callable[[int, str], None] | None = None) -> dict[str, Any]:
+        """Answer with every model; the turn is stored once all have answered.
 
         Args:
-            told: gets (speaker, piece); None: the terminal.
+            write: called with (model's number, piece of text); None: the terminal.
         """
         from optrush.data.schema import Message, RowLocation
 
         where = RowLocation(Path("this conversation"), self.asked + 1)
         user = Message("user", text)
         prompts: list[Any] = [t + text for t in self.texts] if self.plain else [[*t, user] for t in self.talks]
-        ids = [s.ids(p, where) for s, p in zip(self.speakers, prompts, strict=True)]
-        screen = _screen(self.speakers) if told is None else None
+        ids = [s.ids(p, where) for s, p in zip(self.models, prompts, strict=True)]
+        screen = _screen(self.models) if write is None else None
         answers: list[Answer] = []
         with screen or nullcontext():
-            for n, speaker in enumerate(self.speakers):
-                say = _at(n, screen.told if screen is not None else told or _silent)
-                answers.append(speaker.stream(ids[n], self.sampling, self.seed + self.asked, say))
+            for n, model in enumerate(self.models):
+                say = _at(n, screen.write if screen is not None else write or _silent)
+                answers.append(model.stream(ids[n], self.sampling, self.seed + self.asked, say))
         self.asked += 1
         for n, answer in enumerate(answers):
             if self.plain:
                 self.texts[n] += text + answer.text
             elif answer.text.strip():  # templates have no turn without words
                 self.talks[n] += [user, Message("assistant", answer.text)]
-        told_ = [{"model": s.name, **dataclasses.asdict(a)} for s, a in zip(self.speakers, answers, strict=True)]
-        return {"message": text, "answers": told_}
+        answered = [{"model": s.name, **dataclasses.asdict(a)} for s, a in zip(self.models, answers, strict=True)]
+        return {"message": text, "answers": answered}
 
     def document(self, turns: list[dict[str, Any]]) -> dict[str, Any]:
-        """What was said, and how it was drawn."""
+        """Return the conversation and its sampling."""
         return {
-            "models": [s.name for s in self.speakers], "system": self.system, "seed": self.seed,
+            "models": [s.name for s in self.models], "system": self.system, "seed": self.seed,
             "sampling": dataclasses.asdict(self.sampling), "turns": turns,
         }  # fmt: skip
 
@@ -187,13 +187,13 @@ class Session:
         return f"appended to {file}"
 
 
-def _converse(session: Session) -> None:
+def _converse(session: Conversation) -> None:
     """The loop at the terminal."""
     if util.find_spec("readline") is not None:
         import_module("readline")  # arrow keys and a history in input()
     asks = sys.stdin.isatty()
     if asks:
-        print(f"{shown(session.speakers[-1].name)}; /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+        print(f"{shown(session.models[-1].name)}; /help lists the commands, Ctrl-D leaves", file=sys.stderr)
     for line in _lines("> " if asks else ""):
         try:
             if line.startswith("/"):
@@ -229,7 +229,7 @@ class _Lines:
 
     def __enter__(self) -> None: ...
 
-    def told(self, n: int, piece: str) -> None:
+    def write(self, n: int, piece: str) -> None:
         if n != self.at and len(self.names) > 1:
             sys.stdout.write(("\n\n" if self.at >= 0 else "") + f"--- {shown(self.names[n])}\n")
         self.at = n
@@ -255,7 +255,7 @@ class _Columns:
     def __enter__(self) -> None:
         self.live.start()
 
-    def told(self, n: int, piece: str) -> None:
+    def write(self, n: int, piece: str) -> None:
         self.texts[n] += shown(piece)
         self.live.update(self._table(max(4, self.console.height - 6)), refresh=True)
 
@@ -278,20 +278,20 @@ class _Columns:
         self.console.print(self._table(None))
 
 
-def _screen(speakers: list[GenerationModel]) -> _Lines | _Columns:
+def _screen(models: list[GenerationModel]) -> _Lines | _Columns:
     from rich.console import Console
 
-    names = [s.name for s in speakers]
+    names = [s.name for s in models]
     wide = sys.stdout.isatty() and Console().width >= WIDE
     return _Columns(names) if len(names) > 1 and wide else _Lines(names)
 
 
 def _silent(n: int, piece: str) -> None:
-    """Who wants a document wants it whole."""
+    """Print nothing: a JSON document follows."""
 
 
-def _at(n: int, told: Callable[[int, str], None]) -> Callable[[str], None]:
-    return lambda piece: told(n, piece)
+def _at(n: int, write: Callable[[int, str], None]) -> Callable[[str], None]:
+    return lambda piece: write(n, piece)
 
 
 # --- generate: answers to a file of prompts, by one model or two.
@@ -453,9 +453,9 @@ def export(
         raise ConfigError(f"--adapter with --dtype {dtype}", "an adapter is written as it was trained", "leave one out")
     if adapter and max_shard_gb is not None:
         raise ConfigError(f"--adapter with --max-shard-gb {max_shard_gb:g}", "an adapter is one file", "leave one out")
-    from optrush.export import deliver
+    from optrush.export import export_run
 
-    found = deliver(
+    found = export_run(
         run, out, checkpoint=checkpoint, dtype=dtype, adapter=adapter, verifies=not no_verify,
         max_shard_bytes=1e9 * (5.0 if max_shard_gb is None else max_shard_gb),
     )  # fmt: skip

@@ -46,9 +46,9 @@ def train(
 ) -> None:
     """Train a model.
 
-    CONFIG says how; flags change it in the order --set, --with, --without. All output goes to the run's folder
-    (`output`), whose path is printed at the end. Ctrl-C saves and stops; --resume auto goes on.
-    --overfit 1 trains on the first batch alone, until its loss is near zero, or says why it is not; it writes nothing.
+    Flags change CONFIG in the order --set, --with, --without. All output goes to the run's folder (`output`), whose
+    path is printed at the end. Ctrl-C saves and stops; --resume auto goes on.
+    --overfit 1 trains on the first batch until its loss is near zero, or prints the likely cause; it writes nothing.
 
     The smallest useful file:
 
@@ -59,7 +59,7 @@ def train(
       output: runs/first
       with: {packing: {}, attention: {}, fused-loss: {}}
 
-    `optrush techniques` lists what can stand under `with`.
+    `optrush techniques` lists the names for `with`.
     """
     config = read_run(path, set_, with_, without)
     _check_flags(allow_change, resume, dry_run, overfit, overfit_steps, as_json)
@@ -150,7 +150,7 @@ def evaluate(
 
     The mean negative log-likelihood a target token, natural logarithm. On --data; else on what CONFIG holds out
     (`data.eval`); else on all its data. The model is CONFIG's, not the trained one: for that, --model OUTPUT/model.
-    It is measured as it lies there: techniques that would train part of it, or quantise what they freeze, are left out.
+    It is measured as it is: techniques that would train part of it, or quantize what they freeze, are left out.
     Of pairs the mean loss a pair and the rewards: those of --model, against CONFIG's.
     """
     rows: list[str] = []

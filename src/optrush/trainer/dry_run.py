@@ -1,4 +1,4 @@
-"""`optrush train --dry-run`: everything a run would be told to do, and what it would cost, before it costs anything.
+"""Show what `optrush train` would do and what it would take, before it does: `--dry-run`.
 
 The data is read and tokenised as for training, the rows are those of the first step; the model is neither loaded nor
 allocated, and no file of the run is written. Facts first, one document for --json; their text is below.
@@ -45,7 +45,7 @@ BAR, LINES = 16, 12  # of the memory: characters of the longest bar, lines that 
 
 
 def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
-    """The facts of a run that is not run.
+    """Return the facts of a run without running it.
 
     Args:
         command: the line that starts it.
@@ -73,8 +73,8 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
         rows = list(preview.rows(cast("Dataset", source), tokens.tokenizer, first, env.seq))
     return {
         "config": absolute(config).model_dump(mode="json", by_alias=True),
-        "memory": memory(config, env.ranks),
-        "disk": disk(resolved, steps.steps),
+        "memory": memory_facts(config, env.ranks),
+        "disk": disk_facts(resolved, steps.steps),
         "data": data_facts(resolved, sources, stream, steps, 0 if manifest is None else manifest.step),
         "rows": rows,
         "launch": command,
@@ -82,7 +82,7 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
 
 
 class _StreamedRows(NamedTuple):
-    """Stands for a stream's source where rows are shown: their files are not known."""
+    """The source of a stream for `preview.rows`: the files of its rows are unknown."""
 
     parts: int
 
@@ -100,8 +100,8 @@ def _layout(resolved: ResolvedConfig) -> Layout:
     return trainer.layout
 
 
-def memory(config: Config, ranks: int) -> dict[str, Any]:
-    """The prediction for the worst rank, biggest line first; or why there is none."""
+def memory_facts(config: Config, ranks: int) -> dict[str, Any]:
+    """Return the prediction for the worst rank, biggest line first; or why there is none."""
     try:
         found = search.predict(config, "auto", ranks)
     except UserError as error:
@@ -122,12 +122,12 @@ def memory(config: Config, ranks: int) -> dict[str, Any]:
 
 
 def _period(every: float, steps: int) -> int:
-    """Steps between two, of a cadence."""
+    """Return the steps from one event of a cadence to the next."""
     return max(1, round(every * steps)) if every < 1 else int(every)
 
 
-def disk(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
-    """What checkpoints and the exported model take at most, and what is free where they go."""
+def disk_facts(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
+    """Return what checkpoints and the exported model take at most, and the free space of their disk."""
     config = resolved.config
     every, keep = config.train.save_every, config.train.keep
     period = steps if every is None else _period(every, steps)
@@ -138,7 +138,7 @@ def disk(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
     copies = min(saves, keep + 1 + best)  # a new one is whole before an old one goes
     output = Path(config.output).absolute()
     there = next(p for p in (output, *output.parents) if p.is_dir())
-    weights, states = whole(config)
+    weights, states = _total_bytes(config)
     needed = None if weights is None or states is None else copies * (weights + states) + weights * config.train.export
     free = shutil.disk_usage(there).free
     return {
@@ -154,8 +154,8 @@ def disk(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
     }
 
 
-def whole(config: Config) -> tuple[int, int] | tuple[None, None]:
-    """Bytes of all weights and of all optimizer states, over the ranks: the prediction for one rank that has no peers.
+def _total_bytes(config: Config) -> tuple[int, int] | tuple[None, None]:
+    """Return the bytes of all weights and all optimizer states over the ranks: the prediction for a single rank.
 
     None where there is no prediction.
     """
@@ -176,7 +176,7 @@ def _of(found: Prediction, part: str) -> int:
 def data_facts(
     resolved: ResolvedConfig, sources: Sources, rows: sampler.Stream | Live, steps: sampler.Plan, done: int
 ) -> dict[str, Any]:
-    """Documents, steps and tokens of the run; null where only training will tell."""
+    """Return documents, steps and tokens of the run; null where it is unknown before the training."""
     env = resolved.env
     known = rows.totals(steps, env.micro_rows) if isinstance(rows, sampler.Stream) else None
     return {
@@ -214,7 +214,7 @@ def text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> str:
     return "\n\n".join("\n".join([title, *(f"  {line}".rstrip() for line in lines)]) for title, lines in parts)
 
 
-def size(n: float) -> str:
+def _size(n: float) -> str:
     """Bytes for people."""
     return f"{n / GIB:.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:.1f} MiB"
 
@@ -223,10 +223,10 @@ def _memory(m: dict[str, Any]) -> list[str]:
     if "unknown" in m:
         return [f"no prediction: {m['unknown']}"]
     peak, capacity = m["peak_bytes"], m["capacity_bytes"]
-    fits = "capacity unknown" if capacity is None else f"of {size(capacity)}, " + ("fits" if m["fits"] else "")
+    fits = "capacity unknown" if capacity is None else f"of {_size(capacity)}, " + ("fits" if m["fits"] else "")
     if capacity is not None and not m["fits"]:
         fits += "DOES NOT FIT: smaller batch.micro_tokens or batch.seq, or a technique that saves memory"
-    lines = [f"{size(peak)} {fits}; {m['memory_kind']} of a rank on {m['device']}, peak in the phase {m['phase']}"]
+    lines = [f"{_size(peak)} {fits}; {m['memory_kind']} of a rank on {m['device']}, peak in the phase {m['phase']}"]
     big, small = m["lines"][:LINES], m["lines"][LINES:]
     if small:
         rest = sum(i["bytes"] for i in small)
@@ -235,7 +235,7 @@ def _memory(m: dict[str, Any]) -> list[str]:
     for item in big:
         share = item["bytes"] / peak if peak else 0.0
         bar = "█" * round(share * BAR)
-        lines.append(f"{item['name']:<{wide}}  {size(item['bytes']):>10}  {bar:<{BAR}} {share:4.0%}  {item['reason']}")
+        lines.append(f"{item['name']:<{wide}}  {_size(item['bytes']):>10}  {bar:<{BAR}} {share:4.0%}  {item['reason']}")
     if m["tokens_per_s"] is not None:
         lines.append(f"about {console.count(m['tokens_per_s'])} tokens a second ({m['basis']})")
         if m["rates_from"]:
@@ -244,7 +244,7 @@ def _memory(m: dict[str, Any]) -> list[str]:
 
 
 def _disk(d: dict[str, Any]) -> list[str]:
-    free = f"{size(d['free_bytes'])} free in {d['folder']}"
+    free = f"{_size(d['free_bytes'])} free in {d['folder']}"
     if d["needed_bytes"] is None:
         return [f"needed: unknown without a prediction of memory; {free}"]
     each, n = d["weights_bytes"] + d["states_bytes"], d["checkpoints"]
@@ -253,9 +253,9 @@ def _disk(d: dict[str, Any]) -> list[str]:
         why = f"keep {d['keep']}, and a new one is whole before an old one goes"
     fits = "fits" if d["fits"] else "DOES NOT FIT: free some, lower train.keep, or take another output"
     return [
-        f"checkpoints  {size(n * each):>10}  {n} x {size(each)}, weights and optimizer states ({why})",
-        f"model        {size(d['weights_bytes']):>10}  exported at the end",
-        f"needed       {size(d['needed_bytes']):>10}  {free}: {fits}",
+        f"checkpoints  {_size(n * each):>10}  {n} x {_size(each)}, weights and optimizer states ({why})",
+        f"model        {_size(d['weights_bytes']):>10}  exported at the end",
+        f"needed       {_size(d['needed_bytes']):>10}  {free}: {fits}",
     ]
 
 
@@ -279,7 +279,7 @@ def _many(n: int, what: str, plural: str = "s") -> str:
 
 
 def launch_line(arguments: Sequence[str]) -> str:
-    """The command line without what made it a dry run, under the launcher that started this process."""
+    """Return the command line without --dry-run and --json, under the launcher that started this process."""
     import shlex
 
     left = shlex.join([a for a in arguments if a not in ("--dry-run", "--json")])

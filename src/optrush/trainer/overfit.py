@@ -91,13 +91,13 @@ def run_overfit(resolved: ResolvedConfig, count: int, most: int = STEPS) -> Over
     warmup = optim.warmup if optim.warmup < 1 else 0.03  # that many steps of a whole run are too many of this one
     constant = optim.model_copy(update={"schedule": "constant", "warmup": warmup})
     resolved = dataclasses.replace(resolved, config=resolved.config.model_copy(update={"optim": constant}))
-    trainer, plan = build_to_fit(RunRequest(resolved), join_ranks(resolved), None, dpo_reference.blank)
+    trainer, plan = build_to_fit(RunRequest(resolved), join_ranks(resolved), None, dpo_reference.zero_reference)
     if plan.total < count:
         raise ConfigError(f"--overfit {count}", f"a run of {plan.total} steps", f"take --overfit {plan.total} at most")
     source = batches(trainer, plan)
     with reading(source):
         windows = list(islice(source, count))
-    windows = dpo_reference.beside(trainer, windows)
+    windows = dpo_reference.add_reference(trainer, windows)
     terms = [trainer.all_reduce_int(sum(b.n_terms for b in window)) for window in windows]
     if trainer.world.rank == 0:
         console.say(trainer.describe())

@@ -111,16 +111,16 @@ def check_output(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None
     """Check that the run may report where it is configured to, and write to its output folder; write nothing.
 
     Raises:
-        UserError: see `check_tracker`, `run_dir.keep_apart` and `run_dir.prepare`.
+        UserError: as `check_tracker`, `run_dir.check_inputs` and `run_dir.check_free` raise it.
     """
     config = resolved.config
     check_tracker(config)
     clean = config.train.clean and resume is None  # the same command resumes where it began anew
     held_out = config.data.eval if isinstance(config.data.eval, str) else None
     inputs = [o.path for o in config.data.origins]
-    run_dir.keep_apart(config.output, clean, (resolved.folder, *inputs, held_out, config.model.chat_template))
+    run_dir.check_inputs(config.output, clean, (resolved.folder, *inputs, held_out, config.model.chat_template))
     inside = resume is not None and (resume == "auto" or resume.resolve().is_relative_to(Path(config.output).resolve()))
-    run_dir.prepare(config.output, clean, resume if inside else None)
+    run_dir.check_free(config.output, clean, resume if inside else None)
 
 
 def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
@@ -184,7 +184,7 @@ def build_to_fit(
     request: RunRequest,
     group: ProcessGroup,
     manifest: checkpoint.Manifest | None,
-    fill_reference: Callable[[Trainer, ResolvedConfig], None] = dpo_reference.fill,
+    fill_reference: Callable[[Trainer, ResolvedConfig], None] = dpo_reference.fill_reference,
 ) -> tuple[Trainer, Plan]:
     """Build the trainer, restore the checkpoint, run the preflight; again with smaller micro-batches if it must be.
 
@@ -268,7 +268,7 @@ def run_guarded(trainer: Trainer, work: Callable[[], None]) -> UserError | None:
             raise
         failure = _allocator_message(error)
     # From here on nothing references the failed step's tensors.
-    failures = distributed.words(failure, PREFLIGHT_S)
+    failures = distributed.exchange(failure, PREFLIGHT_S)
     if failures is None:
         raise RunError(f"{failure or 'another rank does not answer'}, in the rehearsal; the ranks wait for each other")
     failure = next(filter(None, failures), "")
