@@ -69,8 +69,7 @@ def train(
 
     if dry_run:
         if launched()[0] == 0:  # one process shows all ranks
-            resolved = resolve(config, ranks=ranks if launches(ranks) else None)
-            _show_dry_run(resolved, start, as_json)
+            _show_dry_run(resolve(config, ranks=ranks if launches(ranks) else None), start, as_json)
         return
     if launches(ranks):
         from optrush import launch
