@@ -58,13 +58,13 @@ def trained(config: Config, folder: Path) -> dict[str, Any]:
     """Train the run, write its model to `folder`/model, and return the first and the last loss."""
     prepared = resolve(config)
     trainer = build(prepared)
-    dpo_reference.fill(trainer, prepared)
+    dpo_reference.fill_reference(trainer, prepared)
     plan = Plan(trainer, trainer.stream.plan(None, config.train.steps))
     trainer.batches = batches(trainer, plan)
     with reading(trainer.batches):
         lines = worker.loop(trainer, plan).lines
     (folder / "model").mkdir()
-    weights.export(folder / "model", export.whole(trainer), trainer.weight_map, trainer.hf)
+    weights.export(folder / "model", export.published_tensors(trainer), trainer.weight_map, trainer.hf)
     if trainer.tokenizer is not None:
         trainer.tokenizer.save_pretrained(folder / "model")
     return {"steps": plan.total, "losses": [lines[0]["loss"], lines[-1]["loss"]]}
@@ -87,7 +87,7 @@ def gradient(config: Config, baseline: Config, documents: int) -> tuple[Trainer,
     trainer = build(prepared)
     if Part.UPDATE in trainer.env.claimed:
         raise ValueError("no gradient is left: weights are updated in the backward pass")
-    dpo_reference.fill(trainer, prepared)
+    dpo_reference.fill_reference(trainer, prepared)
     first = worker.first_documents(trainer, prepared, baseline, documents)
     window, reason = worker.proof_window(trainer, first, trainer.stream.plan(None, config.train.steps).widest)
     if reason is not None:

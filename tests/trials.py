@@ -72,7 +72,7 @@ def metrics(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[di
     if not others:
         shutil.rmtree(output, ignore_errors=True)  # what a process of an earlier test wrote there when that was over
     prepared = resolve(config, classes)
-    assert fit.fit(prepared).code == 0
+    assert fit.run(fit.RunRequest(prepared)).code == 0
     if others:
         return []
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -189,7 +189,7 @@ def _short_tracker(value: object) -> object:
 class Tracker(_Part):
     """Where a run is reported to, beside its own folder (docs/trackers.md)."""
 
-    name: Literal["mlflow", "wandb", "trackio"]
+    name: Literal["mlflow", "wandb"]
     project: Text = "optrush"
     run: Text | None = None  # its name there; the output folder's
     uri: Text | None = None  # of the server; None: as the tracker's own environment says

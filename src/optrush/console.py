@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import unicodedata
@@ -21,6 +22,11 @@ def shown(text: str) -> str:
     return "".join(
         c if c.isprintable() or c in "\n\t" + JOINERS or unicodedata.category(c) == "Zs" else "\ufffd" for c in text
     )
+
+
+def use_color() -> bool:
+    """Return whether standard output is a terminal that shows color."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
 err = Console(stderr=True, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face folder that transformers loads: `model/` of a run."""
+"""Write the trained model as a Hugging Face folder that transformers loads, and check that it computes the same."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None) -> Path:
-    """Writes `model/` under the run's folder, whole or not at all: into a folder beside it first, then renamed.
+    """Write `model/` in the run's folder, whole or not at all: under another name first, then renamed.
 
     Every rank takes part (sharded parameters are gathered one at a time), rank 0 writes.
     """
     folder, fresh = output / "model", output / "model.tmp"
-    tensors, error = whole(trainer), None
+    tensors, error = published_tensors(trainer), None
     if trainer.world.rank == 0:
         try:
             _write_model(trainer, tensors, folder, fresh, steps, source)
@@ -60,8 +60,8 @@ def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None)
 
 
 def write_adapter(trainer: Trainer, folder: Path) -> Path:
-    """Writes what a job with adapters has learnt as PEFT keeps it, whole or not at all; every rank takes part."""
-    values, error = learnt(trainer), None
+    """Write trained adapters in PEFT's format, whole or not at all; every rank takes part."""
+    values, error = trained_parameters(trainer), None
     fresh = folder.with_name(f"{folder.name}.tmp")
     if trainer.world.rank == 0:
         base = trainer.config.model.path or trainer.config.model.shape
@@ -77,8 +77,8 @@ def write_adapter(trainer: Trainer, folder: Path) -> Path:
     return folder
 
 
-def learnt(trainer: Trainer) -> dict[str, Tensor]:
-    """Parameters that are trained by canonical name, whole, on the host of rank 0; every rank takes part."""
+def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the trained parameters by canonical name, whole, on the host of rank 0; every rank takes part."""
     found: dict[str, Tensor] = {}
     for t in trainer.trained:
         values = gathered(t.parameter.detach())
@@ -112,9 +112,7 @@ def _replace(fresh: Path, folder: Path) -> None:
 
 
 def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None:
-    """How the model is asked for text: as the published one; where the run gave a chat template, until the token that
-    ends an answer under it, too.
-    """
+    """Write the generation config: the published one; with the run's chat template, its end-of-turn token as well."""
     published = None if source is None or not (source / GENERATION).is_file() else source / GENERATION
     if trainer.config.model.chat_template is None or trainer.tokenizer is None:
         if published is not None:
@@ -135,7 +133,7 @@ def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None
     (fresh / GENERATION).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def whole(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     """The published model's parameters by canonical name, whole and on the host of rank 0; on the others only the
     gathering happens. Adapters are merged in float32 and the sum is rounded; weights stored in another form are dense.
     """
@@ -233,7 +231,7 @@ def demand_bytes(folder: Path, written: Mapping[str, str]) -> None:
             raise RunError(f"{folder} is not the trained model: {name} was written otherwise than it is read")
 
 
-def samples(trainer: Trainer, paths: Sequence[str], sample: str | None) -> tuple[list[list[int]], str]:
+def comparison_texts(trainer: Trainer, paths: Sequence[str], sample: str | None) -> tuple[list[list[int]], str]:
     """Token ids to compare on, and what they are: the first documents of the run's data, else random tokens.
 
     Args:
@@ -326,7 +324,7 @@ def demand(found: Compared, folder: Path) -> None:
 
 # --- `optrush export`: a run's checkpoint as a folder that others load, proven to compute what was trained.
 #
-# Written beside its place, verified there, and renamed when it holds. A folder that fails stays under its other name.
+# Written under another name, verified there, then renamed. A folder that fails the check keeps the other name.
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -351,11 +349,11 @@ class Delivered:
         return found
 
 
-def place(run: Path, out: Path | None, adapter: bool) -> Path:
-    """Where the folder goes, if it may: `model/` or `adapter/` of the run, unless `out` says otherwise.
+def output_folder(run: Path, out: Path | None, adapter: bool) -> Path:
+    """Return where the folder goes: `model/` or `adapter/` of the run, or `out`.
 
     Raises:
-        ConfigError: no run, or something lies there.
+        ConfigError: no run, or the folder is not empty.
     """
     folder, _ = read_run(run)
     where = out or folder / (ADAPTER if adapter else MODEL)
@@ -367,7 +365,7 @@ def place(run: Path, out: Path | None, adapter: bool) -> Path:
     return where
 
 
-def deliver(
+def export_run(
     run: Path,
     out: Path | None = None,
     *,
@@ -377,7 +375,7 @@ def deliver(
     verifies: bool = True,
     max_shard_bytes: float = 5e9,
 ) -> Delivered:
-    """Exports a run.
+    """Export a run's checkpoint.
 
     Args:
         out: the folder; None: the run's own `model/`, or `adapter/`.
@@ -389,7 +387,7 @@ def deliver(
         UserError: as `rebuild`; the folder is not free; no adapter in this run.
         RunError: the folder does not compute what was trained.
     """
-    where = place(run, out, adapter)
+    where = output_folder(run, out, adapter)
     folder = where.absolute().parent
     at_work = any((folder / name).exists() for name in (run_dir.RUN, run_dir.LOCK))  # a run may write there
     try:
@@ -423,13 +421,13 @@ def deliver(
 
 @contextmanager
 def _beside(where: Path, at_work: bool) -> Iterator[Path]:
-    """A new folder beside the place. It goes with an error, unless that is the proof that failed.
+    """Make a new folder next to the place; remove it after an error, unless the comparison failed.
 
     Args:
         at_work: its parent is a run's folder, whose lock is held: what a kill left there under a run's own name goes.
 
     Raises:
-        ConfigError: something lies there, or it cannot be made.
+        ConfigError: it exists, or it cannot be made.
     """
     fresh = where.with_name(where.name + ".tmp")
     if at_work and fresh.name in run_dir.KNOWN:
@@ -465,7 +463,7 @@ def _write_adapter(found: Rebuilt, fresh: Path) -> dict[str, str]:
         fresh,
         trainer.model,
         trainer.weight_map,
-        learnt(trainer),
+        trained_parameters(trainer),
         str(trainer.config.model.path or trainer.config.model.shape),
     )
     return {}
@@ -476,7 +474,7 @@ def _write_merged(found: Rebuilt, fresh: Path, dtype: str | None, max_shard_byte
     trainer, written = found.trainer, dict[str, str]()
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, t in whole(trainer):
+        for name, t in published_tensors(trainer):
             kept = t if dtype is None else t.to(DTYPES[dtype])
             written.update((hf, digest(part)) for hf, part in trainer.weight_map.split(name, kept))
             yield name, kept
@@ -503,7 +501,7 @@ def _verify(found: Rebuilt, fresh: Path, written: Mapping[str, str], kind: torch
         m.adapter is None and m.quantized is None for _, m in trainer.model.linears()
     )
     paths = [d.eval] if isinstance(d.eval, str) else [origin.path for origin in d.origins]
-    texts, said = samples(trainer, paths, d.sample)
+    texts, said = comparison_texts(trainer, paths, d.sample)
     ours = trained(trainer, texts)
     device = trainer.world.device
     trainer.model.to("meta")  # its memory is the reloaded model's now

@@ -1,8 +1,8 @@
-"""Models that answer: which folder a name means, prompts through the chat template, transformers' own generate.
+"""Generate text with a model: find its folder, render prompts with its chat template, call transformers' generate.
 
-A prompt is rendered exactly as training renders a conversation (data/template.py), and an answer ends where the
-model's generation config says or where its template ends a turn. What a model writes is text from outside: who shows
-it, shows it through `shown` (shown.py).
+A prompt is rendered exactly as training renders a conversation (data/chat_template.py). An answer ends at the tokens of
+the model's generation config or where its template ends a turn. A model's output is untrusted text: print it through
+`console.shown`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import gc
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -25,9 +25,8 @@ from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
 from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer, turn_ends
 from optrush.data.readers import read
-from optrush.data.schema import Chat, Completion, Document, Message, Pair, RowLocation, Text
+from optrush.data.schema import Completion, Message, Pair, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
-from optrush.judge import Rate, Verdict, rate
 from optrush.models.hf import load_plain
 from optrush.models.source import locate
 from optrush.restore import read_run
@@ -37,8 +36,8 @@ from optrush.trainer.trainer import exhausted
 
 ADAPTER = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# What an answer takes from the folder's generation_config.json beside its end: what belongs to the model, not to how
-# it is drawn, which the flags alone say.
+# Fields taken from the folder's generation_config.json, with its end tokens: properties of the model. How to sample is
+# set by the flags alone.
 OWN = ("bos_token_id", "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens",
        "begin_suppress_tokens")  # fmt: skip
 
@@ -47,8 +46,8 @@ OWN = ("bos_token_id", "repetition_penalty", "no_repeat_ngram_size", "bad_words_
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a model lies; `adapter` is a folder of PEFT's files that goes on top, `run` is what trained it."""
+class ModelSource:
+    """A model's folder; `adapter` is a folder of PEFT's files for it, `config` is the run that trained it."""
 
     name: str
     folder: Path
@@ -56,8 +55,8 @@ class Place:
     config: Config | None = None
 
 
-def find(text: str) -> Place:
-    """What a name means: a run's folder (its model/, else its adapter/ on the base), or a model as anywhere else.
+def find(text: str) -> ModelSource:
+    """Find the model of a name: a run's folder (its model/, else its adapter/ on the base), or any other model.
 
     Raises:
         ConfigError: nothing is there, or a run that has written no model yet.
@@ -66,9 +65,9 @@ def find(text: str) -> Place:
     if (path / RUN).is_file() or path.name == RUN:
         folder, config = read_run(path)
         if (folder / "model" / "config.json").is_file():
-            return Place(text, folder / "model", None, config)
+            return ModelSource(text, folder / "model", None, config)
         if (folder / "adapter" / ADAPTER).is_file():
-            return Place(text, _published(config, text), folder / "adapter", config)
+            return ModelSource(text, _published(config, text), folder / "adapter", config)
         raise ConfigError(f"to talk to {text}", "neither model/ nor adapter/ lies in it", f"optrush export {text}")
     run_of = read_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
@@ -81,15 +80,15 @@ def find(text: str) -> Place:
         base = facts.get("base_model_name_or_path") if isinstance(facts, dict) else None
         if not isinstance(base, str) or not base:
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} names no base model", "name the run's folder")
-        return Place(text, _located(base), path, run_of)
-    return Place(text, _located(text), None, run_of)
+        return ModelSource(text, _located(base), path, run_of)
+    return ModelSource(text, _located(text), None, run_of)
 
 
 def home(text: str, asked: str) -> Path:
-    """A path as it was typed, with `~`.
+    """Return a path as it was typed, with `~` expanded.
 
     Raises:
-        ConfigError: `~name` of nobody.
+        ConfigError: `~name` of an unknown user.
     """
     try:
         return Path(text).expanduser()
@@ -97,17 +96,17 @@ def home(text: str, asked: str) -> Path:
         raise ConfigError(asked, f"{text}: nobody of that name has a home here", "write the folder out") from None
 
 
-def base_of(place: Place, asked: str) -> Place:
-    """The model that a place's training began with.
+def base_of(source: ModelSource, asked: str) -> ModelSource:
+    """Return the model that training began with.
 
     Raises:
         ConfigError: that is not known, or it was random.
     """
-    if place.config is not None:
-        return Place(str(place.config.model.path), _published(place.config, asked))
-    if place.adapter is not None:
-        return Place(str(place.folder), place.folder)
-    raise ConfigError(asked, f"{place.name} is no run's folder: its base is not known", "name the run's folder")
+    if source.config is not None:
+        return ModelSource(str(source.config.model.path), _published(source.config, asked))
+    if source.adapter is not None:
+        return ModelSource(str(source.folder), source.folder)
+    raise ConfigError(asked, f"{source.name} is no run's folder: its base is not known", "name the run's folder")
 
 
 def _published(config: Config, asked: str) -> Path:
@@ -129,22 +128,29 @@ def _located(path: str) -> Path:
 
 @dataclass(frozen=True)
 class Answer:
+    """What a model generated for one prompt."""
+
     text: str
     tokens: int
     finish: str  # stop: it ended by itself; length: cut off; interrupted
 
+    def facts(self, name: str = "answer") -> dict[str, Any]:
+        """Return the text under a name, and its other fields (with that prefix, unless it is `answer`)."""
+        prefix = "" if name == "answer" else f"{name}_"
+        return {name: self.text, f"{prefix}tokens": self.tokens, f"{prefix}finish": self.finish}
 
-class Speaker:
+
+class GenerationModel:
     """A model on a device, with its tokenizer, its chat template and the tokens that end its answers."""
 
-    def __init__(self, place: Place, template: str | None = None) -> None:
-        """`template`: a source for a model that has none of its own (a base beside what was trained from it)."""
-        self.name = place.name
-        self.tokenizer = open_tokenizer(_words(place))
+    def __init__(self, source: ModelSource, template: str | None = None) -> None:
+        """template: the chat template of a model that has none of its own, such as the base of a trained model."""
+        self.name = source.name
+        self.tokenizer = open_tokenizer(_tokenizer_folder(source))
         if not self.tokenizer.chat_template:
             self.tokenizer.chat_template = template
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = _loaded(place, self.device)
+        self.model = _loaded(source, self.device)
         self.tokens = Tokens(self.tokenizer)
         self.stops = self._stops()
         given = self.model.generation_config
@@ -166,7 +172,7 @@ class Speaker:
         return list(dict.fromkeys([*listed, *ends]))
 
     def ids(self, prompt: str | Sequence[Message], where: RowLocation, tools: Sequence[Any] = ()) -> list[int]:
-        """The tokens of a conversation up to where its answer begins; of a text, as it stands.
+        """Return the tokens of a conversation up to where its answer begins, or of a text unchanged.
 
         Raises:
             DataError: no template, a message that forges a turn, or more tokens than the model has positions.
@@ -192,7 +198,7 @@ class Speaker:
         return ids
 
     def settings(self, sampling: Sampling, longest: int) -> Any:
-        """transformers' generation config: what the folder says of the model, with how to sample laid over it."""
+        """Return transformers' generation config: the folder's fields of the model, and the sampling."""
         made = copy.deepcopy(self.model.generation_config)
         drawn: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         if not sampling.greedy:
@@ -210,7 +216,7 @@ class Speaker:
         return sampling.max_tokens if self.room is None else min(sampling.max_tokens, self.room - n)
 
     def answers(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seed: int) -> list[Answer]:
-        """An answer to each prompt; as one batch, but for those that the model's positions leave less room."""
+        """Answer each prompt; as one batch, but for those that the model's positions leave less room."""
         alike: dict[int, list[int]] = {}
         for i, ids in enumerate(prompts):
             alike.setdefault(self._most(len(ids), sampling), []).append(i)
@@ -242,12 +248,12 @@ class Speaker:
         finish = "stop" if end is not None else "interrupted" if interrupted else "length"
         return Answer(self.tokenizer.decode(kept, skip_special_tokens=True), len(kept), finish)
 
-    def stream(self, ids: Sequence[int], sampling: Sampling, seed: int, told: Callable[[str], None]) -> Answer:
-        """Answers one prompt; `told` gets the text as it comes. Ctrl-C stops the answer, not the program."""
+    def stream(self, ids: Sequence[int], sampling: Sampling, seed: int, write: Callable[[str], None]) -> Answer:
+        """Answer one prompt; call `write` with the text as it comes. Ctrl-C stops the answer, not the program."""
         from transformers import TextIteratorStreamer
 
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stop, made = Event(), list[Any]()
+        stop, results = Event(), list[Any]()
 
         def work() -> None:
             try:
@@ -258,12 +264,12 @@ class Speaker:
                         prompt,
                         attention_mask=torch.ones_like(prompt),
                         streamer=streamer,
-                        stopping_criteria=[_On(stop)],
+                        stopping_criteria=[_StopEvent(stop)],
                         generation_config=self.settings(sampling, len(ids)),
                     )
-                made.append(out[0, len(ids) :])
-            except BaseException as error:  # told to who asked, who waits for the streamer's end
-                made.append(error)
+                results.append(out[0, len(ids) :])
+            except BaseException as error:  # raised in the caller, which waits for the streamer's end
+                results.append(error)
                 streamer.end()  # type: ignore[no-untyped-call]
 
         thread = Thread(target=work, daemon=True)
@@ -272,31 +278,22 @@ class Speaker:
             while thread.is_alive() or not streamer.text_queue.empty():
                 try:
                     for piece in streamer:
-                        told(piece)
+                        write(piece)
                     break
                 except KeyboardInterrupt:
                     stop.set()
-        except BaseException:  # nobody listens any more
+        except BaseException:  # the caller has failed
             stop.set()
             raise
         finally:
             thread.join()  # a thread that computes would abort the process while Python takes itself down
-        if isinstance(made[0], BaseException):
-            raise made[0]
-        return self._answer(made[0], stop.is_set())
-
-    @torch.inference_mode()
-    def nll(self, document: Document) -> tuple[float, int]:
-        """Negative log-likelihood of the document's targets in nats, and how many they are."""
-        ids = torch.tensor(document.ids[None].astype("int64"), device=self.device)
-        learnt = torch.tensor(document.targets[1:], device=self.device)
-        logits = self.model(ids, use_cache=False).logits[0, :-1].float()  # (T - 1, V)
-        each = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
-        return each[learnt].double().sum().item(), int(learnt.sum())
+        if isinstance(results[0], BaseException):
+            raise results[0]
+        return self._answer(results[0], stop.is_set())
 
 
-class _On:
-    """A stopping criterion that somebody else pulls."""
+class _StopEvent:
+    """A stopping criterion that is an event."""
 
     def __init__(self, stop: Event) -> None:
         self.stop = stop
@@ -305,25 +302,25 @@ class _On:
         return torch.full((ids.shape[0],), self.stop.is_set(), device=ids.device)
 
 
-def _loaded(place: Place, device: torch.device) -> Any:
-    if place.adapter is None:
-        return load_plain(place.folder, None, device)
+def _loaded(source: ModelSource, device: torch.device) -> Any:
+    if source.adapter is None:
+        return load_plain(source.folder, None, device)
     if library("peft") is None:
-        asked = f"the adapter {place.adapter}, which no merged model lies beside"
+        asked = f"the adapter {source.adapter}, which no merged model lies beside"
         raise NeedsError(asked, "the package peft is not installed", "python -m pip install peft, or optrush export")
     from peft import PeftModel, get_peft_model_state_dict
 
-    asked, do = f"the adapter {place.adapter}", "name an adapter of this base, as PEFT writes it"
-    try:  # PEFT alone would take a pickle instead, or ask the hub
-        with safe_open(place.adapter / WEIGHTS, "pt") as file:
+    asked, do = f"the adapter {source.adapter}", "name an adapter of this base, as PEFT writes it"
+    try:  # PEFT alone would load a pickle, or contact the hub
+        with safe_open(source.adapter / WEIGHTS, "pt") as file:
             names = set(file.keys())
     except (OSError, SafetensorError):
         raise NeedsError(asked, f"no {WEIGHTS} that can be read", do) from None
-    base = load_plain(place.folder, None, device)
+    base = load_plain(source.folder, None, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT warns of missing names is an error here
         try:
-            model = PeftModel.from_pretrained(base, place.adapter, local_files_only=True)
+            model = PeftModel.from_pretrained(base, source.adapter, local_files_only=True)
         except (ValueError, TypeError, RuntimeError, KeyError, OSError, ImportError, AttributeError) as error:
             found = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise NeedsError(asked, found, do) from None
@@ -335,22 +332,22 @@ def _loaded(place: Place, device: torch.device) -> Any:
     return model.eval()
 
 
-def template_of(place: Place) -> str | None:
-    """The chat template of a model, without loading its weights."""
-    template: str | None = open_tokenizer(_words(place)).chat_template
+def template_of(source: ModelSource) -> str | None:
+    """Return the chat template of a model, without loading its weights."""
+    template: str | None = open_tokenizer(_tokenizer_folder(source)).chat_template
     return template
 
 
-def _words(place: Place) -> Path:
-    """The folder with the tokenizer: an adapter's own, where it brings one."""
-    own = place.adapter is not None and (place.adapter / "tokenizer.json").is_file()
-    return place.adapter if own and place.adapter is not None else place.folder
+def _tokenizer_folder(source: ModelSource) -> Path:
+    """Return the folder with the tokenizer: the adapter's, where it has one."""
+    own = source.adapter is not None and (source.adapter / "tokenizer.json").is_file()
+    return source.adapter if own and source.adapter is not None else source.folder
 
 
-# --- What a model is asked: rows of any kind that training reads, with or without the answer; and that answer apart.
+# --- Prompts: rows of any kind that training reads, with or without the answer.
 #
-# A row is read as training reads it (rows.py). Where it has no answer yet, a stand-in takes its place while it is read,
-# so that there is one reader and one set of errors.
+# A row is read as training reads it (data/schema.py). Where it has no answer, a placeholder takes its place while it is
+# read, so that there is one reader and one set of errors.
 
 
 STAND_IN = "-"  # for an answer that is not there
@@ -360,35 +357,31 @@ ANSWERS = ("assistant", "gpt", "function_call")
 @dataclass(frozen=True)
 class Prompt:
     where: RowLocation
-    asked: str | tuple[Message, ...]  # a text to be continued as it stands, or a conversation
+    asked: str | tuple[Message, ...]  # a text to be continued, or a conversation
     tools: tuple[Any, ...] = ()
     reference: str | None = None  # the row's own answer
-    row: Chat | Completion | None = None  # with that answer, as training would learn it
 
     def shown(self) -> str | list[dict[str, Any]]:
         return self.asked if isinstance(self.asked, str) else [m.shown() for m in self.asked]
 
 
 def prompts(path: Path, plain: bool = False, system: str | None = None) -> Iterator[Prompt]:
-    """The prompts of a file of rows.
+    """Read the prompts of a file of rows.
 
-    A conversation is asked up to its last assistant turn, which is the reference. A `prompt` alone is a user's turn, or
-    with `plain` a text; beside a `completion` it is a text, as in training. A `text` is continued as it stands.
+    A conversation is the prompt up to its last assistant turn, which is the reference. A `prompt` alone is a user's
+    turn, or with `plain` a text; with a `completion` it is a text, as in training. A `text` is continued.
 
     Args:
         system: a system turn for conversations that have none.
 
     Raises:
-        DataError: no such file, or a row that is no prompt, with its place.
+        DataError: no such file, or a row that is no prompt, with its source.
     """
     for where, found in read(path):
         prompt = _prompt(where, found, plain)
         if system is not None and not isinstance(prompt.asked, str) and prompt.asked[0].role != "system":
-            first = Message("system", system)
-            row = prompt.row
-            if isinstance(row, Chat):
-                row = Chat((first, *row.messages), row.tools, row.prompt + 1)
-            prompt = Prompt(where, (first, *prompt.asked), prompt.tools, prompt.reference, row)
+            asked = (Message("system", system), *prompt.asked)
+            prompt = Prompt(where, asked, prompt.tools, prompt.reference)
         yield prompt
 
 
@@ -399,7 +392,7 @@ def _prompt(where: RowLocation, found: dict[str, Any], plain: bool) -> Prompt:
     if isinstance(row, Text):
         return Prompt(where, row.text)
     if isinstance(row, Completion):
-        return Prompt(where, row.prompt, (), row.completion, row) if answered else Prompt(where, row.prompt)
+        return Prompt(where, row.prompt, (), row.completion if answered else None)
     last = len(row.messages) - 1
     if row.prompt and row.prompt < last:
         last = row.prompt  # of a pair: its answer begins there
@@ -408,13 +401,11 @@ def _prompt(where: RowLocation, found: dict[str, Any], plain: bool) -> Prompt:
         raise schema.bad_row(where, "no turn that an answer could follow")
     if plain:
         raise DataError(f"the messages at {where} with --plain", "a conversation, which no text is", "leave it out")
-    if not answered:
-        return Prompt(where, asked, row.tools)
-    return Prompt(where, asked, row.tools, answer.content, Chat(row.messages[: last + 1], row.tools, last))
+    return Prompt(where, asked, row.tools, answer.content if answered else None)
 
 
 def _completed(found: dict[str, Any], plain: bool) -> tuple[dict[str, Any], bool]:
-    """The row with an answer, and whether it is its own."""
+    """Return the row with an answer, and whether it is its own."""
     for key in ("messages", "conversations"):
         turns = found.get(key)
         if isinstance(turns, list) and turns and isinstance(turns[-1], dict):
@@ -439,62 +430,35 @@ def _completed(found: dict[str, Any], plain: bool) -> tuple[dict[str, Any], bool
     }, False
 
 
-# --- Many prompts, one model or two: answers in batches, and how likely each model finds the rows' own answers.
-#
-# One model is in memory at a time. The likelihood is the one simple measure here: the negative log-likelihood, in nats,
-# of all tokens of the reference that training would learn, its end of turn included. It says which model expects the
-# reference more, not whose answers are better.
+# --- many prompts, one model after the other
 
 
-EQUAL = 1e-6  # relative: two likelihoods nearer than this are a tie
-
-
-@dataclass(frozen=True)
-class Said:
-    """One model's part of a row."""
-
-    answer: Answer
-    nll: float | None = None  # of the reference, summed over its tokens
-    nll_tokens: int | None = None
-
-    def facts(self, prefix: str = "") -> dict[str, Any]:
-        found = {prefix or "answer": self.answer.text}
-        more = asdict(self.answer) | {"reference_nll": self.nll, "reference_tokens": self.nll_tokens}
-        del more["text"]
-        start = f"{prefix}_" if prefix else ""
-        return found | {f"{start}{key}": value for key, value in more.items() if value is not None}
-
-
-def ask(
-    place: Place,
+def generate_answers(
+    source: ModelSource,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     seed: int,
     batch: int,
     template: str | None = None,
-    measures: bool = False,
     advance: Callable[[int], None],
-) -> Iterator[Said]:
-    """The model's answers in the order of the prompts; it is loaded here and gone afterwards.
+) -> Iterator[Answer]:
+    """Yield the model's answers in the order of the prompts; it is loaded here and freed afterwards.
 
     Args:
-        template: for a model that has none.
-        measures: the likelihood of the references, too.
-        advance: told how many more are done.
+        template: the chat template of a model that has none.
+        advance: called with the number of answers that were added.
 
     Raises:
-        UserError: before anything is answered, if one of the prompts cannot be asked.
+        UserError: before anything is generated, if one of the prompts is invalid.
         RunError: out of memory.
     """
-    speaker = Speaker(place, template)
-    ids = [speaker.ids(p.asked, p.where, p.tools) for p in prompts]
-    references = [_reference(speaker, p) if measures else None for p in prompts]
+    model = GenerationModel(source, template)
+    ids = [model.ids(p.asked, p.where, p.tools) for p in prompts]
     try:
         for first in range(0, len(ids), batch):
-            answers = speaker.answers(ids[first : first + batch], sampling, seed + first)
-            for answer, document in zip(answers, references[first:]):
-                yield Said(answer, *((None, None) if document is None else speaker.nll(document)))
+            answers = model.answers(ids[first : first + batch], sampling, seed + first)
+            yield from answers
             advance(len(answers))
     except (RuntimeError, MemoryError) as error:
         if not exhausted(error):
@@ -502,24 +466,7 @@ def ask(
         smaller = f"take --batch {batch // 2}" if batch > 1 else "take a smaller --max-tokens"
         raise RunError(f"out of memory with {batch} prompts at once; {smaller}") from error
     finally:
-        del speaker
+        del model
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _reference(speaker: Speaker, prompt: Prompt) -> Document | None:
-    if prompt.row is None:
-        return None
-    return speaker.tokens.document(prompt.row, "last", prompt.where)
-
-
-def likelier(pairs: Sequence[tuple[Said, Said]]) -> Rate:
-    """How often the first model gives a reference the higher likelihood."""
-    return rate([_likelier(a.nll, b.nll) for a, b in pairs if a.nll is not None and b.nll is not None])
-
-
-def _likelier(ours: float, theirs: float) -> Verdict:
-    if abs(ours - theirs) <= EQUAL * max(abs(ours), abs(theirs)):
-        return "tie"
-    return "answer" if ours < theirs else "other"

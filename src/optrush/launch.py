@@ -19,7 +19,8 @@ from functools import partial
 from optrush.errors import ConfigError
 
 _LIBC = ctypes.CDLL(None)
-GRACE_S = 30.0  # for the others to exit after one has failed
+TRACKER_THREAD = "optrush-tracker"  # the name of a daemon thread that may be blocked in a client library
+GRACE_S = 30.0  # how long the others may take to leave after one has failed
 
 
 def launched() -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""The model card, README.md beside the weights: facts of the run, and nothing else.
+"""Write the model card, README.md next to the weights: facts of the run, and nothing else.
 
 What a user named (models, files, folders) is text from outside, and a card is shown by others' pages. So it is escaped,
 for Markdown and for HTML; the block at the top is written as YAML by its own library. Paths stay here: of a folder, a
-file or a pattern only the name is said, whether it is still there or not. Whole is only what the hub calls something.
+file or a pattern the card has the name alone, whether it still exists or not. Only hub ids are whole.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _called(path: str) -> str:
 
 
 def _of_hub(path: str) -> bool:
-    """Whether it reads as an id of the hub, and neither it nor its folder lies here."""
+    """Return whether it has the form of a hub id, and neither it nor its folder exists here."""
     local = os.path.exists(path) or os.path.isdir(os.path.dirname(path)) or form(Path(path)) is not None
     return readers.HUB_ID.fullmatch(path) is not None and not local
 

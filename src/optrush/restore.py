@@ -1,4 +1,4 @@
-"""A run's folder -> its model with the parameters of a checkpoint, on one device and without the run's data.
+"""Build the model of a run's folder with a checkpoint's parameters, on one device and without the run's data.
 
 For what looks at a model after training (export). Only what decides which parameters there are and what they mean is
 rebuilt: the techniques that edit config.json or the weights, and under adapters the type that frozen weights are
@@ -9,22 +9,17 @@ still export it.
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
 
 from optrush.config import BatchSize, Config, Data, current_techniques, parse_config
 from optrush.errors import CheckpointError, ConfigError
 from optrush.resolve import resolve
 from optrush.technique import Part, Technique, instantiate
 from optrush.techniques import ALL
-from optrush.trainer import storage
 from optrush.trainer.build import build
-from optrush.trainer.checkpoint import FOLDER, Manifest, damaged, find, verify
+from optrush.trainer.checkpoint import FOLDER, Manifest, find, load_parameters, verify
 from optrush.trainer.run_dir import POINTER, RUN
 from optrush.trainer.trainer import Trainer
 
@@ -58,23 +53,23 @@ def read_run(place: Path) -> tuple[Path, Config]:
     return folder, config.model_copy(update={"with_": current_techniques(config.with_)})
 
 
-def choose(folder: Path, asked: str | None) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
-    """The checkpoint asked for; else the best one, if the run kept it; else the newest intact one.
+def choose_checkpoint(folder: Path, name: str | None) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
+    """Choose the named checkpoint; else the best one, if the run kept it; else the newest intact one.
 
     Args:
-        asked: a folder, or a step.
+        name: a folder, or a step.
 
     Returns:
         Its manifest, and the checkpoints that were passed over, with why.
 
     Raises:
-        CheckpointError: there is none, none is intact, or the one asked for is damaged.
+        CheckpointError: there is none, none is intact, or the named one is damaged.
     """
-    if asked is not None:
-        named = folder / FOLDER / f"step-{int(asked):06d}" if asked.isdecimal() else Path(asked)
+    if name is not None:
+        named = folder / FOLDER / f"step-{int(name):06d}" if name.isdecimal() else Path(name)
         if not named.is_dir():
             there = ", ".join(p.name for p in find(folder)) or "none"
-            raise CheckpointError(f"--checkpoint {asked}", "no such checkpoint", f"there are: {there}")
+            raise CheckpointError(f"--checkpoint {name}", "no such checkpoint", f"there are: {there}")
         return verify(named.resolve()), ()
     passed: list[tuple[str, str]] = []
     for path in dict.fromkeys([*_best(folder), *find(folder)]):
@@ -82,7 +77,7 @@ def choose(folder: Path, asked: str | None) -> tuple[Manifest, tuple[tuple[str, 
             return verify(path), tuple(passed)
         except CheckpointError as error:
             passed.append((path.name, error.found))
-    why = "; ".join(f"{name}: {found}" for name, found in passed) or "no checkpoint in it"
+    why = "; ".join(f"{step}: {found}" for step, found in passed) or "no checkpoint in it"
     do = "train it first, or name a folder in which a run has saved (`train.save_every`)"
     raise CheckpointError(f"the run {folder}", f"nothing to export: {why}", do)
 
@@ -98,18 +93,18 @@ def _best(folder: Path) -> list[Path]:
         raise CheckpointError(f"{file}", f"it names no step: {error}", do) from None
 
 
-def rebuild(place: Path, asked: str | None = None) -> Rebuilt:
-    """The run's model with a checkpoint's parameters; see `choose` for which.
+def rebuild(place: Path, checkpoint_name: str | None = None) -> Rebuilt:
+    """Build the run's model with the parameters of the checkpoint that `choose_checkpoint` returns.
 
     Raises:
         UserError: no run there, no such checkpoint, or the model or the base it began with has changed since.
     """
     folder, config = read_run(place)
-    checkpoint, passed = choose(folder, asked)
+    checkpoint, passed = choose_checkpoint(folder, checkpoint_name)
     prepared = resolve(_bare(config), ranks=1)
     trainer = build(prepared, training=False)
     _same(checkpoint, trainer)
-    restore(trainer, checkpoint)
+    load_parameters(trainer, checkpoint)
     trainer.model.eval()
     return Rebuilt(trainer, config, folder, prepared.folder, checkpoint, passed)
 
@@ -151,37 +146,3 @@ def _same(checkpoint: Manifest, trainer: Trainer) -> None:
     if then != now:
         found = f"`adapters` was {then} and is {now}"
         raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the old one in run.yaml")
-
-
-@torch.no_grad()
-def restore(trainer: Trainer, checkpoint: Manifest) -> None:
-    """Fills the trained parameters, and nothing else, from a checkpoint of any number of ranks.
-
-    Raises:
-        CheckpointError: it has other parameters, or a file cannot be read.
-    """
-    saved = {name.removeprefix("param/") for name in checkpoint.tensors if name.startswith("param/")}
-    if other := sorted(saved ^ {t.name for t in trainer.trained}):
-        where = "the checkpoint alone" if other[0] in saved else "the model alone"
-        raise _foreign(checkpoint, f"the parameter {other[0]} is in {where}")
-    with ExitStack() as stack:
-        files: dict[str, Any] = {}
-        for t in trainer.trained:
-            entry = checkpoint.tensors[f"param/{t.name}"]
-            local, dtype = t.local, storage.DTYPES[t.local.dtype]
-            if (tuple(entry.shape), entry.dtype) != (t.full_shape, dtype):
-                raise _foreign(
-                    checkpoint, f"{t.name} is {entry.shape} {entry.dtype}, here {list(t.full_shape)} {dtype}"
-                )
-            for piece in entry.pieces:
-                try:
-                    if piece.file not in files:
-                        files[piece.file] = stack.enter_context(safe_open(checkpoint.path / piece.file, "pt"))
-                    values = files[piece.file].get_tensor(f"param/{t.name}")
-                except (OSError, SafetensorError) as error:
-                    raise damaged(checkpoint.path, piece.file, f"cannot be read: {error}") from None
-                local[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape))] = values.to(local.device)
-
-
-def _foreign(checkpoint: Manifest, found: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint {checkpoint.path}", found, "name the run that saved it")

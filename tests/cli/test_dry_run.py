@@ -11,25 +11,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from optrush import console
 from optrush.config import parse_config
-from optrush.data.schema import Document
+from optrush.data.preview import CLOSE, OPEN
 from optrush.errors import ConfigError
 from optrush.models import weights
 from optrush.planner import search
 from optrush.planner.ledger import Item
 from optrush.planner.search import Prediction
-from optrush.trainer import dry_run
 
-from clirun import Found, base, edited, metrics, write_rows
+from clirun import Found, base, edited, metrics
 
 Call = Callable[..., Found]
 Write = Callable[..., str]
-MARKED = re.compile(f"{dry_run.OPEN}(.*?){dry_run.CLOSE}", re.DOTALL)
+MARKED = re.compile(f"{OPEN}(.*?){CLOSE}", re.DOTALL)
 
 
 def told(call: Call, *arguments: str) -> dict[str, Any]:
@@ -139,7 +138,7 @@ def test_ranks_in_one_process(call: Call, write: Write) -> None:
     assert two["rows"] == one["rows"] and len(two["rows"]) > 1
     assert two["disk"]["weights_bytes"] == one["disk"]["weights_bytes"]
     assert two["launch"] == "optrush train run.yaml --ranks 2 --with fsdp"
-    assert "row 1 of step 1: " in shown(call, "run.yaml", "--ranks", "2", "--with", "fsdp")
+    assert "══ row 1 · " in shown(call, "run.yaml", "--ranks", "2", "--with", "fsdp")
 
 
 def test_under_a_launcher(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,64 +175,38 @@ def test_the_sample_takes_seconds(call: Call, write: Write) -> None:
 
 
 def test_rows_are_those_of_the_first_step(call: Call, write: Write, model: Path, here: Path) -> None:
-    """Documents in packed order, targets exactly the assistant's words and their end, special tokens to be seen."""
+    """Documents in packed order, targets exactly the assistant's words and their end; as `data show --packed` has
+    them, whose own tests cover cutting, control characters and the end of a turn."""
     rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
-    facts = told(call, write(data={"eval": None}))
-    d = facts["rows"][0]["documents"]
-    assert len(d) > 1 and facts["rows"][0]["tokens"] == sum(x["tokens"] for x in d) <= 128
-    whole = d[0]
-    talk = rows[whole["document"]]["messages"]
-    learnt = [p["text"] for p in whole["pieces"] if p["learnt"]]
-    assert learnt == [m["content"] + "<|im_end|>" for m in talk if m["role"] == "assistant"]
+    config = write(data={"eval": None}, batch={"tokens": 512})
+    found = told(call, config)["rows"]
+    assert [row["row"] for row in found] == [0, 1, 2]
+    samples = found[0]["samples"]
+    assert len(samples) > 1 and found[0]["tokens"] == sum(x["documents"][0]["tokens"] for x in samples) <= 128
+    whole = samples[0]["documents"][0]
+    talk = rows[samples[0]["sample"]]["messages"]
     text = "".join(p["text"] for p in whole["pieces"])
     assert text == AutoTokenizer.from_pretrained(model).apply_chat_template(talk, tokenize=False)
-    assert whole["targets"] < whole["tokens"] and text.startswith("<|bos|>")
+    learned = "".join(p["text"] for p in whole["pieces"] if p["learnt"])
+    assert learned == "".join(m["content"] + "<|im_end|>" for m in talk if m["role"] == "assistant")
+    shows = call("data", "show", config, "--packed", "--rows", "3", "--json")
+    assert json.loads(shows.out)["rows"] == found
+    part = shown(call, config)
+    assert "\x1b" not in part and part.count("══ row ") == 3 and len(MARKED.findall(part)) >= 4
 
 
-def test_rows_as_text(call: Call, write: Write) -> None:
-    """Marks without colour off a terminal; a line over each document; at most three rows of 600 characters."""
-    text = shown(call, write(data={"eval": None}, batch={"tokens": 1024}))
-    part = text[text.index("first rows") : text.index("\nlaunch")]
-    assert "\x1b" not in text
-    assert len(re.findall(r"^  row \d+ of step 1: ", part, re.MULTILINE)) == 3
-    assert len(re.findall(r"^    ── document \d+: \d+ tokens, \d+ learnt$", part, re.MULTILINE)) >= 3
-    assert part.count(dry_run.OPEN) == part.count(dry_run.CLOSE) >= 4
-    assert all("<|im_start|>" not in piece for piece in MARKED.findall(part)[1:]), "no header is learnt"
-    assert "<|im_end|>" + dry_run.CLOSE in part and "↵" in part
-
-
-def test_long_rows_are_cut(call: Call, write: Write, here: Path) -> None:
-    write_rows(here / "long.jsonl", [{"text": "Stir and wait. " * 200}, {"text": "Taste."}])
-    facts = told(call, write(data={"path": "long.jsonl", "eval": None}, batch={"seq": 2048, "tokens": 4096}))
-    for row in facts["rows"]:
-        assert sum(len(p["text"]) for d in row["documents"] for p in d["pieces"]) <= dry_run.CHARACTERS
-    assert any(d["cut"] for row in facts["rows"] for d in row["documents"])
-    assert "…" in shown(call, "run.yaml")
-
-
-def test_colour_on_a_terminal(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks and colour; NO_COLOR and dumb terminals get the marks alone."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
+def test_color_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NO_COLOR and dumb terminals get the marks alone."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert dry_run.colours()
-    monkeypatch.setattr(dry_run, "colours", lambda: True)
-    assert dry_run.OPEN + dry_run.COLOUR in shown(call, write())
-    monkeypatch.undo()
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not dry_run.colours()
-
-
-def test_what_data_holds_does_not_reach_the_terminal(call: Call, write: Write, here: Path) -> None:
-    """Escapes, bells, our own marks and text that the output's encoding lacks are written as what they are."""
-    write_rows(here / "odd.jsonl", [{"text": "a\x1b[31mred\x07 ⟦b⟧ \u202ec\ttab\nend"}])
-    text = shown(call, write(data={"path": "odd.jsonl", "eval": None}, train={"epochs": 1}))
-    part = text[text.index("first rows") : text.index("\nlaunch")]
-    body = part[part.index("──") :]
-    assert "\x1b" not in part and "\x07" not in part and "\u202e" not in part
-    assert "\\x1b[31mred\\x07 \\u27e6b\\u27e7 \\u202ec\\ttab↵" in body.replace(dry_run.CLOSE + dry_run.OPEN, "")
-    assert body.count(dry_run.OPEN) == 1
+    for env, color in (
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "dumb"}, False),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+    ):
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        assert console.use_color() == color
 
 
 def test_a_terminal_without_our_marks(start: Call, write: Write) -> None:
@@ -256,21 +229,6 @@ def test_a_shape_has_no_weights(call: Call, write: Write) -> None:
     facts = told(call, write(model={"shape": "llama-3.2-1b"}, objective="pretrain", data=random))
     assert facts["disk"]["weights_bytes"] == pytest.approx(4 * 1_235_814_400, rel=1e-3)
     assert facts["disk"]["states_bytes"] == pytest.approx(8 * 1_235_814_400, rel=1e-3)
-
-
-class Words:
-    """A tokenizer like SentencePiece's: a token is a word, and the first loses its space."""
-
-    def decode(self, ids: list[int], **_: bool) -> str:
-        return " ".join(f"w{i}" for i in ids)
-
-
-def test_a_piece_keeps_the_space_before_it() -> None:
-    targets = np.array([False, False, True, True, False])
-    pieces = list(dry_run.decoded(Words(), Document(np.arange(5, dtype=np.int32), targets), 99))
-    assert [(p.text, p.learnt) for p in pieces] == [("w0 w1", False), (" w2 w3", True), (" w4", False)]
-    cut = dry_run.decoded(Words(), Document(np.arange(5, dtype=np.int32), targets), 4)
-    assert [p.text for p in cut] == ["w0 w"]
 
 
 # --- memory and disk

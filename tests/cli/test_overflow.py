@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 from optrush.config import parse_config
 from optrush.models import tiny
 from optrush.resolve import resolve
-from optrush.trainer.run import fit
+from optrush.trainer.run import RunRequest
+from optrush.trainer.run import run as fit
 
 CONFIG = """
 model: model
@@ -56,7 +57,7 @@ def test_the_update_is_skipped_and_the_run_goes_on(
     rows = [{"text": f"number {i} is fine and good" + " Q" * (i == 17)} for i in range(64)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    assert fit(resolve(parse_config(CONFIG, "test"))).code == 0
+    assert fit(RunRequest(resolve(parse_config(CONFIG, "test")))).code == 0
     lines = [json.loads(text) for text in Path("out/metrics.jsonl").read_text().splitlines()]
     bad = [m["step"] for m in lines if m["grad_norm"] is None]
     assert len(lines) == 16 and len(bad) == 2 and lines[-1]["skipped"] == 2, "once an epoch"

@@ -22,7 +22,7 @@ def test_auto(call: Call, write: Write, here: Path) -> None:
     """It trains; the folder's run.yaml has the number and is itself runnable, with the same losses."""
     found = call("train", write(batch=AUTO, train={"steps": 2}))
     assert found.code == 0, found.err
-    assert "finish     micro-batch: 3 changes" in found.err
+    assert "micro-batch: 3 changes" in found.err
     written = parse_config((here / "out" / "run.yaml").read_text(), "run.yaml")
     assert isinstance(written.batch.micro_tokens, int) and 512 % written.batch.micro_tokens == 0
     assert written.with_["micro-batch"] == {}
@@ -58,7 +58,7 @@ def test_what_does_not_fit(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB. GPU 0 has 1.00 GiB free.")
 
-    monkeypatch.setattr(run, "_play", full)
+    monkeypatch.setattr(run, "_largest_step", full)
     found = call("train", write(batch={"micro_tokens": micro}))
     assert found.code == 2
     assert f"steps of {micro // 128} row" in found.err and "out of memory, before step 0: CUDA out" in found.err

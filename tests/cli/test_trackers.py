@@ -36,24 +36,22 @@ def test_one_key_or_several(write: Write, here: Path) -> None:
 @pytest.mark.parametrize(
     ("tracker", "asked", "found", "do"),
     [
-        ("mlfow", "`tracker`", "'mlfow'", "'mlflow', 'wandb' or 'trackio'"),
+        ("trackio", "`tracker`", "'trackio'", "'mlflow' or 'wandb'"),
+        ("mlfow", "`tracker`", "'mlfow'", "'mlflow' or 'wandb'"),
         ({"name": "mlflow", "url": "x"}, "`tracker.url`", "no such key", "did you mean `uri`?"),
         ({"project": "p"}, "`tracker.name`", "it is missing", "add `tracker.name:`"),
         ("mlflow", "`tracker: mlflow`", "MLFLOW_TRACKING_URI", "tracker.offline: true"),
-        ("trackio", "`tracker: trackio`", "TRACKIO_SERVER_URL", "tracker.offline: true"),
         ({"name": "mlflow", "uri": "http://h", "offline": True}, "`tracker.offline: true`", "`tracker.uri`", "leave"),
         ({"name": "mlflow", "uri": "sqlite:///a.db"}, "`tracker: mlflow`", "sqlite:///a.db", "tracker.offline: true"),
-        ({"name": "trackio", "uri": "http://h"}, "`tracker: trackio`", "no TRACKIO_WRITE_TOKEN", "set TRACKIO_WRITE"),
         ({"name": "mlflow", "uri": "http://u:c4n4ry@h"}, "`tracker.uri`", "a user or password", "take it out"),
-        ({"name": "trackio", "uri": "http://h/?t=c4n4ry"}, "`tracker.uri`", "more than host and path", "environment"),
-        ("http://u:c4n4ry@h", "`tracker`", "http://***@h", "'mlflow', 'wandb' or 'trackio'"),
+        ({"name": "mlflow", "uri": "http://h/?t=c4n4ry"}, "`tracker.uri`", "more than host and path", "environment"),
+        ("http://u:c4n4ry@h", "`tracker`", "http://***@h", "'mlflow' or 'wandb'"),
     ],
 )
 def test_what_is_refused(
     tracker: Any, asked: str, found: str, do: str, write: Write, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("MLFLOW_TRACKING_URI", "TRACKIO_SERVER_URL", "TRACKIO_WRITE_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     got = call("train", write(tracker=tracker))
     lines = got.err.splitlines()
     assert got.code == 2 and len(lines) == 3 and not Path("out").exists(), got.err

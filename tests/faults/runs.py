@@ -49,7 +49,7 @@ def write_data(path: Path, n: int = 160) -> None:
 
 def configuration(folder: Path, output: Path, /, **changes: Any) -> Path:
     """A run of 12 steps: packing, shuffling, two micro-batches a step, cosine, a save every 3 steps."""
-    run: dict[str, Any] = {
+    tree: dict[str, Any] = {
         "model": str(folder / "model"),
         "objective": "pretrain",
         "data": {"path": str(folder / "data.jsonl")},
@@ -61,12 +61,12 @@ def configuration(folder: Path, output: Path, /, **changes: Any) -> Path:
     }
     file = output.with_suffix(".yaml")
     for key, value in changes.items():
-        at = run
+        at = tree
         *path, last = key.split("__")
         for part in path:
             at = at[part]
         at[last] = value
-    file.write_text(yaml.safe_dump(run))
+    file.write_text(yaml.safe_dump(tree))
     return file
 
 
@@ -81,6 +81,21 @@ def command(*arguments: str) -> int:
 
 
 Before = Callable[[], None] | None
+
+
+def each_step(work: Callable[[int], None]) -> Callable[[], None]:
+    """A `before` with which the run calls work(n) ahead of its step n."""
+
+    def before() -> None:
+        begin = run.set_step
+
+        def noted(job: Any, n: int, steps: int) -> None:
+            work(n)
+            begin(job, n, steps)
+
+        run.set_step = noted
+
+    return before
 
 
 def begun(config: Path, *flags: str, before: Before = None, env: dict[str, str] | None = None) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from optrush.trainer import trainer
+from optrush.trainer import build, run
 from optrush.trainer.checkpoint import find, verify
 
 from harness import told
@@ -30,7 +30,7 @@ def poisoning(home: Path, bad: set[int], where: str) -> Before:
     """In these steps, one micro-batch of one rank (the one with the reference's first sample) is not finite."""
 
     def before() -> None:
-        begin, loss = trainer.set_step, trainer.loss
+        begin, loss = run.set_step, build.loss
         at = {"step": 0}
         noted = home / "first"
         firsts = json.loads(noted.read_text()) if noted.exists() else {}
@@ -52,7 +52,7 @@ def poisoning(home: Path, bad: set[int], where: str) -> Before:
                     found.register_hook(lambda g: g * float("nan"))
             return found
 
-        trainer.set_step, trainer.loss = stepping, poisoned
+        run.set_step, build.loss = stepping, poisoned
 
     return before
 
@@ -160,7 +160,7 @@ def test_not_finite_in_evaluation_is_no_reason_to_stop(home: Path) -> None:
     config = configuration(home, output, data__eval=0.1, train__eval_every=6)
 
     def before() -> None:
-        losses = trainer.eval_loss
+        losses = build.eval_loss
         calls = {"n": 0}
 
         def poisoned(job: Any, batches: Any) -> Any:
@@ -168,7 +168,7 @@ def test_not_finite_in_evaluation_is_no_reason_to_stop(home: Path) -> None:
             found = losses(job, batches)
             return found * float("nan") if calls["n"] == 2 else found  # the first is the rehearsal's
 
-        trainer.eval_loss = poisoned
+        build.eval_loss = poisoned
 
     assert trained(config, before=before) == 0, said(config)
     evals = [m["eval_loss"] for m in lines(output) if "eval_loss" in m]

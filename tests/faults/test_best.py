@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 from test_refusals import flip
 from torch.utils.tensorboard import SummaryWriter  # noqa: F401 - forked runs find it loaded
 
 from optrush.config import Dpo, parse_config
-from optrush.trainer import storage, trainer
+from optrush.trainer import storage
 from optrush.trainer.checkpoint import find, verify
-from optrush.trainer.run_dir import Best, Keeper, comparable, recall
+from optrush.trainer.run_dir import Best, BestCheckpoint, comparable, recall
 
 from harness import ended, fork, told
 from runs import (
@@ -25,6 +27,7 @@ from runs import (
     begun_on,
     command,
     configuration,
+    each_step,
     figures,
     lines,
     said,
@@ -139,17 +142,7 @@ def test_on_two_ranks(home: Path) -> None:
     assert measured(config, output / "model") == pytest.approx(best_of(output)[1], abs=1e-6)
     stopped, config = configured(home, "two-stopped", **changes)
 
-    def before() -> None:
-        begin = trainer.set_step
-
-        def noted(job: Any, n: int, steps: int) -> None:
-            if n == 7:
-                os.kill(os.getpid(), signal.SIGTERM)
-            begin(job, n, steps)
-
-        trainer.set_step = noted
-
-    pids = begun_on(2, config, before=before)
+    pids = begun_on(2, config, before=each_step(lambda n: os.kill(os.getpid(), signal.SIGTERM) if n == 7 else None))
     assert [ended(pid) for pid in pids] == [143, 143], said(config)
     assert trained_on(2, config, "--resume", "auto") == [0, 0], said(config)
     assert pointed(stopped) == pointed(output) and exported(stopped) == exported(output)
@@ -171,20 +164,18 @@ def test_damaged_while_it_trained(home: Path) -> None:
     """Exit 1, with what to do; the weights of another step are not exported for it."""
     output, config = configured(home, "damaged-late")
 
-    def before() -> None:
-        begin = trainer.set_step
+    def damage(n: int) -> None:
+        if n == 12:
+            flip(output / "checkpoints" / f"step-{best_of(home / 'reference')[0]:06d}" / "rank-0.safetensors")
 
-        def noted(job: Any, n: int, steps: int) -> None:
-            if n == 12:
-                flip(output / "checkpoints" / f"step-{best_of(home / 'reference')[0]:06d}" / "rank-0.safetensors")
-            begin(job, n, steps)
-
-        trainer.set_step = noted
-
-    assert trained(config, before=before) == 1, said(config)
+    assert trained(config, before=each_step(damage)) == 1, said(config)
     assert "the best checkpoint" in said(config) and "--resume auto exports the next best" in said(config)
     assert not (output / "model").exists()
     assert trained(config, "--resume", "auto") == 0, said(config)
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_a_save_that_fails_is_not_the_best(home: Path) -> None:
@@ -192,19 +183,8 @@ def test_a_save_that_fails_is_not_the_best(home: Path) -> None:
     output, config = configured(home, "full")
     best = best_of(home / "reference")[0]
 
-    def before() -> None:
-        begin, write = trainer.set_step, storage.write
-
-        def full(*args: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        def noted(job: Any, n: int, steps: int) -> None:
-            storage.write = full if n == best else write
-            begin(job, n, steps)
-
-        trainer.set_step = noted
-
-    assert trained(config, before=before) == 0, said(config)
+    write = storage.write
+    assert trained(config, before=each_step(lambda n: setattr(storage, "write", full if n == best else write))) == 0
     assert [m["step"] for m in lines(output) if "save_failed" in m] == [best]
     found = losses(output)
     assert pointed(output) == min(((n, x) for n, x in found.items() if n not in (0, best)), key=lambda pair: pair[1])
@@ -212,16 +192,16 @@ def test_a_save_that_fails_is_not_the_best(home: Path) -> None:
 
 
 def test_what_is_best(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path)
+    best = BestCheckpoint(tmp_path)
     (tmp_path / "checkpoints").mkdir()
-    assert keeper.spared(2) is None
-    assert not keeper.judge(2, float("nan")) and keeper.judge(4, 1.0)
-    assert keeper.spared(4) == 4 and keeper.spared(5) is None
-    keeper.saved(4)
-    assert keeper.best == Best(4, 1.0) and pointed(tmp_path) == (4, 1.0)
-    assert not keeper.judge(6, 1.0), "the earlier of equals"
-    assert keeper.judge(8, 0.5)
-    assert keeper.spared(8) == 8 and keeper.spared(9) == 4, "not saved yet"
+    assert best.protected_step(2) is None
+    assert not best.is_best(2, float("nan")) and best.is_best(4, 1.0)
+    assert best.protected_step(4) == 4 and best.protected_step(5) is None
+    best.saved(4)
+    assert best.best == Best(4, 1.0) and pointed(tmp_path) == (4, 1.0)
+    assert not best.is_best(6, 1.0), "the earlier of equals"
+    assert best.is_best(8, 0.5)
+    assert best.protected_step(8) == 8 and best.protected_step(9) == 4, "not saved yet"
     (tmp_path / "metrics.jsonl").write_text("")
     assert recall(tmp_path, 12, bool) == (None, []), "no such checkpoint"
     assert not (tmp_path / "checkpoints" / "best.json").exists()
@@ -285,19 +265,11 @@ def test_tensorboard_on_a_full_disk(home: Path) -> None:
     """The run goes on, and at its end the files have every figure."""
     output, config = configured(home, "board-full", train={**TRAIN, "steps": 4})
 
-    def before() -> None:
-        import tensorboard.summary.writer.record_writer as record_writer
+    write = RecordWriter.write
 
-        begin, write = trainer.set_step, record_writer.RecordWriter.write
+    def fills(n: int) -> None:
+        time.sleep(1.5)  # the files are written every second
+        RecordWriter.write = full if n == 3 else write
 
-        def full(*args: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        def noted(job: Any, n: int, steps: int) -> None:
-            record_writer.RecordWriter.write = full if n == 3 else write
-            begin(job, n, steps)
-
-        trainer.set_step = noted
-
-    assert trained(config, before=before) == 0, said(config)
+    assert trained(config, before=each_step(fills)) == 0, said(config)
     assert scalars(output) == shown(output)

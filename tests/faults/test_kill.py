@@ -13,12 +13,13 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from optrush.trainer import storage, trainer
+from optrush.trainer import build, run, storage
 from optrush.trainer.checkpoint import find, verify
 
 from harness import ended, told
@@ -27,6 +28,7 @@ from runs import (
     begun,
     begun_on,
     configuration,
+    each_step,
     figures,
     lines,
     said,
@@ -57,7 +59,7 @@ def recording(path: Path, pause_s: float = 0.0) -> Before:
     """Notes which samples each step took, and makes each step last a while."""
 
     def before() -> None:
-        begin, gradients = trainer.set_step, trainer.forward_backward
+        begin, gradients = run.set_step, build.forward_backward
         at = {"step": 0}
 
         def noted(job: Any, n: int, steps: int) -> None:
@@ -72,7 +74,7 @@ def recording(path: Path, pause_s: float = 0.0) -> Before:
                     file.write(json.dumps(line) + "\n")
             return gradients(job, batches, terms)
 
-        trainer.set_step, trainer.forward_backward = noted, taking
+        run.set_step, build.forward_backward = noted, taking
 
     return before
 
@@ -189,18 +191,12 @@ def test_a_full_disk_does_not_end_a_run(home: Path) -> None:
     output = home / "full"
     config = configuration(home, output)
 
-    def before() -> None:
-        begin, write = trainer.set_step, storage.write
+    write = storage.write
 
-        def full(*args: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        def noted(job: Any, n: int, steps: int) -> None:
-            storage.write = full if n == 6 else write
-            begin(job, n, steps)
-
-        trainer.set_step = noted
-
+    before = each_step(lambda n: setattr(storage, "write", full if n == 6 else write))
     assert trained(config, before=before) == 0, said(config)
     failed = [m for m in lines(output) if "save_failed" in m]
     assert [m["step"] for m in failed] == [6] and "No space left" in failed[0]["save_failed"]
@@ -228,21 +224,16 @@ def test_a_really_full_disk(home: Path, little_disk: Path) -> None:
     config = configuration(home, output, train__keep=1)
     config = Path(shutil.move(config, home / "full-really.yaml"))  # what it prints goes to another disk, as it would
 
-    def before() -> None:
-        begin = trainer.set_step
+    def fill(n: int) -> None:
+        filler = little_disk / "filler"
+        if n == 5:
+            with suppress(OSError), filler.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        elif n == 8:
+            filler.unlink()
 
-        def noted(job: Any, n: int, steps: int) -> None:
-            filler = little_disk / "filler"
-            if n == 5:
-                free = os.statvfs(little_disk)
-                filler.write_bytes(bytes(free.f_bavail * free.f_frsize))
-            elif n == 8:
-                filler.unlink()
-            begin(job, n, steps)
-
-        trainer.set_step = noted
-
-    assert trained(config, before=before) == 0, said(config)
+    assert trained(config, before=each_step(fill)) == 0, said(config)
     failed = [m for m in lines(output) if "save_failed" in m]
     assert [m["step"] for m in failed] == [6] and "No space left" in failed[0]["save_failed"]
     assert [p.name for p in find(output)] == ["step-000012"]
@@ -255,19 +246,13 @@ def test_a_quota(home: Path) -> None:
     output = home / "quota"
     config = configuration(home, output)
 
-    def before() -> None:
-        begin = trainer.set_step
+    def limit(n: int) -> None:
+        most = resource.RLIM_INFINITY
+        if 5 <= n < 8:
+            most = (output / "metrics.jsonl").stat().st_size + 100
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
 
-        def noted(job: Any, n: int, steps: int) -> None:
-            most = resource.RLIM_INFINITY
-            if 5 <= n < 8:
-                most = (output / "metrics.jsonl").stat().st_size + 100
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
-            begin(job, n, steps)
-
-        trainer.set_step = noted
-
-    assert trained(config, before=before) == 0, said(config)
+    assert trained(config, before=each_step(limit)) == 0, said(config)
     assert [m["step"] for m in lines(output) if "save_failed" in m] == [6]
     assert figures(output) == figures(home / "reference") and weights(output) == weights(home / "reference")
 

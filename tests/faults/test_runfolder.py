@@ -13,7 +13,7 @@ import pytest
 
 from optrush.errors import ConfigError, UserError
 from optrush.trainer import storage
-from optrush.trainer.run_dir import KNOWN, claim, cut_back, lock, prepare
+from optrush.trainer.run_dir import KNOWN, check_free, claim, cut_back, lock
 
 from harness import ended, fork, ranks, run, small_job, told
 
@@ -65,35 +65,35 @@ def test_ranks_share_one_lock_and_one_refusal(tmp_path: Path) -> None:
 
 
 def test_where_a_run_may_begin(tmp_path: Path) -> None:
-    prepare(tmp_path / "new" / "deep", False, None)
-    prepare(tmp_path / "new" / "deep", True, None)
-    prepare(tmp_path / "ünï côde" / ("x" * 200), False, None)
+    check_free(tmp_path / "new" / "deep", False, None)
+    check_free(tmp_path / "new" / "deep", True, None)
+    check_free(tmp_path / "ünï côde" / ("x" * 200), False, None)
     claim(tmp_path / "ünï côde" / ("x" * 200), False)
     assert not (tmp_path / "new").exists(), "looking writes nothing"
-    prepare(tmp_path, False, None)
+    check_free(tmp_path, False, None)
     folder = a_run(tmp_path / "run")
     before = found(folder)
     with pytest.raises(ConfigError) as error:
-        prepare(folder, False, None)
+        check_free(folder, False, None)
     assert "--resume auto" in error.value.do and "train.clean" in error.value.do
-    prepare(folder, False, "auto")
-    prepare(folder, False, folder / "checkpoints" / "step-000002")
-    prepare(folder, True, None)
+    check_free(folder, False, "auto")
+    check_free(folder, False, folder / "checkpoints" / "step-000002")
+    check_free(folder, True, None)
     assert found(folder) == before
     for name in ("run.yaml", "metrics.jsonl", "checkpoints/step-000002"):
         other = tmp_path / name.replace("/", "-")
         (other / name).parent.mkdir(parents=True)
         (other / name).mkdir() if "step" in name else (other / name).write_text("")
         with pytest.raises(ConfigError, match="a run lies there"):
-            prepare(other, False, None)
+            check_free(other, False, None)
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is no folder"):
-        prepare(tmp_path / "file", False, None)
+        check_free(tmp_path / "file", False, None)
     with pytest.raises(ConfigError, match="is no folder"):
-        prepare(tmp_path / "file" / "deeper", False, None)
+        check_free(tmp_path / "file" / "deeper", False, None)
     with pytest.raises(ConfigError, match="File name too long"):
         claim(tmp_path / ("x" * 300), False)
     closed = tmp_path / "closed"
@@ -108,7 +108,7 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
             os.setuid(65534)
         for folder in (closed, closed / "new"):
             with pytest.raises(ConfigError, match="cannot be written to"):
-                prepare(folder, False, None)
+                check_free(folder, False, None)
         with pytest.raises(ConfigError, match="Permission denied"), lock(closed):
             pass
 
@@ -134,7 +134,7 @@ def test_emptying_takes_a_runs_things_only(tmp_path: Path) -> None:
         else:
             (folder / "run.yaml").unlink()
         before = found(folder)
-        for ask in (prepare, lambda *a: claim(*a[:2])):
+        for ask in (check_free, lambda *a: claim(*a[:2])):
             with pytest.raises(ConfigError):
                 ask(folder, True, None)
         assert found(folder) == before
@@ -189,5 +189,5 @@ def test_metrics_are_whole_whenever_the_cut_is_killed(tmp_path: Path) -> None:
 def test_every_refusal_has_three_parts(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "run")
     with pytest.raises(UserError) as error:
-        prepare(folder, False, None)
+        check_free(folder, False, None)
     assert all((error.value.asked, error.value.found, error.value.do))

@@ -174,7 +174,7 @@ def test_it_resumes_with_equal_bits(tmp_path: Path, deterministic):
     config = parse_config(text, "test", withs=("cuda-graphs", "packing", "fused-adamw"))
 
     def trained(resume: Literal["auto"] | None) -> dict[int, tuple[float, float]]:
-        fit.fit(resolve(config), resume)
+        fit.run(fit.RunRequest(resolve(config), resume))
         lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
         return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
 

@@ -114,7 +114,7 @@ def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[
     before = [t.local.clone() for t in trainer.trained]
     states = {n: {k: s.clone() for k, s in by.items()} for n, by in trainer.optimizer.state().items()}
     random, scale = torch.cuda.get_rng_state(), trainer.scale.item()
-    assert rehearse.rehearse(trainer, Plan(trainer, trainer.stream.plan(None, 3))) is None
+    assert rehearse.preflight(trainer, Plan(trainer, trainer.stream.plan(None, 3))) is None
     assert all(torch.equal(a, t.local) for a, t in zip(before, trainer.trained))
     assert torch.equal(random, torch.cuda.get_rng_state()) and trainer.scale.item() == scale
     for name, by in trainer.optimizer.state().items():
@@ -130,7 +130,7 @@ def test_what_is_released_goes_back_to_the_device(model: Path) -> None:
     before = torch.cuda.memory_allocated()
     trainer = build(resolve(parse_config(CONFIG.replace("model: model", f"model: {model}"), "x")))
     held = torch.cuda.memory_allocated() - before
-    run.release(trainer)
+    run.release_memory(trainer)
     assert torch.cuda.memory_allocated() - before < 0.02 * held
 
 

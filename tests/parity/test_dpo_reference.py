@@ -40,7 +40,7 @@ def pairs_run(box: Path, tmp_path: Path, model: Path, *sets: str) -> Config:
 def filled(config: Config) -> Trainer:
     prepared = resolve(config)
     job = assembled(prepared)
-    dpo_reference.fill(job, prepared)
+    dpo_reference.fill_reference(job, prepared)
     return job
 
 

@@ -20,7 +20,8 @@ from optrush.planner.search import predict
 from optrush.resolve import resized, resolve
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 from optrush.techniques import ALL
-from optrush.trainer.run import fit
+from optrush.trainer.run import RunRequest
+from optrush.trainer.run import run as fit
 from optrush.trainer.trainer import evaluate
 from scarce import CLASSES, SAID, Scarce
 
@@ -166,11 +167,11 @@ def lines(output):
 def test_the_rehearsal_finds_what_fits(box):
     """The configuration that is written holds the number, and runs by itself."""
     plain = golden_run(box, rows=4, packed=True, sets=["train.steps=3"])
-    assert fit(resolve(plain)).code == 0
+    assert fit(RunRequest(resolve(plain))).code == 0
     want = lines(plain.output)[0]
     shutil.rmtree(plain.output)
     run = golden_run(box, rows=4, packed=True, sets=["train.steps=3"], micro_batch={}, scarce={})
-    assert fit(resolve(run, CLASSES)).code == 0
+    assert fit(RunRequest(resolve(run, CLASSES))).code == 0
     found, said = lines(run.output)
     assert said == [], "it was before step 0"
     for a, b in zip(found, want, strict=True):
@@ -183,7 +184,7 @@ def test_the_rehearsal_finds_what_fits(box):
 def test_a_late_lack_of_memory_loses_no_step(box):
     """4 calls in the rehearsal, 2 in step 1, 1 in step 2, then no more than 2 rows."""
     run = golden_run(box, rows=4, packed=True, sets=["train.steps=3"], micro_batch={}, scarce={"rows": 2, "after": 7})
-    assert fit(resolve(run, CLASSES)).code == 0
+    assert fit(RunRequest(resolve(run, CLASSES))).code == 0
     found, said = lines(run.output)
     assert [line["step"] for line in found] == [1, 2, 3]
     assert [(line["step"], line["micro_tokens"]) for line in said] == [(1, 2 * T)] and SAID in said[0]["after"]
@@ -210,7 +211,7 @@ class Whole(Technique):
 def test_what_nobody_can_make_smaller_is_refused(box):
     run = golden_run(box, rows=8, packed=True, micro_batch={}, scarce={"rows": 4}, whole={})
     with pytest.raises(NeedsError) as caught:
-        fit(resolve(run, (*CLASSES, Whole)))
+        fit(RunRequest(resolve(run, (*CLASSES, Whole))))
     assert (
         caught.value.asked == f"steps of 8 rows of {T} tokens a micro-batch" and "out of memory" in caught.value.found
     )
@@ -226,7 +227,7 @@ def on_two(box, data, rows, after, **more):
         box, rows=4, packed=True, sets=["train.steps=3"], micro_batch={}, scarce={"rows": rows, "after": after}, **data
     )
     try:
-        assert fit(resolve(run, CLASSES)).code == 0
+        assert fit(RunRequest(resolve(run, CLASSES))).code == 0
     except (RunError, NeedsError) as error:
         return str(error)
     found = lines(run.output)[0]
@@ -340,6 +341,6 @@ def test_auto_needs_somebody_who_finds_it(box):
 
 def test_auto_runs(box):
     run = golden_run(box, packed=True, sets=["batch.micro_tokens=auto", "train.steps=2"])
-    assert fit(resolve(run)).code == 0
+    assert fit(RunRequest(resolve(run))).code == 0
     written = parse_config((Path(run.output) / "run.yaml").read_text(), "run.yaml")
     assert isinstance(written.batch.micro_tokens, int) and "micro-batch" in written.with_

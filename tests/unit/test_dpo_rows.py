@@ -19,7 +19,7 @@ from optrush.data.packing import Fitted, Packed, Padded, Sorted
 from optrush.data.schema import Chat, Document, Pair, RowLocation
 from optrush.data.schema import parse as row
 from optrush.objectives import FIGURES, dpo
-from optrush.trainer.run import worst
+from optrush.trainer.run import largest_batch
 
 T = 40
 LAYOUTS = [Padded(), Fitted(), Sorted(7), Packed(), Packed(5)]
@@ -185,7 +185,7 @@ def test_the_largest_micro_batch_is_full_rows_of_pairs():
     model = SimpleNamespace(embedding=SimpleNamespace(weight=weight))
     job = SimpleNamespace(stream=rows, env=SimpleNamespace(seq=T, micro_rows=2), model=model)
     plan = SimpleNamespace(length=rows.plan(epochs=1))
-    batch = worst(job, plan)
+    batch = largest_batch(job, plan)
     assert batch.n_tokens == 2 * T and batch.n_terms == 2 and batch.n_targets == 2 * (T - 2)
     real = rows.batches(0, plan.length, rank=0, ranks=1, micro_rows=2)[0]
     assert batch.extra["pairs"].shape == real.extra["pairs"].shape

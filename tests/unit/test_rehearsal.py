@@ -17,8 +17,9 @@ from optrush.resolve import resolve
 from optrush.technique import Part
 from optrush.techniques import ALL
 from optrush.trainer import distributed
-from optrush.trainer import run as rehearse
-from optrush.trainer.run import fit, late
+from optrush.trainer import run as preflight
+from optrush.trainer.run import RunRequest, out_of_memory_in
+from optrush.trainer.run import run as fit
 from optrush.trainer.trainer import Plan
 from scarce import CLASSES, Scarce
 
@@ -34,7 +35,7 @@ STEPPING = [  # whoever owns the optimizer, the precision or its moment, and can
 
 def trained(run, resume=None):
     """(lines without times, exported weights) of a run, from its start or from a checkpoint."""
-    assert fit(resolve(run, CLASSES), resume).code == 0
+    assert fit(RunRequest(resolve(run, CLASSES), resume)).code == 0
     output = Path(run.output)
     lines = [json.loads(text) for text in (output / "metrics.jsonl").read_text().splitlines()]
     model = {name: w.clone() for name, w in load_file(output / "model/model.safetensors").items()}
@@ -51,16 +52,16 @@ def options(name):
 def same(box, monkeypatch, sets, **with_):
     run = golden_run(box, packed=True, sets=[*SHORT, "train.clean=true", f"data.eval={box}/text.jsonl", *sets], **with_)
     played = []
-    inner = rehearse._play
+    inner = preflight._largest_step
 
     def play(trainer, plan):
         inner(trainer, plan)
         played.append(trainer.world.rank)
 
-    monkeypatch.setattr(rehearse, "_play", play)
+    monkeypatch.setattr(preflight, "_largest_step", play)
     with_it = trained(run)
     assert played == [0]
-    monkeypatch.setattr(rehearse, "rehearse", lambda job, plan: None)
+    monkeypatch.setattr(preflight, "preflight", lambda job, plan: None)
     without = trained(run)
     assert played == [0]
     assert with_it[0] == without[0], "losses, norms, rates, skips"
@@ -107,7 +108,7 @@ def test_the_state_is_put_back(box):
         job.scale.item(),
         {n: {k: s.clone() for k, s in by.items()} for n, by in job.optimizer.state().items()},
     )
-    assert rehearse.rehearse(job, Plan(job, job.stream.plan(None, 8))) is None
+    assert preflight.preflight(job, Plan(job, job.stream.plan(None, 8))) is None
     assert torch.equal(torch.get_rng_state(), random)
     assert job.scale.item() == scale == 2.0**16 and job.state["amp"].good.item() == 5
     assert not job.model.training and all(t.grad is None for t in job.trained)
@@ -118,11 +119,11 @@ def test_the_state_is_put_back(box):
 
 def test_these_tests_would_see_an_update(box, monkeypatch):
     """A finite scale lets the rehearsal train."""
-    monkeypatch.setattr(rehearse.math, "inf", 1.0)
+    monkeypatch.setattr(preflight.math, "inf", 1.0)
     job = assembled(golden_run(box))
     job.lr.fill_(0.1)
     before = weights(job)
-    assert rehearse.rehearse(job, Plan(job, job.stream.plan(None, 8))) is None
+    assert preflight.preflight(job, Plan(job, job.stream.plan(None, 8))) is None
     assert any(not torch.equal(before[t.name], t.local) for t in job.trained)
 
 
@@ -136,7 +137,7 @@ def plan_of(job, done=0):
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_largest_micro_batch_has_the_runs_shapes(box, packed):
     job = assembled(golden_run(box, rows=4, packed=packed))
-    made, real = rehearse.worst(job, plan_of(job)), next(job.batches)[0]
+    made, real = preflight.largest_batch(job, plan_of(job)), next(job.batches)[0]
     assert made.tokens.shape == real.tokens.shape == (4, T)
     assert made.documents.starts.shape == real.documents.starts.shape
     assert made.documents.single == real.documents.single
@@ -150,7 +151,7 @@ def test_a_layout_that_follows_its_rows_is_as_wide_as_the_longest_document(box):
         golden_run(box, sets=[f"batch.seq={4 * T}", f"batch.tokens={8 * T}", "batch.micro_tokens=null"], pad={})
     )
     longest = int(job.stream.source.lengths().max())
-    width = rehearse.worst(job, plan_of(job)).tokens.shape[1]
+    width = preflight.largest_batch(job, plan_of(job)).tokens.shape[1]
     assert longest <= width < 4 * T and width == min(4 * T, -(-longest // 64) * 64)
 
 
@@ -158,13 +159,13 @@ def test_a_layout_that_follows_its_rows_is_as_wide_as_the_longest_document(box):
 def test_gradients_of_two_micro_batches_where_they_accumulate(box, rows, first):
     run = golden_run(box, rows=rows, packed=True, sets=[f"data.eval={box}/text.jsonl"], scarce={"rows": 99})
     job = assembled(run, CLASSES)
-    assert rehearse.rehearse(job, plan_of(job)) is None
+    assert preflight.preflight(job, plan_of(job)) is None
     assert Scarce.calls == [*first, *[rows] * (8 // rows), rows], "the largest, the first step, an evaluation"
 
 
 def test_a_run_that_is_done_plays_nothing(box):
     job = assembled(golden_run(box, scarce={}), CLASSES)
-    assert rehearse.rehearse(job, plan_of(job, done=8)) is None and Scarce.calls == []
+    assert preflight.preflight(job, plan_of(job, done=8)) is None and Scarce.calls == []
 
 
 # --- what it meets
@@ -177,7 +178,7 @@ def _fresh(box):
 
 def refused(run, resume=None):
     with pytest.raises(NeedsError) as caught:
-        fit(resolve(run, CLASSES), resume)
+        fit(RunRequest(resolve(run, CLASSES), resume))
     return str(caught.value).splitlines()
 
 
@@ -220,7 +221,7 @@ def test_what_is_no_lack_of_memory_stays_what_it_is(box, monkeypatch):
 
     job.loss = broken
     with pytest.raises(RuntimeError, match="shapes differ"):
-        rehearse.rehearse(job, plan_of(job))
+        preflight.preflight(job, plan_of(job))
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -229,7 +230,7 @@ def test_a_late_lack_of_memory_says_how_to_go_on(box, saved):
     sets = ["train.steps=4", "train.clean=true", *(["train.save_every=1"] if saved else [])]
     run = golden_run(box, rows=4, packed=True, sets=sets, scarce={"after": 7})  # 4 in the rehearsal, 2 a step
     with pytest.raises(RunError) as caught:
-        fit(resolve(run, CLASSES))
+        fit(RunRequest(resolve(run, CLASSES)))
     said = str(caught.value)
     assert said.startswith("out of memory in step 2: CUDA out of memory")
     assert f"--set batch.micro_tokens={2 * T}" in said
@@ -245,13 +246,13 @@ def late_word(patience_s):
     rank = torch.distributed.get_rank()
     if rank:
         time.sleep(1.0)
-    return distributed.words(f"rank {rank}", patience_s)
+    return distributed.exchange(f"rank {rank}", patience_s)
 
 
 def test_a_rank_that_does_not_answer_is_not_waited_for(pair):
     assert pair(late_word, 0.2) == [None, ["rank 0", "rank 1"]]
     assert pair(late_word, 60.0) == [["rank 0", "rank 1"]] * 2
-    assert distributed.words("alone", 0.0) == ["alone"]
+    assert distributed.exchange("alone", 0.0) == ["alone"]
 
 
 def test_what_is_released_is_free(box):
@@ -259,7 +260,7 @@ def test_what_is_released_is_free(box):
     first_gradients(job)
     held = [t.local.untyped_storage() for t in job.trained]
     held += [s.untyped_storage() for by in job.optimizer.state().values() for s in by.values()]
-    rehearse.release(job)
+    preflight.release_memory(job)
     assert all(s.nbytes() == 0 for s in held)
     assert all(t.grad is None for t in job.trained)
 
@@ -268,6 +269,6 @@ def test_the_advice_is_none_that_the_run_would_refuse(box):
     """Who updates in the backward pass wants a step in one micro-batch: fewer tokens a step, not smaller pieces."""
     sets = ["optim.clip=null", f"batch.tokens={T * 8}", f"batch.micro_tokens={T * 8}"]
     job = assembled(golden_run(box, packed=True, sets=sets, update_in_backward={}))
-    do = rehearse._refusal(job, "out of memory").do
+    do = preflight._out_of_memory(job, "out of memory").do
     assert f"batch.tokens: {4 * T}" in do and "or auto" not in do
-    assert "micro_tokens" not in late(job, 3, RuntimeError("out of memory"))
+    assert "micro_tokens" not in out_of_memory_in(job, 3, RuntimeError("out of memory"))

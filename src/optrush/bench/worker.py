@@ -79,7 +79,7 @@ def measure(
     resolved = resolve(config)
     trainer = build(resolved)
     marks = profile.RegionMarks(trainer)
-    dpo_reference.fill(trainer, resolved)
+    dpo_reference.fill_reference(trainer, resolved)
     plan = Plan(trainer, trainer.stream.plan(None, config.train.steps))
     proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": UNPROVED}
     window: list[Batch] = []

@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import sys
+import threading
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ from optrush import __version__
 from optrush.cli import bench, chat, data, plan, setup, train
 from optrush.console import shown
 from optrush.errors import ConfigError, RunError, UserError
+from optrush.launch import TRACKER_THREAD
 
 app = typer.Typer(
     name="optrush",
@@ -63,36 +65,36 @@ app.command()(setup.doctor)
 
 
 def main() -> None:
-    """Run the verb in sys.argv, and exit with a code that the module's docstring lists."""
+    """Parse sys.argv, run the verb, and exit with the code that the module's docstring lists."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal prints a question mark for a character it cannot show
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
     code = 0
     try:
         app(prog_name="optrush")
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except (UserError, RunError) as error:
         if debug:
             raise
-        code = 2 if isinstance(error, UserError) else 1
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not error.everywhere:
             print(shown(f"{error}" if rank == "0" else f"rank {rank}:\n{error}"), file=sys.stderr)
+        code = 2 if isinstance(error, UserError) else 1
     except OSError as error:
         if debug or error.filename is None or error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EROFS):
             raise
-        code = 2
         refusal = ConfigError(f"{error.filename}", f"{error.strerror}", "give a path that can be used")
         print(shown(str(refusal)), file=sys.stderr)
+        code = 2
     except KeyboardInterrupt:
         code = 130
-    if "RANK" in os.environ:
-        # Threads of gloo can outlive their process group and abort the process during Python's shutdown (once in a
-        # dozen two-rank runs on two cores). Everything is written and closed by now: leave at once.
+    if "RANK" in os.environ or any(thread.name == TRACKER_THREAD for thread in threading.enumerate()):
+        # Threads of gloo can outlive their process group and abort the process at Python's shutdown (once in a dozen
+        # two-rank runs on two cores); a tracker's blocked client would hold it up. All files are closed: leave at once.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

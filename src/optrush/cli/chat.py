@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module, util
 from itertools import chain
@@ -36,11 +36,10 @@ from optrush.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from optrush.config import Sampling
     from optrush.data.schema import Message
-    from optrush.generate import Answer, Place, Prompt, Speaker
-    from optrush.judge import Case, Verdict
+    from optrush.generate import Answer, GenerationModel, ModelSource, Prompt
 
 
-WIDE = 100  # columns of a terminal from which two answers stand side by side
+WIDE = 100  # columns of a terminal from which two answers are printed in columns
 HELP = """\
 /system TEXT          another system prompt, and a new conversation
 /reset                a new conversation
@@ -69,7 +68,7 @@ def chat(
     """Talk to a model in the terminal.
 
     Answers appear as they are made, and the conversation goes on; /help lists the commands. --base answers twice, with
-    the base on the left. An answer ends where the model's generation config or its chat template says.
+    the base on the left. An answer ends at the end tokens of the model's generation config or chat template.
     """
     if as_json and not message:
         raise ConfigError("--json", "no --message: a conversation in a terminal is no document", "give both")
@@ -79,14 +78,14 @@ def chat(
     sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
     from optrush import generate
 
-    place = generate.find(model)
-    places = [generate.base_of(place, "--base"), place] if base else [place]
-    own = generate.Speaker(place)
-    speakers = [*(generate.Speaker(p, own.tokenizer.chat_template) for p in places[:-1]), own]
+    source = generate.find(model)
+    sources = [generate.base_of(source, "--base"), source] if base else [source]
+    own = generate.GenerationModel(source)
+    models = [*(generate.GenerationModel(s, own.tokenizer.chat_template) for s in sources[:-1]), own]
     if not plain and own.template is None:
         found, do = "its tokenizer has no chat template", "--plain continues what you write as it stands"
         raise ConfigError(f"to chat with {model}", found, do)
-    session = Session(speakers, sampling, drawn(seed), system, plain)
+    session = Conversation(models, sampling, drawn(seed), system, plain)
     if message:
         turns = [session.turn(text, _silent if as_json else None) for text in message]
         if as_json:
@@ -95,53 +94,55 @@ def chat(
     _converse(session)
 
 
-class Session:
-    """One conversation with each speaker: the same questions, each with its own answers."""
+class Conversation:
+    """One conversation with each model: the same questions, each with its own answers."""
 
-    def __init__(self, speakers: list[Speaker], sampling: Sampling, seed: int, system: str | None, plain: bool) -> None:
-        self.speakers, self.sampling, self.seed, self.system, self.plain = speakers, sampling, seed, system, plain
+    def __init__(
+        self, models: list[GenerationModel], sampling: Sampling, seed: int, system: str | None, plain: bool
+    ) -> None:
+        self.models, self.sampling, self.seed, self.system, self.plain = models, sampling, seed, system, plain
         self.asked = 0
         self.reset()
 
     def reset(self) -> None:
-        """Forgets what was said."""
+        """Begin a new conversation."""
         from optrush.data.schema import Message
 
         first = [] if self.system is None else [Message("system", self.system)]
-        self.talks: list[list[Message]] = [list(first) for _ in self.speakers]
-        self.texts = [""] * len(self.speakers)
+        self.talks: list[list[Message]] = [list(first) for _ in self.models]
+        self.texts = [""] * len(self.models)
 
-    def turn(self, text: str, told: Callable[[int, str], None] | None = None) -> dict[str, Any]:
-        """Asks every speaker; what is said so far is kept once all have answered.
+    def turn(self, text: str, write: Callable[[int, str], None] | None = None) -> dict[str, Any]:
+        """Answer with every model; the turn is stored once all have answered.
 
         Args:
-            told: gets (speaker, piece); None: the terminal.
+            write: called with (model's number, piece of text); None: the terminal.
         """
         from optrush.data.schema import Message, RowLocation
 
         where = RowLocation(Path("this conversation"), self.asked + 1)
         user = Message("user", text)
         prompts: list[Any] = [t + text for t in self.texts] if self.plain else [[*t, user] for t in self.talks]
-        ids = [s.ids(p, where) for s, p in zip(self.speakers, prompts, strict=True)]
-        screen = _screen(self.speakers) if told is None else None
+        ids = [s.ids(p, where) for s, p in zip(self.models, prompts, strict=True)]
+        screen = _screen(self.models) if write is None else None
         answers: list[Answer] = []
         with screen or nullcontext():
-            for n, speaker in enumerate(self.speakers):
-                say = _at(n, screen.told if screen is not None else told or _silent)
-                answers.append(speaker.stream(ids[n], self.sampling, self.seed + self.asked, say))
+            for n, model in enumerate(self.models):
+                say = _at(n, screen.write if screen is not None else write or _silent)
+                answers.append(model.stream(ids[n], self.sampling, self.seed + self.asked, say))
         self.asked += 1
         for n, answer in enumerate(answers):
             if self.plain:
                 self.texts[n] += text + answer.text
             elif answer.text.strip():  # templates have no turn without words
                 self.talks[n] += [user, Message("assistant", answer.text)]
-        told_ = [{"model": s.name, **dataclasses.asdict(a)} for s, a in zip(self.speakers, answers, strict=True)]
-        return {"message": text, "answers": told_}
+        answered = [{"model": s.name, **dataclasses.asdict(a)} for s, a in zip(self.models, answers, strict=True)]
+        return {"message": text, "answers": answered}
 
     def document(self, turns: list[dict[str, Any]]) -> dict[str, Any]:
-        """What was said, and how it was drawn."""
+        """Return the conversation and its sampling."""
         return {
-            "models": [s.name for s in self.speakers], "system": self.system, "seed": self.seed,
+            "models": [s.name for s in self.models], "system": self.system, "seed": self.seed,
             "sampling": dataclasses.asdict(self.sampling), "turns": turns,
         }  # fmt: skip
 
@@ -186,13 +187,13 @@ class Session:
         return f"appended to {file}"
 
 
-def _converse(session: Session) -> None:
+def _converse(session: Conversation) -> None:
     """The loop at the terminal."""
     if util.find_spec("readline") is not None:
         import_module("readline")  # arrow keys and a history in input()
     asks = sys.stdin.isatty()
     if asks:
-        print(f"{shown(session.speakers[-1].name)}; /help lists the commands, Ctrl-D leaves", file=sys.stderr)
+        print(f"{shown(session.models[-1].name)}; /help lists the commands, Ctrl-D leaves", file=sys.stderr)
     for line in _lines("> " if asks else ""):
         try:
             if line.startswith("/"):
@@ -228,7 +229,7 @@ class _Lines:
 
     def __enter__(self) -> None: ...
 
-    def told(self, n: int, piece: str) -> None:
+    def write(self, n: int, piece: str) -> None:
         if n != self.at and len(self.names) > 1:
             sys.stdout.write(("\n\n" if self.at >= 0 else "") + f"--- {shown(self.names[n])}\n")
         self.at = n
@@ -254,7 +255,7 @@ class _Columns:
     def __enter__(self) -> None:
         self.live.start()
 
-    def told(self, n: int, piece: str) -> None:
+    def write(self, n: int, piece: str) -> None:
         self.texts[n] += shown(piece)
         self.live.update(self._table(max(4, self.console.height - 6)), refresh=True)
 
@@ -277,23 +278,23 @@ class _Columns:
         self.console.print(self._table(None))
 
 
-def _screen(speakers: list[Speaker]) -> _Lines | _Columns:
+def _screen(models: list[GenerationModel]) -> _Lines | _Columns:
     from rich.console import Console
 
-    names = [s.name for s in speakers]
+    names = [s.name for s in models]
     wide = sys.stdout.isatty() and Console().width >= WIDE
     return _Columns(names) if len(names) > 1 and wide else _Lines(names)
 
 
 def _silent(n: int, piece: str) -> None:
-    """Who wants a document wants it whole."""
+    """Print nothing: a JSON document follows."""
 
 
-def _at(n: int, told: Callable[[int, str], None]) -> Callable[[str], None]:
-    return lambda piece: told(n, piece)
+def _at(n: int, write: Callable[[int, str], None]) -> Callable[[str], None]:
+    return lambda piece: write(n, piece)
 
 
-# --- generate: answers to a file of prompts, by one model or two; and judging two without knowing whose is whose.
+# --- generate: answers to a file of prompts, by one model or two.
 
 
 SAYS_EVERY_s = 10.0  # off a terminal
@@ -308,13 +309,8 @@ def generate(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.jsonl", help="the answers")] = None,
     base: Annotated[bool, typer.Option("--base", help="also by the model that the run began with")] = False,
     against: Annotated[str | None, typer.Option("--against", metavar="OTHER", help="also by this model")] = None,
-    judge_by: Annotated[
-        Literal["reference"] | None,
-        typer.Option("--judge-by", help="which of two models finds the rows' own answers likelier"),
-    ] = None,
-    judge: Annotated[
-        Path | None, typer.Option("--judge", metavar="FILE.jsonl", help="judge two answers blindly, in the terminal")
-    ] = None,
+    judge: Annotated[str | None, typer.Option("--judge", hidden=True)] = None,
+    judge_by: Annotated[str | None, typer.Option("--judge-by", hidden=True)] = None,
     batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="prompts answered at once")] = 8,
     system: System = None,
     temperature: Temperature = 0.7,
@@ -330,26 +326,16 @@ def generate(
 
     Rows are messages (answered after the last user turn), prompt or text, in any format that training reads. FILE.jsonl
     gets a row for each; --base or --against answers twice.
-
-    --judge FILE.jsonl, alone, shows two answers at a time in random order: 1 or 2 is better, 0 neither, q stops. The
-    verdicts lie in FILE.verdicts.jsonl, and judging goes on where it stopped. What is printed is how often the model
-    was preferred to the other, with a 95 % interval.
     """
-    if judge is not None:
-        others = given(context, context.params.keys() - {"model", "judge", "seed", "as_json"})
-        if model is not None or others:
-            found = f"{min(others)} beside it" if others else "a model beside it"
-            raise ConfigError(f"--judge {judge}", found, "generate first; then: optrush generate --judge FILE.jsonl")
-        _judge(judge, 0 if seed is None else seed, as_json)
-        return
+    if removed := given(context, ["judge", "judge_by"]):
+        do = "generate with --base or --against OTHER, and compare `answer` with `other` in FILE.jsonl"
+        raise ConfigError(removed[0], "judging is no longer part of optrush", do)
     if model is None or prompts is None or out is None:
         do = "optrush generate MODEL --prompts FILE --out FILE.jsonl"
         raise ConfigError("optrush generate", "no MODEL, --prompts or --out", do)
     demand_used(context)
     if base and against is not None:
         raise ConfigError(f"--base with --against {against}", "one other model is asked", "leave one of the two out")
-    if judge_by is not None and not base and against is None:
-        raise ConfigError(f"--judge-by {judge_by}", "one model: nothing to compare", "add --base or --against OTHER")
     _check_out(out)
     from optrush.config import Sampling
 
@@ -357,19 +343,11 @@ def generate(
     from optrush import generate
     from optrush.generate import prompts as read
 
-    place = generate.find(model)
-    other = generate.base_of(place, "--base") if base else None if against is None else generate.find(against)
+    source = generate.find(model)
+    other = generate.base_of(source, "--base") if base else None if against is None else generate.find(against)
     asked = list(read(prompts, plain, system))
-    if judge_by is not None and not any(p.row for p in asked):
-        found = "no row has an answer of its own"
-        raise ConfigError(f"--judge-by {judge_by} on {prompts}", found, "give rows that end with an assistant turn")
-    facts = _answer(asked, place, other, sampling, drawn(seed), batch, out, measures=judge_by is not None)
-    if as_json:
-        print(json.dumps(facts))
-        return
-    if facts["likelier"] is not None:
-        print(facts["likelier_said"], file=sys.stderr)
-    print(out)
+    facts = _write_answers(asked, source, other, sampling, drawn(seed), batch, out)
+    print(json.dumps(facts) if as_json else out)
 
 
 def _check_out(out: Path) -> None:
@@ -382,43 +360,36 @@ def _check_out(out: Path) -> None:
         raise ConfigError(asked, f"no folder {out.parent}", "make it first")
 
 
-def _answer(
-    asked: list[Prompt], place: Place, other: Place | None, sampling: Sampling, seed: int, batch: int, out: Path,
-    *, measures: bool,
+def _write_answers(
+    prompts: list[Prompt], source: ModelSource, other: ModelSource | None, sampling: Sampling, seed: int, batch: int,
+    out: Path,
 ) -> dict[str, Any]:  # fmt: skip
-    """Asks one model after the other, writes the rows as they come."""
+    """Generate with one model after the other, and write each row when its answer is complete."""
     from optrush import generate
-    from optrush.generate import ask, likelier
 
-    how: dict[str, Any] = {"seed": seed, "batch": batch, "measures": measures}
-    total = len(asked) * (1 if other is None else 2)
-    with _progress(total) as advance:
-        theirs = None
+    how: dict[str, Any] = {"sampling": sampling, "seed": seed, "batch": batch}
+    tokens = 0
+    with _progress(len(prompts) * (1 if other is None else 2)) as advance:
+        others = None
         if other is not None:
-            template = generate.template_of(place)
-            theirs = list(ask(other, asked, sampling, template=template, advance=advance, **how))
-        part, ours = out.with_name(out.name + ".part"), []  # a part stays when this is stopped
-        answers = ask(place, asked, sampling, advance=advance, **how)
+            template = generate.template_of(source)
+            others = list(generate.generate_answers(other, prompts, template=template, advance=advance, **how))
+        part = out.with_name(out.name + ".part")  # stays when this is interrupted
+        answers = generate.generate_answers(source, prompts, advance=advance, **how)
         first = next(answers)  # nothing is written before everything that can be refused was
         with part.open("w", encoding="utf-8") as file:
-            for n, said in enumerate(chain([first], answers)):
-                ours.append(said)
-                row = {"prompt": asked[n].shown(), **said.facts()}
-                row |= {} if theirs is None else theirs[n].facts("other")
-                row |= {} if asked[n].reference is None else {"reference": asked[n].reference}
+            for n, answer in enumerate(chain([first], answers)):
+                tokens += answer.tokens
+                row = {"prompt": prompts[n].shown(), **answer.facts()}
+                row |= {} if others is None else others[n].facts("other")
+                row |= {} if prompts[n].reference is None else {"reference": prompts[n].reference}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
         part.rename(out)
-    facts = {
-        "model": place.name, "other": None if other is None else other.name, "rows": len(ours), "out": str(out),
-        "seed": seed, "sampling": dataclasses.asdict(sampling),
-        "tokens": sum(s.answer.tokens for s in ours), "likelier": None, "likelier_said": None,
+    return {
+        "model": source.name, "other": None if other is None else other.name, "rows": len(prompts), "out": str(out),
+        "seed": seed, "sampling": dataclasses.asdict(sampling), "tokens": tokens,
     }  # fmt: skip
-    if measures and theirs is not None:
-        found = likelier(list(zip(ours, theirs, strict=True)))
-        facts["likelier"] = found.facts()
-        facts["likelier_said"] = f"the reference is likelier under {place.name} than under {facts['other']}: {found}"
-    return facts
 
 
 @contextmanager
@@ -446,56 +417,6 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
                 print(f"{done}/{total} answers  ETA {eta:.0f} s", file=sys.stderr)
 
         yield advance
-
-
-# --- judging
-
-
-def _judge(path: Path, seed: int, as_json: bool) -> None:
-    from optrush import judge as judging
-
-    known = judging.cases(path, seed)
-    kept = path.with_name(path.stem + ".verdicts.jsonl")
-    given = judging.verdicts(kept, known)
-    with kept.open("a", encoding="utf-8") as file:
-        for case in known:
-            if case.row in given:
-                continue
-            verdict: Verdict | None = "tie" if case.answer == case.other else _asked(case, len(given), len(known))
-            if verdict is None:
-                break
-            given[case.row] = verdict
-            file.write(judging.line(case, verdict, seed))
-            file.flush()
-    found = judging.rate(list(given.values()))
-    if as_json:
-        facts = {"judged": len(given), "rows": len(known), "preferred": found.facts(), "verdicts": str(kept)}
-        print(json.dumps(facts))
-        return
-    print(f"judged {len(given)} of {len(known)}; `answer` preferred to `other`: {found}")
-
-
-def _prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
-
-
-def _asked(case: Case, done: int, total: int) -> Verdict | None:
-    """What a person says of one pair; None: no more."""
-    first, second = case.sides
-    print(f"\n=== {done + 1} of {total}\n{shown(_prompt_text(case.prompt))}", file=sys.stderr)
-    print(f"\n--- 1\n{shown(first)}\n\n--- 2\n{shown(second)}\n", file=sys.stderr)
-    while True:
-        print("better: 1, 2, 0 neither, q stops > ", end="", file=sys.stderr, flush=True)
-        try:
-            key = input().strip().lower()
-        except (EOFError, KeyboardInterrupt):
-            return None
-        if key == "q":
-            return None
-        if (verdict := case.verdict(key)) is not None:
-            return verdict
 
 
 # --- export: a run's checkpoint as a folder for transformers, checked against the trained model.
@@ -532,9 +453,9 @@ def export(
         raise ConfigError(f"--adapter with --dtype {dtype}", "an adapter is written as it was trained", "leave one out")
     if adapter and max_shard_gb is not None:
         raise ConfigError(f"--adapter with --max-shard-gb {max_shard_gb:g}", "an adapter is one file", "leave one out")
-    from optrush.export import deliver
+    from optrush.export import export_run
 
-    found = deliver(
+    found = export_run(
         run, out, checkpoint=checkpoint, dtype=dtype, adapter=adapter, verifies=not no_verify,
         max_shard_bytes=1e9 * (5.0 if max_shard_gb is None else max_shard_gb),
     )  # fmt: skip

@@ -62,8 +62,8 @@ def show(
         found = "rows are laid out while training"
         raise ConfigError("--packed with `data.stream`", found, "optrush train CONFIG --dry-run shows the first ones")
     prepared = _prepare(run)
+    from optrush.console import use_color
     from optrush.data import preview
-    from optrush.trainer.dry_run import colours
 
     tokens = _tokens(prepared)
     whole = _whole(prepared, tokens)
@@ -85,7 +85,7 @@ def show(
 
         facts["fills"] = _fills(prepared, source)
         facts["page"] = str(data.write_data_page(facts, out))
-    _print(json.dumps(facts) if as_json else "\n".join(_show_lines(facts, colours(), borders)))
+    _print(json.dumps(facts) if as_json else "\n".join(_show_lines(facts, use_color(), borders)))
 
 
 def pack(
@@ -223,7 +223,8 @@ def _print(text: str) -> None:
 # --- the text
 
 
-def _show_lines(facts: Mapping[str, Any], colour: bool, borders: bool) -> Iterator[str]:
+def data_lines(facts: Mapping[str, Any], colour: bool, borders: bool = False) -> Iterator[str]:
+    """Yield the lines of facts["samples"] or facts["rows"]; facts also has "seq" and "too_long"."""
     special, learnt = ({"text": w, "learnt": w == "learnt", "special": w == "special"} for w in ("special", "learnt"))
     yield " ".join(["read, not learnt", *_text([learnt], colour, False), *_text([special], colour, False)])
     for sample in facts.get("samples", ()):
@@ -232,6 +233,10 @@ def _show_lines(facts: Mapping[str, Any], colour: bool, borders: bool) -> Iterat
         yield f"══ row {row['row']} · {_many(len(row['samples']), 'sample')} · {row['tokens']} of {facts['seq']} slots"
         for sample in row["samples"]:
             yield from _sample(sample, facts, colour, borders)
+
+
+def _show_lines(facts: Mapping[str, Any], colour: bool, borders: bool) -> Iterator[str]:
+    yield from data_lines(facts, colour, borders)
     yield _plain(facts["summary"])
     n = facts["lengths"]
     yield (

@@ -1,8 +1,8 @@
-"""Prepared -> Job: mesh, model on the meta device, stages in order, materialise, refuse what changed nothing.
+"""Build a Trainer: mesh, model on the meta device, stages in order, materialise; refuse what changed nothing.
 
 data, model ... shard      stages on a model without bytes
-materialise  allocate this rank's slices, redo ties, fill them by recipe; `job.trained` is fixed
-optimizer, drive, finish   stages on a model with bytes
+materialise  allocate this rank's slices, redo ties, fill them from the weight map; `trainer.trained` is fixed
+optimizer, wrap_step, wrap_window   stages on a model with bytes
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from optrush.trainer.trainer import (
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """This process after the process stage, among its peers: ranks can talk."""
+    """This process after the process stage, in the process group."""
 
     device: torch.device
     applied: tuple[Edit, ...]  # of the process stage
 
 
 def join_ranks(prepared: ResolvedConfig) -> ProcessGroup:
-    """The process stage, then the process group."""
+    """Apply the process stage, then join the process group."""
     edits = [Edit.of("process", t, n) for t in prepared.techniques if (n := t.process(prepared.env))]
     return ProcessGroup(distributed.join(prepared.env.device.kind), tuple(edits))
 
@@ -66,14 +66,14 @@ def build(
     progress: Callable[[str], None] | None = None,
     today: datetime.date | None = None,
 ) -> Trainer:
-    """Builds the job: everything before step 0 but resuming. What one rank cannot build, none does.
+    """Build the trainer: everything before step 0 but resuming. An error of one rank is raised on all.
 
     Args:
-        started: what `start` returned, where ranks had to talk before.
+        started: what `join_ranks` returned, where ranks communicated before.
         training: False leaves out the optimizer, and what only it shows (`optrush eval`).
         data: a file to evaluate on instead of what the run holds out.
-        progress: told a line now and then, of what takes long.
-        today: the date that a chat template sees who asks for it: a resumed run's is the one it began with.
+        progress: called with a line now and then during long work.
+        today: the date for chat templates that use one; a resumed run keeps its first date.
     """
     started = started or join_ranks(prepared)
     world = distributed.lay(prepared.env.axes, started.device)
@@ -82,9 +82,9 @@ def build(
         trainer = _build(prepared, started, world, training, data, progress, today)
     except UserError as e:
         error = e
-    distributed.meet()  # one machine may have tokenised for an hour
+    distributed.wait_for_all()  # one machine may have tokenised for an hour
     distributed.agree(error)
-    distributed.same(trainer.fingerprints)
+    distributed.check_equal(trainer.fingerprints)
     return trainer
 
 
@@ -97,7 +97,7 @@ def _build(
     progress: Callable[[str], None] | None,
     today: datetime.date | None,
 ) -> Trainer:
-    """No rank waits for another in here: an error of one must not leave the others in a collective."""
+    """Contains no collective: an error of one rank must not leave the others waiting in one."""
     config, env, hf, techniques = prepared.config, prepared.env, prepared.hf, prepared.techniques
     tokens = open_tokens(config, prepared.folder, today)
     dtype, growth = getattr(torch, config.model.dtype), prepared.growth
@@ -127,7 +127,7 @@ def _build(
     held_out = sources.held_out or (None if training else sources.train)
     if held_out is not None and not held_out.tokenized:
         do = "leave data.stream out (--set data.stream=false), or give a data.eval"
-        raise ConfigError("to evaluate on `data.path`", "`data.stream`: nobody has counted its rows", do)
+        raise ConfigError("to evaluate on `data.path`", "`data.stream`: its rows are not counted", do)
     trainer.notes.append(f"data: {sources.summary}")
     trainer.fingerprints = fingerprints(trainer, tokens, sources, today)
     trainer.stream = sampler.Stream(
@@ -170,7 +170,7 @@ def _build(
 
 
 def _defaults(trainer: Trainer) -> None:
-    """Puts the default callables and slots in place: step.py, bound to the job."""
+    """Set the default callables and slots, bound to the trainer."""
     device, mesh = trainer.world.device, trainer.world.mesh
     group = None if mesh is None else mesh["dp"].get_group()
 
@@ -201,7 +201,7 @@ def _defaults(trainer: Trainer) -> None:
 
 
 def materialise(trainer: Trainer) -> None:
-    """Gives the model its bytes: allocates this rank's slices, redoes ties, fills by recipe, fixes `job.trained`."""
+    """Allocate this rank's slices, redo ties, fill the weights from the weight map, fix `trainer.trained`."""
     model = trainer.model
     for root in trainer.fsdp_roots:
         root.to_empty(device=trainer.world.device)
@@ -218,12 +218,12 @@ def materialise(trainer: Trainer) -> None:
 
 
 def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's piece of a parameter, and where it begins in the whole."""
+    """Return this rank's piece of a parameter, and its offset in the whole."""
     return distributed.local(p.detach()), distributed.offset(p)
 
 
 def check_rounding(trainer: Trainer) -> None:
-    """Refuses an optimizer that rounds bfloat16 weights otherwise than the job says, and notes what is lost.
+    """Check that the optimizer rounds bfloat16 weights as configured, and note what is lost.
 
     Raises:
         NeedsError: in its three lines.
@@ -240,7 +240,7 @@ def check_rounding(trainer: Trainer) -> None:
 def fingerprints(
     trainer: Trainer, tokens: Tokens | None, sources: Sources, today: datetime.date | None
 ) -> dict[str, str]:
-    """What a resumed run must find unchanged, and every rank equal, by field."""
+    """Return digests by field: unchanged in a resumed run, equal on every rank."""
 
     def digest(value: object) -> str:
         return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,12 +1,12 @@
-"""Checkpoints that a kill at any moment cannot spoil: commit protocol, manifest, verification, resuming, resharding.
+"""Save and load checkpoints that a kill at any moment cannot damage: commit, manifest, verification, resharding.
 
 `<output>/checkpoints/step-000012/` holds `rank-0.safetensors`, ... and `manifest.json`. It is committed when it has
 that name, for the name is given last: every rank writes, syncs and hashes into `step-000012.tmp-<nonce>/`, rank 0 adds
 the manifest, syncs, renames, syncs the parent, and only then prunes. A folder is renamed away before it is emptied.
-So a name without `.tmp-` means that the whole was on the disk once; the hashes say whether it still is.
+So a name without `.tmp-` means that the whole was on the disk once; the hashes show whether it still is.
 
-Each rank saves the boxes it holds, and loads the overlaps of whatever boxes were saved: the number of ranks and who
-cuts the weights may differ from run to run. No pickle anywhere: safetensors and JSON.
+Each rank saves the boxes it holds, and loads the overlaps of whatever boxes were saved: the number of ranks and how
+the weights are sharded may differ from run to run. No pickle anywhere: safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -209,6 +209,7 @@ __all__ = [
     "choose",
     "find",
     "fresh_id",
+    "load_parameters",
     "put_back",
     "restore",
     "save",
@@ -222,7 +223,7 @@ class SaveFailed(OSError):
 
 @dataclass(frozen=True)
 class Meta:
-    """What the loop knows and a checkpoint must say, beside tensors; equal on every rank."""
+    """What a checkpoint stores of the loop, without tensors; equal on every rank."""
 
     run_id: str
     position: int  # where in the data the next step begins (data/stream.py)
@@ -232,7 +233,7 @@ class Meta:
 
 
 def fresh_id() -> str:
-    """A new run's id, the same on every rank."""
+    """Return a new run's id, the same on every rank."""
     return from_first(secrets.token_hex(8))
 
 
@@ -240,7 +241,7 @@ def fresh_id() -> str:
 
 
 def save(trainer: Trainer, step: int, meta: Meta, spared: int | None = None) -> Path:
-    """Writes and commits a checkpoint of the job after `step` updates; every rank calls it.
+    """Write and commit a checkpoint after `step` updates; every rank calls it.
 
     Saving the same state again leaves the committed folder alone. The checkpoint of the step `spared` is not pruned.
 
@@ -270,7 +271,7 @@ def _begin(folder: Path, half: Path) -> None:
 
 
 def _write_own(trainer: Trainer, half: Path) -> dict[str, Any]:
-    """This rank's file; the report tells rank 0 what lies in it. A rank that has nothing to save writes no file."""
+    """This rank's file; return a report of its contents for rank 0. A rank that has nothing to save writes no file."""
     mine = [s for s in storage.slices(trainer) if s.saves]
     if not mine:
         return {}
@@ -311,8 +312,8 @@ def _commit(trainer: Trainer, step: int, meta: Meta, reports: list[Any], half: P
         if _is(final, text):
             storage.remove(half)
             return
-        # The run went back behind this step, past a damaged checkpoint or told to; the one it went back to is still
-        # there if the next two lines are cut in half.
+        # The run went back behind this step, past a damaged checkpoint or by --resume FOLDER; the one it went back to
+        # still exists if a kill comes between the next two lines.
         storage.rename(final, half.with_name(half.name + "0"))
     storage.rename(half, final)
     storage.sync_folder(final.parent)
@@ -355,12 +356,12 @@ def _prune(folder: Path, step: int, keep: int, spared: int | None = None) -> Non
 
 
 def choose(output: Path | str, resume: Literal["auto"] | Path | None) -> tuple[Manifest | None, list[tuple[Path, str]]]:
-    """Where to go on: the manifest of an intact checkpoint (None: from the start), and those passed over, with why.
+    """Return the manifest of an intact checkpoint to resume (None: from the start), and those passed over, with why.
 
-    Rank 0 reads and decides, the others are told.
+    Rank 0 reads and decides for all.
 
     Raises:
-        CheckpointError: on every rank; the path asked for is damaged, or there are checkpoints and none is intact.
+        CheckpointError: on every rank; the given path is damaged, or there are checkpoints and none is intact.
     """
     if resume is None:
         return None, []
@@ -394,7 +395,7 @@ def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
 def restore(
     trainer: Trainer, found: Manifest | Path, fingerprints: Mapping[str, str], allow: frozenset[str] = frozenset()
 ) -> Manifest:
-    """Fills parameters, optimizer states and `job.state` from a checkpoint, whatever cutting it was saved under.
+    """Fill parameters, optimizer states and `trainer.state` from a checkpoint of any sharding.
 
     Args:
         found: what `choose` returned (verified), or a folder (verified here).
@@ -419,13 +420,22 @@ def restore(
 
 
 def put_back(trainer: Trainer, step: int) -> None:
-    """The trained parameters as they were after `step` updates, and nothing else; every rank calls it.
+    """Restore the trained parameters after `step` updates, and nothing else; every rank calls it.
 
     Raises:
         CheckpointError: on every rank; that checkpoint of the run is damaged.
     """
     manifest, _ = choose(trainer.config.output, Path(trainer.config.output) / FOLDER / f"step-{step:06d}")
-    assert manifest is not None, "a folder was asked for"
+    assert manifest is not None, "a folder was given"
+    load_parameters(trainer, manifest)
+
+
+def load_parameters(trainer: Trainer, manifest: Manifest) -> None:
+    """Fill the trained parameters, and nothing else, from a checkpoint of any number of ranks; every rank calls it.
+
+    Raises:
+        CheckpointError: on every rank; it has other parameters, or a file cannot be read.
+    """
     error: CheckpointError | None = None
     try:
         _load(trainer, manifest, "param/")
@@ -435,7 +445,7 @@ def put_back(trainer: Trainer, step: int) -> None:
 
 
 def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[str] = frozenset()) -> None:
-    """Whether the run, as it is configured now, goes on with the row that the checkpoint has not seen yet.
+    """Check that the run, as it is configured now, continues with the first row after the checkpoint.
 
     Args:
         steps: of the whole run.
@@ -519,11 +529,11 @@ def _copy(file: Any, s: storage.Slice, piece: Piece, shared: list[tuple[int, int
     s.local[here].copy_(file.get_slice(s.name)[there])
 
 
-# Among ranks: what one has to say, as JSON through the CPU group. Without a group, there is one rank.
+# Among ranks: results as JSON through the CPU group. Without a group, there is one rank.
 
 
 def _attempt(work: Callable[[], Any], half: Path) -> list[Any]:
-    """This rank's part of a save, and what every rank's came to; a failure of one is a failure of all."""
+    """Do this rank's part of a save and return every rank's result; a failure of one is a failure of all."""
     answer: dict[str, Any]
     try:
         answer = {"came to": work()}

@@ -1,7 +1,7 @@
-"""Ranks, the mesh, and the sums of host integers that the loop itself needs.
+"""Join the process group, build the mesh, and exchange host integers and texts between ranks.
 
 One process a device. Tensors on the device go through NCCL (gloo on CPU); host integers and the stop flag through
-gloo, so that asking how many targets a step has never waits for the GPU.
+gloo, so that counting the targets of a step never waits for the GPU.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-_meetings = itertools.count()  # how often this process has met the others
+_meetings = itertools.count()  # store keys used so far
 SEGMENTS = "expandable_segments:True"  # what is free becomes one range: little of it is left in pieces of no use
 CHOSEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where people set torch's allocator up themselves
-MESH_ORDER = ("pp", "dp", "cp", "tp")  # outermost first: what talks most lies closest together
+MESH_ORDER = ("pp", "dp", "cp", "tp")  # outermost first: axes with more traffic are closer together
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class World:
 
 
 def join(kind: str) -> torch.device:
-    """Sets the device up, and joins the process group, if a launcher has started several processes.
+    """Set the device up, and join the process group if a launcher has started several processes.
 
     Returns:
         This process's device.
@@ -74,7 +74,7 @@ def join(kind: str) -> torch.device:
 
 
 def lay(axes: Mapping[str, int], device: torch.device) -> World:
-    """This process in the mesh: the declared axes, and "dp" with what they leave of the ranks."""
+    """Return this process in the mesh: the declared axes, and "dp" with the ranks they leave."""
     rank, ranks = launched()
     if ranks == 1:
         return World(0, 1, device)
@@ -87,7 +87,7 @@ def lay(axes: Mapping[str, int], device: torch.device) -> World:
 
 @contextmanager
 def leaving() -> Iterator[None]:
-    """Around all that ranks do together: leaves the process group, after the others where all went well."""
+    """Leave the process group at the end, after the others where no error was raised."""
     try:
         yield
         barrier()  # rank 0 holds the store that the others still talk to
@@ -97,7 +97,7 @@ def leaving() -> Iterator[None]:
 
 
 def host_sum(values: list[int]) -> list[int]:
-    """Sums of host integers over all ranks, through the CPU."""
+    """Return the sums of host integers over all ranks, through the CPU."""
     if not dist.is_initialized():
         return values
     box = torch.tensor(values, dtype=torch.int64)
@@ -106,12 +106,12 @@ def host_sum(values: list[int]) -> list[int]:
 
 
 def barrier() -> None:
-    """Waits for all ranks, on the host."""
+    """Wait for all ranks, on the host."""
     host_sum([0])
 
 
-def meet() -> None:
-    """Waits until every rank is here, however long that takes: no collective is under way that could time out.
+def wait_for_all() -> None:
+    """Wait until every rank is here, however long that takes: no collective is under way that could time out.
 
     For after work whose length differs between machines, such as tokenising.
     """
@@ -124,14 +124,14 @@ def meet() -> None:
         time.sleep(0.05)
 
 
-def words(word: str, patience_s: float) -> list[str] | None:
-    """Every rank's word, in order of rank, without a collective; None: one has not answered, for it waits in one."""
+def exchange(text: str, limit_s: float) -> list[str] | None:
+    """Return every rank's text without a collective; None: a rank did not answer in time, it waits in a collective."""
     if not dist.is_initialized():
-        return [word]
+        return [text]
     store, place = dist.distributed_c10d._get_default_store(), next(_meetings)
     everyone = [f"optrush/{place}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(everyone[dist.get_rank()], word)
-    until = time.monotonic() + patience_s
+    store.set(everyone[dist.get_rank()], text)
+    until = time.monotonic() + limit_s
     while not store.check(everyone):
         if time.monotonic() > until:
             return None
@@ -140,7 +140,7 @@ def words(word: str, patience_s: float) -> list[str] | None:
 
 
 def gather(text: str) -> list[str]:
-    """Every rank's text, in order of rank, through the CPU."""
+    """Return every rank's text, in order of rank, through the CPU."""
     if not dist.is_initialized():
         return [text]
     data, rank, ranks = text.encode(), dist.get_rank(), dist.get_world_size()
@@ -154,60 +154,60 @@ def gather(text: str) -> list[str]:
 
 
 def from_first(text: str) -> str:
-    """Rank 0's text, on every rank."""
+    """Return rank 0's text on every rank."""
     return gather(text if launched()[0] == 0 else "")[0]
 
 
 def agree(error: UserError | RunError | None) -> None:
-    """Raises the first rank's error on every rank, so that none waits for one that has left; every rank calls it."""
-    told = [json.loads(t) for t in gather(json.dumps([type(error).__name__, error.args] if error else None))]
-    for kind, args in filter(None, told):
+    """Raise the first rank's error on every rank, so that none waits for one that has left; every rank calls it."""
+    reports = [json.loads(t) for t in gather(json.dumps([type(error).__name__, error.args] if error else None))]
+    for kind, args in filter(None, reports):
         agreed: UserError | RunError = getattr(errors, kind)(*args)
-        agreed.everywhere = True  # one rank says it for all
+        agreed.everywhere = True  # one rank prints it
         raise agreed from error
 
 
-def same(what: Mapping[str, str]) -> None:
-    """Refuses ranks that read different files: they would train on different things, or wait for each other forever."""
-    told = [json.loads(t) for t in gather(json.dumps(dict(what)))]
-    for rank, found in enumerate(told):
-        for name in found:
-            if found[name] != told[0].get(name):
+def check_equal(what: Mapping[str, str]) -> None:
+    """Raise ConfigError if ranks read different files: their training or their collectives would diverge."""
+    digests = [json.loads(t) for t in gather(json.dumps(dict(what)))]
+    for rank, own in enumerate(digests):
+        for name in own:
+            if own[name] != digests[0].get(name):
                 asked, do = "the same files on every rank", "copy them again, and use absolute paths"
                 error = ConfigError(asked, f"`{name}` of rank {rank} differs from rank 0's", do)
                 error.everywhere = True
                 raise error
 
 
-# --- Sharded tensors (torch's DTensor), asked about without loading what makes them.
+# --- Sharded tensors (torch's DTensor), without importing their module.
 #
-# That takes a process a second, and most have none: where nobody has loaded it, no tensor is sharded.
+# The import takes a second, and most processes have none: where it is not imported, no tensor is sharded.
 
 
 def is_sharded(t: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor: this rank may hold a piece of it only."""
+    """Return whether it is a DTensor: this rank may hold a piece of it only."""
     made = sys.modules.get("torch.distributed.tensor")
     return made is not None and isinstance(t, made.DTensor)
 
 
 def is_gathered(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Whether FSDP gathers this module's parameters where they are used."""
+    """Return whether FSDP gathers this module's parameters where they are used."""
     made = sys.modules.get("torch.distributed.fsdp")
     return made is not None and isinstance(module, made.FSDPModule)
 
 
 def local(t: Tensor) -> Tensor:
-    """This rank's piece, the very storage."""
+    """Return this rank's piece, sharing its storage."""
     return t.to_local() if is_sharded(t) else t
 
 
 def gathered(t: Tensor) -> Tensor:
-    """All of it; of a sharded one every rank must ask."""
+    """Return the whole tensor; of a sharded one every rank must call it."""
     return t.full_tensor() if is_sharded(t) else t
 
 
 def offset(t: Tensor) -> tuple[int, ...]:
-    """Where in the whole this rank's piece begins."""
+    """Return the offset of this rank's piece in the whole."""
     if not is_sharded(t):
         return (0,) * t.dim()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -1,8 +1,8 @@
-"""The reference of `objective: dpo` where the trained model cannot be undone: log-probabilities made before step 0.
+"""Compute the reference of `objective: dpo` before step 0, where the training cannot be switched off as an adapter can.
 
 One pass of the untouched model over all pairs, shared by the ranks, before a checkpoint is restored over the weights.
-What it finds, two numbers a pair, is kept beside the tokenised data, under the name of all that decides about it, and
-rides in the batches from then on. A file is there whole or not at all, and its name tells of its bytes.
+The result, two numbers a pair, is cached next to the tokenised data under a digest of all that determines it, and is
+part of the batches from then on. A file is written whole or not at all, and its name holds the digest of its bytes.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from optrush.trainer.trainer import Trainer
 FORMAT = 2  # part of every key
 
 
-def fill(trainer: Trainer, prepared: ResolvedConfig, *, training: bool = True) -> None:
-    """Gives the batches of a run of pairs their reference, where they need one; every rank calls it.
+def fill_reference(trainer: Trainer, prepared: ResolvedConfig, *, training: bool = True) -> None:
+    """Give the batches of a run of pairs their reference, where they need one; every rank calls it.
 
     Args:
-        job: as it was assembled: its weights are the reference's.
+        trainer: as it was built: its weights are the reference's.
         training: False leaves out the pairs that are trained on.
 
     Raises:
         ConfigError: the rows to train on are not there before the run.
-        DataError: what was found cannot be kept.
+        DataError: the result cannot be written to the cache.
     """
     held = trainer.evaluation
-    if not _asked(trainer):
+    if not _needed(trainer):
         return
     if training:
         trainer.stream.reference = _found(trainer, prepared, _counted(trainer), "pairs to train on")
@@ -59,21 +59,21 @@ def fill(trainer: Trainer, prepared: ResolvedConfig, *, training: bool = True) -
         trainer.evaluation = replace(held, reference=_found(trainer, prepared, held.source, "pairs held out"))
 
 
-def blank(trainer: Trainer, prepared: ResolvedConfig) -> None:
-    """As `fill`, with zeros: for who takes few batches and asks `beside`. The rehearsal needs no more than room."""
-    if _asked(trainer):
+def zero_reference(trainer: Trainer, prepared: ResolvedConfig) -> None:
+    """As `fill_reference`, with zeros, for few batches that `add_reference` completes; a preflight needs only room."""
+    if _needed(trainer):
         trainer.stream.reference = np.zeros((len(_counted(trainer)), 2), np.float32)
         if (held := trainer.evaluation) is not None:
             trainer.evaluation = replace(held, reference=np.zeros((len(held.source), 2), np.float32))
 
 
-def beside(trainer: Trainer, windows: list[list[Batch]]) -> list[list[Batch]]:
-    """These batches with the reference of their own pairs, by the model as it is; every rank calls it. Keeps nothing.
+def add_reference(trainer: Trainer, windows: list[list[Batch]]) -> list[list[Batch]]:
+    """Return these batches with the reference of their pairs, by the model as it is; every rank calls it. No cache.
 
     Args:
         windows: on each rank as many batches.
     """
-    if not _asked(trainer):
+    if not _needed(trainer):
         return windows
     samples = dict.fromkeys(s for window in windows for batch in window for s in batch.samples)
     places = {sample: n for n, sample in enumerate(samples)}
@@ -87,21 +87,21 @@ def beside(trainer: Trainer, windows: list[list[Batch]]) -> list[list[Batch]]:
     return [[filled(batch) for batch in window] for window in windows]
 
 
-def _asked(trainer: Trainer) -> bool:
-    """Whether batches need a reference."""
+def _needed(trainer: Trainer) -> bool:
+    """Return whether batches need a reference."""
     return trainer.config.dpo is not None and not dpo.by_adapter(trainer.config.dpo, trainer.adapters_disabled)
 
 
 def _counted(trainer: Trainer) -> Source:
-    """The pairs to train on; ConfigError where they are not there before the run."""
+    """Return the pairs to train on; raise ConfigError where they do not exist before the run."""
     if not trainer.sources.train.tokenized:
-        found = "`data.stream`: nobody has read its rows before step 0, and what is trained cannot be undone"
+        found = "`data.stream`: its rows are not read before step 0, and the training cannot be switched off"
         raise ConfigError("a reference for `objective: dpo`", found, "leave data.stream out, or train an adapter")
     return trainer.sources.train
 
 
 def against(prepared: ResolvedConfig, before: ResolvedConfig, data: str | None, say: Callable[[str], None]) -> Trainer:
-    """The job of an evaluation, its pairs with the reference of the model that training began with.
+    """Build the trainer of an evaluation of pairs, with the reference of the model that training began with.
 
     Args:
         prepared: of the trained model; adapters are merged into it, so none can be left out of it again.
@@ -112,7 +112,7 @@ def against(prepared: ResolvedConfig, before: ResolvedConfig, data: str | None, 
         ConfigError: the two read the pairs as different tokens, whose likelihoods cannot be compared.
     """
     other = build(_precomputed(before), training=False, data=data, progress=say)
-    fill(other, before, training=False)
+    fill_reference(other, before, training=False)
     assert other.evaluation is not None
     known, read, begun = other.evaluation.reference, _read(other.evaluation.source), other.fingerprints
     del other
@@ -191,7 +191,7 @@ def _values(trainer: Trainer, prepared: ResolvedConfig) -> str:
     if prepared.folder is None:
         return trainer.fingerprints["base"]
     found, error = "", None
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a machine; the cache knows files that did not change
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a machine; unchanged files are in the cache
         try:
             found = readers.fingerprint(value_files(prepared.folder), cache_root(trainer.config.data.cache))
         except UserError as e:
@@ -232,7 +232,7 @@ def _scored(trainer: Trainer, batches: Iterable[Batch], n: int, place: Callable[
 
 
 def _kept(folder: Path, key: str) -> np.ndarray | None:
-    """What an earlier run found; None where there is none, or its bytes are not those that its name tells of."""
+    """Load an earlier run's result; None where there is none, or its bytes do not match the digest in its name."""
     path = next(filter(tokenize.intact, folder.glob(f"{key}-*.npy")), None)
     return None if path is None else np.asarray(np.load(path, allow_pickle=False))
 

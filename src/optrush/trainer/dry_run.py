@@ -1,4 +1,4 @@
-"""`optrush train --dry-run`: everything a run would be told to do, and what it would cost, before it costs anything.
+"""Show what `optrush train` would do and what it would take, before it does: `--dry-run`.
 
 The data is read and tokenised as for training, the rows are those of the first step; the model is neither loaded nor
 allocated, and no file of the run is written. Facts first, one document for --json; their text is below.
@@ -9,19 +9,18 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
-import sys
-from collections.abc import Sequence
-from itertools import cycle
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 
 from optrush import console
 from optrush.config import Config, dump_config
-from optrush.data import sampler
-from optrush.data.chat_template import Tokens, open_tokens
-from optrush.data.preview import CLOSE, OPEN, decoded, visible
+from optrush.data import preview, sampler
+from optrush.data.chat_template import open_tokens
+from optrush.data.packing import Layout
+from optrush.data.schema import RowLocation
 from optrush.data.sources import Sources, read_sources
 from optrush.errors import UserError
 from optrush.hardware import GIB
@@ -33,19 +32,19 @@ from optrush.technique import Part, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint
 from optrush.trainer.distributed import World
-from optrush.trainer.run import absolute, look
+from optrush.trainer.run import absolute, check_output
 from optrush.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
+    from optrush.data.dataset import Dataset
     from optrush.planner.search import Prediction
 
-ROWS, CHARACTERS = 3, 600  # that are shown: rows, and characters of each
+ROWS = 3  # that are shown
 BAR, LINES = 16, 12  # of the memory: characters of the longest bar, lines that are shown one by one
-COLOUR, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
-def rehearse(prepared: ResolvedConfig, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
-    """The facts of a run that is not run.
+def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, command: str) -> dict[str, Any]:
+    """Return the facts of a run without running it.
 
     Args:
         command: the line that starts it.
@@ -53,44 +52,57 @@ def rehearse(prepared: ResolvedConfig, resume: Literal["auto"] | Path | None, co
     Raises:
         UserError: whatever training would refuse before it builds the model.
     """
-    config, env = prepared.config, prepared.env
-    look(prepared, resume)
+    config, env = resolved.config, resolved.env
+    check_output(resolved, resume)
     manifest = checkpoint.choose(config.output, resume)[0] if launched()[1] == 1 else None
     date = None if manifest is None else manifest.fingerprints.get("date")
     today = None if date is None else datetime.date.fromisoformat(date)
-    tokens = open_tokens(config, prepared.folder, today)
-    vocab = prepared.hf.get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
-    trainer = _laid(prepared)
-    check_layout(config, trainer.layout)
-    sources = read_sources(config, tokens, vocab, console.say, cut=trainer.layout.uncut)
-    rows = sampler.Stream(
-        sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, most_bad=config.data.most_bad
+    tokens = open_tokens(config, resolved.folder, today)
+    vocab = resolved.hf.get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
+    layout = _layout(resolved)
+    sources = read_sources(config, tokens, vocab, console.say, cut=layout.uncut)
+    stream = sampler.Stream(
+        sources.train, layout, T=env.seq, rows=env.rows, seed=config.seed, most_bad=config.data.most_bad
     )
-    steps = rows.plan(None if config.train.steps else config.train.epochs, config.train.steps)
+    steps = stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
     if manifest is not None:
-        checkpoint.check_plan(manifest, steps.steps, rows.seek(manifest.step, manifest.position))
+        checkpoint.check_plan(manifest, steps.steps, stream.seek(manifest.step, manifest.position))
+    rows = None
+    if config.data.random is None and tokens is not None:
+        first = [(b, row) for b, row in enumerate(stream.step(0, steps)) if row][:ROWS]
+        source = _StreamedRows(stream.source.parts) if not stream.tokenized else stream.source
+        rows = list(preview.describe_rows(cast("Dataset", source), tokens.tokenizer, first, env.seq))
     return {
         "config": absolute(config).model_dump(mode="json", by_alias=True),
-        "memory": memory(config, env.ranks),
-        "disk": disk(prepared, steps.steps),
-        "data": data(prepared, sources, rows, steps, 0 if manifest is None else manifest.step),
-        "rows": None if config.data.random is not None or tokens is None else shown(rows, steps, prepared, tokens),
+        "memory": memory_facts(config, env.ranks),
+        "disk": disk_facts(resolved, steps.steps),
+        "data": data_facts(resolved, sources, stream, steps, 0 if manifest is None else manifest.step),
+        "rows": rows,
         "launch": command,
     }
 
 
-def _laid(prepared: ResolvedConfig) -> Trainer:
-    """The data stage, on a job that has no model: how samples become rows."""
+class _StreamedRows(NamedTuple):
+    """The source of a stream for `preview.rows`: the files of its rows are unknown."""
+
+    parts: int
+
+    def where(self, i: int) -> RowLocation:
+        return RowLocation(Path("data.stream"), i + 1)
+
+
+def _layout(resolved: ResolvedConfig) -> Layout:
+    """Return how samples become rows: the data stage, on a trainer without a model."""
     nothing = cast(Any, None)
-    world = World(0, 1, torch.device("cpu"))
-    trainer = Trainer(prepared.config, prepared.env, world, prepared.hf, nothing, nothing)
-    for technique in prepared.techniques:
+    trainer = Trainer(resolved.config, resolved.env, World(0, 1, torch.device("cpu")), resolved.hf, nothing, nothing)
+    for technique in resolved.techniques:
         technique.data(trainer)
-    return trainer
+    check_layout(resolved.config, trainer.layout)
+    return trainer.layout
 
 
-def memory(config: Config, ranks: int) -> dict[str, Any]:
-    """The prediction for the worst rank, biggest line first; or why there is none."""
+def memory_facts(config: Config, ranks: int) -> dict[str, Any]:
+    """Return the prediction for the worst rank, biggest line first; or why there is none."""
     try:
         found = search.predict(config, "auto", ranks)
     except UserError as error:
@@ -111,13 +123,13 @@ def memory(config: Config, ranks: int) -> dict[str, Any]:
 
 
 def _period(every: float, steps: int) -> int:
-    """Steps between two, of a cadence."""
+    """Return the steps from one event of a cadence to the next."""
     return max(1, round(every * steps)) if every < 1 else int(every)
 
 
-def disk(prepared: ResolvedConfig, steps: int) -> dict[str, Any]:
-    """What checkpoints and the exported model take at most, and what is free where they go."""
-    config = prepared.config
+def disk_facts(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
+    """Return what checkpoints and the exported model take at most, and the free space of their disk."""
+    config = resolved.config
     every, keep = config.train.save_every, config.train.keep
     period = steps if every is None else _period(every, steps)
     saved, tried = {*range(period, steps + 1, period), steps}, config.train.eval_every
@@ -127,7 +139,7 @@ def disk(prepared: ResolvedConfig, steps: int) -> dict[str, Any]:
     copies = min(saves, keep + 1 + best)  # a new one is whole before an old one goes
     output = Path(config.output).absolute()
     there = next(p for p in (output, *output.parents) if p.is_dir())
-    weights, states = whole(config)
+    weights, states = _total_bytes(config)
     needed = None if weights is None or states is None else copies * (weights + states) + weights * config.train.export
     free = shutil.disk_usage(there).free
     return {
@@ -143,8 +155,8 @@ def disk(prepared: ResolvedConfig, steps: int) -> dict[str, Any]:
     }
 
 
-def whole(config: Config) -> tuple[int, int] | tuple[None, None]:
-    """Bytes of all weights and of all optimizer states, over the ranks: the prediction for one rank that has no peers.
+def _total_bytes(config: Config) -> tuple[int, int] | tuple[None, None]:
+    """Return the bytes of all weights and all optimizer states over the ranks: the prediction for a single rank.
 
     None where there is no prediction.
     """
@@ -162,11 +174,11 @@ def _of(found: Prediction, part: str) -> int:
     return size_bytes
 
 
-def data(
-    prepared: ResolvedConfig, sources: Sources, rows: sampler.Stream, steps: sampler.Plan, done: int
+def data_facts(
+    resolved: ResolvedConfig, sources: Sources, rows: sampler.Stream, steps: sampler.Plan, done: int
 ) -> dict[str, Any]:
-    """Documents, steps and tokens of the run; null where only training will tell."""
-    env = prepared.env
+    """Return documents, steps and tokens of the run; null where it is unknown before the training."""
+    env = resolved.env
     known = rows.totals(steps, env.micro_rows)
     return {
         "summary": sources.summary,
@@ -187,50 +199,23 @@ def data(
     }
 
 
-def shown(rows: sampler.Stream, steps: sampler.Plan, prepared: ResolvedConfig, tokens: Tokens) -> list[dict[str, Any]]:
-    """The first rows of the first step, in pieces that are learnt or not."""
-    held = [(b, row) for b, row in enumerate(rows.step(0, steps)) if row]
-    found = []
-    for b, row in held[:ROWS]:
-        left, documents = CHARACTERS, []
-        names = ("chosen", "rejected") if rows.source.parts > 1 else ("document",)
-        for name, (sample, document) in zip(cycle(names), row):
-            most = min(left, CHARACTERS // len(names))
-            pieces = list(decoded(tokens.tokenizer, document, most))
-            size = sum(len(p.text) for p in pieces)
-            left -= size
-            documents.append(
-                {
-                    "name": name,
-                    "document": sample,
-                    "tokens": len(document),
-                    "targets": int(document.targets.sum()),
-                    "pieces": [{"text": p.text, "learnt": p.learnt} for p in pieces],
-                    "cut": size >= most,
-                }
-            )
-        used = sum(len(document) for _, document in row)
-        found.append({"row": b, "tokens": used, "documents": documents})
-    return found
-
-
 # --- the text
 
 
-def text(facts: dict[str, Any], config: Config, colour: bool) -> str:
-    """The facts for people; what is learnt stands between marks, and in colour on a terminal."""
+def text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> str:
+    """Format the facts for people. rows: the lines of facts["rows"], as `data show` prints them."""
     parts = (
         ("configuration", dump_config(absolute(config)).rstrip().splitlines()),
         ("memory", _memory(facts["memory"])),
         ("disk", _disk(facts["disk"])),
         ("data", _data(facts["data"])),
-        ("first rows", _rows(facts, colour)),
+        ("first rows", rows),
         ("launch", [facts["launch"]]),
     )
     return "\n\n".join("\n".join([title, *(f"  {line}".rstrip() for line in lines)]) for title, lines in parts)
 
 
-def size(n: float) -> str:
+def _size(n: float) -> str:
     """Bytes for people."""
     return f"{n / GIB:.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:.1f} MiB"
 
@@ -239,10 +224,10 @@ def _memory(m: dict[str, Any]) -> list[str]:
     if "unknown" in m:
         return [f"no prediction: {m['unknown']}"]
     peak, capacity = m["peak_bytes"], m["capacity_bytes"]
-    fits = "capacity unknown" if capacity is None else f"of {size(capacity)}, " + ("fits" if m["fits"] else "")
+    fits = "capacity unknown" if capacity is None else f"of {_size(capacity)}, " + ("fits" if m["fits"] else "")
     if capacity is not None and not m["fits"]:
         fits += "DOES NOT FIT: smaller batch.micro_tokens or batch.seq, or a technique that saves memory"
-    lines = [f"{size(peak)} {fits}; {m['memory_kind']} of a rank on {m['device']}, peak in the phase {m['phase']}"]
+    lines = [f"{_size(peak)} {fits}; {m['memory_kind']} of a rank on {m['device']}, peak in the phase {m['phase']}"]
     big, small = m["lines"][:LINES], m["lines"][LINES:]
     if small:
         rest = sum(i["bytes"] for i in small)
@@ -251,7 +236,7 @@ def _memory(m: dict[str, Any]) -> list[str]:
     for item in big:
         share = item["bytes"] / peak if peak else 0.0
         bar = "█" * round(share * BAR)
-        lines.append(f"{item['name']:<{wide}}  {size(item['bytes']):>10}  {bar:<{BAR}} {share:4.0%}  {item['reason']}")
+        lines.append(f"{item['name']:<{wide}}  {_size(item['bytes']):>10}  {bar:<{BAR}} {share:4.0%}  {item['reason']}")
     if m["tokens_per_s"] is not None:
         lines.append(f"about {console.count(m['tokens_per_s'])} tokens a second ({m['basis']})")
         if m["rates_from"]:
@@ -260,7 +245,7 @@ def _memory(m: dict[str, Any]) -> list[str]:
 
 
 def _disk(d: dict[str, Any]) -> list[str]:
-    free = f"{size(d['free_bytes'])} free in {d['folder']}"
+    free = f"{_size(d['free_bytes'])} free in {d['folder']}"
     if d["needed_bytes"] is None:
         return [f"needed: unknown without a prediction of memory; {free}"]
     each, n = d["weights_bytes"] + d["states_bytes"], d["checkpoints"]
@@ -269,9 +254,9 @@ def _disk(d: dict[str, Any]) -> list[str]:
         why = f"keep {d['keep']}, and a new one is whole before an old one goes"
     fits = "fits" if d["fits"] else "DOES NOT FIT: free some, lower train.keep, or take another output"
     return [
-        f"checkpoints  {size(n * each):>10}  {n} x {size(each)}, weights and optimizer states ({why})",
-        f"model        {size(d['weights_bytes']):>10}  exported at the end",
-        f"needed       {size(d['needed_bytes']):>10}  {free}: {fits}",
+        f"checkpoints  {_size(n * each):>10}  {n} x {_size(each)}, weights and optimizer states ({why})",
+        f"model        {_size(d['weights_bytes']):>10}  exported at the end",
+        f"needed       {_size(d['needed_bytes']):>10}  {free}: {fits}",
     ]
 
 
@@ -290,42 +275,12 @@ def _data(d: dict[str, Any]) -> list[str]:
     ]
 
 
-def _rows(facts: dict[str, Any], colour: bool) -> list[str]:
-    if facts["rows"] is None:
-        return ["random tokens: nothing to decode"]
-    lines = [f"what is learnt stands between {OPEN} and {CLOSE}; ↵ is a newline"]
-    for row in facts["rows"]:
-        d = facts["data"]
-        lines.append(f"row {row['row']} of step 1: {_many(len(row['documents']), 'document')}, "
-                     f"{row['tokens']} of {d['seq']} slots")  # fmt: skip
-        for document in row["documents"]:
-            counts = f"{document['tokens']} tokens, {document['targets']} learnt"
-            head = f"── {document['name']} {document['document']}: {counts}"
-            lines += ["  " + head, *("    " + line for line in _document(document, colour))]
-    return lines
-
-
-def _document(document: dict[str, Any], colour: bool) -> list[str]:
-    whole = ""
-    for piece in document["pieces"]:
-        seen = "".join(map(visible, piece["text"]))
-        if not piece["learnt"]:
-            whole += seen
-        elif colour:
-            whole += OPEN + COLOUR + seen.replace("\n", f"{PLAIN}\n{COLOUR}") + PLAIN + CLOSE
-        else:
-            whole += OPEN + seen + CLOSE
-    if not whole:
-        return ["(not shown)"]
-    return (whole.removesuffix("\n") + ("…" if document["cut"] else "")).split("\n")
-
-
 def _many(n: int, what: str, plural: str = "s") -> str:
     return f"{n} {what}{plural if n != 1 else ''}"
 
 
 def launch_line(arguments: Sequence[str]) -> str:
-    """The command line without what made it a dry run, under the launcher that started this process."""
+    """Return the command line without --dry-run and --json, under the launcher that started this process."""
     import shlex
 
     left = shlex.join([a for a in arguments if a not in ("--dry-run", "--json")])
@@ -334,8 +289,3 @@ def launch_line(arguments: Sequence[str]) -> str:
     ranks = launched()[1]
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return f"torchrun --nnodes {ranks // here} --nproc-per-node {here} -m optrush {left}"
-
-
-def colours() -> bool:
-    """Whether standard output is a terminal that wants colour."""
-    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

@@ -1,11 +1,11 @@
-"""The only definition of tokens, target tokens, tokens/s, MFU, peak bytes and step seconds; writes metrics.jsonl.
+"""Measure and write metrics.jsonl: the only definition of tokens, target tokens, tokens/s, MFU, peak bytes, seconds.
 
 The device is never waited for while it trains: a logged step's figures, and whether an update was skipped, are copied
 to pinned memory and read once they have arrived, so a line may be written a step or two later. Evaluations, checkpoints
-and the last step wait for them. All ranks agree on stopping through the host (`job.total`).
+and the last step wait for them. All ranks agree on stopping through the host (`trainer.all_reduce_int`).
 
 tokens, target_tokens: of the logged step, all ranks, padding excluded.
-loss, and what the objective says beside it (`job.figures`): means over the logged step's terms (target tokens, or
+loss, and the objective's other metrics (`trainer.metrics`): means over the logged step's terms (target tokens, or
     pairs), all ranks.
 step_s, data_wait_s: mean over the steps since the last line, from the end of one step to the end of another on the
     device. tokens_per_s, mfu: real tokens since the last line, over
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 Moment = float | torch.cuda.Event
-"""The end of what was asked of a device so far: on a CPU, which has done it by then, the clock."""
+"""The end of the work queued on a device so far; on a CPU, which is synchronous, the clock."""
 
 
 class _Noted(NamedTuple):
@@ -58,7 +58,7 @@ class _Noted(NamedTuple):
 
 
 class Meter:
-    """One a run. `say` shows a line to people; only rank 0 writes."""
+    """Counts and times the steps of one run; only rank 0 writes. `say` is called with each line."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Meter:
         self.noted: deque[_Noted] = deque()
         self.failure: RunError | None = None
         self.evals: list[float] = []
-        self.judged: Callable[[int, float], None] = lambda step, loss: None  # told of each evaluation, on every rank
+        self.judged: Callable[[int, float], None] = lambda step, loss: None  # on every rank
         self.last = 0  # the last step that was counted
         self.unwritten = ""
         self._begin(_now(self.device))
@@ -88,13 +88,13 @@ class Meter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what waits for data."""
+        """Measure the time spent waiting for data."""
         start = time.perf_counter()
         yield
         self.wait_s += time.perf_counter() - start
 
     def tick(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor, skipped: Tensor) -> None:
-        """After update `step`: counts, watches for failing updates, and writes a line when the step logs."""
+        """Count update `step`, watch for failing updates, and queue a line when the step logs."""
         self.steps, self.last = self.steps + 1, step
         self.tokens += sum(b.n_tokens for b in batches)
         self.attended += sum(b.attended for b in batches)
@@ -105,7 +105,7 @@ class Meter:
         self._drain(wait=step == self.total_steps)
 
     def _note(self, step: int, batches: list[Batch], loss: Tensor, norm: Tensor) -> None:
-        """What a line needs: the host's part now, the device's on its way."""
+        """Queue a line: the host's values now, the device's when their copy has arrived."""
         total = self.trainer.all_reduce_int
         tokens, attended = total(self.tokens), total(self.attended)
         counts = {
@@ -136,15 +136,15 @@ class Meter:
         self._begin(now)
 
     def _figures(self, terms: int) -> list[Tensor]:
-        """Means over the terms of all ranks of what the score adds up beside the loss; `terms` of this rank."""
+        """Return the means of the objective's other metrics over the terms of all ranks; `terms` of this rank."""
         if not self.trainer.metrics:
             return []
         sums = self.trainer.all_reduce(torch.stack(list(self.trainer.metrics.values())))
         return list((sums / max(1, self.trainer.all_reduce_int(terms))).unbind())
 
     def _drain(self, *, wait: bool) -> None:
-        """Writes the lines whose figures have arrived."""
-        self._look(wait=wait)
+        """Write the lines whose values have arrived on the host."""
+        self._read_flags(wait=wait)
         peak = self.trainer.env.device.peak_flop_s
         while self.noted and (wait or _passed(self.noted[0].end)):
             n = self.noted.popleft()
@@ -159,16 +159,16 @@ class Meter:
             })  # fmt: skip
 
     def evaluated(self, step: int, loss: float, targets: int, figures: Mapping[str, float] = {}) -> None:
-        """A line for an evaluation; its time is no step's."""
+        """Write a line for an evaluation."""
         self._drain(wait=True)  # in their order
         self.evals.append(loss)
-        said = {f"eval_{name}": _finite(value) for name, value in figures.items()}
-        self.write({"step": step, "eval_loss": _finite(loss), "eval_target_tokens": targets, **said})
+        means = {f"eval_{name}": _finite(value) for name, value in figures.items()}
+        self.write({"step": step, "eval_loss": _finite(loss), "eval_target_tokens": targets, **means})
         self.judged(step, loss)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around what is not training (evaluation, saving): its time counts for no step."""
+        """Exclude evaluation or saving from the time of the steps."""
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize()  # the steps before are theirs
@@ -179,7 +179,7 @@ class Meter:
         self.aside_s += time.perf_counter() - start
 
     def skips(self) -> tuple[int, int]:
-        """Updates skipped so far, and in a row up to now; waits for the device."""
+        """Return the updates skipped so far, and in a row up to now; waits for the device."""
         self._drain(wait=True)
         return int(self.skipped.item()), len(self.bad)
 
@@ -188,7 +188,7 @@ class Meter:
         return {**found, "peak_bytes": found["peak_bytes"] + self.trainer.recorded_bytes}
 
     def write(self, line: dict[str, Any]) -> None:
-        """Appends a line; while the disk is full, lines wait here for the next one, and training goes on."""
+        """Append a line; while the disk is full, lines wait here for the next one, and training goes on."""
         if self.path is None:
             return
         self.unwritten += json.dumps(line, allow_nan=False) + "\n"
@@ -212,10 +212,10 @@ class Meter:
             event.record()
             skipped = host
         self.watched.append((step, tuple(s for b in batches for s in b.samples), skipped, event))
-        self._look(wait=False)
+        self._read_flags(wait=False)
 
-    def _look(self, *, wait: bool) -> None:
-        """Counts skipped updates in a row, of the steps whose flag has arrived."""
+    def _read_flags(self, *, wait: bool) -> None:
+        """Count skipped updates in a row, of the steps whose flag has arrived."""
         while self.watched:
             step, samples, flag, event = self.watched[0]
             if event is not None and not event.query():  # type: ignore[no-untyped-call]
@@ -226,7 +226,7 @@ class Meter:
             self.bad = [*self.bad, (step, samples)] if flag.item() else []
             if len(self.bad) >= self.trainer.max_skipped_updates and self.failure is None:
                 steps = ", ".join(str(s) for s, _ in self.bad[-3:])
-                named = "; ".join(f"step {s}: {_few(x)}" for s, x in self.bad[-3:])
+                named = "; ".join(f"step {s}: {_first_samples(x)}" for s, x in self.bad[-3:])
                 self.failure = RunError(
                     f"{len(self.bad)} updates in a row were not finite and were skipped, the last at steps {steps}; "
                     f"the weights are as before them. Samples of rank {self.trainer.world.rank}: {named}"
@@ -256,80 +256,28 @@ def _between(begin: Moment, end: Moment) -> float:
 
 
 def peak(device: torch.device) -> dict[str, Any]:
-    """The most memory of this process so far, and what was counted."""
+    """Return the peak memory of this process, and which memory it is."""
     if device.type == "cuda":
         return {"peak_bytes": torch.cuda.max_memory_allocated(), "memory_kind": "cuda_allocated"}
     return {"peak_bytes": resident(), "memory_kind": "rss"}
 
 
 def resident() -> int:
-    """The most bytes that this process held on the host so far."""
+    """Return the peak resident bytes of this process on the host."""
     # Not getrusage: its peak begins at the parent's, which may be a larger process.
     most = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert most is not None, "Linux counts every process's peak"
     return int(most[1]) * 1024
 
 
-def _few(samples: tuple[int, ...]) -> str:
+def _first_samples(samples: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, samples[:8]))
     return shown + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN; null says that the figure was not finite."""
+    """JSON has no NaN; null stands for a number that was not finite."""
     return value if math.isfinite(value) else None
-
-
-# --- TensorBoard's files of a run: every figure of metrics.jsonl, under its own name, at its own step.
-#
-# A line is on the disk before the next one comes, so a kill loses none; on resuming, `purge_step` hides what came after
-# the checkpoint. A full disk ends the writing, not the run: at the end the files are made anew from metrics.jsonl.
-
-
-FOLDER = "tensorboard"
-
-
-class Board:
-    """Of the first rank; `done` are the steps that were completed before."""
-
-    def __init__(self, output: Path, done: int) -> None:
-        self.folder, self.metrics = output / FOLDER, output / "metrics.jsonl"
-        self.broken = False
-        try:
-            self._open(done + 1 if done else 0)
-        except OSError:
-            self.broken = True
-
-    def _open(self, purge_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # which takes a second
-
-        self.writer = SummaryWriter(str(self.folder), purge_step=purge_step)
-
-    def write(self, line: dict[str, Any]) -> None:
-        """The numbers of a metrics line."""
-        if self.broken:
-            return
-        try:
-            for name, value in line.items():
-                if name != "step" and isinstance(value, int | float):
-                    self.writer.add_scalar(name, value, line["step"])
-            self.writer.flush()
-        except OSError:  # the meter says so: its own line waits, too
-            self.broken = True
-
-    def close(self) -> None:
-        try:
-            if self.broken:
-                self.broken = False
-                self._open(0)
-                for text in self.metrics.read_text().splitlines():
-                    self.write(json.loads(text))
-            self.writer.close()
-        except OSError:  # still no space; metrics.jsonl has every figure
-            self.broken = True
-
-
-# --- The loss of a run as a picture: `loss.png` in the run's folder.
 
 
 def plot(metrics: Path, picture: Path, unit: str) -> None:

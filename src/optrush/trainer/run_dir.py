@@ -1,4 +1,4 @@
-"""A run's folder: whether a run may begin there, emptying it, one run at a time, and metrics cut back on resuming."""
+"""Check, claim and lock a run's folder, cut its metrics back on resuming, and track the best checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from optrush.trainer.distributed import agree, from_first
 
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
 _CUT = METRICS + ".tmp"
-# written beside, then renamed
+# written under another name, then renamed
 _WHOLE = (RUN, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter", "adapter.old")
 KNOWN = frozenset(
     {RUN, METRICS, LOCK, _CUT, FOLDER, "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
@@ -31,17 +31,17 @@ KNOWN = frozenset(
 )
 
 
-def prepare(output: Path | str, clean: bool, resume: Literal["auto"] | Path | None) -> None:
-    """Whether a run may begin in `output`; looks only, writes nothing.
+def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path | None) -> None:
+    """Check that a run may begin in `output`; write nothing.
 
     Raises:
-        ConfigError: it cannot be written, it holds a run that nobody asked to resume or to replace, or `clean` is
-            asked for where other things lie too.
+        ConfigError: it cannot be written, it holds a run that is neither resumed nor replaced, or `clean` is set where
+            other files exist too.
     """
     path = Path(output)
     asked = f"`output: {output}`"
     try:
-        existing = next(p for p in (path, *path.absolute().parents) if _lies(p))
+        existing = next(p for p in (path, *path.absolute().parents) if _exists(p))
     except OSError as error:
         raise ConfigError(asked, f"{error.strerror}", "take another `output`") from None
     if not existing.is_dir():
@@ -64,18 +64,18 @@ def prepare(output: Path | str, clean: bool, resume: Literal["auto"] | Path | No
 
 
 def put(path: Path, text: str) -> None:
-    """Writes a small file whole or not at all."""
+    """Write a small file whole or not at all."""
     new = path.with_name(path.name + ".tmp")
     new.unlink(missing_ok=True)
     storage.write_file(new, iter([text.encode()]))
     storage.rename(new, path)
 
 
-def keep_apart(output: Path | str, clean: bool, reads: Iterable[Path | str | None]) -> None:
-    """Refuses a run that would write over what it reads, or empty it away.
+def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | None]) -> None:
+    """Check that the run does not overwrite or delete what it reads.
 
     Raises:
-        ConfigError: a model or data file lies where the run writes.
+        ConfigError: a model or data file is where the run writes.
     """
     own = Path(output).resolve()
     for path in (Path(r).resolve() for r in reads if r is not None):
@@ -86,8 +86,8 @@ def keep_apart(output: Path | str, clean: bool, reads: Iterable[Path | str | Non
             )
 
 
-def _lies(path: Path) -> bool:
-    """Like lexists, but a name that is too long or lies behind a closed door is an error, not an absence."""
+def _exists(path: Path) -> bool:
+    """As lexists, but a name that is too long or in a folder without access is an error, not an absence."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -96,10 +96,10 @@ def _lies(path: Path) -> bool:
 
 
 def claim(output: Path | str, clean: bool) -> None:
-    """Makes the folder; empties it where `clean` asks for it. One process calls it, holding the lock if there is one.
+    """Make the folder, and empty it where `clean` is set. One process calls it, holding the lock if there is one.
 
     Raises:
-        ConfigError: see `prepare`, whose rule for emptying is asked again here, in the moment it matters.
+        ConfigError: as `check_free`, whose rule for emptying is checked again here.
     """
     path = Path(output)
     try:
@@ -135,7 +135,7 @@ def _check_clean(path: Path, names: set[str]) -> None:
 
 @contextmanager
 def lock(output: Path | str) -> Iterator[None]:
-    """One run at a time in a folder. The kernel drops the lock when the process ends, however it ends.
+    """Lock a folder for one run. The kernel drops the lock when the process ends, however it ends.
 
     Rank 0 takes it for all; the folder must exist.
 
@@ -160,7 +160,7 @@ def lock(output: Path | str) -> Iterator[None]:
 
 
 def cut_back(metrics: Path, step: int) -> int:
-    """Leaves the whole lines of steps up to `step`, as if nothing had happened after; returns how many went.
+    """Keep the complete lines of steps up to `step`; return how many were removed.
 
     A line is torn when the run was killed while it wrote it. The old file stays until the new one is on the disk.
     """
@@ -187,10 +187,10 @@ def _within(line: bytes, step: int) -> bool:
     return isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= step
 
 
-# --- The checkpoint with the best held-out loss: which it is, kept over kills, and the file that says so.
+# --- The checkpoint with the best held-out loss.
 #
-# A committed checkpoint is never touched again, so the mark is a file beside them, `checkpoints/best.json`. It is
-# written after the checkpoint; a kill between the two is no harm, for metrics.jsonl has the losses.
+# A committed checkpoint is never changed, so the mark is a file of its own, `checkpoints/best.json`. It is written
+# after the checkpoint; a kill between the two does no harm, for metrics.jsonl has the losses.
 
 
 POINTER = "best.json"
@@ -204,27 +204,27 @@ class Best:
     eval_loss: float
 
 
-class Keeper:
-    """What a run knows of its best checkpoint, the same on every rank."""
+class BestCheckpoint:
+    """Tracks the best checkpoint of a run, the same on every rank."""
 
     def __init__(self, output: Path, best: Best | None = None) -> None:
         self.output, self.best = output, best
         self.waiting: Best | None = None  # evaluated, not saved yet
 
-    def judge(self, step: int, loss: float) -> bool:
-        """Whether this is the best so far, and so to be saved; rank 0's word, for the last bit may differ."""
+    def is_best(self, step: int, loss: float) -> bool:
+        """Return whether this is the best loss so far; rank 0 decides, for the last bit may differ."""
         better = math.isfinite(loss) and (self.best is None or loss < self.best.eval_loss)
         self.waiting = Best(step, loss) if from_first(json.dumps(better)) == "true" else None
         return self.waiting is not None
 
-    def spared(self, step: int) -> int | None:
-        """Which checkpoint is not pruned when that of `step` is saved."""
+    def protected_step(self, step: int) -> int | None:
+        """Return the checkpoint that is not pruned when that of `step` is saved."""
         if self.waiting is not None and self.waiting.step == step:
             return step
         return None if self.best is None else self.best.step
 
     def saved(self, step: int) -> None:
-        """The checkpoint of `step` is there."""
+        """Note that the checkpoint of `step` is saved."""
         if self.waiting is None or self.waiting.step != step:
             return
         self.best, self.waiting = self.waiting, None
@@ -233,14 +233,14 @@ class Keeper:
 
 
 def comparable(config: Config, fingerprints: Mapping[str, str], before: Manifest) -> bool:
-    """Whether the held-out loss of a checkpoint measures what the run's own do: one loss, of the same data."""
+    """Return whether a checkpoint's held-out loss compares with the run's own: the same loss, of the same data."""
     now = config.model_dump(mode="json", by_alias=True)
     alike = all(before.config.get(key) == now[key] for key in ("objective", "dpo"))
     return alike and all(before.fingerprints.get(k) == fingerprints.get(k) for k in ("data", "template", "tokenizer"))
 
 
 def recall(output: Path, done: int, alike: Callable[[Manifest], bool]) -> tuple[Best | None, list[tuple[Path, str]]]:
-    """The best checkpoint of the steps done, as the folder shows it, and better ones that are damaged, with why.
+    """Return the best intact checkpoint of the steps done, and better ones that are damaged, with why.
 
     Every rank calls it, after metrics.jsonl was cut back; rank 0 reads.
 
@@ -287,7 +287,7 @@ def _point(output: Path, best: Best | None) -> None:
 
 
 def _pointed(output: Path) -> list[tuple[int, float]]:
-    """What best.json says, if it can be read."""
+    """Return the content of best.json, if it can be read."""
     try:
         found = json.loads((output / FOLDER / POINTER).read_text())
         return [(int(found["step"]), float(found["eval_loss"]))]

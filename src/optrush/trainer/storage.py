@@ -1,7 +1,7 @@
-"""Tensors on disk: every call that changes the disk, the safetensors bytes, and which box of a tensor a rank holds.
+"""Write tensors to disk as safetensors, and find which box of a tensor a rank holds.
 
-A checkpoint is only as good as what survives a kill between two of the calls below, so there are few of them, each
-with a name: a test replaces them one by one and kills the process there.
+A kill may come between any two calls that change the disk. They are few, each a function here: a test replaces them
+one by one and kills the process there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def mkdir(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable: a rename is not, until its folder was synced."""
+    """Make the names in a folder durable: a rename is not, until its folder was synced."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         sync(descriptor)
@@ -65,7 +65,7 @@ def sync_folder(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A folder and what lies in it; links are removed, never followed."""
+    """Remove a folder and its contents; links are removed, never followed."""
     for at, folders, files in os.walk(path, topdown=False):
         for name in files + [f for f in folders if (Path(at) / f).is_symlink()]:
             unlink(Path(at) / name)
@@ -75,7 +75,7 @@ def remove(path: Path) -> None:
 
 
 def write_file(path: Path, pieces: Iterator[bytes | memoryview]) -> tuple[str, int]:
-    """A new file, durable on return; (sha256, bytes) of what was meant, not of what the disk made of it."""
+    """Write a new file, durable on return; return (sha256, size) of the given bytes, not of what is on the disk."""
     sha, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for data in pieces:
@@ -88,10 +88,10 @@ def write_file(path: Path, pieces: Iterator[bytes | memoryview]) -> tuple[str, i
 
 
 def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[str, int]:
-    """A safetensors file, one tensor in host memory at a time; (sha256, bytes).
+    """Write a safetensors file, one tensor in host memory at a time; return (sha256, size).
 
-    The library's own writer wants all bytes at once and does not sync. The format is 8 bytes with the header's
-    length, a JSON header and the raw little-endian tensors; wide elements first, so that each lies aligned.
+    The library's own writer needs all bytes at once and does not sync. The format is 8 bytes with the header's
+    length, a JSON header and the raw little-endian tensors; wide elements first, so that each is aligned.
     """
     tensors = sorted(tensors, key=lambda pair: -pair[1].element_size())
     header: dict[str, object] = {}
@@ -117,7 +117,7 @@ def sha256(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Slice:
-    """What this rank holds of one saved tensor: a box of the whole, and whether it is this rank that saves it."""
+    """This rank's part of one saved tensor: a box of the whole, and whether this rank saves it."""
 
     name: str
     local: Tensor  # the very storage: loading copies into it
@@ -131,15 +131,15 @@ class Slice:
 
 
 def slices(trainer: Trainer) -> list[Slice]:
-    """Parameters as `param/<name>`, optimizer states as `state/<state>/<name>`, as this rank holds them."""
-    states = trainer.optimizer.state()
+    """Return parameters as `param/<name>` and optimizer states as `state/<state>/<name>`, as this rank holds them."""
+    states = {} if trainer.optimizer is None else trainer.optimizer.state()
     found = []
     for t in trainer.trained:
         local, whole, offset, first = t.local, *_box(t, trainer.world.data_rank)
         # Of equal copies the first rank saves one; an empty shard of something larger has no bytes to save.
         saves = first and (local.numel() > 0 or tuple(local.shape) == whole)
         found.append(Slice(f"param/{t.name}", local, whole, offset, saves))
-        for kind, state in states[t.name].items():
+        for kind, state in states.get(t.name, {}).items():
             name, shape = f"state/{kind}/{t.name}", tuple(state.shape)
             if shape == tuple(local.shape):
                 found.append(Slice(name, state, whole, offset, saves))
@@ -169,6 +169,6 @@ def _box(t: TrainedParam, data_rank: int) -> tuple[Ints, Ints, bool]:
 
 
 def overlap(a_offset: Ints, a_shape: Ints, b_offset: Ints, b_shape: Ints) -> list[tuple[int, int]] | None:
-    """The box that two boxes share, as (first, end) a dimension of the whole tensor; None if they share nothing."""
+    """Return the box that two boxes share, as (first, end) a dimension of the whole tensor; None if there is none."""
     shared = [(max(p, q), min(p + n, q + m)) for p, n, q, m in zip(a_offset, a_shape, b_offset, b_shape, strict=True)]
     return None if any(first >= end for first, end in shared) else shared

@@ -1,6 +1,7 @@
-"""The live state of a run: callables that techniques replace or wrap, slots they fill, and the contract of each.
+"""Hold the live state of a run, the default step and the training loop.
 
-Read this file, then step.py (the default callables), then train.py (the loop that calls them).
+First the contracts: callables that techniques replace or wrap, and slots they fill. Then the default of each callable.
+Then the loop that calls them.
 Shapes: B rows, T tokens a row, D width (docs/notation.md).
 """
 
@@ -41,7 +42,7 @@ __all__ = ["Batch", "State", "TrainedParam", "Trainer"]
 class TrainedParam:
     """One trained parameter: canonical name, local tensor and placement, fixed once at assembly.
 
-    After assembly nobody asks the model for its parameters: sharding leaves gathered tensors there.
+    After `build` only this list is used: sharding leaves gathered tensors in the model.
     """
 
     name: str
@@ -50,34 +51,34 @@ class TrainedParam:
 
     @property
     def local(self) -> Tensor:
-        """This rank's piece, the very storage."""
+        """Return this rank's piece, sharing its storage."""
         return distributed.local(self.parameter.detach())
 
     @property
     def grad(self) -> Tensor | None:
-        """This rank's piece of the gradient."""
+        """Return this rank's piece of the gradient."""
         g = self.parameter.grad
         return None if g is None else distributed.local(g)
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter."""
+        """Return the shape of the whole parameter."""
         return tuple(self.parameter.shape)
 
     @property
     def offset(self) -> tuple[int, ...]:
-        """Where in the whole this rank's piece begins."""
+        """Return the offset of this rank's piece in the whole."""
         return distributed.offset(self.parameter)
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank holds a slice only (else the whole, the same on every rank)."""
+        """Return whether this rank holds a slice only (else the whole, the same on every rank)."""
         p = self.parameter
         return distributed.is_sharded(p) and any(how.is_shard() for how in p.placements)
 
 
 class State(Protocol):
-    """What a technique must keep over a kill, beside parameters and optimizer states: JSON, equal on every rank."""
+    """State of a technique in checkpoints, besides parameters and optimizer states: JSON, equal on every rank."""
 
     def save(self) -> dict[str, Any]: ...
     def load(self, saved: dict[str, Any]) -> None: ...
@@ -85,7 +86,7 @@ class State(Protocol):
 
 @dataclass
 class Trainer:
-    """Assembled by assemble.py, driven by train.py."""
+    """Built by `build`, driven by `train`."""
 
     config: Config
     env: Environment
@@ -96,7 +97,7 @@ class Trainer:
 
     # data
     layout: Layout = field(default_factory=Padded)  # how samples become rows
-    loading: Loading = field(default_factory=Loading)  # who makes batches ready
+    loading: Loading = field(default_factory=Loading)  # how batches are prepared
     stream: Stream = None  # type: ignore[assignment]
     evaluation: Evaluation | None = None
     """This rank's held-out batches, the same number on every rank; None: the run holds nothing out."""
@@ -106,9 +107,9 @@ class Trainer:
     """An item is all of this rank's micro-batches of one step: the same number on every rank, possibly empty ones."""
     loss_from_hidden: Callable[[Tensor, Batch], Tensor] = None  # type: ignore[assignment]
     """The objective: hidden (B, T, D) -> () float32, a sum over the batch's own terms; unscaled, undivided, local.
-    It adds what else it knows of them to `figures`."""
+    It adds its other metrics to `metrics`."""
     loss: Callable[[Batch], Tensor] = None  # type: ignore[assignment]
-    """() float32: default is the score of the model's hidden states. Gradient mode is the caller's."""
+    """() float32: default is `loss_from_hidden` of the model's output. Gradient mode is the caller's."""
     forward_backward: Callable[[list[Batch], int | Tensor], Tensor] = None  # type: ignore[assignment]
     """The window: afterwards each trained local gradient is scale * d(sum of all ranks' losses)/dw / terms, summed
     over the data axes. Clears first, may be called again. Returns () float32: the mean loss over the data axes.
@@ -122,11 +123,11 @@ class Trainer:
 
     # slots
     shrink_micro_batch: Callable[[], int | None] = lambda: None
-    """Rows of the micro-batch to take after one that did not fit; None: there is none, or nobody may choose it."""
+    """Rows of the micro-batch to take after one that did not fit; None: there is none, or it is configured."""
     log_event: Callable[[dict[str, Any]], None] = lambda what: None
-    """What happens to the run while it trains: a line of metrics.jsonl, and for people."""
+    """Logs an event of the run: a line of metrics.jsonl and of the screen."""
     adapters_disabled: Callable[[], AbstractContextManager[None]] | None = None
-    """Within it the model is what it was before training (adapters are off); None: nobody can undo the training."""
+    """Within it the model is as before training (adapters are off); None: the training cannot be switched off."""
     grad_sync: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
     """Around one micro-batch's forward and backward; `last` is where gradients are summed over the data axes."""
     zero_grad: Callable[[], None] = None  # type: ignore[assignment]
@@ -140,19 +141,19 @@ class Trainer:
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
     optimizer_factory: Callable[[Sequence[TrainedParam], OptimizerFactory], Optimizer] = build_optimizer
-    """Builds an optimizer over parameters, its states where they are stored; set before `optimizer`, called there."""
+    """Makes an optimizer over parameters, its states where they are kept; set before `optimizer`, called there."""
     optimizer: Optimizer = None  # type: ignore[assignment]
-    recorded_bytes: int = 0  # that a recorded window holds on the device, beside what torch counts as allocated
+    recorded_bytes: int = 0  # held on the device by a recorded window, not counted by torch as allocated
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast
     loss_is_finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by gradients
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """What the score says beside the loss, by the names of metrics.jsonl: () float32 on the device, sums over this
+    """The objective's other metrics, by the names of metrics.jsonl: () float32 on the device, sums over this
     rank's terms since the window began (gradients clears them) or the evaluation did."""
     max_skipped_updates: int = 3  # skipped updates in a row that end the run
 
     # descriptions
-    fsdp_roots: list[nn.Module] = field(default_factory=list)  # what we call ourselves, and so what is sharded
+    fsdp_roots: list[nn.Module] = field(default_factory=list)  # modules that the loop calls, and so what is sharded
     trained: list[TrainedParam] = field(default_factory=list)
     fingerprints: dict[str, str] = field(default_factory=dict)  # what a resumed run must find unchanged
     tokenizer: Any = None  # transformers' tokenizer; None for random tokens on a shape
@@ -160,7 +161,7 @@ class Trainer:
     state: dict[str, State] = field(default_factory=dict)
     applied: list[Edit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    stopping: Literal[0, 1, 2] = 0  # this rank wants to stop: 1 told to, 2 the run has failed
+    stopping: Literal[0, 1, 2] = 0  # this rank must stop: 1 by a signal, 2 the run has failed
     stopped: Literal[0, 1, 2] = 0  # what all ranks agreed on: the step under way is the last
 
     @property
@@ -169,29 +170,27 @@ class Trainer:
         return self.env.spec.rounding
 
     def describe(self) -> str:
-        """What was changed, by whom and by which kernel, and what was left as it is, with the reason."""
+        """Return what was changed, by which technique and kernel, and what was left as it is, with the reason."""
         lines = [str(edit) for edit in self.applied]
         lines += [f"{'note':<10} {n}" for n in self.notes]
         return "\n".join(lines) or "nothing changed: the baseline"
 
 
-# --- The default gradients, losses and update: what a step is when no technique has replaced it.
-#
-# Each takes the job first; assembly binds it. Contracts in job.py.
+# --- The default callables: what a step is when no technique has replaced them. `build` binds the trainer.
 
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 def exhausted(error: BaseException) -> bool:
-    """Whether an error is a lack of memory, as the allocators of a GPU and a CPU, and CUDA's libraries, say it."""
+    """Return whether an error is a lack of memory, of the allocators of a GPU and a CPU and of CUDA's libraries."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
     )
 
 
 def set_step(trainer: Trainer, step: int, steps: int) -> None:
-    """Learning rate and random state of step `step` of `steps`: functions of it, so that a resumed run repeats them."""
+    """Set learning rate and random state of step `step` of `steps`: functions of it, so a resumed run repeats them."""
     trainer.lr.fill_(learning_rate(trainer.config.optim, step, steps))
     torch.manual_seed(trainer.config.seed * 1_000_003 + step * 1009 + trainer.world.data_rank)
 
@@ -201,13 +200,13 @@ def loss(trainer: Trainer, batch: Batch) -> Tensor:
 
 
 def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor) -> Tensor:
-    """One micro-batch after the other; their losses are added up and divided by `terms`."""
+    """Accumulate the gradients of the micro-batches; return the sum of their losses divided by `terms`."""
     trainer.zero_grad()
     for figure in trainer.metrics.values():
         figure.zero_()
     if not isinstance(terms, Tensor):  # filled in on the device: copying a number there would wait for it
         terms = torch.full((), max(terms, 1), dtype=torch.float32, device=trainer.world.device)
-    if not trainer.model.training:  # asked first, for it walks thousands of modules
+    if not trainer.model.training:  # train() walks thousands of modules
         trainer.model.train()
     total = torch.zeros((), device=trainer.world.device)
     for i, host in enumerate(batches):
@@ -250,7 +249,7 @@ def zero_grad(trainer: Trainer) -> None:
 
 @torch.no_grad()
 def grad_norm(trainer: Trainer) -> Tensor:
-    """Root of the summed squares: whole gradients count once, slices are summed over the mesh."""
+    """Return the root of the summed squares: whole gradients count once, slices are summed over the mesh."""
     device = trainer.world.device
     squares = {True: torch.zeros((), device=device), False: torch.zeros((), device=device)}
     for cut in squares:
@@ -266,9 +265,9 @@ def grad_norm(trainer: Trainer) -> Tensor:
     return (squares[True] + squares[False]).sqrt()
 
 
-# --- The loop, one page, and what stands around it: when to evaluate, when to save, when to stop.
+# --- The loop: when to evaluate, when to save, when to stop.
 #
-# The loop never learns a technique's name: whatever a technique does, it did to the job's callables before step 0.
+# No technique's name occurs here: techniques replaced the trainer's callables before step 0.
 
 
 @dataclass(frozen=True)
@@ -320,15 +319,15 @@ def train(trainer: Trainer, meter: Meter, plan: Plan, save: Callable[[int], None
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation found, of all ranks."""
+    """The result of an evaluation, over all ranks."""
 
     loss: float  # mean over the held-out terms: target tokens, or pairs
     targets: int
-    figures: dict[str, float]  # means over the terms, of what the objective says beside its loss
+    figures: dict[str, float]  # means over the terms of the objective's other metrics
 
 
 def evaluate(trainer: Trainer) -> Evaluated:
-    """One pass over the held-out documents."""
+    """Evaluate in one pass over the held-out documents."""
     assert trainer.evaluation is not None
     for figure in trainer.metrics.values():
         figure.zero_()
@@ -343,7 +342,7 @@ def evaluate(trainer: Trainer) -> Evaluated:
 
 
 def _due(step: int, every: float | None, total: int) -> bool:
-    """Whether a cadence (below 1: a fraction of the run; else steps) falls on this step."""
+    """Return whether a cadence (below 1: a fraction of the run; else steps) falls on this step."""
     if every is None:
         return False
     return step % (max(1, round(every * total)) if every < 1 else int(every)) == 0

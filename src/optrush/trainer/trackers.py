@@ -1,0 +1,535 @@
+"""Report a run to MLflow, Weights & Biases and TensorBoard, from a daemon thread of rank 0 for each of them.
+
+The queue between the training and a thread is the run's own folder: the thread reads new lines of metrics.jsonl and new
+checkpoints, so nothing is copied, nothing is dropped and no step waits. A state file stores what the tracker has
+received; a resumed run goes on there. An exception of a tracker is logged once and retried. After the last step the
+tracker has END_S seconds without progress, then it is abandoned with its thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from optrush.config import LOGIN, Config, refuse_secrets, scrubbed
+from optrush.config import Tracker as Options
+from optrush.errors import ConfigError, NeedsError, UserError
+from optrush.launch import TRACKER_THREAD, launched
+from optrush.technique import library
+from optrush.trainer import distributed
+
+NAMES = {"mlflow": "MLflow", "wandb": "Weights & Biases"}
+FOLDER, STATE, BOARD = "tracker", "tracker.json", "tensorboard"  # in the run's folder
+PACKAGES = {"mlflow": ("mlflow-skinny", "mlflow"), "wandb": ("wandb",)}  # distributions; an error names the first
+EVERY_S, LONGEST_S = 1.0, 30.0  # between two looks at the folder; between two attempts after failures
+ANSWER_S = 10.0  # before step 0
+PATIENCE_S, END_S, SLOWEST_BYTES_S = 5.0, 25.0, 10e6  # at the end: retries; silence; added for a file that is sent
+
+
+class Tracker:
+    """One client library. Every call may raise whatever the library raises, and is then repeated."""
+
+    def answer(self) -> None:
+        """Raise unless the server answers and accepts the login; create nothing, here or there."""
+
+    def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
+        """Create a run with the id `fresh`, or continue the one with the id `state["id"]`; return its id."""
+        return fresh
+
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values at a step."""
+
+    def log_artifact(self, path: Path, kind: str) -> None:
+        """Upload a file or a folder before returning."""
+
+    def finish(self, status: str) -> None:
+        """Flush everything; status is finished, stopped or failed."""
+
+
+def check_tracker(config: Config) -> None:
+    """Check what can be checked of `tracker:` without contacting a server.
+
+    Raises:
+        UserError: a password in an address, a missing package, no server named, or an invalid address.
+    """
+    refuse_secrets(config)
+    if config.tracker is None:
+        return
+    name, uri = config.tracker.name, config.tracker.uri
+    asked = f"`tracker: {name}`"
+    if uri is not None and (urlsplit(uri).query or urlsplit(uri).fragment):
+        do = "put a token into the tracker's own environment variable, and name the address alone"
+        raise ConfigError("`tracker.uri`", "an address with more than host and path, which may be a token", do)
+    if uri is not None and config.tracker.offline:
+        raise ConfigError("`tracker.offline: true`", "a `tracker.uri` beside it", "leave one of them out")
+    if all(library(package) is None for package in PACKAGES[name]):
+        raise NeedsError(asked, f"the package {PACKAGES[name][0]} is not installed", f"pip install 'optrush[{name}]'")
+    if name != "mlflow" or config.tracker.offline:
+        return
+    address = uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not address:
+        found = "no `tracker.uri`, and no MLFLOW_TRACKING_URI in the environment"
+        raise ConfigError(asked, found, "name the server, or set `tracker.offline: true`")
+    if not address.startswith(("http://", "https://", "databricks")):
+        do = "name a server, http://... or https://..., or set `tracker.offline: true`, which writes a database"
+        raise ConfigError(asked, f"the address {LOGIN.sub('***@', address)}, which is no server's", do)
+
+
+@contextmanager
+def open_reporter(config: Config) -> Iterator[Reporter | None]:
+    """Yield rank 0's reporter to the configured tracker, once the server has answered; None without a tracker.
+
+    Raises:
+        ConfigError: on every rank; the tracker does not answer, or refuses the login.
+    """
+    reporter, error = None, None
+    if (options := config.tracker) is not None and launched()[0] == 0:
+        output = Path(config.output).absolute()
+        options = options.model_copy(update={"run": options.run or output.name})
+        reporter = Reporter(options, output, config)
+        try:
+            reporter.connect()
+        except UserError as e:
+            error = e
+    distributed.agree(error)
+    yield reporter
+
+
+class Reporter(threading.Thread):
+    """The thread that follows a run's folder for one tracker; `status` is how the run ends, as far as is known."""
+
+    def __init__(self, options: Options | None, output: Path, config: Config) -> None:
+        """options: None for TensorBoard's files."""
+        super().__init__(name=TRACKER_THREAD, daemon=True)
+        self.options, self.output, self.status = options, output, "failed"
+        self.label = "TensorBoard" if options is None else NAMES[options.name]
+        self.state_path = output / (f"{BOARD}/{STATE}" if options is None else STATE)
+        self.config = config.model_dump(mode="json", by_alias=True)
+        self.ready, self.followed, self.ending = threading.Event(), threading.Event(), threading.Event()
+        self.refusal, self.trouble, self.error = "", "", ""  # at connecting; the first failure, until read; the last
+        self.fresh, self.started, self.offset = "", False, 0  # offset: bytes of metrics.jsonl that are reported
+        self.lines, self.artifacts = 0, 0
+        self.gone: list[str] = []  # checkpoints that were replaced before they were sent
+        self.refused: dict[str, str] = {}  # artifacts that the tracker rejects, and why
+        self.deadline, self.progress = math.inf, 0.0  # of `end`; when the tracker last received something
+
+    # the training's side
+
+    def connect(self) -> None:
+        """Import the library, and contact the server in the thread for ANSWER_S at most.
+
+        Raises:
+            ConfigError: it does not answer, or refuses the login.
+        """
+        found = f"{self.label} did not answer within {ANSWER_S:.0f} s"
+        try:
+            self.tracker = open_tracker(self.options, self.output)
+        except Exception as error:  # of the library's import
+            found = one_line(error)
+        else:
+            self.start()
+            if self.ready.wait(ANSWER_S) and not self.refusal:
+                return
+        do = "start the server or correct its address and login, or set `tracker.offline: true`"
+        raise ConfigError("to report the run to `tracker`", self.refusal or found, do)
+
+    def follow(self, run_id: str, done: int, fingerprints: Mapping[str, str]) -> None:
+        """Report the run's folder from here on.
+
+        A run that repeats steps with the same course repeats what the tracker has. With another configuration, data or
+        model that history is wrong and cannot be deleted there, so a new run begins in the tracker.
+
+        Args:
+            run_id: the id of a new run there.
+            done: steps that were completed before.
+            fingerprints: of data, tokenizer and model.
+        """
+        course = {k: v for k, v in self.config.items() if k not in ("output", "tracker", "train")}
+        course |= {key: self.config["train"][key] for key in ("steps", "epochs")}
+        text = json.dumps([course, dict(fingerprints)], sort_keys=True)
+        digest, name = sha256(text.encode()).hexdigest()[:16], self.label if self.options is None else self.options.name
+        self.state: dict[str, Any] = {"name": name, "id": None, "course": digest, "step": {}, "sent": {}}
+        self.fresh = run_id
+        try:
+            before = json.loads(self.state_path.read_text())
+        except (OSError, ValueError):
+            before = {}
+        if before.get("name") == name:
+            if max(before["step"].values(), default=0) > done and before["course"] != digest:
+                self.fresh = uuid.uuid4().hex
+            else:
+                self.state = before | {"course": digest}
+        self.state["done"] = done
+        self.followed.set()
+
+    def news(self) -> str:
+        """Return the first failure, once; never wait."""
+        trouble, self.trouble = self.trouble, ""
+        return trouble
+
+    def end(self) -> str:
+        """Wait for the rest while the tracker makes progress, at most END_S without; return the outcome as text."""
+        self.alive()
+        self.progress = time.monotonic()
+        self.ending.set()
+        while self.is_alive() and time.monotonic() < self.deadline:
+            self.join(0.1)
+        if self.is_alive() or self.refusal:
+            why = f" ({self.refusal})" if self.refusal else ""
+            return f"{self.label}: did not finish; it may lack the last figures and files of this run{why}"
+        text = f"{self.label}: {self.lines} lines and {self.artifacts} artifacts sent"
+        if self.gone:
+            text += f"; replaced before they were sent: {', '.join(self.gone)}"
+        if self.refused:
+            text += f"; not sent: {', '.join(self.refused)} ({self.error})"
+        left = sum(1 for _ in self._lines())
+        if self.error and (left or not self.refused):
+            text += f"; {left} lines not sent, nor what came after them ({self.error})"
+        return text
+
+    # the thread's side
+
+    def run(self) -> None:
+        """Contact the server, follow the folder until `end`, then flush and finish."""
+        try:
+            self.tracker.answer()
+        except Exception as error:
+            self.refusal = one_line(error)
+            return
+        finally:
+            self.ready.set()
+        self.followed.wait()
+        wait_s = EVERY_S
+        while not self.ending.wait(wait_s):
+            wait_s = EVERY_S if self.turn() else min(2 * wait_s, LONGEST_S)
+        self._retry(lambda: self.turn(self.status))
+        if self.started:
+            self._retry(self._finish)
+
+    def turn(self, status: str | None = None) -> bool:
+        """Report what is new; return False if the tracker failed and the rest waits. status: how the run has ended."""
+        try:
+            if not self.started:
+                self.state["id"] = self.tracker.start(self.config, self.fresh, self.state)
+                self.started = True
+                self._store()
+            for step, mark, values in self._lines(advance=True):
+                self.tracker.log_metrics(step, values)
+                self.state["step"][mark] = step
+                self.lines += 1
+                self._store()
+            self.refused.clear()
+            for path, kind in self._pending(status):
+                if self._send(path, kind) and status is None:
+                    break  # metrics first
+        except Exception as error:  # of a library or a server: none of them may end a run
+            self._failed(error)
+            return False
+        self.error = next(iter(self.refused.values()), "")
+        return not self.refused
+
+    def _finish(self) -> bool:
+        try:
+            self.tracker.finish(self.status)
+        except Exception as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _retry(self, work: Callable[[], bool]) -> None:
+        """Repeat the work until it succeeds, or nothing was received for PATIENCE_S."""
+        while not work() and time.monotonic() < self.progress + PATIENCE_S:
+            time.sleep(EVERY_S)
+
+    def _failed(self, error: Exception) -> None:
+        if not self.error:
+            self.trouble = one_line(error)
+        self.error = one_line(error)
+
+    def _lines(self, advance: bool = False) -> Iterator[tuple[int, str, dict[str, float]]]:
+        """Yield the complete lines that are not reported yet: (step, kind of line, finite numbers)."""
+        try:
+            with (self.output / "metrics.jsonl").open("rb") as file:
+                file.seek(self.offset)
+                text = file.read()
+        except FileNotFoundError:
+            return
+        for line in text[: text.rfind(b"\n") + 1].splitlines(keepends=True):
+            values = json.loads(line)
+            step = values.pop("step")
+            mark = next((m for m in ("loss", "eval_loss") if m in values), None)
+            if mark is not None and step > self.state["step"].get(mark, -1):
+                numbers = {k: float(v) for k, v in values.items() if isinstance(v, int | float)}
+                yield step, mark, {k: v for k, v in numbers.items() if math.isfinite(v)}
+            if advance:
+                self.offset += len(line)  # not if logging it raised
+
+    def _pending(self, status: str | None) -> Iterator[tuple[Path, str]]:
+        """Yield what may have to be sent: run.yaml, checkpoints, newest first (offline: those left at the end), model.
+
+        A run that a signal stopped sends neither checkpoints nor model: it will be resumed.
+        """
+        if self.options is None:
+            return
+        yield self.output / "run.yaml", "config"
+        ended = status in ("finished", "failed")
+        if self.options.artifacts == "all" and (ended or not (self.options.offline or status)):
+            names = sorted((p.name for p in (self.output / "checkpoints").glob("step-*")), reverse=True)
+            yield from ((self.output / "checkpoints" / n, "checkpoint") for n in names if "." not in n)
+        if self.options.artifacts != "none" and status == "finished" and (self.output / "model").is_dir():
+            yield self.output / "model", "model"
+
+    def _send(self, path: Path, kind: str) -> bool:
+        """Send an artifact unless the tracker has it with this content; return whether it was sent now."""
+        try:
+            if kind == "model":  # hashing it takes a while, too
+                self.alive(size_bytes(path))
+            digest = content_digest(path)
+            if self.state["sent"].get(path.name) == digest:
+                return False
+            self.alive(size_bytes(path))
+            self.tracker.log_artifact(path, kind)
+        except Exception as error:
+            if path.exists():
+                self._failed(error)
+                self.refused[path.name] = one_line(error)
+            else:
+                self.gone.append(path.name)
+            return False
+        self.state["sent"][path.name] = digest
+        self.artifacts += kind != "config"
+        self._store()
+        return True
+
+    def _store(self) -> None:
+        new = self.state_path.with_name(f"{STATE}.tmp")
+        new.write_text(json.dumps(self.state) + "\n")
+        os.replace(new, self.state_path)
+        self.progress = time.monotonic()
+        self.alive()
+
+    def alive(self, sending_bytes: int = 0) -> None:
+        """Move the deadline of `end`."""
+        self.deadline = time.monotonic() + END_S + sending_bytes / SLOWEST_BYTES_S
+
+
+def size_bytes(path: Path) -> int:
+    """Return the size of a file, or of all files of a folder."""
+    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return sum(p.stat().st_size for p in files)
+
+
+def content_digest(path: Path) -> str:
+    """Return a digest of an artifact: the same name may come again with other weights."""
+    manifest = path / "manifest.json"  # of a checkpoint; it holds the digests of the other files
+    parts = [path] if path.is_file() else [manifest] if manifest.is_file() else sorted(path.glob("*.safetensors"))
+    sums = sha256()
+    for part in parts:
+        with part.open("rb") as file:
+            sums.update(file_digest(file, "sha256").digest())
+    return sums.hexdigest()[:16]
+
+
+def one_line(error: Exception) -> str:
+    """Return a library's exception as one line without secrets."""
+    return scrubbed(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+
+
+def open_tracker(options: Options | None, output: Path) -> Tracker:
+    """Import the library and build its client; TensorBoard's for None."""
+    if options is None:
+        return TensorBoard(output)
+    return {"mlflow": MLflow, "wandb": Wandb}[options.name](options, output / FOLDER)
+
+
+class MLflow(Tracker):
+    """Log to MLflow through its client, which records no machine, user or repository, unlike its fluent API.
+
+    Offline: a SQLite database in the run's folder, for `mlflow ui`. The library's own retries take minutes and are off.
+    """
+
+    STATUS: ClassVar = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+    MOST_PARAMS, LONGEST = 100, 6000  # the server's limits: a request's parameters, characters of a value
+
+    def __init__(self, options: Options, folder: Path) -> None:
+        os.environ.update({  # read when the library is imported
+            "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+            "MLFLOW_HTTP_REQUEST_TIMEOUT": "8", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+            "MLFLOW_LOGGING_LEVEL": "ERROR", "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        })  # fmt: skip
+        from mlflow import entities, tracking
+
+        self.tracking, self.entities, self.options, self.folder = tracking, entities, options, folder
+        self.id: str | None = None
+        self.client: Any = None
+
+    def _connect(self) -> None:
+        uri = f"sqlite:///{self.folder / 'mlflow.db'}" if self.options.offline else self.options.uri
+        self.client = self.tracking.MlflowClient(tracking_uri=uri)  # None: from MLFLOW_TRACKING_URI
+
+    def answer(self) -> None:
+        if not self.options.offline:
+            self._connect()
+            self.client.search_experiments(max_results=1)
+
+    def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
+        """Create the run once, also when called again after a failure; a server accepts a parameter only once."""
+        if self.options.offline:
+            self.folder.mkdir(exist_ok=True)
+        if self.client is None:
+            self._connect()
+        if state["id"] is not None:
+            self.id = str(state["id"])
+            self.client.update_run(self.id, status="RUNNING")
+            return self.id
+        if self.id is None:
+            tags = {"optrush.run": fresh}
+            self.id = str(self.client.create_run(self._experiment(), run_name=self.options.run, tags=tags).info.run_id)
+        params = [self.entities.Param(key, str(value)[: self.LONGEST]) for key, value in flat(config)]
+        for at in range(0, len(params), self.MOST_PARAMS):
+            self.client.log_batch(self.id, params=params[at : at + self.MOST_PARAMS])
+        return self.id
+
+    def _experiment(self) -> str:
+        experiment = self.client.get_experiment_by_name(self.options.project)
+        if experiment is not None:
+            return str(experiment.experiment_id)
+        place = (self.folder / "artifacts").absolute().as_uri() if self.options.offline else None
+        return str(self.client.create_experiment(self.options.project, artifact_location=place))
+
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        now = time.time_ns() // 10**6
+        self.client.log_batch(self.id, metrics=[self.entities.Metric(k, v, now, step) for k, v in values.items()])
+
+    def log_artifact(self, path: Path, kind: str) -> None:
+        if path.is_dir():
+            self.client.log_artifacts(self.id, str(path), f"checkpoints/{path.name}" if kind == "checkpoint" else kind)
+        else:
+            self.client.log_artifact(self.id, str(path))
+
+    def finish(self, status: str) -> None:
+        self.client.set_terminated(self.id, self.STATUS[status])
+
+
+class Wandb(Tracker):
+    """Log to Weights & Biases; what it would record of machine, user, packages, code and command line is off.
+
+    Offline: files in the run's folder, for `wandb sync`. The library sends from a process of its own and stores what
+    waits on disk, so a dead server is noticed at the end only.
+    """
+
+    ANSWER_S, SEND_S = 8, 600  # limits: the login; the upload of an artifact
+
+    def __init__(self, options: Options, folder: Path) -> None:
+        self.cache = tempfile.TemporaryDirectory(prefix="optrush-")
+        os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder), "WANDB_SILENT": "true",
+                       "WANDB_CACHE_DIR": self.cache.name}  # fmt: skip
+        if options.uri is not None:
+            os.environ["WANDB_BASE_URL"] = options.uri
+        import wandb
+
+        self.library, self.options, self.folder = wandb, options, folder
+        self.wandb_run: Any = None
+        self.late: TimeoutError | None = None
+
+    def answer(self) -> None:
+        if not self.options.offline:
+            _ = self.library.Api(timeout=self.ANSWER_S).viewer
+
+    def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
+        self.folder.mkdir(exist_ok=True)
+        run_id = str(state["id"] or fresh)
+        quiet = self.library.Settings(
+            silent=True, console="off", save_code=False, disable_git=True, disable_code=True,
+            x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True, x_save_requirements=False,
+            init_timeout=self.ANSWER_S, finish_timeout=self.ANSWER_S, finish_timeout_raises=True,
+        )  # fmt: skip
+        self.wandb_run = self.library.init(
+            project=self.options.project, name=self.options.run, id=run_id, resume="allow", dir=self.folder,
+            mode="offline" if self.options.offline else "online", settings=quiet,
+        )  # fmt: skip
+        self.wandb_run.config.update(dict(config), allow_val_change=True)
+        return run_id
+
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self.wandb_run.log(dict(values), step=step)
+
+    def log_artifact(self, path: Path, kind: str) -> None:
+        artifact = self.library.Artifact(f"{kind}-{self.wandb_run.id}", type=kind)
+        add = artifact.add_dir if path.is_dir() else artifact.add_file
+        add(str(path), policy="immutable", skip_cache=True)  # a reference, no copy
+        logged = self.wandb_run.log_artifact(artifact, aliases=[path.name])
+        if not self.options.offline:
+            logged.wait(timeout=self.SEND_S)
+
+    def finish(self, status: str) -> None:
+        if self.late is not None:  # a second call of the library's finish would succeed and hide the timeout
+            raise self.late
+        try:
+            self.wandb_run.finish(exit_code=0 if status == "finished" else 1)
+        except TimeoutError as error:
+            self.late = error
+            raise
+
+
+class TensorBoard(Tracker):
+    """Write TensorBoard's files: every number of metrics.jsonl under its own name, at its step, exactly once.
+
+    After a resume `purge_step` hides what may be written again. After a write that failed (a full disk) the files are
+    written anew from metrics.jsonl at the end.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.folder, self.metrics = output / BOARD, output / "metrics.jsonl"
+        self.broken = False
+
+    def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
+        """Hide events after the last step that is certainly complete, and report those lines again."""
+        last = min(state["done"], *state["step"].values()) if state["step"] else -1
+        state["step"] = dict.fromkeys(state["step"], last)
+        self._open(last + 1)
+        return fresh
+
+    def _open(self, purge_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # which takes a second
+
+        self.writer = SummaryWriter(str(self.folder), purge_step=purge_step)
+
+    def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
+        if self.broken:
+            return
+        try:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
+            self.writer.flush()
+        except OSError:
+            self.broken = True
+
+    def finish(self, status: str) -> None:
+        if self.broken:
+            self.broken = False
+            self._open(0)
+            for line in map(json.loads, self.metrics.read_text().splitlines()):
+                numbers = {k: v for k, v in line.items() if k != "step" and isinstance(v, int | float)}
+                self.log_metrics(line["step"], numbers)
+        self.writer.close()
+
+
+def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested mappings: {"a": {"b": 1}} -> ("a.b", 1)."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{path}{key}.")
+        else:
+            yield path + key, value
