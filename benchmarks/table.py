@@ -71,17 +71,13 @@ SAME = {
 
 
 def first_page() -> str:
-    """Other systems in turn with ours where they did the same work, then the ladder."""
+    """Return the one table of the README: other systems in turn with ours, where they did the same work."""
     rows = [
         "Ours and other systems in turn, one NVIDIA H200, each run in its own process: the same data, precision",
         "and trained parameters ([all of it](docs/ladder.md#measured-the-fastest-set-and-other-systems)). *Stock*:",
         "as a system comes, with its checkpointing.",
         "",
         *_in_turn(folder for folder in FASTEST if _named(folder) not in BEST),
-        "",
-        "What each optimisation adds to those before it:",
-        "",
-        table(),
     ]
     return "\n".join(rows)
 
@@ -103,7 +99,7 @@ def _in_turn(folders: Iterable[Path]) -> list[str]:
 
 
 def table() -> str:
-    """The ladder, a row a rung; with the plain loop and the prediction."""
+    """Return the ladder, a row a rung, with the plain loop and the prediction."""
     records = read_records(ROOT / LADDER)
     plain = plain_loops()
     first, known = records[0], {r.rung for r in records}
@@ -111,19 +107,19 @@ def table() -> str:
     rungs = ladder.resolve_rungs(ladder.find_ladder(first.ladder, config), config, True)
     since = [f"*{r.name}*" for r in rungs if r.name not in known]
     rows = [
-        f"![tokens/s of each rung]({LADDER}/speed.png)",
+        f"![tokens/s of each rung](../{LADDER}/speed.png)",
         "",
         f"{first.case}, T=2048 where no other is named, one {first.device}, torch {first.environment['torch']};",
         f"medians of {_repeats([r.repeats for r in records])}, each in a fresh process, others stopped meanwhile",
-        "([how](benchmarks/README.md#the-committed-results)). *plain*: a loop of transformers and torch that does the",
+        "([how](../benchmarks/README.md#the-committed-results)). *plain*: a loop of transformers and torch that does the",
         "same, in turn with an earlier climb of these rungs, on another machine of the same kind.",
         "",
         "| rung | tokens/s | repeats | x | peak GiB | predicted GiB | MFU | plain tokens/s | plain GiB | verdict |",
         "|---|---|---|---|---|---|---|---|---|---|",
         *(_row(r, {x.rung: x for x in records}, plain) for r in records if r.mode == "cumulative"),
         "",
-        f"x: against the rung before, or the one it begins from. Records: [{LADDER}]({LADDER}/records.jsonl),",
-        f"[{PLAIN}]({PLAIN}).",
+        f"x: against the rung before, or the one it begins from. Records: [{LADDER}](../{LADDER}/records.jsonl),",
+        f"[{PLAIN}](../{PLAIN}).",
         *_red(records),
         *(["", f"Rungs that are younger than this climb: {', '.join(since)}."] if since else []),
         "",
@@ -454,6 +450,7 @@ def learnt() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": first_page,
+    "docs/benchmarks.md": table,
     "docs/data.md": layouts,
     "docs/ladder.md": fastest,
     "docs/plan.md": accuracy,
