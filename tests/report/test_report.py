@@ -179,8 +179,8 @@ def test_colors_follow_the_page() -> None:
     figure = charts.bars([charts.BarRow("a", "1", ((0, 1, "faster"),)), charts.BarRow("b", "no", failed=True)])
     drawn = charts.inline_svg(figure, "t", "d")
     assert set(re.findall(r"var\(--(\w+)\)", drawn)) >= {"faster", "ink", "red", "grid"}
-    assert not set(re.findall(r"#[0-9a-f]{6}\b", drawn)) & set(charts.LIGHT.values())
-    assert charts.LIGHT.keys() == charts.DARK.keys() and len(set(charts.LIGHT.values())) == len(charts.LIGHT)
+    assert not set(re.findall(r"#[0-9a-f]{6}\b", drawn)) & set(pages.LIGHT.values())
+    assert pages.LIGHT.keys() == pages.DARK.keys() and len(set(pages.LIGHT.values())) == len(pages.LIGHT)
 
 
 # --- a training run

@@ -11,6 +11,21 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+# Colors of the style sheet, and of the charts.
+LIGHT = {
+    "page": "#fbfbfa", "card": "#ffffff", "ink": "#1b2430", "soft": "#566373", "rule": "#d9dee4", "grid": "#e6eaee",
+    "base": "#66788a", "faster": "#0072b2", "smaller": "#007f5f", "slower": "#c98200", "noise": "#a3adb8",
+    "red": "#cc4a00", "peer": "#b79fcc", "band": "#e1eff6",
+    "s0": "#0073b3", "s1": "#cc4b01", "s2": "#008060", "s3": "#a8447c", "s4": "#b07a00", "s5": "#2a93cf",
+    "s6": "#4a5563",
+}  # fmt: skip
+DARK = {
+    "page": "#12161b", "card": "#1a2027", "ink": "#e8ecf0", "soft": "#a3afbb", "rule": "#333d48", "grid": "#2a323b",
+    "base": "#8496a8", "faster": "#4aa8e0", "smaller": "#2fbf95", "slower": "#e8a93a", "noise": "#67727e",
+    "red": "#f0793a", "peer": "#9c83b5", "band": "#1f3342",
+    "s0": "#4aa8e0", "s1": "#f0793a", "s2": "#2fbf95", "s3": "#dd86b4", "s4": "#e8c04a", "s5": "#8fd0f5",
+    "s6": "#c3ccd5",
+}  # fmt: skip
 DASH = "–"
 
 
@@ -110,8 +125,6 @@ def render(template: str, **content: Any) -> str:
     The page's content security policy allows no script and no request.
     """
     import jinja2
-
-    from optrush.report.charts import DARK, LIGHT
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
