@@ -319,11 +319,11 @@ def test_each_line_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 class Blocked(Choosy):
-    """A client that never returns from a call."""
+    """A client that does not return from a call before the test has ended."""
 
-    def __init__(self, call: str) -> None:
+    def __init__(self, call: str, release: threading.Event) -> None:
         super().__init__()
-        setattr(self, call, lambda *_: threading.Event().wait())
+        setattr(self, call, lambda *_: release.wait())
 
 
 @pytest.mark.parametrize("call", ["answer", "start", "log_metrics", "log_artifact", "finish"])
@@ -332,14 +332,19 @@ def test_a_client_that_blocks_for_ever(tmp_path: Path, call: str, monkeypatch: p
     monkeypatch.setattr(trackers, "ANSWER_S", 0.2)
     monkeypatch.setattr(trackers, "END_S", 0.5)
     write_run(tmp_path, 1)
+    release = threading.Event()
     if call == "answer":
         with pytest.raises(ConfigError, match="did not answer within 0 s"):
-            sent_by(tmp_path, Blocked(call), 0, "a", "finished")
+            sent_by(tmp_path, Blocked(call, release), 0, "a", "finished")
     else:
         begin = time.monotonic()
-        _, outcome = sent_by(tmp_path, Blocked(call), 0, "a", "finished")
+        _, outcome = sent_by(tmp_path, Blocked(call, release), 0, "a", "finished")
         assert "did not finish" in outcome and time.monotonic() - begin < 5
-    assert any(t.name == TRACKER_THREAD and t.daemon for t in threading.enumerate())
+    blocked = [t for t in threading.enumerate() if t.name == TRACKER_THREAD and t.daemon]
+    assert blocked
+    release.set()  # a thread that is left would end this process with the next command that it runs
+    for thread in blocked:
+        thread.name = "released"
 
 
 def test_the_process_leaves_a_blocked_client(home: Path) -> None:
