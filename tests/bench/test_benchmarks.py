@@ -324,7 +324,7 @@ def operators(program, monkeypatch):
 def small(module):
     """Of every group, on shapes that a processor takes."""
     yield from module.head(ROWS, SMALL.vocab, SMALL.width)
-    yield from module.mlp("small", SMALL, ROWS)
+    yield from module.feed("small", SMALL, ROWS)
     yield from module.products("small", SMALL, ROWS)
     yield from module.attention("small", SMALL, 2, 12)
 

@@ -97,7 +97,7 @@ def test_token_borders(call: Call, write: Write) -> None:
 
 def test_colours_on_a_terminal(call: Call, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """Colours instead of marks; each line closes what it opens."""
-    monkeypatch.setattr("optrush.trainer.dry_run.colours", lambda: True)
+    monkeypatch.setattr("optrush.console.use_color", lambda: True)
     out = shown(call, write(data={"eval": None}))
     assert OPEN not in out and OPEN_SPECIAL not in out
     for line in out[: out.index("12 documents")].splitlines():

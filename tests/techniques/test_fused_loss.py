@@ -76,9 +76,9 @@ def test_logits_are_never_held_whole(box, chunk, most):
 
 
 def test_these_tests_would_see_a_lost_chunk(box, monkeypatch):
-    real = cross_entropy._spans
+    real = cross_entropy._chunks
     want = first_gradients(assembled(golden_run(box, fused_loss={"chunk": 40})))
-    monkeypatch.setattr(cross_entropy, "_spans", lambda n, chunk: list(real(n, chunk))[:-1])
+    monkeypatch.setattr(cross_entropy, "_chunks", lambda n, chunk: list(real(n, chunk))[:-1])
     loss, grads = first_gradients(assembled(golden_run(box, fused_loss={"chunk": 40})))
     assert abs(loss - want[0]) > 1e-2
     assert furthest(grads, want[1]) > 1e-2
@@ -215,7 +215,7 @@ def test_the_sum_is_of_what_is_not_rounded_yet_and_chunks_are_summed_in_float32(
         e[1].float().sum().item(), rel=1e-2
     )
     added = []
-    monkeypatch.setattr(linear_cross_entropy, "scaled", lambda t, *_: added.append(t) or t)
+    monkeypatch.setattr(linear_cross_entropy, "scale_to_dtype", lambda t, *_: added.append(t) or t)
     linear_cross_entropy.quack(*tensors, labels, 128).backward()
     assert [t.dtype for t in added] == [torch.float32]
 

@@ -28,7 +28,7 @@ from optrush.techniques import ALL, paged_states
 from optrush.techniques.paged_states import PagedStates
 from optrush.trainer import build
 from optrush.trainer.checkpoint import Meta, find, restore, save
-from optrush.trainer.run import release
+from optrush.trainer.run import release_memory
 from optrush.trainer.trainer import evaluate
 
 import optimizers
@@ -308,7 +308,7 @@ def test_a_job_that_did_not_fit_is_released(box):
     list(steps(job, 1))
     optimizer = job.optimizer
     assert optimizer.pages and optimizer.slots
-    release(job)
+    release_memory(job)
     assert not (optimizer.pages or optimizer.slots or optimizer.host or optimizer.pairs)
 
 
