@@ -210,7 +210,7 @@ def test_rows_of_the_run(layout: str, call: Call, write: Write) -> None:
         assert row["tokens"] == sum(d["tokens"] for d in held) <= 128
     step = json.loads(call("train", config, "--dry-run", "--json").out)["rows"]
     seen = [[s["sample"] for s in r["samples"]] for r in rows]
-    assert seen[: len(step)] == [[d["document"] for d in r["documents"]] for r in step]
+    assert seen[: len(step)] == [[s["sample"] for s in r["samples"]] for r in step]
     part = told(call, "show", config, "--packed", "--rows", "2", "--from", "1")["rows"]
     assert part == rows[1:3]
 

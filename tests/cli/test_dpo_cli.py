@@ -64,7 +64,7 @@ def test_the_example_learns_which_answer_is_better(call: Call, here: Path) -> No
 
 def test_a_dry_run_shows_both_answers(call: Call, write: Write) -> None:
     facts = json.loads(call("train", write(**preferences()), "--dry-run", "--json").out)
-    shown = [document for row in facts["rows"] for document in row["documents"]]
+    shown = [d for row in facts["rows"] for s in row["samples"] for d in s["documents"]]
     assert [d["name"] for d in shown] == ["chosen", "rejected"] * (len(shown) // 2)
     assert facts["data"]["documents"] == 36 and facts["data"]["held_out_documents"] == 12
     assert facts["config"]["dpo"] == {"beta": 0.1, "loss": "sigmoid", "label_smoothing": 0.0, "reference": "auto"}

@@ -380,7 +380,7 @@ def test_data_that_cannot_be_read_is_not_there(call: Call, trained: Path, monkey
     def fail(*_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(export.read, "attempts", fail)
+    monkeypatch.setattr(export.readers, "attempts", fail)
     assert "random tokens" in exported(call, "run")["compared"]["texts"]
 
 

@@ -75,7 +75,7 @@ def test_weights_configured_in_bf16_say_that_small_updates_are_lost(box):
 def words(trainer):
     """What the bits of a run's parameters are drawn from."""
     ((_, update),) = trainer.optimizer.groups
-    return update.group.words
+    return update.group.params.words
 
 
 def test_weights_move_at_a_small_rate(box):
