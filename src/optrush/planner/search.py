@@ -390,8 +390,8 @@ def _title(name: str, options: Mapping[str, Any]) -> str:
 # --- hill climbing over combinations
 #
 # The number of combinations grows exponentially with the options. Most options are good or bad whatever the others are;
-# for those, changing one at a time finds the optimum (compared in tests/unit/test_search_climb.py). Where two changes gain
-# only together, it may stop at a local optimum.
+# for those, changing one at a time finds the optimum (compared in tests/unit/test_search_climb.py). Where two
+# changes gain only together, it may stop at a local optimum.
 
 T = TypeVar("T")
 Chosen = tuple[T | None, ...]  # one option of each group
