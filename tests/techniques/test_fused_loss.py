@@ -111,7 +111,7 @@ def test_refused_where_it_cannot_run(box, impl, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(technique, "library", lambda name: "1")
         patch.setattr(technique, "installed", lambda *names: None)
-        patch.setattr(job, "setup", dataclasses.replace(job.env, device=named("h200")[0]))
+        patch.setattr(job, "env", dataclasses.replace(job.env, device=named("h200")[0]))
         with pytest.raises(NeedsError, match=f"impl={impl}` runs a Triton(.|\n)*C compiler"):
             FusedLoss(impl=impl).loss(job)
     job.model.head.softcap = 30.0
