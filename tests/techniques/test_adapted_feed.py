@@ -549,11 +549,11 @@ def test_what_needs_refuse(box):
 def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
     job = learning(box, **QUACK)
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
-    there = mock.Mock(setup=mock.Mock(owned=job.env.claimed, device=named("h200")[0]), model=job.model)
+    there = mock.Mock(env=mock.Mock(claimed=job.env.claimed, device=named("h200")[0]), model=job.model)
     with pytest.raises(NeedsError, match="triton is not installed") as caught:
         FusedKernels(mlp="quack").wrap_step(there)
     assert caught.value.asked == "`fused-kernels:mlp=quack` runs a Triton kernel"
-    there.setup.claimed = {}
+    there.env.claimed = {}
     monkeypatch.setattr(lora, "make_room", lambda *_, **__: 0)
     assert FusedKernels(mlp="quack").wrap_step(there) == 0
 
