@@ -130,8 +130,9 @@ def _bare(config: Config) -> Config:
 
 
 def _decides(technique: type[Technique]) -> bool:
-    """Whether a technique edits the configuration of the model, or its weights."""
-    return technique.config is not Technique.config or technique.peft is not Technique.peft
+    """Whether a technique edits the configuration of the model, its weights, or their type."""
+    edits = technique.config is not Technique.config or technique.peft is not Technique.peft
+    return edits or Part.WEIGHTS in technique.claims
 
 
 def _same(checkpoint: Manifest, trainer: Trainer) -> None:

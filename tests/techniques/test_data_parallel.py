@@ -74,7 +74,7 @@ def bucketed(box, most_bytes):
     with mock.patch.object(ddp, "Buckets", small):
         job = assembled(golden_run(box, CASES["chat"], packed=True, ddp={}))
         loss, grads = first_gradients(job)
-        return [e.count for e in job.applied if e.stage == "drive"], loss, grads
+        return [e.count for e in job.applied if e.stage == "wrap_step"], loss, grads
 
 
 class Small(ddp.Buckets):

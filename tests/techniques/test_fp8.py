@@ -293,12 +293,12 @@ def kept_compiled(box, **with_) -> float:
     return sum(size for at, size in storages.items() if at not in trained) / SIZES["num_hidden_layers"]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def fused(norm, block):
     """The fused kernels of the norms and of the activation."""
     return {"fused_kernels": {"mlp": "triton" if block else "none", "norm": bool(norm)}} if norm or block else {}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("targets", "norm", "block", "precision"),
     [

@@ -350,11 +350,11 @@ def standing(cls: type[Technique], devices: Sequence[Device]) -> Standing:
 
 
 def choices(cls: type[Technique]) -> Iterator[tuple[str, Any]]:
-    """Yield (option, value) for every value but the default of options of type Literal."""
+    """Yield (option, value) for every value of options of type Literal, but for the default and for what is off."""
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if get_origin(hints[field.name]) is Literal:
-            yield from ((field.name, v) for v in get_args(hints[field.name]) if v != field.default)
+            yield from ((field.name, v) for v in get_args(hints[field.name]) if v not in (field.default, "none"))
 
 
 def lacking(technique: Technique, device: Device, ranks: int) -> list[Requirement]:

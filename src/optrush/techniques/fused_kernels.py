@@ -67,7 +67,7 @@ class FusedKernels(Technique):
     rope: bool = False
 
     name = "fused-kernels"
-    summary = "one kernel for the gated activation, recomputed in the backward pass; for norms and rotation too"
+    summary = "one kernel for the gated activation, recomputed in backward; optional: norms, rotation"
     source = "https://arxiv.org/abs/2410.10989"
     numerics = Numerics.SAME_MATHS
     proof = "tests/techniques/test_fused_kernels.py"
