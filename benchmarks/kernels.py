@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from optrush.bench import profile, record
+from optrush.bench import record, worker
 from optrush.config import Config, Training, parse_config
 from optrush.data.sampler import reading
 from optrush.report.bench import GAPS
@@ -66,7 +66,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     total = WARM_UP + 3 * steps + 1
     config = config.model_copy(update={"train": Training(steps=total, log_every=1)})
     trainer = build(resolve(config))
-    marks = profile.RegionMarks(trainer)
+    marks = worker.RegionMarks(trainer)
     plan = Plan(trainer, trainer.stream.plan(None, total))
     trainer.batches = batches(trainer, plan)
     trainer.set_step = partial(set_step, trainer, steps=total)
@@ -91,12 +91,12 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
         with marks.watching() as spans:
             for n in range(steps + 1):
                 one(trainer, WARM_UP + 2 * steps + 1 + n)
-    held, seen = profile.steady(spans)
+    held, seen = worker.steady(spans)
     assert seen == steps, f"the profiler saw {seen} whole steps of {steps}"
-    told = {part: whole / steps for part, whole in profile.part_seconds(held).items()}
+    told = {part: whole / steps for part, whole in worker.part_seconds(held).items()}
     span = sum(told.values())
     busy = span - told[GAPS]
-    events = [e for e in held if not profile.MARK.search(e.name)]
+    events = [e for e in held if not worker.MARK.search(e.name)]
     times: dict[str, list[float]] = defaultdict(list)
     for e in events:
         times[re.sub(r"\s+", " ", e.name)].append((e.end - e.start) / 1e3)

@@ -186,7 +186,7 @@ def _short_tracker(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
-class Tracker(_Part):
+class TrackerConfig(_Part):
     """Where a run is reported to, beside its own folder (docs/trackers.md)."""
 
     name: Literal["mlflow", "wandb"]
@@ -205,7 +205,7 @@ class Config(_Part):
     batch: BatchSize = BatchSize()
     optim: Optim = Optim()
     train: Training = Training()
-    tracker: Annotated[Tracker | None, BeforeValidator(_short_tracker)] = None
+    tracker: Annotated[TrackerConfig | None, BeforeValidator(_short_tracker)] = None
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     output: File
     with_: dict[str, dict[str, Any]] = Field(default_factory=dict, alias="with")

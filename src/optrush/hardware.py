@@ -70,7 +70,7 @@ _BY_NAME = {d.name: d for d in NAMED.values()} | _VARIANTS
 CPU = Device("cpu", "cpu", (0, 0), None)
 
 
-def named(text: str) -> tuple[Device, int]:
+def parse_hardware(text: str) -> tuple[Device, int]:
     """Return the device of a `--hardware` name, and their number: "h200", "2xh200", "cpu", "auto".
 
     Raises:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from optrush import technique
 from optrush.bench import ladder
 from optrush.config import parse_config
-from optrush.hardware import named
+from optrush.hardware import parse_hardware
 from optrush.kernels import attention, swiglu
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import search
@@ -65,7 +65,7 @@ def test_every_rung_is_one_that_an_h200_takes(name, load, monkeypatch):
 
     for module in (technique, work):
         monkeypatch.setattr(module, "library", lambda name: "1")
-    h200 = named("h200")[0]
+    h200 = parse_hardware("h200")[0]
     config = parse_config((FOLDER / f"{load}.yaml").read_text(), load)
     climbed = ladder.find_ladder(str(FOLDER / f"{name}.yaml"), config)
     for rung in ladder.resolve_rungs(climbed, config, True):

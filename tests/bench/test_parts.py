@@ -13,14 +13,14 @@ import torch
 import yaml
 
 from optrush import config
-from optrush.bench import profile, record, runner, worker
-from optrush.bench.profile import ProfiledSpan as Span
-from optrush.bench.profile import RegionMarks
+from optrush.bench import record, runner, worker
+from optrush.bench.worker import ProfiledSpan as Span
+from optrush.bench.worker import RegionMarks
 from optrush.config import Config
 from optrush.errors import RunError
 from optrush.planner import cost
 from optrush.planner.cost import PARTS
-from optrush.planner.ledger import Work
+from optrush.planner.ledger import WorkItem
 from optrush.report.bench import GAPS
 from optrush.resolve import resolve
 from optrush.trainer.build import build
@@ -49,7 +49,7 @@ def test_a_moment_belongs_to_the_innermost() -> None:
         Span(2000, 3000, "aten::_softmax"),
         Span(5000, 7000, "aten::_scaled_dot_product_flash_attention_for_cpu"),
     ]
-    assert in_milliseconds(profile.part_seconds(spans)) == {"products": 4.0, "elementwise": 3.0, "attention": 2.0}
+    assert in_milliseconds(worker.part_seconds(spans)) == {"products": 4.0, "elementwise": 3.0, "attention": 2.0}
 
 
 def test_copies_yield_to_what_computes_beside_them() -> None:
@@ -60,12 +60,12 @@ def test_copies_yield_to_what_computes_beside_them() -> None:
         Span(7000, 9000, "nvjet_sm90_tst_256x128"),
         Span(8000, 10000, "Memcpy HtoD (Pinned -> Device)"),
     ]
-    assert in_milliseconds(profile.part_seconds(spans)) == {"products": 5.0, "elementwise": 4.0, "gaps": 1.0}
+    assert in_milliseconds(worker.part_seconds(spans)) == {"products": 5.0, "elementwise": 4.0, "gaps": 1.0}
 
 
 def test_marks_tell_head_and_update() -> None:
     marks = {
-        (region, change): f"void at::native::{name}_kernel_cuda(x)" for name, (region, change) in profile.MARKS.items()
+        (region, change): f"void at::native::{name}_kernel_cuda(x)" for name, (region, change) in worker.MARKS.items()
     }
     spans = [
         Span(0, 1, "nvjet_a"),
@@ -76,25 +76,25 @@ def test_marks_tell_head_and_update() -> None:
         Span(11, 12, "multi_tensor"), Span(12, 12.5, marks["optimizer", -1]),
         Span(13, 14, "multi_tensor"),
     ]  # fmt: skip
-    found = {part: round(1e6 * s, 6) for part, s in profile.part_seconds(spans).items()}
+    found = {part: round(1e6 * s, 6) for part, s in worker.part_seconds(spans).items()}
     assert found == {"products": 2, "head": 2, "optimizer": 3, "elementwise": 1, "attention": 0, "gaps": 6}
 
 
 def test_an_update_in_the_heads_backward_pass_is_the_optimizers() -> None:
     """A head with a weight of its own is stepped there by `update-in-backward`."""
-    names = {place: f"aten::{name}_" for name, place in profile.MARKS.items()}
+    names = {place: f"aten::{name}_" for name, place in worker.MARKS.items()}
     spans = [
         Span(0, 1, names["head", 1]), Span(1, 2, "aten::mm"), Span(2, 3, names["optimizer", 1]),
         Span(3, 5, "aten::mul"), Span(5, 6, names["optimizer", -1]), Span(6, 7, "aten::mm"),
         Span(7, 8, names["head", -1]), Span(8, 9, "aten::mm"),
     ]  # fmt: skip
-    found = {part: round(1e6 * s, 6) for part, s in profile.part_seconds(spans).items() if s}
+    found = {part: round(1e6 * s, 6) for part, s in worker.part_seconds(spans).items() if s}
     assert found == {"head": 2, "optimizer": 2, "products": 1, "gaps": 4}
 
 
 def test_the_inner_of_two_that_begin_at_once() -> None:
     spans = [Span(0, 9000, "aten::linear"), Span(0, 8999, "aten::_softmax")]
-    assert in_milliseconds(profile.part_seconds(spans)) == {"elementwise": 8.999, "products": 0.001}
+    assert in_milliseconds(worker.part_seconds(spans)) == {"elementwise": 8.999, "products": 0.001}
 
 
 def test_steps_are_counted_from_the_end_of_the_first() -> None:
@@ -106,12 +106,12 @@ def test_steps_are_counted_from_the_end_of_the_first() -> None:
         Span(28, 31, "flash"), Span(32, 60, copy), Span(33, 34, step),
         Span(36, 40, "nvjet"),
     ]  # fmt: skip
-    held, steps = profile.steady(spans)
+    held, steps = worker.steady(spans)
     assert steps == 2 and held[0].start == 21 and max(s.end for s in held) == 34
-    found = {part: round(1e6 * s, 6) for part, s in profile.part_seconds(held).items() if s}
+    found = {part: round(1e6 * s, 6) for part, s in worker.part_seconds(held).items() if s}
     assert found == {"products": 3, "attention": 3, "elementwise": 1 + 2, "gaps": 4}
-    assert profile.steady(spans[:5])[1] == 0, "one end ends no step that was seen whole"
-    assert profile.steady([]) == ([], 0) and not any(profile.part_seconds([]).values())
+    assert worker.steady(spans[:5])[1] == 0, "one end ends no step that was seen whole"
+    assert worker.steady([]) == ([], 0) and not any(worker.part_seconds([]).values())
 
 
 def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
@@ -120,7 +120,7 @@ def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
     for name in names:
         product = "nvjet" in name or "quackgemm" in name or "GemmMod" in name or "splitKreduce" in name
         wanted = "attention" if "flash_attncute" in name else "products" if product else "elementwise"
-        assert profile.part_of(name) == wanted, name
+        assert worker.part_of(name) == wanted, name
     assert len(names) > 100
 
 
@@ -140,7 +140,7 @@ def test_the_kernels_of_an_h200_are_known_by_their_names() -> None:
     ("kernel_cutlass_kernel_quackrmsnormRMSNorm_object_at__tensor", "elementwise"),
 ])  # fmt: skip
 def test_names(name: str, part: str) -> None:
-    assert profile.part_of(name) == part
+    assert worker.part_of(name) == part
 
 
 # --- a job
@@ -170,16 +170,16 @@ def test_marks_change_nothing(with_: dict[str, Any]) -> None:
     for a, b in zip(plain.trained, marked.trained, strict=True):
         assert torch.equal(a.local, b.local), a.name
     depth = {"head": 0, "optimizer": 0}
-    names = [m[1] for s in spans if (m := profile.MARK.search(s.name))]
+    names = [m[1] for s in spans if (m := worker.MARK.search(s.name))]
     each = len(marked.trained) if "update-in-backward" in with_ else 1
     assert names.count("atanh") == 4 * (1 + each), "around the update, and each call of the optimizer"
-    assert names.count("asin") == 4 and profile.steady(spans)[1] == 3
-    for name in filter(profile.MARKS.get, names):
-        region, change = profile.MARKS[name]
+    assert names.count("asin") == 4 and worker.steady(spans)[1] == 3
+    for name in filter(worker.MARKS.get, names):
+        region, change = worker.MARKS[name]
         depth[region] += change
         assert 0 <= depth[region] <= 2
     assert not any(depth.values())
-    found = profile.part_seconds(spans)
+    found = worker.part_seconds(spans)
     assert set(found) == {*PARTS, GAPS} and min(found[p] for p in ("products", "head", "optimizer")) > 0
     wall = (max(s.end for s in spans) - min(s.start for s in spans)) / 1e6
     assert sum(found.values()) == pytest.approx(wall, rel=1e-6), "every moment once"
@@ -201,12 +201,12 @@ def test_the_head_alone_is_the_heads() -> None:
     labels = torch.zeros(8, 64, dtype=torch.int64)
     with marks.watching() as spans:
         trainer.model.head(hidden, labels).backward()
-    told = {(part, span.name) for span, (_, _, part, _) in zip(_unmarked(spans), profile._parts(spans), strict=True)}
+    told = {(part, span.name) for span, (_, _, part, _) in zip(_unmarked(spans), worker._parts(spans), strict=True)}
     assert ("head", "aten::mm") in told and ("products", "aten::mm") not in told
 
 
 def _unmarked(spans: list[Span]) -> list[Span]:
-    return [s for s in spans if not profile.MARK.search(s.name)]
+    return [s for s in spans if not worker.MARK.search(s.name)]
 
 
 # --- a process
@@ -274,7 +274,7 @@ def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch: pytest.
     monkeypatch.setattr(record, "die_with_parent", lambda parent: None)
     monkeypatch.setattr(sys, "argv", ["worker", str(asked), str(answered)])
     with pytest.raises(SystemExit) as left:
-        worker.main()
+        worker.answer_bench_request()
     found = json.loads(answered.read_text())
     assert left.value.code == 0 and there[0].pop("parts_note") == worker.ENDED
     assert found.pop("parts_s") == {"products": 1.0} and there[0]["step_s"] == found["step_s"]
@@ -282,5 +282,5 @@ def test_a_process_writes_its_figures_before_it_is_profiled(monkeypatch: pytest.
 
 
 def test_the_head_of_a_pass_for_reference_is_the_heads_work() -> None:
-    works = [Work(name, "", "token", 1.0) for name in ("head.products", "reference.head", "forward.qkv")]
+    works = [WorkItem(name, "", "token", 1.0) for name in ("head.products", "reference.head", "forward.qkv")]
     assert [cost._part(w) for w in works] == ["head", "head", "products"]

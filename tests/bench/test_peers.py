@@ -24,7 +24,7 @@ from optrush.bench.ladder import Longest
 from optrush.bench.peer import build_peer, training_facts
 from optrush.errors import ConfigError, NeedsError, RunError
 from optrush.report import bench
-from optrush.report import rungs as summaries
+from optrush.report import bench as summaries
 
 import optrush_peers
 from optrush_peers import weights, worker
@@ -119,7 +119,7 @@ def test_needs(name: str, changes: dict[str, Any], said: str, monkeypatch: pytes
 
 def test_needs_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optrush_peers.work.library", lambda name: "1.0")
-    device, _ = hardware.named("h200")
+    device, _ = hardware.parse_hardware("h200")
     build("unsloth", {}).check(run(), device)
     with pytest.raises(NeedsError, match="take weights: bfloat16"):
         build("unsloth", {"weights": "float32"}).check(run(), device)

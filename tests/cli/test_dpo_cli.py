@@ -205,11 +205,12 @@ def test_kernels_that_cannot_serve_pairs(technique: str, option: str, says: str)
     """Gradients made with the sum, before each pair's factor is known; rows of one document. On a GPU that has them."""
     run = base(**preferences(with_={"bf16": {}, technique: {"impl": option}}))
     run["model"] = {"shape": "llama-3.2-1b", "tokenizer": "tiny"}
+    h200 = hardware.NAMED["h200"]
     with pytest.raises(NeedsError, match=option) as caught:
-        resolve(config.parse_config(yaml.safe_dump(run), "run.yaml"), ranks=1, device=hardware.named("h200")[0])
+        resolve(config.parse_config(yaml.safe_dump(run), "run.yaml"), ranks=1, device=h200)
     assert caught.value.do == says
     other = config.parse_config(yaml.safe_dump(run | {"objective": "sft"}), "run.yaml")
-    resolve(other, ranks=1, device=hardware.named("h200")[0])
+    resolve(other, ranks=1, device=h200)
 
 
 def test_an_evaluation_needs_another_model(call: Call, write: Write) -> None:

@@ -151,7 +151,7 @@ def test_the_text_says_what_the_flags_said(
             assert str(config.with_[technique][key]) == value
     owned = [part for t in instantiate(ALL, config.with_) for part in t.claims]
     assert len(owned) == len(set(owned)), "nothing that was asked for clashes with what was chosen"
-    device, many = hardware.named(machine)
+    device, many = hardware.parse_hardware(machine)
     resolve(config, ranks=many, device=device)
     assert yaml.safe_load(begun.text)["output"] == output
     assert set(parse_yaml(begun.text, "written")[0]) == set(yaml.safe_load(begun.text))

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from optrush.config import Tracker, parse_config
+from optrush.config import TrackerConfig, parse_config
 from optrush.errors import ConfigError
 from optrush.launch import TRACKER_THREAD
 from optrush.trainer import trackers
@@ -251,7 +251,7 @@ def reporter_of(output: Path, tracker: trackers.Tracker, **options: Any) -> trac
     """A reporter to a stand-in, connected."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trackers, "open_tracker", lambda *_: tracker)
-        reporter = trackers.Reporter(Tracker(name="wandb", **options), output, CONFIG)
+        reporter = trackers.Reporter(TrackerConfig(name="wandb", **options), output, CONFIG)
         reporter.connect()
     return reporter
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optrush.bench import profile
+from optrush.bench import worker
 from optrush.config import parse_config
 from optrush.data.batch import Batch
 from optrush.kernels import float8
@@ -120,16 +120,16 @@ def test_marks_lie_in_the_queue_and_in_the_graph(withs: tuple[str, ...], determi
     """Two micro-batches a step: two of the head's regions, forward and backward, in each; the same bits as without."""
     wanted, weights = played(job_of(*withs))
     trainer = job_of(*withs)
-    marks = profile.RegionMarks(trainer)
+    marks = worker.RegionMarks(trainer)
     with marks.watching() as spans:
         found, after = played(trainer)
     assert found == wanted and all(torch.equal(after[n], w) for n, w in weights.items())
-    names = [m[1] for s in spans if (m := profile.MARK.search(s.name))]
+    names = [m[1] for s in spans if (m := worker.MARK.search(s.name))]
     assert [names.count(n) for n in ("asinh", "acosh")] == [4 * STEPS] * 2 or "cuda-graphs" in withs
     assert names.count("asinh") == names.count("acosh") >= 4 * (STEPS - 1), "replays have theirs too"
     assert names.count("atanh") == names.count("acos") == 2 * STEPS, "around the update, and the optimizer in it"
-    assert names.count("asin") == STEPS and profile.steady(spans)[1] == STEPS - 1
-    told = profile.part_seconds(spans)
+    assert names.count("asin") == STEPS and worker.steady(spans)[1] == STEPS - 1
+    told = worker.part_seconds(spans)
     assert min(told[p] for p in ("products", "head", "optimizer", "elementwise")) > 0, told
     assert ("attention:impl=cudnn" in withs) == (told["attention"] > 0), told
 

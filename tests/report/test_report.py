@@ -15,9 +15,9 @@ import pytest
 from optrush.cli import app
 from optrush.errors import DataError, NeedsError
 from optrush.report import bench as report
-from optrush.report import charts, run
+from optrush.report import bench as summaries
 from optrush.report import page as pages
-from optrush.report import rungs as summaries
+from optrush.report import run
 
 Ladder = list[dict[str, Any]]
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
@@ -152,22 +152,22 @@ def test_charts_of_odd_figures() -> None:
     """One value, none, equal ones, huge and tiny ones, and names with a meaning to matplotlib."""
     names = ["_hidden", "$x^2$", "\u5b89" * 60, EVIL, "plain"]
     for values in ([], [0.0], [1.0] * 5, [1e-300, 1e300], [-5.0, None, 7.0]):
-        rows = [charts.BarRow(n, EVIL, ((0, v, "red"),) if v is not None else (), failed=v is None)
+        rows = [pages.BarRow(n, EVIL, ((0, v, "red"),) if v is not None else (), failed=v is None)
                 for n, v in zip(names, values)]  # fmt: skip
-        series = [charts.Series(n, list(enumerate([v, *values, None]))) for n, v in zip(names, values)]
+        series = [pages.Series(n, list(enumerate([v, *values, None]))) for n, v in zip(names, values)]
         marks = [(3.0, "$a$"), (99.0, "outside")]
-        for figure in (charts.bars(rows, unit=" %", band=10), charts.curves(series, zero=True),
-                       charts.histogram([1, 2, 5, 9], [("base", [0, 3, 0])], marks)):  # fmt: skip
-            drawn = charts.inline_svg(figure, EVIL, EVIL)
+        for figure in (pages.bars(rows, unit=" %", band=10), pages.curves(series, zero=True),
+                       pages.histogram([1, 2, 5, 9], [("base", [0, 3, 0])], marks)):  # fmt: skip
+            drawn = pages.inline_svg(figure, EVIL, EVIL)
             assert "<script" not in drawn and "<img" not in drawn and "outside" not in drawn
-            assert drawn == charts.inline_svg(figure, EVIL, EVIL), "the same bytes"
-            assert charts.png(figure).startswith(b"\x89PNG")
+            assert drawn == pages.inline_svg(figure, EVIL, EVIL), "the same bytes"
+            assert pages.png(figure).startswith(b"\x89PNG")
 
 
 def test_a_long_curve_keeps_its_spike() -> None:
     points: list[tuple[float, float | None]] = [(float(i), 1.0) for i in range(50_000)]
     points[31_234] = (31_234.0, 9.0)
-    drawn = charts.inline_svg(charts.curves([charts.Series("loss", points)], zero=True), "loss", "")
+    drawn = pages.inline_svg(pages.curves([pages.Series("loss", points)], zero=True), "loss", "")
     assert len(drawn) < 20_000
     paths = " ".join(re.findall(r'd="(M[^"]*)"', drawn))
     heights = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", paths)]
@@ -176,8 +176,8 @@ def test_a_long_curve_keeps_its_spike() -> None:
 
 def test_colors_follow_the_page() -> None:
     """No color of a chart is fixed, but those of both modes are declared."""
-    figure = charts.bars([charts.BarRow("a", "1", ((0, 1, "faster"),)), charts.BarRow("b", "no", failed=True)])
-    drawn = charts.inline_svg(figure, "t", "d")
+    figure = pages.bars([pages.BarRow("a", "1", ((0, 1, "faster"),)), pages.BarRow("b", "no", failed=True)])
+    drawn = pages.inline_svg(figure, "t", "d")
     assert set(re.findall(r"var\(--(\w+)\)", drawn)) >= {"faster", "ink", "red", "grid"}
     assert not set(re.findall(r"#[0-9a-f]{6}\b", drawn)) & set(pages.LIGHT.values())
     assert pages.LIGHT.keys() == pages.DARK.keys() and len(set(pages.LIGHT.values())) == len(pages.LIGHT)

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from optrush.config import parse_config
 from optrush.errors import NeedsError
-from optrush.hardware import named
+from optrush.hardware import parse_hardware
 from optrush.kernels import lora_matmul, swiglu, swiglu_quack
 from optrush.kernels.lora_matmul import Padding, concat_in_padding, concat_padded, with_padding
 from optrush.models import activation_offload
@@ -524,7 +524,7 @@ with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
 
 
 def test_what_needs_refuse(box):
-    h200 = named("h200")[0]
+    h200 = parse_hardware("h200")[0]
 
     def ready(**with_):
         return resolve(golden_run(box, packed=True, bf16={}, **QUACK, **with_), device=h200)
@@ -549,7 +549,7 @@ def test_what_needs_refuse(box):
 def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
     job = learning(box, **QUACK)
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
-    there = mock.Mock(env=mock.Mock(claimed=job.env.claimed, device=named("h200")[0]), model=job.model)
+    there = mock.Mock(env=mock.Mock(claimed=job.env.claimed, device=parse_hardware("h200")[0]), model=job.model)
     with pytest.raises(NeedsError, match="triton is not installed") as caught:
         FusedKernels(mlp="quack").wrap_step(there)
     assert caught.value.asked == "`fused-kernels:mlp=quack` runs a Triton kernel"

@@ -16,7 +16,7 @@ import interpreter
 from optrush import technique
 from optrush.config import parse_config
 from optrush.errors import NeedsError
-from optrush.hardware import CPU, named
+from optrush.hardware import CPU, parse_hardware
 from optrush.kernels import rms_norm, rope, swiglu
 from optrush.kernels.lora_matmul import copied_padded, empty_padded
 from optrush.planner import search
@@ -110,7 +110,7 @@ def test_refused(box, tmp_path, monkeypatch):
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
     demand_triton("fused-kernels", CPU)
     with pytest.raises(NeedsError, match="`fused-kernels` runs a Triton kernel"):
-        demand_triton("fused-kernels", named("h200")[0])
+        demand_triton("fused-kernels", parse_hardware("h200")[0])
 
 
 # --- the activation
@@ -172,10 +172,10 @@ def test_autocast_gives_the_weight_its_own_type(box):
 
 def test_quack_is_refused_where_it_cannot_run(box, monkeypatch):
     run = golden_run(box, fused_kernels={"mlp": "quack"}, bf16={})
-    for device, what in ((None, "CUDA"), (named("b200")[0], "Hopper")):
+    for device, what in ((None, "CUDA"), (parse_hardware("b200")[0], "Hopper")):
         with pytest.raises(NeedsError, match=what):
             resolve(run, device=device)
-    h200 = named("h200")[0]
+    h200 = parse_hardware("h200")[0]
     resolve(run, device=h200)
     with pytest.raises(NeedsError, match="float32"):
         resolve(golden_run(box, fused_kernels={"mlp": "quack"}), device=h200)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import interpreter
 from optrush import technique
 from optrush.errors import NeedsError
-from optrush.hardware import named
+from optrush.hardware import parse_hardware
 from optrush.kernels import cross_entropy, linear_cross_entropy
 from optrush.kernels.cross_entropy import Package
 from optrush.kernels.linear_cross_entropy import rows_per_chunk
@@ -94,14 +94,14 @@ def test_refused_where_it_cannot_run(box, impl, monkeypatch):
     plain = resolve(golden_run(box, bf16={})).env
 
     def lacks(device="h200", **options):
-        env = dataclasses.replace(plain, device=named(device)[0], vocab=options.pop("vocab", 1024))
+        env = dataclasses.replace(plain, device=parse_hardware(device)[0], vocab=options.pop("vocab", 1024))
         return [need.found for need in unmet([FusedLoss(impl=impl, **options)], env)]
 
     assert lacks() == []
     assert len(lacks(chunk=100)) == 1
     if impl == "quack":
         assert lacks("b200") and lacks(vocab=1000) == ["a vocabulary of 1000, no multiple of 128"]
-        wide = dataclasses.replace(plain, claimed=frozenset(), device=named("h200")[0])
+        wide = dataclasses.replace(plain, claimed=frozenset(), device=parse_hardware("h200")[0])
         assert any("float32" in need.found for need in unmet([FusedLoss(impl=impl)], wide))
     job = assembled(golden_run(box))
     monkeypatch.setattr(technique, "library", lambda name: None)
@@ -111,7 +111,7 @@ def test_refused_where_it_cannot_run(box, impl, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(technique, "library", lambda name: "1")
         patch.setattr(technique, "installed", lambda *names: None)
-        patch.setattr(job, "env", dataclasses.replace(job.env, device=named("h200")[0]))
+        patch.setattr(job, "env", dataclasses.replace(job.env, device=parse_hardware("h200")[0]))
         with pytest.raises(NeedsError, match=f"impl={impl}` runs a Triton(.|\n)*C compiler"):
             FusedLoss(impl=impl).loss(job)
     job.model.head.softcap = 30.0

@@ -94,7 +94,7 @@ def test_the_allocator_is_told(monkeypatch):
 def test_a_fraction_is_of_the_whole_card_when_the_micro_batch_changes(box):
     """Not of what was left of it the first time, which would be less than the CUDA context."""
     run = golden_run(box, memory_cap={"fraction": 0.07})
-    h200 = hardware.named("h200")[0]
+    h200 = hardware.parse_hardware("h200")[0]
     prepared = resolve(run, device=h200)
     again = resized(prepared, 1)
     assert again.env.micro_rows == 1 and again.env.device == prepared.env.device

@@ -415,16 +415,16 @@ def test_the_plan_moves_all_but_two_blocks():
     plain, moved = book(), book(NAME)
     assert ledger.hosted(plain, n) == 0
     assert ledger.hosted(moved, n) == pytest.approx((L - 1) * saved)
-    lines = {i.name: i.bytes for i in ledger.peak(moved, n).items}
+    lines = {i.name: i.bytes for i in ledger.peak_memory(moved, n).items}
     there = sum(size for name, size in lines.items() if name.startswith("saved.") or name == "input")
-    blocks = {"head": 1, "forward": 2, "backward, last block": 2}[ledger.peak(moved, n).phase]
+    blocks = {"head": 1, "forward": 2, "backward, last block": 2}[ledger.peak_memory(moved, n).phase]
     assert there == pytest.approx(blocks * saved)
     for phase, blocks in {"forward": 2, "head": 1, "backward, last block": 2, "backward, first block": 16}.items():
         less = plain.forms[phase][1] - moved.forms[phase][1]
         assert less == pytest.approx((16 - blocks) * saved / n, abs=1e-6), phase
     both = book(NAME, "recompute")
     assert ledger.hosted(both, n) == pytest.approx((L - 1) * D * 2 * n), "only the inputs of blocks"
-    assert ledger.peak(both, n).bytes < ledger.peak(book("recompute"), n).bytes
+    assert ledger.peak_memory(both, n).bytes < ledger.peak_memory(book("recompute"), n).bytes
 
 
 def test_the_plan_counts_the_link_to_the_host():

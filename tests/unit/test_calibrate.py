@@ -17,8 +17,8 @@ from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import calibrate, calibration, cost, search
 from optrush.planner.calibrate import Bench, Load
-from optrush.planner.calibration import Attention, Calibration, Product
-from optrush.planner.ledger import BFLOAT16, Work, apply_rules
+from optrush.planner.calibration import AttentionRate, Calibration, ProductRate
+from optrush.planner.ledger import BFLOAT16, WorkItem, apply_rules
 
 LLAMA = (Path(__file__).parents[2] / "benchmarks" / "llama1b.yaml").read_text()
 SHAPE = ModelShape.read(SHAPES["llama-3.2-1b"])
@@ -38,13 +38,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fake(**changes: Any) -> Calibration:
     """Of an H200, at the shapes of Llama 1B: 400 and 40 TFLOP/s of products, 200 and 20 of attention."""
     products = tuple(
-        Product(part, direction, dtype, 4096, inputs, outputs, 4e14 if dtype == "bfloat16" else 4e13, 0.01)
+        ProductRate(part, direction, dtype, 4096, inputs, outputs, 4e14 if dtype == "bfloat16" else 4e13, 0.01)
         for dtype in ("bfloat16", "float32")
         for part, (outputs, inputs) in cost.linears(SHAPE).items()
         for direction in ("forward", "input", "weight")
     )
     attention = tuple(
-        Attention(direction, dtype, 2, seq, 32, 8, 64, 2e14 if dtype == "bfloat16" else 2e13, 0.01)
+        AttentionRate(direction, dtype, 2, seq, 32, 8, 64, 2e14 if dtype == "bfloat16" else 2e13, 0.01)
         for dtype in ("bfloat16", "float32")
         for seq in (2048, 8192)
         for direction in ("forward", "backward")
@@ -111,7 +111,7 @@ def test_longer_rows_only_where_no_scores_are_held() -> None:
 
     def lengths(tokens: int, dtype: torch.dtype) -> list[int]:
         trials = calibrate._trials(bench, [Load("a", SMALL, 8, tokens)], dtype)
-        return [t.fields["seq"] for t in trials if t.kind is Attention]
+        return [t.fields["seq"] for t in trials if t.kind is AttentionRate]
 
     assert lengths(64, bench.half) == lengths(64, torch.float32) == [8, 8, 32, 32], "a CPU's kernel holds none"
     bench.scoreless = {bench.half}  # as on a GPU
@@ -185,7 +185,7 @@ def test_a_slow_call_takes_fewer_tokens() -> None:
 
     taken = {16: 0.01, 64: 0.04, 256: 0.16, 1000: 0.6}
     bench.seconds = lambda call, enough: taken[sizes[-1]]  # type: ignore[method-assign]
-    trial = calibrate.Trial("t", {}, Product, "tokens", 1000, 1.0, make)
+    trial = calibrate.Trial("t", {}, ProductRate, "tokens", 1000, 1.0, make)
     calibrate._fit(bench, trial, slice_s=0.5)
     assert trial.size == 256 and sizes == [16, 64, 256], "1000 would take more than 0.5 s"
     trial.size = 1000
@@ -316,7 +316,7 @@ def known(c: Calibration | None, T: int = 2048) -> cost.Rates:
 
 
 def rate(of: cost.Rates, name: str, narrow: bool = True, **work: Any) -> float:
-    return of.flop_s(Work(name, "", "token", 1.0, **work), narrow)
+    return of.flop_s(WorkItem(name, "", "token", 1.0, **work), narrow)
 
 
 def changed(c: Calibration, flop_s: float, **where: object) -> Calibration:
@@ -391,9 +391,11 @@ def test_an_unknown_device_is_known_once_it_was_measured() -> None:
     assert cost.of(device) is None
     found = cost.of(device, fake(), SHAPE, 2048)
     assert found is not None and found.link_bytes_s is None
-    alone = apply_rules([Work("forward.down", "", "token", 1e9)], BFLOAT16, [])
+    alone = apply_rules([WorkItem("forward.down", "", "token", 1e9)], BFLOAT16, [])
     assert cost.step_seconds(alone, device, 100.0, found) == pytest.approx(1e11 / 4e14 + cost.MICRO_S + cost.STEP_S)
-    linked = apply_rules([*alone.work, Work("reduce", "", "step", unit="link", values=1e9, role="wide")], BFLOAT16, [])
+    linked = apply_rules(
+        [*alone.work, WorkItem("reduce", "", "step", unit="link", values=1e9, role="wide")], BFLOAT16, []
+    )
     assert cost.step_seconds(linked, device, 100.0, found) is None, "nobody knows its link"
     assert [e.name for e in cost.efforts(linked, device, 100.0, found)] == ["forward.down"]
 
@@ -443,7 +445,10 @@ def test_a_processor_by_its_own() -> None:
 
 
 def test_the_link_is_no_part_of_the_device() -> None:
-    work = [Work("forward.down", "", "token", 1e9), Work("reduce", "", "step", unit="link", values=1e9, role="wide")]
+    work = [
+        WorkItem("forward.down", "", "token", 1e9),
+        WorkItem("reduce", "", "step", unit="link", values=1e9, role="wide"),
+    ]
     assert sum(cost.seconds_by_part(apply_rules(work, BFLOAT16, []), 100.0, known(fake())).values()) == pytest.approx(
         1e11 / 4e14
     )

@@ -14,7 +14,20 @@ from optrush import technique
 from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.planner import baseline, cost, ledger
-from optrush.planner.ledger import FLOAT32, Ledger, Line, Rule, add, apply_rules, cut, freeze, like, live, peak, retype
+from optrush.planner.ledger import (
+    FLOAT32,
+    Ledger,
+    Line,
+    Rule,
+    add,
+    apply_rules,
+    cut,
+    freeze_rule,
+    like,
+    live,
+    peak_memory,
+    retype,
+)
 from optrush.technique import Environment, Part, Technique, instantiate
 from optrush.techniques import ALL
 
@@ -52,7 +65,7 @@ def test_the_order_of_techniques_never_matters():
     found = set()
     for order in itertools.permutations(members(with_)):
         book = apply_rules(entries, FLOAT32, [r for t in order for r in t.predict(env)], 4)
-        found.add((peak(book, 8192).bytes, cost.step_seconds(book, NAMED["h200"], 8192)))
+        found.add((peak_memory(book, 8192).bytes, cost.step_seconds(book, NAMED["h200"], 8192)))
     assert len(found) == 1
 
 
@@ -61,7 +74,9 @@ def test_nor_does_the_order_of_their_rules(seed):
     with_ = {"bf16": {}, "fused-loss": {}, "attention": {"impl": "varlen"}, "packing": {}, "fsdp": {}, "compile": {}}
     order = list(range(len([r for t in members(with_) for r in t.predict(setup_of(with_))])))
     random.Random(seed).shuffle(order)
-    assert peak(booked(with_, ranks=4, order=order), 8192).bytes == peak(booked(with_, ranks=4), 8192).bytes
+    assert (
+        peak_memory(booked(with_, ranks=4, order=order), 8192).bytes == peak_memory(booked(with_, ranks=4), 8192).bytes
+    )
 
 
 def setup_of(with_: dict[str, dict[str, Any]]) -> Environment:
@@ -75,7 +90,7 @@ def setup_of(with_: dict[str, dict[str, Any]]) -> Environment:
         live("no.such", "nothing", gone=True),
         cut("no.such", "dp", 2, "nothing"),
         cut("casts", "dp", 2, "a name, no pattern"),
-        freeze("no.such", "nothing"),
+        freeze_rule("no.such", "nothing"),
         like("no.such", Line("new", "new", 1.0, "byte", "always")),
         live("weights.*", "none of them is fusable", fusable=True, gone=True),
         add(Line("weights.blocks", "there is one of that name", 1.0, "byte", "always")),
@@ -118,7 +133,7 @@ def test_gradients_that_end_where_they_are_made():
 
 def test_freezing_leaves_no_gradient_and_no_state():
     entries = baseline.entries(LLAMA, 2048, native=True, cuda=True)
-    book = apply_rules(entries, FLOAT32, [freeze("blocks", "an adapter learns instead")])
+    book = apply_rules(entries, FLOAT32, [freeze_rule("blocks", "an adapter learns instead")])
     assert held(book, "weights") == 4 * N
     assert held(book, "gradients") == 4 * (N - N_BLOCKS)
     assert held(book, "states") == 8 * (N - N_BLOCKS)
@@ -156,14 +171,14 @@ def test_sharding(ranks, stage, sync, accumulation, amp):
     assert held(book, "casts") == 0
     wide, outside = 2 if amp else 4, N - N_BLOCKS
     gathered = wide * (outside + (N_BLOCKS * 2 / LLAMA.layers if stage == 3 else N_BLOCKS))
-    found = sum(i.bytes for i in peak(book, 2048).items if i.name.startswith("gathered weights"))
+    found = sum(i.bytes for i in peak_memory(book, 2048).items if i.name.startswith("gathered weights"))
     assert found == pytest.approx(gathered, rel=1e-6)
 
 
 def test_accumulation_keeps_gradients_while_the_next_micro_batch_runs():
     one, four = booked({"bf16": {}}, rows=4), booked({"bf16": {}}, rows=4, accumulation=4)
-    assert peak(one, 8192).phase == peak(four, 8192).phase == "head"
-    assert peak(four, 8192).bytes - peak(one, 8192).bytes == pytest.approx(2 * N, rel=1e-3)
+    assert peak_memory(one, 8192).phase == peak_memory(four, 8192).phase == "head"
+    assert peak_memory(four, 8192).bytes - peak_memory(one, 8192).bytes == pytest.approx(2 * N, rel=1e-3)
 
 
 def test_recomputing_keeps_the_input_and_one_block():
@@ -171,18 +186,18 @@ def test_recomputing_keeps_the_input_and_one_block():
     plain, again = booked(with_, rows=16), booked({**with_, "recompute": {}}, rows=16)
     n = 16 * 2048
     saved = n * LLAMA.layers * 2 * (18.5 - 1) * LLAMA.width  # 18.5 D values a token and block, but its input
-    assert peak(plain, n).phase == "head"
-    there = {i.name: i.bytes for i in peak(plain, n).items}
+    assert peak_memory(plain, n).phase == "head"
+    there = {i.name: i.bytes for i in peak_memory(plain, n).items}
     assert sum(b for name, b in there.items() if name.startswith("saved.")) == pytest.approx(saved)
-    assert peak(plain, n).bytes - peak(again, n).bytes == pytest.approx(saved, rel=0.05)
+    assert peak_memory(plain, n).bytes - peak_memory(again, n).bytes == pytest.approx(saved, rel=0.05)
 
 
 def test_what_was_said_beforehand():
     """The 1B model in pure bf16 with a chunked loss, 16 x 2048: about 46 GiB by the arithmetic, and 11.4 recomputed;
     measured 46.7 to 48.6, and 12.4."""
     with_ = {"bf16": {}, "attention": {}, "compile": {}, "fused-loss": {}, "fused-adamw": {}}
-    assert 46 < peak(booked(with_, rows=16), 16 * 2048).bytes / GIB < 49
-    assert 11.4 < peak(booked({**with_, "recompute": {}}, rows=16), 16 * 2048).bytes / GIB < 14
+    assert 46 < peak_memory(booked(with_, rows=16), 16 * 2048).bytes / GIB < 49
+    assert 11.4 < peak_memory(booked({**with_, "recompute": {}}, rows=16), 16 * 2048).bytes / GIB < 14
 
 
 @pytest.mark.parametrize(("T", "times"), [(256, 4.0), (512, 1.0), (2048, 1.0)])
@@ -214,8 +229,8 @@ def test_the_largest_micro_batch_is_solved(with_, room, accumulation, unit):
     tokens = ledger.largest(book, room * GIB, unit)
     assert tokens % unit == 0
     if tokens:
-        assert peak(book, tokens).bytes <= room * GIB + 100
-    assert peak(book, tokens + unit).bytes > room * GIB - 100
+        assert peak_memory(book, tokens).bytes <= room * GIB + 100
+    assert peak_memory(book, tokens + unit).bytes > room * GIB - 100
 
 
 @pytest.mark.parametrize("cls", ALL, ids=lambda c: c.name)

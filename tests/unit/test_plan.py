@@ -70,17 +70,17 @@ def test_several_ranks_by_name():
 )
 def test_unknown_hardware(name):
     with pytest.raises(ConfigError, match="the hardware"):
-        hardware.named(name)
+        hardware.parse_hardware(name)
 
 
 def test_every_named_device_is_known():
     for name in hardware.NAMED:
-        device, count = hardware.named(name)
+        device, count = hardware.parse_hardware(name)
         assert count == 1 and device.memory_bytes and device.bandwidth_bytes_s and device.float32_flop_s
         assert (device.peak_flop_s is None) == (device.capability < (8, 0))
-    assert hardware.named("8xa100-80") == (hardware.NAMED["a100-80"], 8)
-    assert hardware.named("cpu")[0].memory_bytes > 2**30
-    assert hardware.named("2xcpu")[0].memory_bytes == hardware.named("cpu")[0].memory_bytes // 2
+    assert hardware.parse_hardware("8xa100-80") == (hardware.NAMED["a100-80"], 8)
+    assert hardware.parse_hardware("cpu")[0].memory_bytes > 2**30
+    assert hardware.parse_hardware("2xcpu")[0].memory_bytes == hardware.named("cpu")[0].memory_bytes // 2
 
 
 def test_work_by_item():
@@ -126,7 +126,7 @@ def test_the_best_is_a_run_that_can_be_prepared_and_fits():
     run = llama()
     for name in ("h200", "t4", "2xa100-80", "cpu"):
         found = search.search(run, name)
-        device, ranks = hardware.named(name)
+        device, ranks = hardware.parse_hardware(name)
         for setting in found.settings:
             chosen = parse_config(dump_config(setting.over(run)), "plan.yaml")
             resolve(chosen, ranks=ranks, device=device)
@@ -225,7 +225,7 @@ def test_attention_knows_the_documents_of_a_row(tmp_path):
 
     dense, documents = scores("attention:impl=sdpa"), scores("attention:impl=fa4")
     assert documents.flop == pytest.approx(dense.flop / 2 / 8)
-    rate = cost.of(hardware.named("h200")[0], T=256).attention[True][""]
+    rate = cost.of(hardware.parse_hardware("h200")[0], T=256).attention[True][""]
     assert documents.seconds == pytest.approx(documents.flop / rate)
 
 

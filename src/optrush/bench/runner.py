@@ -150,7 +150,7 @@ def run_ladder(
     )  # fmt: skip
     _check_folder(out, resume)
     _refuse(state, board)
-    calibration.for_device(hardware.named("auto")[0])  # a damaged file is refused now; later it would lose predictions
+    calibration.for_device(hardware.first_device())  # a damaged file is refused now; later it would lose predictions
     if resume:
         _read_back(state)
     fresh = not out.exists()

@@ -78,7 +78,7 @@ def _write(config: Config, name: str, found: SearchResult, out: Path) -> None:
 
     if not found.settings:
         raise ConfigError(f"--out {out}", "no setting fits", "take a smaller model, shorter rows or other hardware")
-    _, ranks = hardware.named(name)
+    _, ranks = hardware.parse_hardware(name)
     launch = f"optrush train {out}" + (f" --ranks {ranks}" if ranks > 1 else "")
     try:
         out.write_text(f"# {launch}\n{dump_config(found.settings[0].over(config))}")

@@ -62,7 +62,7 @@ def init(
     Its techniques and sizes are those that suit this machine (or --hardware). On a terminal, what no flag says is
     asked; elsewhere --model and --data are needed, or --yes. FILE is train.yaml unless you name one.
     """
-    from optrush.planner.init_config import InitRequest, check_data, check_objective, check_output, compose
+    from optrush.planner.init_config import InitRequest, check_data, check_new_output, check_objective, compose
 
     _check_file(file, force)
     asking = sys.stdin.isatty() and not yes
@@ -87,7 +87,7 @@ def init(
         objective = _prompt("--objective", suggested, help_, check_objective) if asking else suggested
     if output is None:
         help_ = "The folder that the run writes into; it must be new or empty."
-        output = _prompt("--output", _new(file), help_, check_output) if asking else _new(file)
+        output = _prompt("--output", _new(file), help_, check_new_output) if asking else _new(file)
     first = compose(InitRequest(model, objective, data, output, hardware, with_), str(file))
     try:
         with file.open("w" if force else "x", encoding="utf-8") as opened:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from optrush.config import nearest
 from optrush.errors import NeedsError
 from optrush.hardware import Device
-from optrush.planner.ledger import OURS, Line, Rule, Work, add, freeze, like, live, retype
+from optrush.planner.ledger import OURS, Line, Rule, WorkItem, add, freeze_rule, like, live, retype
 from optrush.technique import Environment, Part, Requirement, compilers
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def predict_frozen(
     """
     trained = {"embedding": EMBEDDING in save, "head": HEAD in save}
     why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
-    yield freeze(f"[!a{''.join(name[0] for name, learns in trained.items() if learns)}]*", why)
+    yield freeze_rule(f"[!a{''.join(name[0] for name, learns in trained.items() if learns)}]*", why)
     if Part.LINEARS not in env.claimed:  # else their owner says how they are stored
         yield live("weights.blocks", stays, role="product")
     if not trained["embedding"]:
@@ -142,7 +142,7 @@ def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Itera
     for name, (_, pieces) in sizes(shape).items():
         values = 2.0 * env.blocks * sum(pieces.values()) * (name in added)
         why = "what a linear gave, read and written"
-        yield add(Work(f"forward.added.{name}", why, "token", values=values, role="product"))
+        yield add(WorkItem(f"forward.added.{name}", why, "token", values=values, role="product"))
 
 
 def _learnt(env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[int]) -> Iterator[Rule]:
@@ -166,7 +166,7 @@ def _learnt(env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequ
         why = "two temporaries of the largest parameter that is trained"
         yield add(
             Line("update.adapters", why, 2 * largest, "wide", "update"),
-            Work("update.adapters", "one operator at a time", "step", values=11 * (values + beside), role="wide",
+            WorkItem("update.adapters", "one operator at a time", "step", values=11 * (values + beside), role="wide",
                  launches=14 * tensors),
         )  # fmt: skip
 
@@ -195,10 +195,10 @@ def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
     launches = OURS * 7.0 * env.blocks  # one for each of q, k, v, o, gate, up, down
     for way in ("forward", "backward"):
         why = "codes of a linear read, to make it dense"
-        yield like("casts.blocks", Work(f"{way}.packed", why, "micro", values=1.0, role="stored"))
+        yield like("casts.blocks", WorkItem(f"{way}.packed", why, "micro", values=1.0, role="stored"))
         why = "the dense weight of a linear written"
-        yield like("casts.blocks", Work(f"{way}.unpacked", why, "micro", values=1.0, role="product"))
-        yield add(Work(f"{way}.unpacking.launches", "a kernel for each piece", "micro", launches=launches))
+        yield like("casts.blocks", WorkItem(f"{way}.unpacked", why, "micro", values=1.0, role="product"))
+        yield add(WorkItem(f"{way}.unpacking.launches", "a kernel for each piece", "micro", launches=launches))
     if env.shape is not None:
         s = env.shape
         largest = s.width * max(2 * s.ff_width, (s.heads + 2 * s.kv_heads) * s.head_width)

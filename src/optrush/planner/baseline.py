@@ -17,7 +17,7 @@ from functools import cache
 
 from optrush.models.shapes import ModelShape
 from optrush.planner import ledger
-from optrush.planner.ledger import ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, Work
+from optrush.planner.ledger import ComputedIn, Entry, Ledger, Line, Live, Role, Rule, Side, WorkItem
 from optrush.technique import Environment, Part, Technique
 
 CUBLAS_BYTES = 100e6  # workspaces that torch gives cuBLAS on a GPU, and batches; measured on an H200
@@ -169,37 +169,39 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
         yield Line("runtime", "the process itself: Python, torch, transformers", PROCESS_BYTES, "byte", "always")
 
 
-def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[Work]:
+def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkItem]:
     D, F, V, L = s.width, s.ff_width, s.vocab, s.layers
     q, kv = s.heads * s.head_width, s.kv_heads * s.head_width
     scores = s.heads * T * L
 
-    def moved(name: str, reason: str, values: float, role: Role = "product", fusable: bool = False) -> Work:
-        return Work(name, reason, "token", values=values, role=role, fusable=fusable)
+    def moved(name: str, reason: str, values: float, role: Role = "product", fusable: bool = False) -> WorkItem:
+        return WorkItem(name, reason, "token", values=values, role=role, fusable=fusable)
 
-    yield Work("padding", "slots that hold no token", "token", padding=padding)
+    yield WorkItem("padding", "slots that hold no token", "token", padding=padding)
     for name, weights in (("qkv", D * (q + 2 * kv)), ("o", q * D), ("gate_up", 2 * D * F), ("down", F * D)):
-        yield Work(f"forward.{name}", "2 a weight of the blocks", "token", 2 * L * weights)
-        yield Work(f"backward.{name}", "4 a weight of the blocks", "token", 4 * L * weights)
-    yield Work("forward.scores", "every score, masked or not: 4 T H E a block", "token", 4 * T * q * L)
+        yield WorkItem(f"forward.{name}", "2 a weight of the blocks", "token", 2 * L * weights)
+        yield WorkItem(f"backward.{name}", "4 a weight of the blocks", "token", 4 * L * weights)
+    yield WorkItem("forward.scores", "every score, masked or not: 4 T H E a block", "token", 4 * T * q * L)
     why = "scores written, scaled, masked, made probabilities, cast, read"
     yield moved("forward.scores.moved", why, 10 * scores, "wide")
     yield moved("forward.elementwise", "norms, rotation, gating", L * (6 * D + 2 * (q + kv) + 3 * F))
     yield moved("forward.eager", "the same one operator at a time", L * 75 * D, "plain", True)
-    yield Work("forward.launches", "about 45 operators a block", "micro", launches=45 * L, fusable=True)
-    yield Work("backward.scores", "8 T H E a block", "token", 8 * T * q * L)
+    yield WorkItem("forward.launches", "about 45 operators a block", "micro", launches=45 * L, fusable=True)
+    yield WorkItem("backward.scores", "8 T H E a block", "token", 8 * T * q * L)
     yield moved("backward.scores.moved", "gradients of the scores, likewise", 11 * scores, "wide")
     yield moved("backward.elementwise", "norms, rotation, gating", L * (10 * D + 2 * (q + kv) + 6 * F))
     yield moved("backward.eager", "the same one operator at a time", L * 150 * D, "plain", True)
-    yield Work("backward.launches", "about 90 operators a block", "micro", launches=90 * L, fusable=True)
-    yield Work("head.products", "6 a weight of the head", "token", 6 * D * V)
+    yield WorkItem("backward.launches", "about 90 operators a block", "micro", launches=90 * L, fusable=True)
+    yield WorkItem("head.products", "6 a weight of the head", "token", 6 * D * V)
     yield moved("head.moved", "logits, their softmax and their gradients", 4 * V, "wide")
     yield moved("head.eager", "the same one operator at a time", 6 * V, "wide", True)
-    yield Work("casts", "weights read, their copies written", "micro", values=1.5 * s.matrix_parameters, role="cast")
-    yield Work("update", "weights, gradients, states: read and written", "step", values=7 * s.parameters, role="weight")
+    why = "weights read, their copies written"
+    yield WorkItem("casts", why, "micro", values=1.5 * s.matrix_parameters, role="cast")
+    why = "weights, gradients, states: read and written"
+    yield WorkItem("update", why, "step", values=7 * s.parameters, role="weight")
     why, launches = "the same one operator at a time", 14 * (L * 9 + 2)
-    yield Work("update.loop", why, "step", values=11 * s.parameters, role="weight", launches=launches)
-    yield Work("norm", "gradients read for their norm", "step", values=s.parameters, role="gradient")
+    yield WorkItem("update.loop", why, "step", values=11 * s.parameters, role="weight", launches=launches)
+    yield WorkItem("norm", "gradients read for their norm", "step", values=s.parameters, role="gradient")
 
 
 def rounded_update(env: Environment) -> Iterator[Rule]:
@@ -208,10 +210,10 @@ def rounded_update(env: Environment) -> Iterator[Rule]:
     if env.device.kind == "cpu":
         # 100 ns a weight on one core, torch 2.13; expressed as values moved at the assumed rate of a CPU.
         why = "random bits and roundings, one operator at a time"
-        yield ledger.like("weights.*", Work("update.rounding", why, "step", values=400, role="wide"))
+        yield ledger.like("weights.*", WorkItem("update.rounding", why, "step", values=400, role="wide"))
     elif Part.OPTIMIZER not in env.claimed:
         launches = 3.0 * (env.blocks * 9 + 2)
-        yield ledger.add(Work("update.launches", "a kernel for each parameter", "step", launches=launches))
+        yield ledger.add(WorkItem("update.launches", "a kernel for each parameter", "step", launches=launches))
 
 
 def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
@@ -221,7 +223,7 @@ def _objective(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     flop = 2 * shape.width * shape.vocab
     if Part.HEAD in env.claimed:
         why = "losses token by token: a chunk's logits are made again in the backward pass, 2 a weight of the head"
-        yield ledger.add(Work("head.again", why, "token", flop))
+        yield ledger.add(WorkItem("head.again", why, "token", flop))
     if env.dpo.reference != "precomputed" and env.spec.adapters_removable:
         yield ledger.live("forward.*", "and once more without what is trained, as the reference", times=2)
-        yield ledger.add(Work("reference.head", "the head of that pass, 2 a weight of it", "token", flop))
+        yield ledger.add(WorkItem("reference.head", "the head of that pass, 2 a weight of it", "token", flop))

@@ -24,7 +24,7 @@ from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import GIB, Device
 from optrush.models.shapes import ModelShape
 from optrush.models.source import locate
-from optrush.planner.calibration import Attention, Calibration, Product, device_name, driver, torch_version
+from optrush.planner.calibration import AttentionRate, Calibration, ProductRate, device_name, driver, torch_version
 from optrush.planner.cost import linears
 from optrush.trainer.trainer import exhausted
 
@@ -61,8 +61,8 @@ class Trial:
     """One measurement: work of a size, and a function that prepares a call for it."""
 
     name: str
-    fields: dict[str, Any]  # of its Product or Attention, without size and rate
-    kind: type[Product] | type[Attention]
+    fields: dict[str, Any]  # of its ProductRate or AttentionRate, without size and rate
+    kind: type[ProductRate] | type[AttentionRate]
     sized: str  # the field that contains the size
     size: int  # at most; reduced to fit memory and time
     flop: float  # a unit of the size
@@ -73,11 +73,11 @@ class Trial:
     def values(self) -> int:
         """Number of values of all operands."""
         w = self.fields
-        if self.kind is Product:
+        if self.kind is ProductRate:
             return int(self.size * (w["inputs"] + w["outputs"]) + w["inputs"] * w["outputs"])
         return int(2 * self.size * w["seq"] * w["head_width"] * (w["heads"] + w["kv_heads"]))
 
-    def result(self) -> Product | Attention:
+    def result(self) -> ProductRate | AttentionRate:
         """Return the median rate, as a record of the calibration."""
         middle = statistics.median(self.rates)
         spread = (max(self.rates) - min(self.rates)) / middle
@@ -155,7 +155,7 @@ def measure_rates(
 
 
 def _measured(bench: Bench, loads: Sequence[Load], seconds: float, report: Report) -> Calibration:
-    results: list[Product | Attention] = []
+    results: list[ProductRate | AttentionRate] = []
     parts = [(dtype, list(_trials(bench, loads, dtype))) for dtype in (bench.half, torch.float32)]
     count = sum(len(trials) for _, trials in parts)
     slice_s = seconds * (1 - WARM_S) / (count * ROUNDS + 4)
@@ -192,8 +192,8 @@ def _measured(bench: Bench, loads: Sequence[Load], seconds: float, report: Repor
         seconds=seconds,
         threads=torch.get_num_threads(),
         float32=torch.get_float32_matmul_precision(),
-        products=tuple(f for f in results if isinstance(f, Product)),
-        attention=tuple(f for f in results if isinstance(f, Attention)),
+        products=tuple(f for f in results if isinstance(f, ProductRate)),
+        attention=tuple(f for f in results if isinstance(f, AttentionRate)),
         copy_bytes_s=copied,
         to_device_bytes_s=up,
         from_device_bytes_s=down,
@@ -244,7 +244,7 @@ def _trials(bench: Bench, loads: Sequence[Load], dtype: torch.dtype) -> Iterator
                 make = _product(bench, dtype, direction, inputs, outputs)
                 flop = 2.0 * inputs * outputs
                 title = f"{load.name} {part}, {direction}, {name}"
-                yield Trial(title, {**fields, "direction": direction}, Product, "tokens", most, flop, make)
+                yield Trial(title, {**fields, "direction": direction}, ProductRate, "tokens", most, flop, make)
         s, heads = load.shape, {f: getattr(load.shape, f) for f in ("heads", "kv_heads", "head_width")}
         longer = dtype in bench.scoreless
         for T in dict.fromkeys((load.seq, max(load.seq, min(LONGER * load.seq, load.tokens)) if longer else load.seq)):
@@ -257,7 +257,7 @@ def _trials(bench: Bench, loads: Sequence[Load], dtype: torch.dtype) -> Iterator
                 title = f"{load.name} attention, T={T}, {direction}, {name}"
                 make = _attended(bench, dtype, direction, s, T)
                 most = max(1, load.tokens // T)
-                yield Trial(title, {**fields, "direction": direction}, Attention, "rows", most, flop, make)
+                yield Trial(title, {**fields, "direction": direction}, AttentionRate, "rows", most, flop, make)
 
 
 def _product(bench: Bench, dtype: torch.dtype, direction: str, inputs: int, outputs: int) -> Callable[[int], Call]:
@@ -307,7 +307,7 @@ def _held(bench: Bench, trials: Sequence[Trial]) -> int:
 
 def _fit(bench: Bench, trial: Trial, slice_s: float) -> None:
     """Reduce the size to the largest for which a call takes at most a slice. The first calls load the kernels."""
-    size = min(FIRST if trial.kind is Product else 1, trial.size)
+    size = min(FIRST if trial.kind is ProductRate else 1, trial.size)
     while True:
         call = trial.make(size)
         call()

@@ -34,7 +34,7 @@ _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductRate:
     """One matrix product of a linear: x (tokens, inputs), weight (outputs, inputs), y (tokens, outputs).
 
     forward: y = x weight^T; input: the gradient of x; weight: the gradient of the weight. 2 tokens inputs outputs FLOPs
@@ -54,7 +54,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionRate:
     """Causal attention over `rows` documents of `seq` tokens; FLOPs of the half before the diagonal only.
 
     2 rows seq^2 heads head_width forward, twice that backward.
@@ -86,8 +86,8 @@ class Calibration:
     seconds: Rate  # that the measurement was given
     threads: Count  # of the processor; on a GPU they only start operators
     float32: str  # torch's float32 matmul precision: "highest" is without TF32
-    products: tuple[Product, ...]
-    attention: tuple[Attention, ...]
+    products: tuple[ProductRate, ...]
+    attention: tuple[AttentionRate, ...]
     copy_bytes_s: Rate  # read and written in device memory
     to_device_bytes_s: Rate | None  # from pinned memory of the host; None on a CPU
     from_device_bytes_s: Rate | None

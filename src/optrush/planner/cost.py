@@ -18,8 +18,8 @@ from typing import Any, Literal
 from optrush.hardware import CONTEXT_BYTES, Device
 from optrush.models.shapes import ModelShape
 from optrush.planner import calibration
-from optrush.planner.calibration import Attention, Calibration
-from optrush.planner.ledger import Ledger, Work, awaiting, paged
+from optrush.planner.calibration import AttentionRate, Calibration
+from optrush.planner.ledger import Ledger, WorkItem, awaiting, paged
 
 # Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; docs/log).
 HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70
@@ -69,7 +69,7 @@ class Rates:
     step_s: float
     host_bytes_s: float | None = None  # to and from pinned memory of the host; None: not known, or there is no other
 
-    def flop_s(self, work: Work, narrow: bool) -> float:
+    def flop_s(self, work: WorkItem, narrow: bool) -> float:
         """Return the rate of one item of work."""
         table = (self.attention if work.unit in ATTENTIONS else self.products)[narrow]
         known = (table.get(key) for key in (f"{work.unit}.{work.name}", f"{work.unit}.", work.name, ""))
@@ -220,7 +220,7 @@ def _squared(found: Calibration) -> Calibration:
     return replace(found, attention=tuple(whole))
 
 
-def _at(measured: Iterable[Attention], T: float) -> float:
+def _at(measured: Iterable[AttentionRate], T: float) -> float:
     """Return the rate at rows of T: linear in the logarithm of the length between its neighbors, constant beyond."""
     by = {a.seq: a.flop_s for a in measured}
     below, above = max((n for n in by if n <= T), default=min(by)), min((n for n in by if n >= T), default=max(by))
@@ -302,7 +302,7 @@ def _host_traffic(ledger: Ledger, tokens: float, rates: Rates) -> tuple[WorkTime
     )
 
 
-def _part(work: Work) -> str:
+def _part(work: WorkItem) -> str:
     if work.per == "step":
         return "optimizer"
     if "head" in work.name.split("."):  # that of a reference pass, too
@@ -312,7 +312,7 @@ def _part(work: Work) -> str:
     return "products" if work.flop else "elementwise"
 
 
-def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[Work, float, float, float]]:
+def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[WorkItem, float, float, float]]:
     """Yield each work, its number in a step, its seconds on device or link, and the host's seconds to start it."""
     counts = {"token": tokens * ledger.accumulation, "micro": float(ledger.accumulation), "step": 1.0}
     narrow = ledger.bytes_per_value["product"] < 4

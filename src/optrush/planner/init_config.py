@@ -261,13 +261,13 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     Raises:
         UserError: as `resolve`; the data file cannot be read; the output is not empty.
     """
-    device, ranks = hardware.named(request.hardware)
+    device, ranks = hardware.parse_hardware(request.hardware)
     here = request.hardware == "auto"
     if not request.model:
         raise ConfigError("the model ''", "no name", "name a Hugging Face folder, a hub id, or `tiny`")
     check_objective(request.objective)
     check_data(request.data)
-    check_output(request.output)
+    check_new_output(request.output)
     own = parse_config(SMALLEST, file, withs=request.withs).with_
     if ranks == 1 and any(Part.DATA in t.claims for t in instantiate(classes, own)):
         ranks = max(2, len(hardware.probe())) if here else 2
@@ -289,7 +289,7 @@ def _fitting(config: Config, hardware_name: str, ranks: int, classes: Sequence[t
     It grows while it fits and is faster; it is one row on a CPU, and where the planner does not support the model.
     """
     T, most = config.batch.seq, config.batch.tokens // ranks
-    cpu = hardware.named(hardware_name)[0].kind == "cpu"
+    cpu = hardware.parse_hardware(hardware_name)[0].kind == "cpu"
     best: Prediction | None = None
     micro = T
     for rows in (2**k for k in range(20)):
@@ -421,7 +421,7 @@ def check_objective(text: str) -> str:
     return text
 
 
-def check_output(text: str) -> str:
+def check_new_output(text: str) -> str:
     """Return the output if it does not exist or is an empty folder.
 
     Raises:

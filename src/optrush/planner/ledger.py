@@ -1,7 +1,7 @@
 """Predict memory and work before anything is built: symbolic lines, and the rules by which techniques edit them.
 
 `baseline.entries` builds the lines of a run without techniques; each technique's `predict` yields rules; `apply_rules`
-applies them by kind (add, retype, freeze, cut, live), so that the order of techniques never matters; `peak` and
+applies them by kind (add, retype, freeze, cut, live), so that the order of techniques never matters; `peak_memory` and
 `cost.step_seconds` evaluate the result for a micro-batch of a given size. A rule that matches nothing raises, so that a
 prediction cannot drift from the code it predicts. Pure arithmetic, per rank.
 
@@ -79,7 +79,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkItem:
     """FLOP, moved bytes and launches of a device or the host, for each token, micro-batch or step."""
 
     name: str
@@ -98,13 +98,13 @@ class Work:
     times: float = 1.0
 
 
-Entry = Line | Work
+Entry = Line | WorkItem
 Kind = enum.IntEnum("Kind", "ADD RETYPE FREEZE CUT LIVE")  # of rules, in the order in which they are applied
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One edit with its reason; built by `add`, `like`, `retype`, `freeze`, `cut`, `live`."""
+    """One edit with its reason; built by `add`, `like`, `retype`, `freeze_rule`, `cut`, `live`."""
 
     kind: Kind
     reason: str
@@ -130,7 +130,7 @@ def retype(widths: Mapping[Role, float], reason: str) -> Rule:
     return Rule(Kind.RETYPE, reason, bytes_per_value=widths)
 
 
-def freeze(match: str, reason: str) -> Rule:
+def freeze_rule(match: str, reason: str) -> Rule:
     """Remove gradients and states of the parameters that match, which are not trained."""
     return Rule(Kind.FREEZE, reason, match)
 
@@ -161,7 +161,7 @@ class Ledger:
     """Lines and work after all rules, with the bytes of a value by role."""
 
     lines: tuple[Line, ...]
-    work: tuple[Work, ...]
+    work: tuple[WorkItem, ...]
     bytes_per_value: Mapping[Role, float]
     accumulation: int  # micro-batches of a step
 
@@ -216,7 +216,7 @@ def apply_rules(
     if doubled:
         raise ValueError(f"two entries are called {doubled[0][1]!r}")
     lines = tuple(e for e in entries if isinstance(e, Line))
-    work = tuple(e for e in entries if isinstance(e, Work))
+    work = tuple(e for e in entries if isinstance(e, WorkItem))
     return Ledger(lines, work, {**widths, **changed}, accumulation)
 
 
@@ -278,7 +278,7 @@ PHASES = ("forward", "head", LAST, LAST + SCORES, FIRST, FIRST + SCORES, "backwa
 _WORKING = {"forward": "forward", "head": "head", "update": "update", "backward, embedding": "end"}  # else: "backward"
 
 
-def peak(ledger: Ledger, tokens: float) -> Peak:
+def peak_memory(ledger: Ledger, tokens: float) -> Peak:
     """Return the phase with the most memory in a step with micro-batches of `tokens` tokens.
 
     Saved lines shrink and gradients grow evenly while the backward pass goes from the last block to the first, so that

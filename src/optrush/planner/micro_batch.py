@@ -50,7 +50,7 @@ def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Ma
     speeds: list[tuple[float, int]] = []
     for one in possible:
         book, rows = baseline.book(techniques, one, shape, 0.0), one.micro_rows
-        if most is None or ledger.peak(book, rows * T).bytes <= most:
+        if most is None or ledger.peak_memory(book, rows * T).bytes <= most:
             # Without rates the largest is chosen: fewer and larger products are not slower.
             seconds = cost.step_seconds(book, device, rows * T, rates)
             speeds.append((rows if seconds is None else 1 / seconds, rows))

@@ -18,7 +18,7 @@ from optrush import technique
 from optrush.config import Config
 from optrush.data.length_estimate import estimate_fill
 from optrush.errors import ConfigError, ConflictError, NeedsError
-from optrush.hardware import named
+from optrush.hardware import parse_hardware
 from optrush.models.shapes import HF, SHAPES, ModelShape, native_obstacle
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
@@ -93,13 +93,13 @@ def predict(
     """Predict peak memory and speed of a run as configured.
 
     Args:
-        hardware: as in `hardware.named`.
+        hardware: as in `hardware.parse_hardware`.
         ranks: processes; None: the number in the hardware's name.
 
     Raises:
         UserError: the configuration cannot be resolved on this hardware, or the planner does not support its model.
     """
-    device, count = named(hardware)
+    device, count = parse_hardware(hardware)
     resolved = resolve(config, classes, ranks or count, device)
     lengths = estimate_fill(config)
     env = dataclasses.replace(resolved.env, reach=lengths.reach)
@@ -107,7 +107,7 @@ def predict(
     book = baseline.book(resolved.techniques, env, _shape(resolved.hf), lengths.padding)
     rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), resolved.hf, env.span, env.seq)
     return dataclasses.replace(
-        _prediction(book, env, ledger.peak(book, tokens), rates),
+        _prediction(book, env, ledger.peak_memory(book, tokens), rates),
         ceiling_s={} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling),
         host_bytes=round(ledger.hosted(book, tokens)),
     )
@@ -217,7 +217,7 @@ class _Problem:
 
 def _problem(config: Config, hardware: str, classes: Sequence[type[Technique]]) -> _Problem:
     """Resolve the configuration with one row a micro-batch, and of the techniques only the owner of Part.TRAINED."""
-    device, ranks = named(hardware)
+    device, ranks = parse_hardware(hardware)
     batch = config.batch.model_copy(update={"micro_tokens": config.batch.seq})
     kept = {c.name: config.with_[c.name] for c in classes if Part.TRAINED in c.claims and c.name in config.with_}
     resolved = resolve(config.model_copy(update={"with_": kept, "batch": batch}), classes, 1, device)
@@ -326,9 +326,9 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
                 best = (speed, sized, book)
     if best is None:
         assert book is not None
-        return ledger.peak(book, env.seq * (1 if rows % 2 == 0 else rows)).bytes
+        return ledger.peak_memory(book, env.seq * (1 if rows % 2 == 0 else rows)).bytes
     _, env, book = best
-    peak = ledger.peak(book, env.micro_rows * env.seq)
+    peak = ledger.peak_memory(book, env.micro_rows * env.seq)
     return Candidate({t.name: _changed(t) for t in members}, env.micro_rows, _prediction(book, env, peak, rates))
 
 

@@ -13,8 +13,7 @@ from markupsafe import Markup
 from optrush.data.preview import visible
 from optrush.errors import ConfigError
 from optrush.files import write_whole
-from optrush.report.charts import BarRow, bars, describe_bars, histogram, inline_svg
-from optrush.report.page import render, safe_text
+from optrush.report.page import BarRow, bars, describe_bars, histogram, inline_svg, render, safe_text
 
 DATA_PAGE = "data.html"
 CLEANING_PAGE, RECORD = "cleaning.html", "cleaning.json"

@@ -1,15 +1,32 @@
-"""Render the pages of reports, and format the text and figures on them.
+"""Format the text and figures of reports, draw their charts, and render their pages.
 
 A record may come from another machine or an older version. A figure that is missing or no finite number becomes None
 and is shown as a dash; control characters and halves of surrogate pairs are replaced before text reaches a page.
+
+Charts are drawn with matplotlib: as inline SVG that follows light and dark mode, or as PNG. Each function returns a
+figure; `inline_svg` and `png` save it. In SVG the colors of LIGHT become the variables of the page's style sheet, text
+stays text, and the same figure gives the same bytes. Every color has a word or a hatching next to it, and the colors
+are those of Okabe and Ito, which differ for color-blind readers too.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import unicodedata
+import warnings
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Colors of the style sheet, and of the charts.
 LIGHT = {
@@ -142,3 +159,317 @@ def render(template: str, **content: Any) -> str:
         "signed": lambda value: percent(value, signed=True),
     }  # fmt: skip
     return environment.get_template(template).render(light=LIGHT, dark=DARK, **content)
+
+
+# --- charts
+
+SERIES, DASHES = 7, ("-", "--", ":", "-.")  # colors and strokes of curves
+WIDTH, SIDE, ROW = 640, 10, 38  # points: a chart, its margins, a row of bars with its name
+LETTER = 6.8  # points: the average width of a letter of the texts
+NAME = 64  # letters of a name that fit above a bar
+SMALL, NORMAL = 10.5, 11.5  # points: the font of ticks, and of all other text
+
+Points = Sequence[tuple[float, float | None]]
+
+
+@dataclass(frozen=True)
+class BarRow:
+    """One row of a bar chart.
+
+    Attributes:
+        text: is written to the right of the bar.
+        pieces: (begin, end, kind) of each piece; a kind is a color of LIGHT, with " pale" the pale one.
+        low, high: the ends of a whisker.
+        predicted: the place of a tick.
+        failed: an empty hatched bar takes the place of the pieces.
+    """
+
+    name: str
+    text: str
+    pieces: tuple[tuple[float, float, str], ...] = ()
+    low: float | None = None
+    high: float | None = None
+    predicted: float | None = None
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve; a y of None is a gap."""
+
+    name: str
+    points: Points
+    dots: bool = False
+
+
+def describe_bars(rows: Iterable[BarRow]) -> str:
+    """Return a bar chart in words, for screen readers."""
+    return "; ".join(f"{r.name}: {r.text}" for r in rows)
+
+
+def bars(
+    rows: Sequence[BarRow],
+    *,
+    title: str = "",
+    axis: str = "",
+    unit: str = "",
+    log: bool = False,
+    band: float | None = None,
+) -> Figure:
+    """Draw horizontal bars, each under its name.
+
+    Args:
+        title, axis: above and below the chart.
+        unit: of the ticks.
+        log: the axis is logarithmic, so that equal factors have equal lengths; every value must be above zero.
+        band: shades the values of at most this size.
+    """
+    values = [x for r in rows for x in (*(p for a, b, _ in r.pieces for p in (a, b)), r.low, r.high, r.predicted)
+              if x is not None and (x > 0 or not log)]  # fmt: skip
+    if log:
+        low, high = (min(values), max(values)) if values else (1.0, 2.0)
+        low, high = (low / 1.03, high * 1.03) if high / low < 1.5 else (low / 1.1, high * 1.05)
+    else:
+        low, high = min([0.0, *values, *([] if band is None else [-band])]), max([*values, band or 0.0])
+        low, high = low - 0.04 * (high - low) * (low < 0), high if high > low else low + 1
+
+    def place(value: float) -> float:
+        """Return how far right of `low` a value is."""
+        return math.log(value / low) if log else value - low
+
+    ends = []  # of each row, where its text begins
+    for r in rows:
+        marks = [x for x in (r.high, r.predicted) if x is not None]
+        ends.append(max([low if log else 0.0, *(max(a, b) for a, b, _ in r.pieces), *marks]))
+    rooms = [min(0.6, (8 + LETTER * len(r.text)) / (WIDTH - 2 * SIDE)) for r in rows]
+    reach = max([place(high) / 0.95, *(place(end) / (1 - room) for end, room in zip(ends, rooms))])
+    stub = 0.12 * reach  # of a failed row
+    figure, axes = _figure(ROW * max(1, len(rows)), bottom=40 if axis else 24, title=title)
+    axes.set(xlim=(low, low * math.exp(reach) if log else low + reach), ylim=(max(1, len(rows)), 0))
+    if log:
+        axes.set_xscale("log")
+    if band is not None:
+        axes.axvspan(-band, band, color=LIGHT["band"], linewidth=0)
+    for i, (row, end) in enumerate(zip(rows, ends)):
+        _row(axes, row, i + 0.66)
+        if row.failed:
+            end = low * math.exp(stub) if log else low + stub
+            axes.barh(i + 0.66, end - low, 0.4, left=low, facecolor="none", edgecolor=LIGHT["red"], hatch="////")
+        # Names begin at the chart's edge, texts right of the bars.
+        _text(axes, cut_text(row.name, NAME), (0, i + 0.34), axes.get_yaxis_transform(), weight="bold")
+        axes.annotate(row.text, (end, i + 0.66), (6, 0), textcoords="offset points", va="center_baseline",
+                      fontsize=NORMAL, color=LIGHT["ink"], parse_math=False, annotation_clip=False)  # fmt: skip
+    if low < 0:
+        axes.axvline(0, color=LIGHT["soft"], linewidth=1)
+    axes.set_yticks([])
+    _ticks(axes.xaxis, unit, log=log)
+    axes.set_xlabel(axis, fontsize=SMALL, color=LIGHT["soft"])
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def _row(axes: Axes, row: BarRow, y: float) -> None:
+    """Draw the pieces, the whisker and the tick of a row."""
+    for begin, end, kind in row.pieces:
+        name, _, pale = kind.partition(" ")
+        hatch: dict[str, Any] = {"hatch": "////", "edgecolor": LIGHT["card"]} if name == "red" else {}
+        axes.barh(
+            y, end - begin, 0.4, left=begin, facecolor=LIGHT[name], alpha=0.4 if pale else None, linewidth=0, **hatch
+        )
+    if row.low is not None and row.high is not None:
+        axes.hlines(y, row.low, row.high, color=LIGHT["ink"], linewidth=1.2)
+        axes.vlines([row.low, row.high], y - 0.1, y + 0.1, color=LIGHT["ink"], linewidth=1.2)
+    if row.predicted is not None:
+        axes.vlines(row.predicted, y - 0.28, y + 0.28, color=LIGHT["ink"], linewidth=1.8)
+
+
+def curves(
+    series: Sequence[Series], *, title: str = "", axis: str = "", unit: str = "", height: int = 200, zero: bool = False
+) -> Figure:
+    """Draw lines over steps, with a legend if there are several; a curve's None is a gap.
+
+    Args:
+        title, axis: above and below the chart.
+        unit: of the y axis.
+        height: of the plot in points.
+        zero: the y axis begins at zero.
+    """
+    drawn = [s for s in series if any(y is not None for _, y in s.points)]
+    names = len(series) if len(series) > 1 else 0
+    legend = 8 + 19 * math.ceil(names / 2) if names else 0
+    figure, axes = _figure(height, left=62, bottom=(40 if axis else 24) + legend, title=title)
+    handles = []
+    for i, one in enumerate(series):
+        xs = [x for x, _ in one.points]
+        ys = [math.nan if y is None else y for _, y in one.points]
+        style: dict[str, Any] = {"color": LIGHT[f"s{i % SERIES}"], "linestyle": DASHES[i // SERIES % len(DASHES)]}
+        (line,) = axes.plot(xs, ys, linewidth=1.7, **style)
+        alone = [ys[j - 1 : j + 2 if j else 2] for j in range(len(ys))]
+        marks = [j for j, near in enumerate(alone) if one.dots or sum(map(math.isfinite, near)) == 1]
+        marks = [j for j in marks if math.isfinite(ys[j])]
+        axes.plot([xs[j] for j in marks], [ys[j] for j in marks], "o", markersize=4, color=style["color"])
+        handles.append(line)
+    if not drawn:
+        axes.set_axis_off()
+        _text(axes, "no figure", (0.02, 0.5), axes.transAxes)
+    if zero:
+        low, high = axes.dataLim.intervaly if drawn else (0.0, 1.0)
+        axes.set_ylim(min(0.0, low), 1.06 * high or 1.0)
+    _ticks(axes.yaxis)
+    _ticks(axes.xaxis, whole=True)
+    axes.set_xlabel(axis, fontsize=SMALL, color=LIGHT["soft"])
+    axes.set_ylabel(unit, fontsize=SMALL, color=LIGHT["soft"])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(LIGHT["soft"])
+    if names:
+        side = 1 - SIDE / WIDTH
+        box = figure.legend(
+            handles, [str(i) for i in range(names)], loc="lower left", bbox_to_anchor=(SIDE / WIDTH, 0, side, 0.1),
+            ncols=2, frameon=False, fontsize=SMALL, labelcolor=LIGHT["ink"], borderaxespad=0.2, handlelength=2.4,
+        )  # fmt: skip
+        for text, one in zip(box.get_texts(), series):
+            text.set(
+                text=cut_text(one.name, 46), parse_math=False
+            )  # names are set here: "_" and "$" have a meaning above
+    return figure
+
+
+def histogram(
+    edges: Sequence[int], layers: Sequence[tuple[str, Sequence[int]]], marks: Sequence[tuple[float, str]] = ()
+) -> Figure:
+    """Draw counts between edges as bars of equal width, one layer in front of the other.
+
+    Args:
+        edges: (n + 1,) ascending.
+        layers: (kind, (n,) counts) each, the hindmost first.
+        marks: (value, text) of upright lines; those outside the edges are left out.
+    """
+    import numpy as np
+
+    n = len(edges) - 1
+    figure, axes = _figure(150, left=62, bottom=28, top=20)
+    for kind, counts in layers:
+        full = np.flatnonzero(counts)
+        axes.bar(full + 0.5, np.asarray(counts)[full], 0.92, color=LIGHT[kind], linewidth=0)
+    for value, text in marks:
+        if edges[0] <= value <= edges[-1]:
+            at = float(np.interp(value, edges, range(n + 1)))
+            axes.axvline(at, color=LIGHT["ink"], linewidth=1.8)
+            side = {"ha": "left" if at < n / 2 else "right", "va": "bottom"}
+            _text(axes, text, (at, 1.02), axes.get_xaxis_transform(), **side)
+    axes.set_xlim(0, n)
+    every = max(1, math.ceil(n * (LETTER * max(len(short(e)) for e in edges) + 10) / (WIDTH - 62)))
+    axes.set_xticks(range(0, n, every), labels=[short(e) for e in edges[:n:every]])
+    axes.tick_params(axis="x", length=0, pad=8, labelsize=SMALL, labelcolor=LIGHT["soft"])
+    _ticks(axes.yaxis, whole=True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(LIGHT["soft"])
+    return figure
+
+
+def _figure(
+    height: float, *, left: float = SIDE, bottom: float, top: float = 8, title: str = ""
+) -> tuple[Figure, Axes]:
+    """Return a figure and its axes; all sizes in points, so that no layout has to be solved."""
+    from matplotlib.figure import Figure
+
+    top += 22 if title else 0
+    whole = height + bottom + top
+    figure = Figure(figsize=(WIDTH / 72, whole / 72), facecolor="none")
+    axes = figure.add_axes((left / WIDTH, bottom / whole, 1 - (left + SIDE) / WIDTH, height / whole), facecolor="none")
+    axes.set_axisbelow(True)
+    if title:
+        figure.text(
+            SIDE / WIDTH,
+            1 - 8 / whole,
+            cut_text(title, 90),
+            va="top",
+            fontsize=12,
+            color=LIGHT["ink"],
+            parse_math=False,
+        )
+    return figure, axes
+
+
+def _text(axes: Axes, text: str, at: tuple[float, float], transform: Any, **style: Any) -> None:
+    axes.text(*at, text, transform=transform, fontsize=NORMAL, color=LIGHT["ink"], parse_math=False, **style)
+
+
+def _ticks(axis: Any, unit: str = "", *, whole: bool = False, log: bool = False) -> None:
+    """Place round ticks with grid lines; `whole` allows integers only."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = sorted(axis.get_view_interval())
+    wide = log and high / low > 4
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if wide else MaxNLocator(5, integer=whole))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value) + unit))
+    axis.set_tick_params(length=0, labelsize=SMALL, labelcolor=LIGHT["soft"])
+    axis.grid(True, color=LIGHT["grid"], linewidth=1)
+
+
+def swatch(color: str) -> Markup:
+    """Return a square of a color of LIGHT for a legend in HTML."""
+    return Markup('<span class="swatch" style="background: var(--{})" aria-hidden="true"></span>').format(color)
+
+
+# --- saving
+
+
+def png(figure: Figure) -> bytes:
+    """Return the figure as a PNG with a white ground."""
+    return _saved(figure, "png", dpi=150, facecolor="white", metadata={"Software": None})
+
+
+def inline_svg(figure: Figure, title: str, description: str) -> Markup:
+    """Return the figure as an `svg` element for a page.
+
+    It fetches nothing, its colors are the page's variables, and `title` and `description` are its texts for screen
+    readers. Ids depend on the title alone: charts of one page must differ in it.
+    """
+    root = ET.fromstring(_saved(figure, "svg", salt=title))
+    _plain_tree(root)
+    names = {color: name for name, color in LIGHT.items()}
+    used = set(re.findall(r"#([\w-]+)", " ".join(v for e in root.iter() for k, v in e.attrib.items() if k != "style")))
+    used |= set(re.findall(r"url\(#([\w-]+)\)", " ".join(e.get("style", "") for e in root.iter())))
+    for element in root.iter():
+        if element.get("id") not in used:
+            element.attrib.pop("id", None)
+        if style := element.get("style"):
+            variable = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var(--{names[m[0]]})" if m[0] in names else m[0], style)
+            element.set("style", variable)
+    width, height = (root.attrib.pop(k).removesuffix("pt") for k in ("width", "height"))
+    root.attrib.update({"role": "img", "class": "chart", "viewBox": f"0 0 {width} {height}"})
+    heads = [ET.Element("title"), ET.Element("desc")]
+    heads[0].text, heads[1].text = title, description
+    root[:] = [*heads, *root]
+    return Markup(ET.tostring(root, encoding="unicode", short_empty_elements=False))
+
+
+def _plain_tree(element: ET.Element) -> None:
+    """Remove name spaces, metadata and the style sheet that matplotlib adds; HTML needs none of them."""
+    local = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
+    element.tag = element.tag.rpartition("}")[2]
+    element.attrib.clear()
+    element.attrib.update(local)
+    for child in list(element):
+        _plain_tree(child)
+        if child.tag in ("metadata", "style") or (child.tag in ("defs", "g") and not len(child)):
+            element.remove(child)
+    if element.text and not element.text.strip():
+        element.text = None
+    element.tail = "\n" if element.tag in ("g", "path", "text", "defs") else None
+
+
+def _saved(figure: Figure, kind: str, salt: str = "", **options: Any) -> bytes:
+    from matplotlib import rc_context
+
+    written = io.BytesIO()
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": salt or "optrush", "hatch.linewidth": 1.4,
+                                   "font.family": ["DejaVu Sans"]}  # fmt: skip
+    with rc_context(settings), warnings.catch_warnings():
+        # The browser has fonts for letters that DejaVu lacks; in a PNG they become boxes.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        warnings.filterwarnings("ignore", message="Matplotlib currently does not support .* natively")
+        figure.savefig(written, format=kind, **options)
+    return written.getvalue()

@@ -14,11 +14,14 @@ from markupsafe import Markup
 from optrush.config import Config, dump_config, parse_config
 from optrush.errors import ConfigError, DataError, UserError
 from optrush.objectives import FIGURES, unit
-from optrush.report.charts import Points, Series, curves, inline_svg
 from optrush.report.page import (
     DASH,
+    Points,
+    Series,
     amount,
+    curves,
     gib,
+    inline_svg,
     number,
     percent,
     positive,
@@ -26,7 +29,7 @@ from optrush.report.page import (
     safe_text,
     short,
     speed,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from optrush.planner.search import Prediction

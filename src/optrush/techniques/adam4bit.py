@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from optrush.planner.ledger import Rule, Work, like, live
+from optrush.planner.ledger import Rule, WorkItem, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Adam4bit(Technique):
         yield live("update.loop", "one kernel makes no temporaries", gone=True)
         yield live("update", "weights and gradients only", times=3 / 7)
         why = "codes read and written: 180 instructions a value, as long as 20 bytes take (by adam8bit's; not measured)"
-        yield like("states.*", Work("update.codes", why, "step", values=19.0, role="nibble"))
+        yield like("states.*", WorkItem("update.codes", why, "step", values=19.0, role="nibble"))
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from optrush.planner.ledger import Rule, Work, like, live
+from optrush.planner.ledger import Rule, WorkItem, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Adam8bit(Technique):
         yield live("update.loop", "one kernel makes no temporaries", gone=True)
         yield live("update", "weights and gradients only", times=3 / 7)
         why = "codes read and written: 230 instructions a value, as long as 25 bytes take (an H200; others assumed)"
-        yield like("states.*", Work("update.codes", why, "step", values=12.5, role="code"))
+        yield like("states.*", WorkItem("update.codes", why, "step", values=12.5, role="code"))
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:

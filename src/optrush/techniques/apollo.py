@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.planner.ledger import Line, Rule, Work, add, like, live
+from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Apollo(Technique):
         yield live("update.loop", "some rows at a time, and norms in one kernel", gone=True)
         yield live("update", "weights and gradients only", times=3 / 7)
         why = "gradients once more, and steps one operator at a time"
-        yield like("weights.*", Work("update.steps", why, "step", values=15.0, role="wide"))
+        yield like("weights.*", WorkItem("update.steps", why, "step", values=15.0, role="wide"))
         if env.shape is None:
             return
         s, flop = env.shape, 0.0
@@ -72,7 +72,7 @@ class Apollo(Technique):
         why = "AdamW: a mean and a mean square each"
         yield add(Line("states.vectors of blocks", why, 2.0 * vectors, "state", "always"))
         launches = LAUNCHES + 40 * (4 * s.layers + 1)
-        yield add(Work("update.sketch", "gradients times signs", "step", flop=flop, launches=launches))
+        yield add(WorkItem("update.sketch", "gradients times signs", "step", flop=flop, launches=launches))
         why = "float32 copies of the rows under way"
         line = Line("update.rows", why, 3.0 * min(ROOM, s.vocab * s.width), "wide", "update")
         if Part.UPDATE not in env.claimed:

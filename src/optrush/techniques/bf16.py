@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from optrush.planner.baseline import rounded_update
-from optrush.planner.ledger import Line, Role, Rule, Work, like, retype
+from optrush.planner.ledger import Line, Role, Rule, WorkItem, like, retype
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, demand_triton
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Bf16(Technique):
             why = "what rounding took from each weight"
             yield like("weights.*", Line("states.compensation", why, 1.0, "weight", "always"))
             why = "the same read and written"
-            yield like("weights.*", Work("update.compensation", why, "step", values=2.0, role="weight"))
+            yield like("weights.*", WorkItem("update.compensation", why, "step", values=2.0, role="weight"))
 
     def model(self, trainer: Trainer) -> int:
         import torch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import COMPILED, Rule, Work, add, live
+from optrush.planner.ledger import COMPILED, Rule, WorkItem, add, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, compilers, digest
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Compile(Technique):
         for way, kernels in (("forward", 16), ("backward", 31)):
             why = f"about {kernels} kernels a block"
             launches = COMPILED * kernels * env.blocks
-            yield add(Work(f"{way}.compiled.launches", why, "micro", launches=launches))
+            yield add(WorkItem(f"{way}.compiled.launches", why, "micro", launches=launches))
 
     def compile(self, trainer: Trainer) -> int:
         import torch

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import Line, Rule, Work, add, live
+from optrush.planner.ledger import Line, Rule, WorkItem, add, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class CudaGraphs(Technique):
         n = env.accumulation
         yield live("*.launches", "started as one graph", gone=True)
         yield add(
-            Work("window", "one graph, and copies of its batches", "step", launches=1 + 10 * n),
+            WorkItem("window", "one graph, and copies of its batches", "step", launches=1 + 10 * n),
             Line("window.batches", "copies of the window's batches, at fixed places", 28 * n, "byte", "always", True),
         )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from optrush.planner.ledger import Line, Rule, Work, add, like
+from optrush.planner.ledger import Line, Rule, WorkItem, add, like
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Ddp(Technique):
         why = "a gradient larger than a bucket is copied alone: the embedding's"
         yield like("gradients.embedding", Line("bucket of the embedding", why, 1.0, "gradient", "end"))
         why = "2 (n-1)/n of the gradients' bytes to other ranks"
-        yield like("gradients.*", Work("reduce", why, "step", unit="link", values=2 * (n - 1) / n, role="gradient"))
+        yield like("gradients.*", WorkItem("reduce", why, "step", unit="link", values=2 * (n - 1) / n, role="gradient"))
 
     def wrap_step(self, trainer: Trainer) -> int:
         assert trainer.world.mesh is not None

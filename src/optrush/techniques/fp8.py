@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from optrush.planner.ledger import Line, Role, Rule, Work, like, live
+from optrush.planner.ledger import Line, Role, Rule, WorkItem, like, live
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ class Fp8(Technique):
         for name in self._chosen:
             for kind, (line, share), moved in (("inputs", ENTERS[name], 7.0), ("gradients", LEAVES[name], 6.0)):
                 why = f"{kind} of {name} rounded to 8 bits"
-                yield like(f"saved.{line}", Work(f"fp8.{kind}.{name}", why, "token", values=moved * share))
+                yield like(f"saved.{line}", WorkItem(f"fp8.{kind}.{name}", why, "token", values=moved * share))
         why = "weights rounded to 8 bits, in the forward and in the backward pass"
         share = 1.0 if self.targets == "all" else MLP_SHARE
-        yield like("casts.blocks", Work("fp8.weights", why, "micro", values=11.0 * share))
+        yield like("casts.blocks", WorkItem("fp8.weights", why, "micro", values=11.0 * share))
 
     def _kept(self, env: Environment) -> Iterator[Rule]:
         """Inputs that no compiler can make again, in 8 bits; it makes the others, and rounds them, again. What enters

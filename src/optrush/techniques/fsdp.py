@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from optrush.planner.ledger import Rule, Work, cut, like, live
+from optrush.planner.ledger import Rule, WorkItem, cut, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
@@ -67,10 +67,10 @@ class Fsdp(Technique):
         share = (n - 1) / n
         why = f"weights gathered {'twice' if self.stage == 3 else 'once'} a micro-batch"
         times = share * (2 if self.stage == 3 else 1)
-        yield like("weights.*", Work("gather", why, "micro", unit="link", values=times, role="product"))
+        yield like("weights.*", WorkItem("gather", why, "micro", unit="link", values=times, role="product"))
         why = "gradients reduced"
         per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
-        yield like("gradients.*", Work("reduce", why, per, unit="link", values=share, role="gradient"))
+        yield like("gradients.*", WorkItem("reduce", why, per, unit="link", values=share, role="gradient"))
 
     def shard(self, trainer: Trainer) -> int:
         import torch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optrush.errors import NeedsError
 from optrush.peft.ledger import demand_compilers, sizes, tiles
-from optrush.planner.ledger import Line, Rule, Work, add, like, live
+from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
 from optrush.technique import (
     Environment,
     ModelSpec,
@@ -251,10 +251,10 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
             if name in writers and (bare or not padding.get(writers[name], False)):
                 n, what = (width, "input") if way == "forward" else (rows, "gradient")
                 why = f"{name}'s {what}, and A x or its gradient"
-                yield add(Work(f"{way}.beside.{name}", why, "token", values=2.0 * L * n, role="product"))
+                yield add(WorkItem(f"{way}.beside.{name}", why, "token", values=2.0 * L * n, role="product"))
             if bare and way == ("forward" if name == "gate_up" else "backward"):
                 why, weight = f"{name}'s weight next to its adapter's", rows * width
-                moved = Work(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
+                moved = WorkItem(f"{way}.beside.weights", why, "micro", values=2.0 * L * weight, role="product")
                 yield add(Line(f"working.beside.{way}", why, weight, "product", way), moved)
         room += (rows + many * (name != "gate_up")) * (width + many) - rows * width
     if not (bare or quantized):

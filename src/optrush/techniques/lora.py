@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.peft import io, ledger
-from optrush.planner.ledger import OURS, Line, Rule, Work, add
+from optrush.planner.ledger import OURS, Line, Rule, WorkItem, add
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
@@ -116,25 +116,29 @@ class Lora(Technique):
         yield add(
             Line("saved.low", why, L * (low + rows * self.dora), "product", "saved", True, L),
             Line("saved.laid", copies, L * laid, "product", "saved", blocks=L),
-            Work("forward.adapters", "2 a value of A and of B over all rows", "token", 2 * L * laid),
-            Work("backward.adapters", "4 likewise", "token", 4 * L * laid),
+            WorkItem("forward.adapters", "2 a value of A and of B over all rows", "token", 2 * L * laid),
+            WorkItem("backward.adapters", "4 likewise", "token", 4 * L * laid),
         )
         for way, kernels in (("forward", 3), ("backward", 7)):
             each = OURS if Part.COMPILED in env.claimed else 1.0  # else assumed, not measured
             launches = each * kernels * len(keep) * L
-            yield add(Work(f"{way}.adapters.launches", f"{kernels} kernels a linear", "micro", launches=launches))
+            yield add(WorkItem(f"{way}.adapters.launches", f"{kernels} kernels a linear", "micro", launches=launches))
         if self.dora:
             yield add(
-                Work("forward.lengths", "W A^T and B (A A^T), the second in float32", "micro", 2 * L * crossed),
-                Work("forward.measured", "W read twice for lengths", "micro", values=2 * L * weights, role="product"),
-                Work("forward.scaled", "the sum read and written", "token", values=2 * L * rows, role="product"),
-                Work("backward.scaled", "both gradients of a product", "token", values=4 * L * rows, role="product"),
+                WorkItem("forward.lengths", "W A^T and B (A A^T), the second in float32", "micro", 2 * L * crossed),
+                WorkItem(
+                    "forward.measured", "W read twice for lengths", "micro", values=2 * L * weights, role="product"
+                ),
+                WorkItem("forward.scaled", "the sum read and written", "token", values=2 * L * rows, role="product"),
+                WorkItem(
+                    "backward.scaled", "both gradients of a product", "token", values=4 * L * rows, role="product"
+                ),
             )
         if self.dora and Part.LINEARS in env.claimed:
             why = "W made dense once more, for the lengths"
             yield add(
-                Work("forward.measured.packed", why, "micro", values=L * weights, role="stored"),
-                Work("forward.measured.unpacked", why, "micro", values=L * weights, role="product"),
+                WorkItem("forward.measured.packed", why, "micro", values=L * weights, role="stored"),
+                WorkItem("forward.measured.unpacked", why, "micro", values=L * weights, role="product"),
             )
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from optrush.errors import NeedsError
-from optrush.planner.ledger import Line, Rule, Work, add, like, live
+from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
 
 if TYPE_CHECKING:
@@ -65,12 +65,12 @@ class Muon(Technique):
         yield like("weights.blocks", Line("states.momentum", why, 1.0, "state", "always"))
         yield live("update.loop", "all matrices of a shape together, the rest in one kernel", gone=True)
         why = "momenta, and steps before and after the products, one operator at a time"
-        yield like("weights.blocks", Work("update.steps", why, "step", values=30.0, role="wide"))
+        yield like("weights.blocks", WorkItem("update.steps", why, "step", values=30.0, role="wide"))
         if env.shape is not None:
             s = env.shape
             flop = s.layers * sum(2.0 * r * r * (2 * c + r) for r, c in map(sorted, pieces(s))) * self.iterations
             why = f"{self.iterations} iterations of three products for each matrix"
-            yield add(Work("update.orthogonal", why, "step", flop=flop, launches=35 * 4 * s.layers))
+            yield add(WorkItem("update.orthogonal", why, "step", flop=flop, launches=35 * 4 * s.layers))
             why = "float32 steps of the matrices under way, and what makes them orthogonal"
             width = 3.0 if env.device.kind == "cuda" else 5.0  # products of bfloat16, or of float32
             early = Part.UPDATE in env.claimed

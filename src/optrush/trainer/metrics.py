@@ -30,8 +30,7 @@ from torch import Tensor
 
 from optrush.data.batch import Batch
 from optrush.errors import RunError
-from optrush.report.charts import Series, curves, png
-from optrush.report.page import safe_text
+from optrush.report.page import Series, curves, png, safe_text
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from optrush.config import LOGIN, Config, refuse_secrets, scrubbed
-from optrush.config import Tracker as Options
+from optrush.config import TrackerConfig as Options
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.launch import TRACKER_THREAD, launched
 from optrush.technique import library
