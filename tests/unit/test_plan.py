@@ -80,7 +80,7 @@ def test_every_named_device_is_known():
         assert (device.peak_flop_s is None) == (device.capability < (8, 0))
     assert hardware.parse_hardware("8xa100-80") == (hardware.NAMED["a100-80"], 8)
     assert hardware.parse_hardware("cpu")[0].memory_bytes > 2**30
-    assert hardware.parse_hardware("2xcpu")[0].memory_bytes == hardware.named("cpu")[0].memory_bytes // 2
+    assert hardware.parse_hardware("2xcpu")[0].memory_bytes == hardware.parse_hardware("cpu")[0].memory_bytes // 2
 
 
 def test_work_by_item():
@@ -97,9 +97,25 @@ def test_work_by_item():
     assert {e.name for e in two.work if e.where == "link"} == {"gather", "reduce"}
 
 
-def test_options_that_the_run_asks_for_are_tried():
-    found = search.search(llama(bf16={}, attention={}, compile={"scope": "model"}), "h200")
-    assert "with compile:scope=model" in dict(found.lost) or found.settings[0].with_["compile"] == {"scope": "model"}
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("bf16", {"rounding": "kahan"}, ["rounding"]),
+        ("fused-kernels", {"norm": True, "rope": True}, ["norm", "rope"]),
+        ("fused-loss", {"impl": "liger", "chunk": 1024}, ["chunk"]),
+    ],
+)
+def test_a_configured_option_that_no_variant_sets_stays(name, given, kept):
+    """The technique itself may be left out, as any other that the search chooses."""
+    found = search.search(llama(**{name.replace("-", "_"): given}), "h200", best=100)
+    having = [s.with_[name] for s in found.settings if name in s.with_]
+    assert having and all(options[key] == given[key] for options in having for key in kept)
+
+
+def test_options_that_the_search_chooses_are_tried_next_to_the_runs_own():
+    found = search.search(llama(bf16={}, attention={}, recompute={"every": 4}), "h200")
+    assert {"with recompute", "with recompute:every=2", "with recompute:every=4"} <= dict(found.lost).keys()
+    assert "without bf16" in dict(found.lost) or "with amp" in dict(found.lost)
 
 
 def test_a_technique_that_wants_the_whole_step_stays_in_the_search():

@@ -243,10 +243,13 @@ def _options(
         if keep_maths and cls.numerics is Numerics.DIFFERENT_MATHS:
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
-        own = instantiate([cls], {cls.name: configured[cls.name]}) if cls.name in configured else []
-        tried = _variants(cls, env)
-        # The run's own options are tried too; a technique without variants that the run has is never left out.
-        options.append([*([None] if tried or not own else []), *dict.fromkeys([*tried, *own])])
+        given, variants = configured.get(cls.name), list(cls.variants(env))
+        # Configured options that no variant sets stay in each of them; the run's own values of the others are tried too.
+        kept = {k: v for k, v in (given or {}).items() if not any(k in variant for variant in variants)}
+        tried = [*({**variant, **kept} for variant in variants), *([] if given is None else [given])]
+        group = dict.fromkeys(instantiate([cls], {cls.name: o})[0] for o in tried)
+        # A technique without variants that the run has is never left out.
+        options.append([*([None] if variants or given is None else []), *group])
     return options, unmet
 
 
