@@ -279,7 +279,7 @@ def test_several_folders(
     page = (tmp_path / "report.html").read_text()
     _sound(page)
     assert _sections(page) == ["machines", "environment", "runs"]
-    for said in ("Ladder single-gpu", "A: NVIDIA H200, B: NVIDIA L4", "not climbed", "570", "2.4140", "first-machine"):
+    for said in ("Ladder single-gpu", "A: NVIDIA H200, B: NVIDIA L4", "not measured", "570", "2.4140", "first-machine"):
         assert said in page, said
     assert call(first, second, "--out", "both.html")[:2] == (0, "both.html\n")
     assert not (first / "report.html").exists()

@@ -35,7 +35,7 @@ def bench(
     limit: Annotated[
         float | None, typer.Option("--limit", min=1, metavar="SECONDS", help="what one process may take at most")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with a climb that was stopped")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue a bench that was stopped")] = False,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
     without: Without = [],  # noqa: B006

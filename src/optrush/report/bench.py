@@ -67,11 +67,11 @@ def write_bench(folder: Path) -> None:
     records = _records(folder)
     shown, replaced = read_rungs(records)
     title = _joined(records, "ladder") or folder.resolve().name
-    climbed = [r for r in shown if r.mode == "cumulative"]
+    cumulative = [r for r in shown if r.mode == "cumulative"]
     page = render("bench.html.j2", **_bench(records, shown, title, replaced))
     marks = "whiskers: quartiles; tick: predicted"
-    speeds = png(bars(_speed_rows(climbed), title=f"{title}: tokens/s", axis=f"tokens/s, median; {marks}"))
-    peaks = png(bars(_memory_rows(climbed), title=f"{title}: peak memory", axis="GiB; tick: predicted"))
+    speeds = png(bars(_speed_rows(cumulative), title=f"{title}: tokens/s", axis=f"tokens/s, median; {marks}"))
+    peaks = png(bars(_memory_rows(cumulative), title=f"{title}: peak memory", axis="GiB; tick: predicted"))
     for name, content in ((SPEED, speeds), (MEMORY, peaks), (PAGE, page)):
         write_whole(folder / name, content)
 
@@ -125,9 +125,9 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     except UnicodeDecodeError as error:
         path = folder / record.RECORDS
         place = path.read_bytes()[: error.start].count(b"\n") + 1
-        raise DataError(f"{path}:{place}", "not UTF-8", "restore the file, or climb again") from None
+        raise DataError(f"{path}:{place}", "not UTF-8", "restore the file, or measure again") from None
     if not found:
-        raise DataError(f"the records of {folder}", "the file is empty", "climb again: optrush bench")
+        raise DataError(f"the records of {folder}", "the file is empty", "measure again: optrush bench")
     return found
 
 
@@ -296,7 +296,7 @@ def _proof(proof: object) -> str:
 def ladder_summary(shown: Sequence[RungResult]) -> str:
     """Return the ladder in one paragraph: first and last figures, counts of rungs, red and failed ones."""
     own = [r for r in shown if not r.peer]
-    climbed = [r for r in own if r.mode == "cumulative" and not r.failed]
+    cumulative = [r for r in own if r.mode == "cumulative" and not r.failed]
     counts = [
         amount(len([r for r in own if r.mode == "cumulative"]), "rung"),
         f"{sum(_is_red(r) and not r.failed for r in own)} red",
@@ -305,9 +305,9 @@ def ladder_summary(shown: Sequence[RungResult]) -> str:
     counts += [f"{n} within the noise" for n in (sum(r.kind == "noise" for r in own),) if n]
     counts += [f"{n} measured without one technique" for n in (sum(r.mode != "cumulative" for r in own),) if n]
     tally = ", ".join(counts)
-    if not climbed:
+    if not cumulative:
         return f"No rung of the ladder has a figure; {tally}."
-    first, last = climbed[0], climbed[-1]
+    first, last = cumulative[0], cumulative[-1]
     if first is last:
         return f"{speed(first.speed)} tokens/s, peak {gib(first.peak)} GiB ({first.name}); {tally}."
     if first.longest is not None and last.longest is not None:
@@ -317,7 +317,7 @@ def ladder_summary(shown: Sequence[RungResult]) -> str:
         f"From {speed(first.speed)} to {speed(last.speed)} tokens/s: {times(ratio(last.speed, first.speed))}, "
         f"peak {gib(first.peak)} → {gib(last.peak)} GiB; {tally}."
     )
-    best = max(climbed, key=lambda r: r.speed or 0)
+    best = max(cumulative, key=lambda r: r.speed or 0)
     if best is not last:
         text += f" The fastest rung is “{best.name}” with {speed(best.speed)} tokens/s."
     return text
@@ -422,7 +422,7 @@ def versus_summary(pairs: Sequence[Versus]) -> str:
 
 
 def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title: str, replaced: int) -> dict[str, Any]:
-    climbed = [r for r in shown if r.mode == "cumulative"]
+    cumulative = [r for r in shown if r.mode == "cumulative"]
     without = [r for r in shown if r.mode != "cumulative"]
     drawn = [r for r in shown if not r.peer and any(x is not None for x in r.losses)]
     kinds = sorted({r.memory_kind for r in shown if r.memory_kind})
@@ -439,9 +439,9 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title:
         "versus_said": versus_summary(versus(shown)),
         "longest": [r for r in shown if r.longest is not None],
         "memory_said": "; ".join(KINDS.get(k, k) for k in kinds),
-        "speed_chart": _drawn("Tokens a second of each rung", _speed_rows(climbed)),
-        "memory_chart": _drawn("Peak memory of each rung", _memory_rows(climbed)),
-        "gains_chart": _gains_chart([r for r in climbed if not r.peer]),
+        "speed_chart": _drawn("Tokens a second of each rung", _speed_rows(cumulative)),
+        "memory_chart": _drawn("Peak memory of each rung", _memory_rows(cumulative)),
+        "gains_chart": _gains_chart([r for r in cumulative if not r.peer]),
         "predicted_said": prediction_summary([r for r in shown if not r.peer]),
         "predicted_charts": _predicted_charts([r for r in shown if not r.peer]),
         "roof": roofline_section(records),
@@ -623,7 +623,7 @@ def _side_by_side(ladder: str, names: Sequence[str], machines: Sequence[_Machine
             label = f"{cut_text(name, 56)} · {m.letter}" if n == 0 else m.letter
             r = m.rungs.get(name)
             if r is None or r.failed or r.speed is None:
-                rows.append(BarRow(label, "not climbed" if r is None else cut_text(f"failed: {r.first_words}", 34)))
+                rows.append(BarRow(label, "not measured" if r is None else cut_text(f"failed: {r.first_words}", 34)))
             else:
                 rows.append(BarRow(label, f"{speed(r.speed)}{_note(r)}", ((0, r.speed, m.color),)))
     return _drawn(f"Tokens a second, ladder {ladder}", rows)
