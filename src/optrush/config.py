@@ -1,6 +1,6 @@
-"""The YAML as one frozen, strict model: what a run was asked to do. Inert: no I/O, no torch, no rules between fields.
+"""Parse the YAML of a run into one frozen, strict model. Inert: no I/O, no torch, no rules between fields.
 
-Text -> `document` (values with the line each stands on) -> flags laid over it -> `Run`. Every mistake becomes one
+Text -> `parse_yaml` (values, and the line of each) -> flags laid over them -> `Config`. Every mistake becomes one
 ConfigError that names file, line and the nearest name. Aliases are refused: a training file has no use for them, and
 they are how a small YAML becomes a large one.
 """
@@ -20,26 +20,27 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from optrush.errors import ConfigError
 
-Keys = tuple[str | int, ...]  # where a value stands in the YAML
+Keys = tuple[str | int, ...]  # the place of a value in the YAML
 _KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
+_TEXT = "tag:yaml.org,2002:str"
 _PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)
 LOGIN = re.compile(r"(?<=://)[^/\s@]+@")  # user:password@ of an address, or a token alone
-# YAML 1.1 reads 1e-5 as text; everybody who writes it means a number.
+# YAML 1.1 reads 1e-5 as text; it is meant as a number.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the text that `parse` would take for a number."""
+    """Quotes text that `parse_yaml` would take for a number."""
 
 
-def _quoted(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if _NUMBER.match(text) else None)
+_Dumper.add_representer(
+    str, lambda dumper, text: dumper.represent_scalar(_TEXT, text, style="'" if _NUMBER.match(text) else None)
+)
 
 
-_Dumper.add_representer(str, _quoted)
+class StrictModel(BaseModel):
+    """Base of what is read from YAML: frozen, no unknown keys, no conversions, finite numbers."""
 
-
-class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
@@ -60,6 +61,7 @@ def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Text = Annotated[str, Field(min_length=1)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 Cadence = Annotated[float, Field(gt=0), AfterValidator(_cadence)]
 File = Annotated[str, BeforeValidator(_home), Field(min_length=1)]
 
@@ -68,7 +70,7 @@ def _short_model(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
-class Model(_Part):
+class Model(StrictModel):
     """Which model: a Hugging Face folder (or the built-in `tiny`), or a named shape with random weights."""
 
     path: File | None = None
@@ -83,14 +85,14 @@ class Model(_Part):
 Bounds = Annotated[tuple[float | None, float | None], Strict(False)]  # [least, most]; null: none
 
 
-class Origin(_Part):
+class Origin(StrictModel):
     """One of several sources; `weight` is how often each of its documents is read in an epoch (0.5: half of them)."""
 
     path: File
     weight: Annotated[float, Field(gt=0)] = 1.0
 
 
-class Items(_Part):
+class Items(StrictModel):
     """What is counted in a row: the entries of a list, or what a pattern finds in a text."""
 
     field: str = "text"  # a key of the row, dotted: meta.ingredients; `text` is all of the row's text
@@ -99,20 +101,20 @@ class Items(_Part):
     rarest: Annotated[int, Field(ge=2)] | None = None  # so are rows with an item that fewer rows than this have
 
 
-class Cleaning(_Part):
+class Cleaning(StrictModel):
     """Which rows are taken out before training, in this order; what is not named is not looked at."""
 
     chars: Bounds | None = None  # of the row's text
     tokens: Bounds | None = None
     items: Annotated[tuple[Items, ...], Strict(False)] = ()
-    repeated_lines: Annotated[float, Field(ge=0, lt=1)] | None = None  # most of a row's characters in repeated lines
+    repeated_lines: Share | None = None  # most of a row's characters in repeated lines
     language: Annotated[tuple[str, ...], Strict(False)] = ()  # codes such as en: rows in others are taken out
     exact_duplicates: bool = False
     near_duplicates: Annotated[float, Field(gt=0, lt=1)] | None = None  # Jaccard similarity from which rows are one
     decontaminate: File | None = None  # rows that share text with this file's are taken out
 
 
-class Data(_Part):
+class Data(StrictModel):
     """Which documents; exactly one of path, sample, random."""
 
     path: File | Annotated[tuple[File | Origin, ...], Strict(False), Field(min_length=1)] | None = None
@@ -138,7 +140,7 @@ class Data(_Part):
         return tuple(Origin(path=p) if isinstance(p, str) else p for p in paths)
 
 
-class BatchSize(_Part):
+class BatchSize(StrictModel):
     """Slots (rows x T), padding included: of a row, of a step over all ranks, of one rank's micro-batch."""
 
     seq: Annotated[int, Field(ge=2)] = 2048
@@ -146,20 +148,17 @@ class BatchSize(_Part):
     micro_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
 
 
-class Optim(_Part):
+class Optim(StrictModel):
     lr: Annotated[float, Field(gt=0)] = 2e-5
     schedule: Literal["cosine", "constant", "linear"] = "cosine"
     warmup: Annotated[float, Field(ge=0), AfterValidator(_cadence)] = 0.03
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Strict(False)] = (
-        0.9,
-        0.95,
-    )
+    betas: Annotated[tuple[Share, Share], Strict(False)] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     clip: Annotated[float, Field(gt=0)] | None = 1.0
 
 
-class Training(_Part):
+class Training(StrictModel):
     """`*_every` below 1 is a fraction of the run, from 1 on a number of steps."""
 
     epochs: Annotated[float, Field(gt=0)] = 1.0
@@ -173,7 +172,7 @@ class Training(_Part):
     clean: bool = False
 
 
-class Dpo(_Part):
+class Dpo(StrictModel):
     """Of `objective: dpo`: the loss of a pair, and where its reference comes from (docs/dpo.md)."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
@@ -186,18 +185,18 @@ def _short_tracker(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
-class TrackerConfig(_Part):
-    """Where a run is reported to, beside its own folder (docs/trackers.md)."""
+class TrackerConfig(StrictModel):
+    """Where a run is reported to in addition to its own folder (docs/trackers.md)."""
 
     name: Literal["mlflow", "wandb"]
     project: Text = "optrush"
     run: Text | None = None  # its name there; the output folder's
-    uri: Text | None = None  # of the server; None: as the tracker's own environment says
+    uri: Text | None = None  # of the server; None: from the tracker's own environment
     offline: bool = False  # files in the output folder, for later
     artifacts: Literal["all", "model", "none"] = "all"  # all: checkpoints and the final model
 
 
-class Config(_Part):
+class Config(StrictModel):
     model: Annotated[Model, BeforeValidator(_short_model)]
     objective: Literal["pretrain", "sft", "dpo"]
     dpo: Dpo | None = None  # None: its defaults, where the objective is dpo
@@ -212,7 +211,7 @@ class Config(_Part):
 
 
 def dump_config(config: Config) -> str:
-    """The run as YAML that `parse` reads back to the same Run."""
+    """Return the configuration as YAML that `parse_config` reads back to the same one."""
     data = config.model_dump(mode="json", by_alias=True, exclude_none=True)
     if config.optim.clip is None:  # the one value whose absence means something else
         data["optim"]["clip"] = None
@@ -222,10 +221,10 @@ def dump_config(config: Config) -> str:
 def parse_config(
     text: str, where: str, sets: Iterable[str] = (), withs: Iterable[str] = (), withouts: Iterable[str] = ()
 ) -> Config:
-    """YAML text and the flags laid over it, in the order --set, --with, --without, into a checked Run.
+    """Parse YAML text with the flags laid over it, in the order --set, --with, --without.
 
     Raises:
-        ConfigError: naming `where`:line (or the flag), what was found and the nearest name.
+        ConfigError: names `where`:line (or the flag), what was found and the nearest name.
     """
     data, lines = parse_yaml(text, where)
     flags: dict[Keys, str] = {}
@@ -257,7 +256,7 @@ def parse_config(
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise _explain(error, where, lines, flags) from None
+        raise explain(error, where, lines, flags, Config) from None
 
 
 # Techniques that are options of another one now: its name, the option with its value, and the old option it takes over.
@@ -296,7 +295,11 @@ def current_techniques(with_: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
 
 
 def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
-    """YAML text as plain values, and the line of every key; refuses duplicates, aliases, tags, and non-mappings."""
+    """Return YAML text as plain values, and the line of every key.
+
+    Raises:
+        ConfigError: not YAML; a key twice, an alias, a tag; no mapping at the top.
+    """
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -317,7 +320,7 @@ def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
 
 
 def parse_scalar(text: str) -> Any:
-    """One value as a flag gives it, by YAML's rules and the rule for 1e-5."""
+    """Return the value of a flag, by YAML's rules and the rule for 1e-5."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
@@ -326,7 +329,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to do about an unknown name: the nearest known one, or the list."""
+    """Return a hint for an unknown name: the nearest known one, or the list."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, 1, 0.6)
     return f"did you mean `{close[0]}`?" if close else "known: " + ", ".join(known)
@@ -350,7 +353,7 @@ def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> A
     if isinstance(node, yaml.SequenceNode):
         return [_plain(n, (*path, i), where, lines) for i, n in enumerate(node.value)]
     plain = isinstance(node, yaml.ScalarNode) and node.style is None
-    if plain and node.tag == "tag:yaml.org,2002:str" and _NUMBER.match(node.value):
+    if plain and node.tag == _TEXT and _NUMBER.match(node.value):
         return float(node.value)
     loader = yaml.SafeLoader("")
     try:
@@ -363,9 +366,8 @@ def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> A
 
 
 def _reason(error: Exception) -> str:
-    """What YAML says, in one line."""
-    said = [getattr(error, name, None) for name in ("context", "problem")]
-    return ", ".join(text for text in said if text) or str(error).splitlines()[0]
+    texts = [getattr(error, name, None) for name in ("context", "problem")]
+    return ", ".join(filter(None, texts)) or str(error).splitlines()[0]
 
 
 def _section(data: dict[str, Any], key: str, asked: str) -> dict[str, Any]:
@@ -392,8 +394,10 @@ def _set(data: dict[str, Any], flag: str) -> Keys:
     return tuple(keys)
 
 
-def _explain(error: ValidationError, where: str, lines: dict[Keys, int], flags: dict[Keys, str]) -> ConfigError:
-    """The first mistake of many, in the house's three lines."""
+def explain(
+    error: ValidationError, where: str, lines: Mapping[Keys, int], flags: Mapping[Keys, str], root: type[StrictModel]
+) -> ConfigError:
+    """Return the first mistake of a file, whose whole is a `root`, and of its flags as a three-line error."""
     problems = error.errors()
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     path = _path(first["loc"])
@@ -402,54 +406,50 @@ def _explain(error: ValidationError, where: str, lines: dict[Keys, int], flags: 
             path = path[:-1]
     name = ".".join(map(str, path))
     flag = flags.get(path)
-    line = lines.get(path) or lines.get(path[:-1])
-    place = f"{flag}: `{name}`" if flag else f"{where}:{line}: `{name}`" if path in lines else f"{where}: `{name}`"
     if first["type"] == "missing":
-        return ConfigError(f"{where}: `{name}`", "it is missing", f"add `{name}:`")
+        line = lines.get(path[:-1]) if len(path) > 1 else None
+        place = f"{where}:{line}" if line else where
+        return ConfigError(f"{place}: `{name}`", "it is missing", f"add `{path[-1]}:`")
+    place = flag or (f"{where}:{lines[path]}" if path in lines else where)
     if first["type"] == "extra_forbidden":
-        return ConfigError(place, "no such key", nearest(str(path[-1]), _fields(path[:-1])))
-    said = [p["msg"] for p in problems if _path(p["loc"])[: len(path)] == path]
+        return ConfigError(f"{place}: `{name}`", "no such key", nearest(str(path[-1]), yaml_keys(root, path)))
+    messages = [p["msg"] for p in problems if _path(p["loc"])[: len(path)] == path]
     place, found = (LOGIN.sub("***@", text) for text in (place, f"{first['input']!r}"))  # no password is repeated
-    return ConfigError(place, found, " or ".join(dict.fromkeys(m[0].lower() + m[1:] for m in said)))
+    do = " or ".join(dict.fromkeys(m[0].lower() + m[1:] for m in messages))
+    return ConfigError(f"{place}: `{name}`", found, do)
 
 
 def _path(loc: Keys) -> Keys:
-    """Where a mistake lies, without the names that pydantic gives to the branches of a union."""
+    """Return the place of a mistake without the names that pydantic gives to the branches of a union."""
     return tuple(p for p in loc if not (isinstance(p, str) and re.search(r"[\[\(]|^(str|int|float)$", p)))
 
 
-def _fields(path: Keys) -> list[str]:
-    part: type[BaseModel] = Config
-    for key in path:
-        if str(key) in part.model_fields:  # not a place in a list
-            part = _model(part.model_fields[str(key)].annotation) or Config
-    return [f.alias or name for name, f in part.model_fields.items()]
+def yaml_keys(part: type[BaseModel], path: Keys = ()) -> list[str]:
+    """Return the keys that a YAML file may have next to the one at `path`."""
+    for key in map(str, path[:-1]):
+        if key in part.model_fields:  # not a place in a list
+            part = _model(part.model_fields[key].annotation) or part
+    return [f.alias or name for name, f in part.model_fields.items() if not f.exclude]
 
 
 def _model(annotation: Any) -> type[BaseModel] | None:
-    """The mapping that a key may hold: X | None, or a list of X."""
+    """Return the mapping that a key may hold: X | None, or a list of X."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((m for a in get_args(annotation) if (m := _model(a))), None)
 
 
-# --- What must never be written: passwords in a configuration, and the environment's secrets in somebody's message.
-# Pure.
+# --- secrets
 #
 # A run writes its configuration into run.yaml, into every checkpoint and to its tracker; so an address with a password
-# in it is refused, and the answer does not repeat it.
-
+# in it is refused, and the error does not repeat it.
 
 _NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _SHORTEST = 6  # a shorter value would be found in ordinary words
 
 
 def refuse_secrets(config: Config) -> None:
-    """Refuses a configuration that holds a password.
-
-    Raises:
-        ConfigError: naming the key, not the value.
-    """
+    """Raise ConfigError, with the key and not the value, where a configuration contains a password."""
     for key, value in _texts(config.model_dump(mode="json", by_alias=True)):
         if LOGIN.search(value):
             do = "take it out; put it where the library that opens the address looks for it, such as its environment"
@@ -457,7 +457,7 @@ def refuse_secrets(config: Config) -> None:
 
 
 def scrubbed(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """A message of another's, without what the environment holds as secrets and without passwords in addresses."""
+    """Return a foreign message without the environment's secrets and without passwords in addresses."""
     for name, value in environment.items():
         if _NAME.search(name) and len(value) >= _SHORTEST:
             text = text.replace(value, "***")
@@ -475,8 +475,7 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(part, key)
 
 
-# --- How an answer is drawn. Pure: flags and `/set` are checked here before a model is loaded.
-
+# --- how an answer is drawn: flags and `/set` are checked before a model is loaded
 
 COLDEST, HOTTEST = 1e-3, 1e3  # beyond, dividing logits by it leaves no finite numbers, or no differences
 
@@ -492,13 +491,9 @@ class Sampling:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what no draw can be made with."""
+        limits = f"of {COLDEST} to {HOTTEST}; --greedy draws nothing"
         wrong = (
-            (
-                "temperature",
-                COLDEST <= self.temperature <= HOTTEST,
-                f"of {COLDEST} to {HOTTEST}; --greedy draws nothing",
-            ),
+            ("temperature", COLDEST <= self.temperature <= HOTTEST, limits),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("top_k", self.top_k >= 0, "0 (all of them) or more"),
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
@@ -508,11 +503,7 @@ class Sampling:
                 raise ConfigError(f"`{name}`", f"{getattr(self, name)}", f"take a value {do}")
 
     def changed(self, setting: str) -> Sampling:
-        """With `name=value` laid over it.
-
-        Raises:
-            ConfigError: no such name, or no such value.
-        """
+        """Return these settings with `name=value` laid over them, else raise ConfigError."""
         name, equals, text = setting.replace("-", "_").partition("=")
         name, value = name.strip(), parse_scalar(text.strip())
         kinds = {f.name: type(f.default) for f in dataclasses.fields(self)}

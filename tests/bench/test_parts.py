@@ -153,7 +153,7 @@ def job_of(of: Config) -> tuple[Trainer, Plan]:
     return trainer, plan
 
 
-WITH = [{}, {"packing": {}, "fused-loss": {}}, {"compile": {}}, {"bf16": {}, "update-in-backward": {}}]
+WITH = [{}, {"packing": {}, "fused-loss": {}}, {"compile": {}}, {"update-in-backward": {}}]
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own, when it begins to compile

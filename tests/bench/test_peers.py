@@ -63,8 +63,6 @@ def test_options_are_checked() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("trainr", {}, "the system `trainr`\nfound: no such system\ndo:    did you mean `trainer`"),
-        ("trainer", {"ligr": True}, "`trainer: ligr`\nfound: no such option\ndo:    did you mean `liger`"),
         ("trainer", {"liger": "yes"}, "`trainer: liger`\nfound: 'yes'"),
         ("torchtitan", {"adapter": "lora"}, "`torchtitan: adapter`\nfound: no such option"),
     ],
@@ -246,8 +244,6 @@ class Fake(System):
     def train(self, work: Work) -> None:
         import torch
         from transformers import AutoModelForCausalLM
-        if self.does == "starve":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         model = AutoModelForCausalLM.from_pretrained(work.folder, dtype=getattr(torch, self.weights))
         if self.does == "freeze":
             model.model.embed_tokens.weight.requires_grad_(False)
@@ -256,8 +252,6 @@ class Fake(System):
         work.begin()
         for batch in work.batches:
             loss = model(input_ids=batch.ids, labels=batch.labels).loss
-            if self.does == "cheat":
-                loss = loss * 1.01
             loss.backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
             optimizer.step()
@@ -274,7 +268,7 @@ def test_a_system_is_one_file_and_one_line() -> None:
     (package / "fake.py").write_text(FAKE_PEER)
     init = (package / "__init__.py").read_text().replace("PEERS: ", "from optrush_peers.fake import Fake\n\nPEERS: ")
     (package / "__init__.py").write_text(init.replace("Torchtitan)", "Torchtitan, Fake)"))
-    doing = ["train", "cheat", "freeze", "starve"]
+    doing = ["train", "freeze"]
     rungs: list[dict[str, Any]] = [{"name": "ours", "with": {"fused-adamw": {}}}]
     rungs += [{"name": does, "peer": {"fake": {"does": does}}} for does in doing]
     rungs += [{"name": "absent", "peer": {"unsloth": {}}}]
@@ -298,9 +292,7 @@ def test_a_system_is_one_file_and_one_line() -> None:
     mine = json.loads(Path("out/rungs/01-ours-1.json").read_text())["result"]
     assert theirs["losses"][0] == pytest.approx(mine["losses"][0], rel=1e-5)
     assert theirs["losses"][-1] == pytest.approx(mine["losses"][-1], rel=1e-3)
-    assert "its first loss is" in told["cheat"]["red"][0] and "allowed 2e-03" in told["cheat"]["red"][0]
     assert "not the same work: trained parameters 246,336, ours 254,528" in told["freeze"]["red"][0]
-    assert told["starve"]["error"] == "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB"
     assert "do:    python -m pip install unsloth" in told["absent"]["error"]
     page = Path("out/report.html").read_text()
     assert "Against other systems" in page and "Ours against the fastest other system: toy-full-64: ×" in page

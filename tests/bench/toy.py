@@ -209,8 +209,6 @@ class {cls}(Technique):
     verified_on = ("cpu",)
 
     def wrap_step(self, trainer: Trainer) -> int:
-        import os, signal
-        import torch
         inner, window = trainer.loss, trainer.forward_backward
 {body}
         return 1
@@ -220,8 +218,6 @@ BODIES = {
     "scaled": "trainer.loss = lambda batch: inner(batch) * 1.05",
     "divisor": "trainer.forward_backward = halved",
     "late": "trainer.forward_backward = idle",
-    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
-    "starved": 'raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")',
 }
 HALVED = """def halved(batches, terms):
             loss = window(batches, terms)
@@ -247,7 +243,7 @@ def technique(name: str) -> str:
 
 
 def put_ladder(*rungs: dict[str, Any], load: dict[str, Any] | None = None) -> str:
-    changes = {"base": {"set": LOAD if load is None else load}, "steps": 4, "proof": {"steps": 2, "documents": 2}}
+    changes = {"base": {"set": LOAD if load is None else load}, "steps": 2, "proof": {"steps": 2, "documents": 2}}
     return put(Path("ladder.yaml"), ladder([{"name": "base"}, *rungs], **changes))
 
 

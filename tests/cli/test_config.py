@@ -45,20 +45,13 @@ def test_quoted_or_unlike_a_number_stays_text() -> None:
         "optim: {lr: 3e-4, schedule: linear, warmup: 10, betas: [0.8, 0.99], clip: 0.5}\n",
         "batch: {seq: 64, tokens: 256, micro_tokens: 128}\ntrain: {steps: 7, eval_every: 0.05, keep: 1, clean: true}\n",
         "with: {attention: {impl: masked}, packing: , recompute: {every: 2}}\nseed: 7\n",
-        "with: {fused-loss: {chunk: 64}}\n",
     ],
 )
 def test_dump_and_parse_are_each_others_inverse(more: str) -> None:
-    first = run(more)
+    first = run(more, sets=["output='Öl & Feuer: #1'", "data.eval='1e-5'"])
     again = parse_config(dump_config(first), "dumped")
     assert again == first
-    assert dump_config(again) == dump_config(first)
-
-
-def test_dump_keeps_unicode_and_odd_text() -> None:
-    first = run(sets=["output='Öl & Feuer: #1'", "data.eval='1e-5'"])
-    assert parse_config(dump_config(first), "dumped") == first
-    assert "Öl" in dump_config(first)
+    assert dump_config(again) == dump_config(first) and "Öl" in dump_config(first)
 
 
 def test_flags_act_in_the_order_set_with_without() -> None:
@@ -76,10 +69,6 @@ def test_with_keeps_the_options_it_does_not_name() -> None:
     found = run("with: {fsdp: {stage: 2}}\n", withs=["fsdp:sync=each"])
     assert found.with_ == {"fsdp": {"stage": 2, "sync": "each"}}
     assert run(withs=["fsdp:stage=2,sync=each"]).with_ == {"fsdp": {"stage": 2, "sync": "each"}}
-
-
-def test_without_takes_out_what_with_brought() -> None:
-    assert run(withs=["packing"], withouts=["packing"]).with_ == {}
 
 
 def test_set_reaches_into_a_model_given_by_its_name() -> None:
@@ -117,12 +106,8 @@ def test_examples_are_valid(example: Path) -> None:
     """Every example parses, and its techniques and options exist and do not clash."""
     found = parse_config(example.read_text(), str(example))
     owned = [part for t in instantiate(ALL, found.with_) for part in t.claims]
-    assert len(owned) == len(set(owned))
+    assert len(owned) == len(set(owned)) and len(EXAMPLES) >= 3
     assert found.batch.tokens % (found.batch.micro_tokens or found.batch.seq) == 0
-
-
-def test_there_are_examples() -> None:
-    assert len(EXAMPLES) >= 3
 
 
 SPELLINGS = {

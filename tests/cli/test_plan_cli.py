@@ -31,14 +31,6 @@ def test_for_people(call: Call) -> None:
     assert max(map(len, found.out.splitlines())) <= 160
 
 
-def test_sixteen_bytes_a_parameter(call: Call) -> None:
-    without = [f for name in ("bf16", "compile", "fused-loss") for f in ("--without", name)]
-    bare = call("plan", str(LLAMA), "--hardware", "h200", *without).out
-    assert "1.236 G parameters x 16 bytes (weights 4 + gradients 4 + states 8)" in bare
-    mixed = call("plan", str(LLAMA), "--hardware", "h200", *without, "--with", "amp").out
-    assert "x 18 bytes (weights 4 + gradients 4 + states 8 + casts 2)" in mixed
-
-
 def test_for_programs(call: Call) -> None:
     found = call(
         "plan", str(LLAMA), "--hardware", "2xh200", "--with", "fsdp", "--set", "batch.micro_tokens=8192", "--json"
@@ -71,13 +63,6 @@ def test_out_is_a_run(call: Call, tmp_path: Path) -> None:
     assert best.batch.micro_tokens and best.batch.tokens % best.batch.micro_tokens == 0
     again = json.loads(call("plan", str(file), "--hardware", "4090", "--json").out)
     assert again["fits"] and again["alternatives"][0]["with"] == dict(best.with_)
-
-
-def test_nothing_is_written_without_out(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    before = sorted(tmp_path.iterdir())
-    assert call("plan", str(LLAMA), "--hardware", "h200").code == 0
-    assert sorted(tmp_path.iterdir()) == before
 
 
 def refused(call: Call, *arguments: str) -> str:

@@ -413,8 +413,8 @@ def test_the_plan_moves_all_but_two_blocks():
     n, D, L = 16 * 2048, 2048, 16
     saved = 18.5 * D * 2 * n  # bytes of one block
     plain, moved = book(), book(NAME)
-    assert ledger.hosted(plain, n) == 0
-    assert ledger.hosted(moved, n) == pytest.approx((L - 1) * saved)
+    assert sum(ledger.host_bytes(plain, n)) == 0
+    assert sum(ledger.host_bytes(moved, n)) == pytest.approx((L - 1) * saved)
     lines = {i.name: i.bytes for i in ledger.peak_memory(moved, n).items}
     there = sum(size for name, size in lines.items() if name.startswith("saved.") or name == "input")
     blocks = {"head": 1, "forward": 2, "backward, last block": 2}[ledger.peak_memory(moved, n).phase]
@@ -423,7 +423,7 @@ def test_the_plan_moves_all_but_two_blocks():
         less = plain.forms[phase][1] - moved.forms[phase][1]
         assert less == pytest.approx((16 - blocks) * saved / n, abs=1e-6), phase
     both = book(NAME, "recompute")
-    assert ledger.hosted(both, n) == pytest.approx((L - 1) * D * 2 * n), "only the inputs of blocks"
+    assert sum(ledger.host_bytes(both, n)) == pytest.approx((L - 1) * D * 2 * n), "only the inputs of blocks"
     assert ledger.peak_memory(both, n).bytes < ledger.peak_memory(book("recompute"), n).bytes
 
 
@@ -431,7 +431,7 @@ def test_the_plan_counts_the_link_to_the_host():
     n, device = 16 * 2048, NAMED["h200"]
     moved = book(NAME)
     effort = next(e for e in cost.efforts(moved, device, n) if e.name == "offload")
-    assert effort.bytes == pytest.approx(2 * ledger.hosted(moved, n)) and effort.where == "link"
+    assert effort.bytes == pytest.approx(2 * sum(ledger.host_bytes(moved, n))) and effort.where == "link"
     alone = cost.step_seconds(book(), device, n)
     assert cost.step_seconds(moved, device, n) > effort.seconds > alone, "all of it is more than the link can carry"
     assert cost.step_seconds(book(NAME, "recompute"), device, n) == cost.step_seconds(book("recompute"), device, n)

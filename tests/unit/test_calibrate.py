@@ -165,15 +165,6 @@ def test_values_are_random() -> None:
     assert len(a.unique()) > 500
 
 
-def test_progress_is_reported() -> None:
-    reports: list[tuple[int, int, str]] = []
-    tiny(0.05, lambda *report: reports.append(report))
-    done = [d for d, _, _ in reports]
-    assert done == sorted(done) and all(d < steps for d, steps, _ in reports) and len({s for _, s, _ in reports}) == 1
-    names = {name for *_, name in reports}
-    assert {"small qkv, forward, bfloat16", "small attention, T=8, backward, float32", "copies"} <= names
-
-
 def test_a_slow_call_takes_fewer_tokens() -> None:
     """What one slice of time does not hold is measured smaller."""
     bench = Bench(hardware.cpu())
@@ -442,16 +433,6 @@ def test_a_processor_by_its_own() -> None:
     assert search.predict(llama("batch.micro_tokens=2048"), "cpu").basis == "calibrated"
     two = llama("batch.micro_tokens=2048").model_copy(update={"with_": {"ddp": {}}})
     assert search.predict(two, "2xcpu").basis == "calibrated"
-
-
-def test_the_link_is_no_part_of_the_device() -> None:
-    work = [
-        WorkItem("forward.down", "", "token", 1e9),
-        WorkItem("reduce", "", "step", unit="link", values=1e9, role="wide"),
-    ]
-    assert sum(cost.seconds_by_part(apply_rules(work, BFLOAT16, []), 100.0, known(fake())).values()) == pytest.approx(
-        1e11 / 4e14
-    )
 
 
 def test_the_ceiling_by_part() -> None:

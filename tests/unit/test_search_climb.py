@@ -75,12 +75,7 @@ def test_from_what_is_not_possible() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hardware", "sets"),
-    [
-        ("h200", ()),
-        ("t4", ("model.shape=qwen2.5-0.5b",)),
-        ("4090", ("model.shape=llama-3.1-8b",)),
-    ],
+    ("hardware", "sets"), [("h200", ()), ("t4", ("model.shape=qwen2.5-0.5b",)), ("4090", ("model.shape=llama-3.1-8b",))]
 )
 def test_a_plan_finds_what_trying_all_sets_finds(hardware: str, sets: tuple[str, ...]) -> None:
     """Over eight techniques, so that all can be tried. Of equally fast sets it may name another."""

@@ -39,10 +39,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from optrush.bench.peer import CHECKOUT, Peer, build_peer, find_peers
-from optrush.config import Config, Keys, Training, dump_config, nearest, parse_config, parse_yaml
+from optrush.config import (
+    Config,
+    Keys,
+    StrictModel,
+    Training,
+    dump_config,
+    explain,
+    nearest,
+    parse_config,
+    parse_yaml,
+    yaml_keys,
+)  # fmt: skip
 from optrush.errors import ConfigError
 from optrush.technique import Technique, instantiate
 from optrush.techniques import ALL
@@ -59,10 +70,6 @@ Options = dict[str, Any]
 
 
 # --- a ladder as written
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 def _printable(name: str) -> str:
@@ -82,35 +89,35 @@ def _case(text: str) -> str:
 Case = Annotated[str, Field(max_length=60), AfterValidator(_case)]
 
 
-class LadderEntry(_Part):
+class LadderEntry(StrictModel):
     """A rung as written: its changes to the rung that it comes from."""
 
     name: Annotated[str, Field(min_length=1, max_length=60), AfterValidator(_printable)]
     from_: str | None = Field(default=None, alias="from")
     with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
-    without: list[str] = []
+    without: list[str] = Field(default_factory=list)
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
     case: Case | None = None
     peer: Annotated[dict[str, Options | None], Field(min_length=1, max_length=1)] | None = None
 
 
-class Base(_Part):
+class Base(StrictModel):
     """The changes to CONFIG before the first rung."""
 
     keep: bool = False
-    without: list[str] = []  # of the techniques that `keep` keeps, if CONFIG has them
+    without: list[str] = Field(default_factory=list)  # of the techniques that `keep` keeps, if CONFIG has them
     with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
 
 
-class Proof(_Part):
+class Proof(StrictModel):
     """How rungs are proved to learn the same: training steps on the first documents of the baseline."""
 
     steps: Annotated[int, Field(ge=2)] = 5  # one step alone would show no update
     documents: Annotated[int, Field(ge=1)] = 4
 
 
-class Longest(_Part):
+class Longest(StrictModel):
     """Rows to try: from, to, and the ratio of the shortest that failed to the longest that trained."""
 
     from_: Annotated[int, Field(ge=2, alias="from")]
@@ -118,7 +125,7 @@ class Longest(_Part):
     factor: Annotated[float, Field(gt=1)] = 1.1
 
 
-class Ladder(_Part):
+class Ladder(StrictModel):
     """A ladder as written. `name`, `where` and `lines` are its origin, for messages."""
 
     title: str
@@ -132,9 +139,9 @@ class Ladder(_Part):
     proof: Proof = Proof()
     base: Base = Base()
     rungs: Annotated[list[LadderEntry], Field(min_length=1)]
-    name: Annotated[str, Field(exclude=True)] = ""
-    where: Annotated[str, Field(exclude=True)] = ""
-    lines: Annotated[dict[Keys, int], Field(exclude=True)] = {}
+    name: str = Field(default="", exclude=True)
+    where: str = Field(default="", exclude=True)
+    lines: dict[Keys, int] = Field(default_factory=dict, exclude=True)
 
     def at(self, *keys: str | int) -> str:
         """Return the place of a value, for messages: file:line, or the file where the value is a default."""
@@ -161,11 +168,11 @@ def parse_ladder(text: str, where: str, name: str) -> Ladder:
         raise
     for key in ("name", "where", "lines"):
         if key in data:
-            raise ConfigError(f"{where}:{lines[key,]}: `{key}`", "no such key", nearest(key, _fields(Ladder)))
+            raise ConfigError(f"{where}:{lines[key,]}: `{key}`", "no such key", nearest(key, yaml_keys(Ladder)))
     try:
         ladder = Ladder(**data, name=name, where=where, lines=lines)
     except ValidationError as error:
-        raise _explain(error, where, lines) from None
+        raise explain(error, where, lines, {}, Ladder) from None
     _check_lengths(ladder)
     _check_rungs(ladder)
     return ladder
@@ -219,33 +226,6 @@ def _check_rungs(ladder: Ladder) -> None:
             if ladder.longest is not None:
                 raise ConfigError(place, "another system in a ladder of longest rows", "leave one of the two out")
         names.append(entry.name)
-
-
-def _explain(error: ValidationError, where: str, lines: Mapping[Keys, int]) -> ConfigError:
-    """Return the first of pydantic's errors as a three-line error."""
-    problems = error.errors()
-    first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    path: Keys = tuple(first["loc"])
-    name = ".".join(map(str, path))
-    if first["type"] == "missing":
-        line = lines.get(path[:-1])
-        place = f"{where}:{line}" if line and len(path) > 1 else where
-        return ConfigError(f"{place}: `{name}`", "it is missing", f"add `{path[-1]}:`")
-    known = path
-    while known and known not in lines:  # pydantic's path may lead into a value
-        known = known[:-1]
-    place = f"{where}:{lines[known]}: `{name}`"
-    if first["type"] == "extra_forbidden":
-        parts: dict[str | int, type[_Part]] = {"rungs": LadderEntry, "proof": Proof, "longest": Longest}
-        part = Ladder if len(path) == 1 else parts.get(path[0], Base)
-        return ConfigError(place, "no such key", nearest(str(path[-1]), _fields(part)))
-    return ConfigError(place, f"{first['input']!r}", first["msg"][0].lower() + first["msg"][1:])
-
-
-def _fields(part: type[BaseModel]) -> list[str]:
-    """Return the keys that a YAML file may have."""
-    internal = () if part is LadderEntry else ("name", "where", "lines")
-    return [f.alias or name for name, f in part.model_fields.items() if name not in internal]
 
 
 def shipped() -> list[str]:

@@ -109,12 +109,7 @@ def read_records(folder: Path) -> list[Record]:
 
 def write_records(folder: Path, records: Iterable[Record]) -> None:
     """Write all records of a folder, atomically."""
-    replace_text(folder / RECORDS, "".join(r.to_json() + "\n" for r in records))
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file atomically: a killed process leaves the old file or the new one."""
-    write_whole(path, text)
+    write_whole(folder / RECORDS, "".join(r.to_json() + "\n" for r in records))
 
 
 def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) -> None:
@@ -128,8 +123,8 @@ def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) ->
     start = time.monotonic()
 
     def keep(result: dict[str, Any]) -> None:
-        text = json.dumps({**result, "seconds": time.monotonic() - start}, allow_nan=False)
-        replace_text(Path(sys.argv[2]), text)
+        result = {**result, "seconds": time.monotonic() - start}
+        write_whole(Path(sys.argv[2]), json.dumps(result, allow_nan=False))
 
     try:
         result = measure(request, keep)

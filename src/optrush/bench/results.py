@@ -109,7 +109,8 @@ def _once(a: Figures, b: Figures) -> bool:
     return min(len(a.speeds), len(b.speeds)) == 1
 
 
-def _ratio(a: float | None, b: float | None) -> float | None:
+def _predicted_ratio(after: Figures, before: Figures) -> float | None:
+    a, b = after.predicted_tokens_per_s, before.predicted_tokens_per_s
     return None if a is None or b is None else a / b
 
 
@@ -163,12 +164,7 @@ def compare_series(
         missing = 1 - _progress(measured["losses"], baseline["losses"])
         rows.append((missing / (1 - LEARNT), PROGRESS, 1 - LEARNT, missing))
     share, series, tolerance, worst = max(rows)
-    return {
-        "of": series,
-        "tolerance": tolerance,
-        "worst": worst if math.isfinite(worst) else None,
-        "ok": share <= 1,
-    }
+    return {"of": series, "tolerance": tolerance, "worst": worst if math.isfinite(worst) else None, "ok": share <= 1}
 
 
 def cosine(a: Mapping[str, str] | None, b: Mapping[str, str] | None) -> float | None:
@@ -259,7 +255,7 @@ def slow(after: Figures, before: Figures, alone: bool) -> str | None:
     if not faster(before, after):
         return None
     ratio = after.tokens_per_s / before.tokens_per_s
-    predicted = _ratio(after.predicted_tokens_per_s, before.predicted_tokens_per_s)
+    predicted = _predicted_ratio(after, before)
     if predicted is not None:
         if ratio < (SLOW_ONCE if _once(after, before) else SLOW) * min(1.0, predicted):
             return f"slower than it may be: {ratio:.2f}x of `since`, predicted {predicted:.2f}x"
@@ -279,10 +275,9 @@ def idle(after: Figures, before: Figures) -> str | None:
         if after.memory_kind == "rss":
             large = large and abs(promised) > LEAST_RSS
         if large and measured / promised < SHOWN:
-            return (
-                f"no effect: the peak changed by {measured / 2**20:+,.0f} MiB, predicted {promised / 2**20:+,.0f} MiB"
-            )
-    predicted = _ratio(after.predicted_tokens_per_s, before.predicted_tokens_per_s)
+            change, expected = (f"{size / 2**20:+,.0f} MiB" for size in (measured, promised))
+            return f"no effect: the peak changed by {change}, predicted {expected}"
+    predicted = _predicted_ratio(after, before)
     same = abs(after.peak_bytes - before.peak_bytes) <= SAME_MEMORY["cuda_allocated"] * before.peak_bytes
     steady = after.memory_kind != "rss" or not _once(after, before)  # as with SLOW_ONCE; a GPU has fewer slow moments
     if steady and predicted is not None and predicted > PROMISED_SPEED and same and not faster(after, before):
@@ -417,9 +412,8 @@ class BenchState:
     def baseline(self, rung: Rung) -> Rung:
         """Return the rung whose documents the rung's proof uses: the first of our own on the same model."""
         m = rung.config.model
-        same = (
-            r for r in self.rungs if r.peer is None and (r.config.model.path, r.config.model.shape) == (m.path, m.shape)
-        )
+        ours = (r for r in self.rungs if r.peer is None)
+        same = (r for r in ours if (r.config.model.path, r.config.model.shape) == (m.path, m.shape))
         return next(same, rung)
 
     def proved(self, rung: Rung) -> list[Rung]:

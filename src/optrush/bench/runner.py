@@ -34,11 +34,13 @@ from optrush import hardware
 from optrush.bench import ladder, record
 from optrush.bench.ladder import Ladder, Longest, Rung
 from optrush.bench.peer import Peer, worker_path
-from optrush.bench.record import RUNGS, Record, replace_text, write_records
+from optrush.bench.record import RUNGS, Record, write_records
 from optrush.bench.results import BenchState
 from optrush.config import Config, dump_config
 from optrush.console import err
 from optrush.errors import ConfigError, UserError
+from optrush.files import write_whole
+from optrush.hardware import GIB
 from optrush.planner import calibration
 from optrush.resolve import resolve
 
@@ -47,7 +49,6 @@ COMMAND = [sys.executable, "-m", "optrush.bench.worker"]
 QUIET = {"KINETO_LOG_LEVEL": "6"}  # otherwise the profiler's log would be reported as the error of a dead process
 TAIL = 5  # lines of standard error in the report of a process without a result
 TRIES = "tries"  # folder of the results of a search for the longest row, a file a length
-GIB = 2**30
 FULL = 0.995  # a share of real tokens in the slots from which on the table does not show it
 
 
@@ -186,9 +187,8 @@ def _lock(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"--out {out}", "another bench is running there", "wait, or take another folder"
-            ) from None
+            do = "wait, or take another folder"
+            raise ConfigError(f"--out {out}", "another bench is running there", do) from None
         yield
 
 
@@ -304,7 +304,7 @@ def _measure(state: BenchState, board: ProgressBoard) -> None:
         if "refused" in result and rung is state.rungs[0] and not state.results:
             raise ConfigError(*result["refused"])  # every other rung would be refused, too
         saved = {"rung": rung.name, "digest": state.source["digest"], "request": request, "result": result}
-        replace_text(state.out / RUNGS / _file(state, rung, repeat), json.dumps(saved, indent=1))
+        write_whole(state.out / RUNGS / _file(state, rung, repeat), json.dumps(saved, indent=1))
         state.results.setdefault(rung.name, []).append(result)
         write_records(state.out, state.records())
         ran += 1
@@ -357,7 +357,7 @@ def _attempt(state: BenchState, rung: Rung, request: dict[str, Any], seq: int) -
             return dict(saved["result"])
     result = run_worker(request, state.limit_s)
     path.parent.mkdir(exist_ok=True)
-    replace_text(path, json.dumps({**key, "result": result}, indent=1))
+    write_whole(path, json.dumps({**key, "result": result}, indent=1))
     return result
 
 

@@ -16,6 +16,7 @@ import typer
 
 from optrush.cli.options import ConfigFile, Json, Set, With, Without, read_run
 from optrush.errors import ConfigError, ConflictError, NeedsError, UserError
+from optrush.hardware import GIB
 from optrush.launch import launched
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from optrush.planner.calibration import Calibration
     from optrush.planner.search import Candidate, Prediction, SearchResult
 
-
-GIB = 2**30
 BAR = 24  # characters of the longest bar
 SMALL = 0.01  # share of the peak; smaller lines are shown as one
 

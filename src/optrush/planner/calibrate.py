@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,8 +46,7 @@ Report = Callable[[int, int, str], None]  # steps done, all steps, what is measu
 Call = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """A model's shape and the rows of its training."""
 
     name: str

@@ -19,7 +19,7 @@ from optrush.hardware import CONTEXT_BYTES, Device
 from optrush.models.shapes import ModelShape
 from optrush.planner import calibration
 from optrush.planner.calibration import AttentionRate, Calibration
-from optrush.planner.ledger import Ledger, WorkItem, awaiting, paged
+from optrush.planner.ledger import Ledger, WorkItem, host_bytes
 
 # Shares of the datasheet's rate that a step reached (H200, Llama-3.2-1B shape; docs/log).
 HALF_PRODUCTS, FLOAT32_PRODUCTS, MEMORY, LINK = 0.66, 0.78, 0.80, 0.70
@@ -104,9 +104,7 @@ def expected_and_ceiling(
     device: Device, found: Calibration | None, hf: Mapping[str, Any], T: float, seq: float
 ) -> tuple[Rates | None, Rates | None]:
     """Return the expected rates of a model with this config.json (`of`), and their ceiling (`ceiling`)."""
-    if found is None:  # a datasheet has the same rates for every model
-        return of(device, T=T), ceiling(device)
-    shape = ModelShape.read(hf)
+    shape = None if found is None else ModelShape.read(hf)  # a datasheet has the same rates for every model
     return of(device, found, shape, T, seq), ceiling(device, found, shape, T, seq)
 
 
@@ -144,9 +142,8 @@ def ceiling(
 
 
 def _datasheet(device: Device, shares: tuple[float, float, float, float, float, float]) -> Rates | None:
-    half, float32, memory, link = (
-        device.half_flop_s, device.float32_flop_s, device.bandwidth_bytes_s, device.link_bytes_s
-    )  # fmt: skip
+    half, float32 = device.half_flop_s, device.float32_flop_s
+    memory, link = device.bandwidth_bytes_s, device.link_bytes_s
     if half is None or float32 is None or memory is None or link is None:
         return None
     sheet = "counted from cores, clock and vector width" if device.kind == "cpu" else "a datasheet's"
@@ -175,7 +172,7 @@ def _calibrated(device: Device, found: Calibration, shape: ModelShape, T: float,
             squares = _attention(_squared(found), narrow, shape, seq)
             attention[narrow] |= {f"masked.{name}": rate for name, rate in squares.items()}
     up, down = found.to_device_bytes_s, found.from_device_bytes_s
-    pcie = None if up is None or down is None else _together((up, down))
+    pcie = None if up is None or down is None else statistics.harmonic_mean((up, down))
     return Rates(
         "calibrated", source, products, attention, found.copy_bytes_s, link, *_host(device, found.launch_s), pcie
     )  # fmt: skip
@@ -187,7 +184,10 @@ def _host(device: Device, launch_s: float) -> tuple[float, float, float]:
 
 
 def _products(found: Calibration, narrow: bool, shape: ModelShape) -> dict[str, float]:
-    """Return rates by the ledger's names where the shape was measured; "" is the median of all shapes."""
+    """Return rates by the ledger's names where the shape was measured; "" is the median of all shapes.
+
+    The rate of equal amounts of work, one after the other, is the harmonic mean.
+    """
     here = [p for p in found.products if (p.dtype != "float32") == narrow]
     rates = {"": statistics.median(p.flop_s for p in here)}
     for part, sizes in linears(shape).items():
@@ -195,10 +195,10 @@ def _products(found: Calibration, narrow: bool, shape: ModelShape) -> dict[str, 
         if len(own) < 3:
             continue
         if part == "head":
-            rates["head.products"] = _together(own.values())
+            rates["head.products"] = statistics.harmonic_mean(list(own.values()))
         else:
             rates[f"forward.{part}"] = own["forward"]
-            rates[f"backward.{part}"] = _together((own["input"], own["weight"]))
+            rates[f"backward.{part}"] = statistics.harmonic_mean((own["input"], own["weight"]))
     return rates
 
 
@@ -228,11 +228,6 @@ def _at(measured: Iterable[AttentionRate], T: float) -> float:
     return by[below] + share * (by[above] - by[below])
 
 
-def _together(rates: Iterable[float]) -> float:
-    """Return the rate of equal amounts of work, one after the other."""
-    return statistics.harmonic_mean(list(rates))
-
-
 # --- seconds
 
 
@@ -249,12 +244,7 @@ def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
             listed.append(WorkTime(work.name, flop, moved, 0.0, alone, place, work.reason))
         if started:
             listed.append(WorkTime(work.name, 0.0, 0.0, work.launches * times, started, "host", work.reason))
-    offload, paging = _host_traffic(ledger, tokens, rates)
-    if offload.seconds and math.isfinite(offload.seconds):
-        listed.append(offload)
-    if paging.seconds and math.isfinite(paging.seconds):
-        listed.append(paging)
-    return listed
+    return listed + [e for e in _host_traffic(ledger, tokens, rates) if e.seconds and math.isfinite(e.seconds)]
 
 
 def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> float | None:
@@ -295,7 +285,8 @@ def _host_traffic(ledger: Ledger, tokens: float, rates: Rates) -> tuple[WorkTime
     def taken(bytes_: float) -> float:
         return 0.0 if not bytes_ else math.inf if rates.host_bytes_s is None else bytes_ / rates.host_bytes_s
 
-    moved, swapped = 2 * awaiting(ledger, tokens) * ledger.accumulation, 2 * paged(ledger)
+    awaiting, paged = host_bytes(ledger, tokens)
+    moved, swapped = 2 * awaiting * ledger.accumulation, 2 * paged
     return (
         WorkTime("offload", 0.0, moved, 0.0, taken(moved), "link", "what waits on the host, there and back"),
         WorkTime("paging", 0.0, swapped, 0.0, taken(swapped / 2), "device", "what lives on the host, there and back"),

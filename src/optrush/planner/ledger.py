@@ -334,35 +334,17 @@ def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float
     return bytes_, used * line.values * min(line.gathered, line.blocks) / line.blocks
 
 
-def hosted(ledger: Ledger, tokens: float) -> float:
-    """Return the bytes on the host: what is paged, and what waits there for the backward pass."""
-    return paged(ledger) + awaiting(ledger, tokens)
+def host_bytes(ledger: Ledger, tokens: float) -> tuple[float, float]:
+    """Return the bytes that wait on the host for the backward pass, and those that stay there.
 
-
-def awaiting(ledger: Ledger, tokens: float) -> float:
-    """Return the bytes that wait on the host for the backward pass: each crosses the link twice a micro-batch."""
-    return _on_host(ledger, "saved", tokens)
-
-
-def paged(ledger: Ledger) -> float:
-    """Return the bytes that stay on the host: each crosses the link twice an update."""
-    return _on_host(ledger, "always", 0.0)
-
-
-def _on_host(ledger: Ledger, live: Live, tokens: float) -> float:
-    return sum(
-        line_bytes(ledger, line, tokens) * (1 - line.recomputed) * (1 - line.blocks_on_device / line.blocks)
-        for line in ledger.lines
-        if line.live == live and line.blocks_on_device < line.blocks
-    )
-
-
-def _near(line: Line, phase: str) -> float:
-    """Return the number of blocks whose saved values are on the device.
-
-    Those that stay, and, except at the head, one in transfer; where none stays, one in use and one in transfer.
+    Each of the first crosses the link twice a micro-batch, each of the second twice an update.
     """
-    return line.blocks_on_device if phase == "head" else max(2.0, line.blocks_on_device + 1)
+    totals: dict[Live, float] = {"saved": 0.0, "always": 0.0}
+    for line in ledger.lines:
+        if line.live in totals and line.blocks_on_device < line.blocks:
+            size = line_bytes(ledger, line, tokens) * (1 - line.recomputed)
+            totals[line.live] += size * (1 - line.blocks_on_device / line.blocks)
+    return totals["saved"], totals["always"]
 
 
 def _share(line: Line, phase: str, accumulation: int) -> float:
@@ -387,7 +369,10 @@ def _share(line: Line, phase: str, accumulation: int) -> float:
         backward = phase.startswith("backward")
         if phase in ("backward, embedding", "update") or (backward and line.blocks == 1):
             return 0.0  # what is outside the blocks was used first
-        saved = one if phase.startswith(FIRST) else min(1.0, _near(line, phase) * one)
+        # On the device are the blocks that stay, and, except at the head, one in transfer; where none stays, one in
+        # use and one in transfer.
+        near = line.blocks_on_device if phase == "head" else max(2.0, line.blocks_on_device + 1)
+        saved = one if phase.startswith(FIRST) else min(1.0, near * one)
         used = one if scores and line.side == "feed" else 0.0  # of the block in its backward pass
         return (saved - used) * (1 - line.recomputed) + (one - used if line.recomputed and backward else 0.0)
     if line.side == ("feed" if scores else "scores"):

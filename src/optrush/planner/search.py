@@ -69,12 +69,10 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        """The techniques in a line."""
         return " ".join(_title(name, options) for name, options in self.with_.items()) or "no technique"
 
     @property
     def speed(self) -> float:
-        """Useful tokens a second; 0 if not known."""
         return self.prediction.tokens_per_s or 0.0
 
 
@@ -109,7 +107,7 @@ def predict(
     return dataclasses.replace(
         _prediction(book, env, ledger.peak_memory(book, tokens), rates),
         ceiling_s={} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling),
-        host_bytes=round(ledger.hosted(book, tokens)),
+        host_bytes=round(sum(ledger.host_bytes(book, tokens))),
     )
 
 
@@ -149,7 +147,8 @@ def family(
         name, parameters, setting; None: it does not fit.
     """
     problem = _problem(config, hardware, classes)
-    saving = [t for c in classes if Part.ACTIVATION_CHECKPOINTING in c.claims for t in _variants(c, problem.env)]
+    owners = [c for c in classes if Part.ACTIVATION_CHECKPOINTING in c.claims]
+    saving = [t for c in owners for options in c.variants(problem.env) for t in instantiate([c], {c.name: options})]
     kept = [t for t in instantiate(classes, setting.with_) if Part.ACTIVATION_CHECKPOINTING not in t.claims]
     shapes = {n: ModelShape.read(hf) for n, hf in SHAPES.items() if hf["model_type"] == problem.hf["model_type"]}
     for name, shape in sorted(shapes.items(), key=lambda s: s[1].parameters):
@@ -244,17 +243,13 @@ def _options(
             unmet.append((cls.name, "it changes the maths, which are to be kept"))
             continue
         given, variants = configured.get(cls.name), list(cls.variants(env))
-        # Configured options that no variant sets stay in each of them; the run's own values of the others are tried too.
+        # Configured options that no variant sets stay in each of them; own values of the others are tried too.
         kept = {k: v for k, v in (given or {}).items() if not any(k in variant for variant in variants)}
         tried = [*({**variant, **kept} for variant in variants), *([] if given is None else [given])]
         group = dict.fromkeys(instantiate([cls], {cls.name: o})[0] for o in tried)
         # A technique without variants that the run has is never left out.
         options.append([*([None] if variants or given is None else []), *group])
     return options, unmet
-
-
-def _variants(cls: type[Technique], env: Environment) -> list[Technique]:
-    return [instantiate([cls], {cls.name: options})[0] for options in cls.variants(env)]
 
 
 class Evaluations:

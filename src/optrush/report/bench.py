@@ -19,6 +19,7 @@ from markupsafe import Markup
 from optrush.bench import record
 from optrush.errors import ConfigError, DataError
 from optrush.files import write_whole
+from optrush.hardware import GIB
 from optrush.planner.cost import PARTS
 from optrush.report import run
 from optrush.report.page import (
@@ -49,7 +50,6 @@ from optrush.report.page import (
     times,
 )  # fmt: skip
 
-GIB = 2**30
 PAGE, SPEED, MEMORY = "report.html", "speed.png", "memory.png"
 KINDS = {
     "cuda_allocated": "the most that torch had allocated on the GPU",

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from optrush.config import Config, dump_config, parse_config
 from optrush.errors import ConfigError, DataError, UserError
+from optrush.hardware import GIB
 from optrush.objectives import FIGURES, unit
 from optrush.report.page import (
     DASH,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 RUN, METRICS = "run.yaml", "metrics.jsonl"
 WAITS = 0.05  # share of a step spent waiting for data from which the page warns
-GIB = 2**30
 _FIGURES = {
     "step", "loss", "lr", "grad_norm", "tokens", "target_tokens", "step_s", "tokens_per_s", "mfu", "peak_bytes",
     "memory_kind", "data_wait_s", "skipped", "eval_loss", "eval_target_tokens",
