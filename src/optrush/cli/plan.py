@@ -136,7 +136,8 @@ def _text(
     rows = list(planner.family(config, hardware, found.settings[0]))
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, parameters, other in rows:
-        cost = "does not fit" if other is None else f"{_short(other)}{_hours(other)}"
+        cost = "does not fit" if other is None else _short(other)
+        cost += f", {1e9 / other.speed / 3600:,.1f} h a billion tokens" if other is not None and other.speed else ""
         lines.append(f"  {name:<{width}} {parameters / 1e9:6.2f} G parameters  {cost}")
     return lines
 
@@ -170,15 +171,12 @@ def work_lines(p: Prediction) -> list[str]:
     total = sum(e.seconds for e in p.work if e.where == "device")
     shown = sorted((e for e in p.work if e.seconds >= 2 * SMALL * total), key=lambda e: -e.seconds)
     for e in shown:
-        amounts = ", ".join(
-            text
-            for amount, text in (
-                (e.flop, f"{e.flop / 1e12:,.2f} TFLOP"),
-                (e.bytes, f"{e.bytes / 1e9:,.1f} GB {'sent' if e.where == 'link' else 'moved'}"),
-                (e.launches, f"{e.launches:,.0f} operators started"),
-            )
-            if amount
-        )
+        texts = {
+            f"{e.flop / 1e12:,.2f} TFLOP": e.flop,
+            f"{e.bytes / 1e9:,.1f} GB {'sent' if e.where == 'link' else 'moved'}": e.bytes,
+            f"{e.launches:,.0f} operators started": e.launches,
+        }
+        amounts = ", ".join(text for text, amount in texts.items() if amount)
         place = "" if e.where == "device" else f" ({e.where})"
         lines.append(f"  {e.name + place:<22} {e.seconds * 1e3:9.1f} ms  {amounts:<32} {e.reason}")
     return lines
@@ -193,11 +191,6 @@ def _speed(p: Prediction) -> str:
 def _short(s: Candidate) -> str:
     rows = f"{s.micro_rows} row{'s' * (s.micro_rows > 1)} a micro-batch"
     return f"{_speed(s.prediction)}, {s.prediction.peak_bytes / GIB:.1f} GiB, {rows}"
-
-
-def _hours(s: Candidate) -> str:
-    speed = s.prediction.tokens_per_s
-    return "" if not speed else f", {1e9 / speed / 3600:,.1f} h a billion tokens"
 
 
 # --- calibrate

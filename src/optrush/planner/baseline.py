@@ -36,17 +36,13 @@ def book(techniques: Sequence[Technique], env: Environment, shape: ModelShape, p
         padding: share of the slots of a micro-batch that hold no token, before techniques pack rows.
     """
     widths = ledger.BFLOAT16 if env.dtype == "bfloat16" else ledger.FLOAT32
-    plain = _cached(shape, env.seq, env.native, env.device.kind == "cuda", padding)
+    plain = entries(shape, env.seq, native=env.native, cuda=env.device.kind == "cuda", padding=padding)
     changes = [*_objective(env, shape), *(rule for t in techniques for rule in t.predict(env))]
     return ledger.apply_rules(plain, widths, changes, env.accumulation)
 
 
 @cache  # one for all sets of a search
-def _cached(shape: ModelShape, T: int, native: bool, cuda: bool, padding: float) -> list[Entry]:
-    return entries(shape, T, native=native, cuda=cuda, padding=padding)
-
-
-def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: float = 0.0) -> list[Entry]:
+def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: float = 0.0) -> tuple[Entry, ...]:
     """Build lines and work of float32 training with masked attention, whole logits and updates in a loop.
 
     Args:
@@ -54,10 +50,10 @@ def entries(shape: ModelShape, T: int, *, native: bool, cuda: bool, padding: flo
         native: our own decoder, not transformers'.
         padding: share of the slots that hold no token.
     """
-    lines = [*_parameters(shape), *_block(shape, T, native, cuda), *_head(shape), *_tie(shape), *_rest(shape, cuda)]
+    lines = [*_parameters(shape), *_block(shape, T, native, cuda), *_head(shape), *_rest(shape, cuda)]
     if not cuda:
         lines = [dataclasses.replace(e, values=e.values * _heap(e, shape, T), side="") for e in lines]
-    return [*lines, *_work(shape, T, native, padding)]
+    return (*lines, *_work(shape, T, native, padding))
 
 
 def _heap(line: Line, shape: ModelShape, T: int) -> float:
@@ -74,12 +70,9 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
     blocks = s.parameters - embedding - head - s.width
     matrices = s.matrix_parameters - s.vocab * s.width
     parts = (("blocks", blocks, s.layers), ("embedding", embedding, 1), ("head", head, 1), ("norm", s.width, 1))
-    # The gradient of a tied weight begins at the head and ends at the embedding (`_tie`).
-    computed: dict[str, ComputedIn] = {
-        "head": "before",
-        "norm": "before",
-        "embedding": "throughout" if s.tied else "after",
-    }
+    # The gradient of a tied weight begins at the head and ends at the embedding (`_rest`).
+    end: ComputedIn = "throughout" if s.tied else "after"
+    computed: dict[str, ComputedIn] = {"head": "before", "norm": "before", "embedding": end}
     kinds: tuple[tuple[str, Role, Live, int, str], ...] = (
         ("weights", "weight", "always", 1, "a value each"),
         ("gradients", "gradient", "gradient", 1, "a value each, from its backward pass to the update"),
@@ -150,14 +143,11 @@ def _head(s: ModelShape) -> Iterator[Line]:
     yield line("logits.cast.eager", why, V, "narrowing", "head", True)
 
 
-def _tie(s: ModelShape) -> Iterator[Line]:
-    """Yield the two gradients of a tied weight: the head's waits for the embedding's, the last one, and is added."""
+def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
+    # The two gradients of a tied weight: the head's waits for the embedding's, the last one, and is added.
     values = s.vocab * s.width if s.tied else 0
     yield Line("tied.embedding", "the embedding's own gradient, V D, beside the head's", values, "gradient", "end")
     yield Line("tied.sum", "and their sum, where it is not made in place, V D", values, "gradient", "end")
-
-
-def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
     largest = max(s.vocab * s.width, s.width * 2 * s.ff_width)
     yield Line("update.loop", "two temporaries of the largest parameter", 2 * largest, "weight", "update")
     yield Line("angles", "cosines and sines, 2 E", 2 * s.head_width, "residual", "always", True)

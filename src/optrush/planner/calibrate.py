@@ -180,9 +180,13 @@ def _measured(bench: Bench, loads: Sequence[Load], seconds: float, report: Repor
         results += [t.result() for t in trials]
     bench.pools.clear()
     report(done, steps, "copies")
-    copied = _copied(bench, slice_s)
+    source = torch.randn(COPY_BYTES[bench.place.type] // 4, device=bench.place)
+    target = torch.empty_like(source)
+    copy_s = _middle(bench, lambda: target.copy_(source), slice_s)
     up, down = _linked(bench, slice_s)
     report(steps - 1, steps, "launches")
+    # A small operator that autograd records, as in a forward pass.
+    x, y = torch.randn(256, device=bench.place, requires_grad=True), torch.randn(256, device=bench.place)
     return Calibration(
         device=device_name(bench.device),
         torch=torch_version(),
@@ -193,10 +197,10 @@ def _measured(bench: Bench, loads: Sequence[Load], seconds: float, report: Repor
         float32=torch.get_float32_matmul_precision(),
         products=tuple(f for f in results if isinstance(f, ProductRate)),
         attention=tuple(f for f in results if isinstance(f, AttentionRate)),
-        copy_bytes_s=copied,
+        copy_bytes_s=2 * source.nbytes / copy_s,  # read and written
         to_device_bytes_s=up,
         from_device_bytes_s=down,
-        launch_s=_launched(bench, slice_s),
+        launch_s=_middle(bench, lambda: x * y, slice_s),
     )
 
 
@@ -322,30 +326,15 @@ def _fit(bench: Bench, trial: Trial, slice_s: float) -> None:
 # --- bytes and the host
 
 
-def _copied(bench: Bench, enough: float) -> float:
-    """Return bytes a second, read and written, of a copy within the device's memory."""
-    source = torch.randn(COPY_BYTES[bench.place.type] // 4, device=bench.place)
-    target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / _middle(bench, lambda: target.copy_(source), enough)
-
-
 def _linked(bench: Bench, enough: float) -> tuple[float | None, float | None]:
     """Return bytes a second from and to pinned memory of the host, one direction at a time; None on a CPU."""
     if not bench.cuda:
         return None, None
     host = torch.randn(COPY_BYTES["cuda"] // 4).pin_memory()
     here = torch.empty_like(host, device=bench.place)
-    size = host.numel() * 4
     up = _middle(bench, lambda: here.copy_(host, non_blocking=True), enough)
     down = _middle(bench, lambda: host.copy_(here, non_blocking=True), enough)
-    return size / up, size / down
-
-
-def _launched(bench: Bench, enough: float) -> float:
-    """Return the host's seconds to start a small operator that autograd records, as in a forward pass."""
-    x = torch.randn(256, device=bench.place, requires_grad=True)
-    y = torch.randn(256, device=bench.place)
-    return _middle(bench, lambda: x * y, enough)
+    return host.nbytes / up, host.nbytes / down
 
 
 def _middle(bench: Bench, call: Call, enough: float) -> float:

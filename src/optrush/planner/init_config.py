@@ -42,144 +42,23 @@ def yaml_text(
         left: suitable techniques that cannot run, with what they lack.
         memory: the prediction of memory, as part of a sentence.
     """
-    batch, optim = tree["batch"], tree["optim"]
-    rows = batch["tokens"] // batch["seq"]
+    import jinja2
+
     command = f"optrush train {shlex.quote(file) if file.isprintable() else 'FILE'}"
-    if ranks > 1:
-        command += f" --ranks {ranks}"
     machine = "this CPU" if device.kind == "cpu" else _line(device.name)
     if device.memory_bytes is not None:
         machine += f", {device.memory_bytes / hardware.GIB:.1f} GiB"
-    rate = "models that have learnt before; random weights want about 1e-3"
-    if "dpo" in tree:
-        rate = "other objectives; for pairs 1e-6 is usual, of a model that has learnt before"
-    larger = "double it while memory lasts" if device.kind == "cpu" else "halve it when memory runs out"
-    lines = [
-        f"# A run of optrush, written for {machine}; {_line(memory)}.",
-        f"#   {command} --dry-run    shows memory, disk and the first rows; writes nothing",
-        f"#   {command}",
-        "# A key that is left out has its default. Flags change values for one run: --set optim.lr=1e-4",
-        "",
-        "# What is trained: a Hugging Face folder, a hub id (downloaded at first use), or `tiny`: small and random.",
-        f"model: {_flow(tree['model'])}",
-        "",
-        "# sft learns the assistant's words of conversations, pretrain every token, dpo which answer is better.",
-        f"objective: {tree['objective']}",
-        "",
-        *_dpo_lines(tree.get("dpo")),
-        *_data_lines(tree["data"], "dpo" in tree),
-        "",
-        "# Sizes in tokens, padding included. More a step: steadier and fewer updates. Default: 2048 and 32768.",
-        "batch:",
-        f"  seq: {batch['seq']}  # tokens a row; the longest text that is seen whole. More takes more memory",
-        f"  tokens: {batch['tokens']}  # of one update over all devices: {rows} rows",
-        f"  micro_tokens: {batch['micro_tokens']}  # computed at once on a device: rows of seq (default: 1); {larger}",
-        "",
-        "# AdamW. The rate is what to change first: lower if the loss jumps, higher if it hardly falls.",
-        "optim:",
-        f"  lr: {optim['lr']!r}  # default 2e-5, for {rate}",
-        f"  schedule: {optim['schedule']}  # how the rate falls after the warm-up: cosine (default), linear, constant",
-        f"  warmup: {optim['warmup']!r}  # the part of the run (or a number of steps) in which the rate rises from 0",
-        f"  clip: {optim['clip']!r}  # the largest norm of a gradient (default); null turns clipping off",
-        "",
-        *_train_lines(tree["train"]),
-        "",
-        "# Order of the data and random weights. Another number, another run; the same number, the same run.",
-        f"seed: {tree['seed']}",
-        "",
-        "# The folder of everything that the run writes: metrics, checkpoints, and the model in model/.",
-        f"output: {_text(tree['output'])}",
-        "",
-        *_technique_lines(techniques, left, classes),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _dpo_lines(dpo: dict[str, Any] | None) -> list[str]:
-    if dpo is None:
-        return []
-    return [
-        "# The loss of a pair. beta: a larger one keeps the model nearer to the reference, what it is before training.",
-        "# loss: sigmoid or ipo. reference: of an adapter the model without it, else log-probabilities made before.",
-        f"dpo: {_flow(dpo)}",
-        "",
-    ]
-
-
-def _data_lines(data: dict[str, Any], pairs: bool = False) -> list[str]:
-    lines = []
-    if pairs:
-        row = (
-            '{"prompt": [{"role": "user", "content": "..."}], "chosen": [{"role": "assistant", ...}], "rejected": ...}'
-        )
-        key = "sample" if "sample" in data else "path"
-        kind = "Built-in pairs of recipes; your own: `path: FILE`, a" if key == "sample" else "A"
-        lines += [f"# {kind} row a line:", f"# {row}", "data:", f"  {key}: {_text(data[key])}"]
-    elif "sample" in data:
-        lines += [
-            "# Built-in conversations about cooking. Your own: `path: FILE` instead of `sample`, a row a line, either",
-            '# {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or '
-            '{"text": "..."}',
-            "data:",
-            f"  sample: {data['sample']}",
-        ]
-    elif "random" in data:
-        lines += [
-            "# Random tokens: for measuring, nothing is learnt. For real text: `path: FILE` instead.",
-            "data:",
-            f"  random: {_flow(data['random'])}  # documents of exactly batch.seq tokens; true: 4096 of them",
-        ]
-    else:
-        lines += [
-            '# One row a line: {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]} '
-            'or {"text": "..."}',
-            "data:",
-            f"  path: {_text(data['path'])}",
-        ]
-    if "max_samples" in data:
-        lines.append(f"  max_samples: {data['max_samples']}  # so that a CPU takes minutes; left out: all")
-    if "eval" in data:
-        lines.append(f"  eval: {data['eval']!r}  # held out of training to measure on: a part of the rows, or a file")
-    elif "path" in data:
-        lines.append("  # eval: 0.1  # a part held out to measure on; left out, for there are few rows")
-    if "too_long" in data:
-        others = "error (default)" if pairs else "error (default), drop, truncate"
-        lines.append(f"  too_long: {data['too_long']}  # of rows longer than batch.seq; or {others}")
-    return lines
-
-
-def _train_lines(train: dict[str, Any]) -> list[str]:
-    length = (
-        f"  steps: {train['steps']}  # updates; `epochs` instead says how often the data is seen"
-        if "steps" in train
-        else f"  epochs: {train['epochs']}  # how often the data is seen (default 1); `steps: 100` instead says updates"
-    )
-    lines = [
-        "# How long, and how often what happens. `*_every` below 1 is a part of the run, from 1 on a number of steps.",
-        "train:",
-        length,
-        f"  log_every: {train['log_every']}  # steps between two lines of metrics (default 10)",
-        f"  save_every: {train['save_every']!r}  # checkpoints to go on from (default: at the end only)",
-        f"  keep: {train['keep']}  # of the checkpoints the newest so many (default 2)",
-    ]
-    if "eval_every" in train:
-        lines.insert(4, f"  eval_every: {train['eval_every']!r}  # measures on what is held out (default: at the end)")
-    return lines
-
-
-def _technique_lines(
-    techniques: dict[str, dict[str, Any]], left: Sequence[tuple[str, Requirement]], classes: Sequence[type[Technique]]
-) -> list[str]:
-    known = {c.name: c for c in classes}
-    lines = [
-        "# What makes it faster or smaller; each can be left out. `optrush techniques` lists all with their options,",
-        "# `optrush doctor` says which of them this machine can run.",
-        "with:" if techniques else "with: {}",
-    ]
-    for name, options in techniques.items():
-        lines += [f"  # {known[name].summary}", f"  {name}: {_flow(options)}"]
-    lines += [f"  # without {name}: {_line(need.found)}; to have it: {_line(need.do)}" for name, need in left]
-    return lines
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= {"flow": _flow, "line": _line}
+    return environment.get_template("init.yaml.j2").render(
+        **tree, techniques=techniques, left=left, memory=memory, machine=machine,
+        command=command + (f" --ranks {ranks}" if ranks > 1 else ""), summaries={c.name: c.summary for c in classes},
+        larger="double it while memory lasts" if device.kind == "cpu" else "halve it when memory runs out",
+    )  # fmt: skip
 
 
 def _flow(value: Any) -> str:

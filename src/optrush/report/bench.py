@@ -227,12 +227,8 @@ def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], 
     for place, rung in found.items():
         base = found.get((*place[:2], "cumulative", rung.since, "")) or elsewhere.get((place[1], rung.since))
         if base is not None and base is not rung:
-            rung = dataclasses.replace(
-                rung,
-                factor=ratio(rung.speed, base.speed),
-                peak_factor=ratio(rung.peak, base.peak),
-                since_speed=base.speed,
-            )
+            factor, peak_factor = ratio(rung.speed, base.speed), ratio(rung.peak, base.peak)
+            rung = dataclasses.replace(rung, factor=factor, peak_factor=peak_factor, since_speed=base.speed)
         compared.append(rung)
     return compared, len(records) - len(latest)
 
@@ -246,34 +242,21 @@ def _rung(record: Mapping[str, Any]) -> RungResult:
     error = safe_text(get("error"), lines=True)
     measured = positive(get("tokens_per_s")) if not error else None  # a failed rung has no figure to compare
     reasons = get("red")
+    texts: dict[str, Any] = {
+        key: safe_text(get(key)) for key in ("since", "changes", "memory_kind", "basis", "verdict", "case")
+    }
     return RungResult(
-        key=f"{name} ({peer})" if peer else name,
-        name=name,
-        peer=peer,
-        mode=safe_text(get("mode")) or "cumulative",
-        since=safe_text(get("since")),
-        changes=safe_text(get("changes")),
-        speed=measured,
-        low=low,
-        high=high,
-        peak=positive(get("peak_bytes")) if measured is not None else None,
-        memory_kind=safe_text(get("memory_kind")),
-        predicted_peak=positive(get("predicted_peak_bytes")),
-        predicted_speed=positive(get("predicted_tokens_per_s")),
-        basis=safe_text(get("basis")),
-        mfu=number(get("mfu")),
-        targets=positive(get("targets_per_s")),
-        fill=number(get("fill")),
-        waits=number(get("data_wait")),
-        losses=tuple(numbers(get("losses"))),
-        proof=_proof(get("proof")),
-        verdict=safe_text(get("verdict")),
+        **texts,
+        key=f"{name} ({peer})" if peer else name, name=name, peer=peer, mode=safe_text(get("mode")) or "cumulative",
+        speed=measured, low=low, high=high, peak=positive(get("peak_bytes")) if measured is not None else None,
+        predicted_peak=positive(get("predicted_peak_bytes")), predicted_speed=positive(get("predicted_tokens_per_s")),
+        mfu=number(get("mfu")), targets=positive(get("targets_per_s")), fill=number(get("fill")),
+        waits=number(get("data_wait")), losses=tuple(numbers(get("losses"))), proof=_proof(get("proof")),
         red=tuple(safe_text(r) for r in reasons) if isinstance(reasons, list | tuple) else (),
-        case=safe_text(get("case")),
         longest=positive(get("longest_seq")),
-        open=not any(isinstance(t, Mapping) and t.get("error") for t in tries) if isinstance(tries, list) else False,
+        open=isinstance(tries, list) and not any(isinstance(t, Mapping) and t.get("error") for t in tries),
         error=error or ("" if measured is not None else "no figure, and no reason given"),
-    )
+    )  # fmt: skip
 
 
 def _proof(proof: object) -> str:
@@ -297,14 +280,14 @@ def ladder_summary(shown: Sequence[RungResult]) -> str:
     """Return the ladder in one paragraph: first and last figures, counts of rungs, red and failed ones."""
     own = [r for r in shown if not r.peer]
     cumulative = [r for r in own if r.mode == "cumulative" and not r.failed]
-    counts = [
-        amount(len([r for r in own if r.mode == "cumulative"]), "rung"),
-        f"{sum(_is_red(r) and not r.failed for r in own)} red",
-    ]
-    counts += [f"{n} failed" for n in (sum(r.failed for r in own),) if n]
-    counts += [f"{n} within the noise" for n in (sum(r.kind == "noise" for r in own),) if n]
-    counts += [f"{n} measured without one technique" for n in (sum(r.mode != "cumulative" for r in own),) if n]
-    tally = ", ".join(counts)
+    rungs = amount(sum(r.mode == "cumulative" for r in own), "rung")
+    others = {
+        "failed": sum(r.failed for r in own),
+        "within the noise": sum(r.kind == "noise" for r in own),
+        "measured without one technique": sum(r.mode != "cumulative" for r in own),
+    }
+    red = f"{sum(_is_red(r) and not r.failed for r in own)} red"
+    tally = ", ".join([rungs, red, *(f"{n} {what}" for what, n in others.items() if n)])
     if not cumulative:
         return f"No rung of the ladder has a figure; {tally}."
     first, last = cumulative[0], cumulative[-1]
@@ -573,59 +556,37 @@ def _losses_chart(shown: Sequence[RungResult]) -> Markup:
 # --- several machines
 
 
-@dataclasses.dataclass(frozen=True)
-class _Machine:
-    """One ladder of one folder, next to others; its letter has a color in the charts."""
-
-    letter: str
-    color: str
-    folder: str
-    device: str
-    ladder: str
-    verdict: str
-    rungs: dict[str, RungResult]
-    troubled: list[RungResult]
-    environment: dict[str, str]
-
-
 def _many(benches: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> dict[str, Any]:
-    machines: list[_Machine] = []
+    machines: list[dict[str, Any]] = []  # one ladder of one folder each; its letter has a color in the charts
     for folder, records in benches:
         for ladder in dict.fromkeys(safe_text(r["ladder"]) for r in records):
             here = [r for r in records if safe_text(r["ladder"]) == ladder]
             shown, n = read_rungs(here)[0], len(machines)
-            machines.append(
-                _Machine(
-                    letter=chr(ord("A") + n % 26) + ("" if n < 26 else str(n // 26)),
-                    color=f"s{n % SERIES}",
-                    folder=safe_text(folder.resolve().name),
-                    device=_machines(here),
-                    ladder=ladder,
-                    verdict=ladder_summary(shown),
-                    rungs={r.name: r for r in shown if r.mode == "cumulative" and not r.peer},
-                    troubled=troubled(shown),
-                    environment=environment(here),
-                )
-            )
+            machines.append({
+                "letter": chr(ord("A") + n % 26) + ("" if n < 26 else str(n // 26)), "color": f"s{n % SERIES}",
+                "folder": safe_text(folder.resolve().name), "device": _machines(here), "ladder": ladder,
+                "verdict": ladder_summary(shown), "troubled": troubled(shown), "environment": environment(here),
+                "rungs": {r.name: r for r in shown if r.mode == "cumulative" and not r.peer},
+            })  # fmt: skip
     ladders = []
-    for name in dict.fromkeys(m.ladder for m in machines):
-        same = [m for m in machines if m.ladder == name]
-        names = list(dict.fromkeys(r for m in same for r in m.rungs))
+    for name in dict.fromkeys(m["ladder"] for m in machines):
+        same = [m for m in machines if m["ladder"] == name]
+        names = list(dict.fromkeys(r for m in same for r in m["rungs"]))
         ladders.append({"name": name, "machines": same, "names": names, "chart": _side_by_side(name, names, same)})
-    keys = list(dict.fromkeys(k for m in machines for k in m.environment))
+    keys = list(dict.fromkeys(k for m in machines for k in m["environment"]))
     return {"machines": machines, "ladders": ladders, "environment_keys": keys}
 
 
-def _side_by_side(ladder: str, names: Sequence[str], machines: Sequence[_Machine]) -> Markup:
+def _side_by_side(ladder: str, names: Sequence[str], machines: Sequence[Mapping[str, Any]]) -> Markup:
     rows = []
     for name in names:
         for n, m in enumerate(machines):
-            label = f"{cut_text(name, 56)} · {m.letter}" if n == 0 else m.letter
-            r = m.rungs.get(name)
+            label = f"{cut_text(name, 56)} · {m['letter']}" if n == 0 else m["letter"]
+            r = m["rungs"].get(name)
             if r is None or r.failed or r.speed is None:
                 rows.append(BarRow(label, "not measured" if r is None else cut_text(f"failed: {r.first_words}", 34)))
             else:
-                rows.append(BarRow(label, f"{speed(r.speed)}{_note(r)}", ((0, r.speed, m.color),)))
+                rows.append(BarRow(label, f"{speed(r.speed)}{_note(r)}", ((0, r.speed, m["color"]),)))
     return _drawn(f"Tokens a second, ladder {ladder}", rows)
 
 
