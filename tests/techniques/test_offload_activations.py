@@ -436,7 +436,10 @@ def test_the_plan_counts_the_link_to_the_host():
     assert cost.step_seconds(moved, device, n) > effort.seconds > alone, "all of it is more than the link can carry"
     assert cost.step_seconds(book(NAME, "recompute"), device, n) == cost.step_seconds(book("recompute"), device, n)
     assert not [e for e in cost.efforts(book(), device, n) if e.name == "offload"]
-    assert cost.of(NAMED["a100-80"]).host_bytes_s < cost.of(device).host_bytes_s and cost.of(CPU) is None
+    assert (
+        cost.device_rates(NAMED["a100-80"]).host_bytes_s < cost.device_rates(device).host_bytes_s
+        and cost.device_rates(CPU) is None
+    )
 
 
 def test_the_plan_says_how_much_host_memory():

@@ -301,7 +301,7 @@ def test_a_processor_is_called_by_its_model_and_cores() -> None:
 
 
 def known(c: Calibration | None, T: int = 2048) -> cost.Rates:
-    found = cost.of(H200, c, SHAPE, T)
+    found = cost.device_rates(H200, c, SHAPE, T)
     assert found is not None
     return found
 
@@ -333,7 +333,7 @@ def test_each_product_by_its_shape_and_direction() -> None:
 
 def test_a_shape_that_was_not_measured_takes_the_median() -> None:
     c = changed(fake(), 9e14, part="head", dtype="bfloat16")  # 3 of 15: the median stays
-    other = cost.of(H200, c, ModelShape.read(SHAPES["llama-3.1-8b"]), 2048)
+    other = cost.device_rates(H200, c, ModelShape.read(SHAPES["llama-3.1-8b"]), 2048)
     assert other is not None and not {"forward.down", "head.products"} & other.products[True].keys()
     assert rate(other, "forward.down") == rate(other, "head.products") == 4e14
     assert rate(other, "forward.scores", unit="attention") == 2e14
@@ -350,7 +350,7 @@ def test_attention_at_a_length_between_two() -> None:
 @pytest.mark.parametrize(("seq", "want"), [(512, 2.5), (2048, 2.5), (8192, 2.125), (4096, 2.3125)])
 def test_a_mask_on_a_cpu_takes_the_whole_square_at_the_kernels_rate(seq: int, want: float) -> None:
     """Of the rows that were measured, whatever the documents' length; it skipped whole pieces, and halves count."""
-    cpu = cost.of(hardware.cpu(), fake(), SHAPE, T=300, seq=seq)  # measured at 2048 and 8192
+    cpu = cost.device_rates(hardware.cpu(), fake(), SHAPE, T=300, seq=seq)  # measured at 2048 and 8192
     assert cpu is not None and rate(cpu, "forward.scores", unit="attention") == 2e14
     assert rate(cpu, "forward.scores", unit="masked") == pytest.approx(want * 1e14)
     assert rate(known(fake()), "forward.scores", unit="masked") == 2e14, "on a GPU as if causal"
@@ -358,7 +358,7 @@ def test_a_mask_on_a_cpu_takes_the_whole_square_at_the_kernels_rate(seq: int, wa
 
 def test_a_mask_on_a_cpu_by_its_datasheet_is_a_product() -> None:
     cpu = dataclasses.replace(hardware.cpu(), half_flop_s=2e12, float32_flop_s=1e12, bandwidth_bytes_s=5e10)
-    for sheet in (cost.of(cpu), cost.ceiling(cpu)):
+    for sheet in (cost.device_rates(cpu), cost.device_rates(cpu, ceiling=True)):
         assert sheet is not None
         for narrow in (True, False):
             masked, product = (rate(sheet, "forward.scores", narrow, unit=u) for u in ("masked", "product"))
@@ -369,18 +369,18 @@ def test_a_datasheet_is_what_it_was() -> None:
     of = known(None)
     assert of.basis == "datasheet" and "not measured" in of.source and "optrush calibrate" in of.source
     assert rate(of, "forward.down") == pytest.approx(9.895e14 * cost.HALF_PRODUCTS)
-    whole = cost.ceiling(H200, None)
+    whole = cost.device_rates(H200, None, ceiling=True)
     assert whole is not None and rate(whole, "forward.down") == 9.895e14 and whole.bytes_s == 4.8e12
-    alone, c = cost.ceiling(H200, fake(), SHAPE, 2048), known(fake())
+    alone, c = cost.device_rates(H200, fake(), SHAPE, 2048, ceiling=True), known(fake())
     assert alone == dataclasses.replace(c, bytes_s=4e12) and c.bytes_s == pytest.approx(4e12 * cost.MOVING["cuda"])
-    cpu = cost.of(hardware.cpu(), fake(), SHAPE, 2048)
+    cpu = cost.device_rates(hardware.cpu(), fake(), SHAPE, 2048)
     assert cpu is not None and cpu.bytes_s == pytest.approx(4e12 * cost.MOVING["cpu"])
 
 
 def test_an_unknown_device_is_known_once_it_was_measured() -> None:
     device = hardware.Device("cuda", "NVIDIA L40S", (8, 9), None)
-    assert cost.of(device) is None
-    found = cost.of(device, fake(), SHAPE, 2048)
+    assert cost.device_rates(device) is None
+    found = cost.device_rates(device, fake(), SHAPE, 2048)
     assert found is not None and found.link_bytes_s is None
     alone = apply_rules([WorkItem("forward.down", "", "token", 1e9)], BFLOAT16, [])
     assert cost.step_seconds(alone, device, 100.0, found) == pytest.approx(1e11 / 4e14 + cost.MICRO_S + cost.STEP_S)

@@ -241,7 +241,7 @@ def test_attention_knows_the_documents_of_a_row(tmp_path):
 
     dense, documents = scores("attention:impl=sdpa"), scores("attention:impl=fa4")
     assert documents.flop == pytest.approx(dense.flop / 2 / 8)
-    rate = cost.of(hardware.parse_hardware("h200")[0], T=256).attention[True][""]
+    rate = cost.device_rates(hardware.parse_hardware("h200")[0], T=256).attention[True][""]
     assert documents.seconds == pytest.approx(documents.flop / rate)
 
 

@@ -22,6 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from optrush import hardware
 from optrush.errors import ConfigError
+from optrush.files import write_whole
 from optrush.hardware import Device
 
 FORMAT: Final = 1
@@ -143,16 +144,9 @@ def write_calibration(c: Calibration, file: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    new = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    text = json.dumps(asdict(c), indent=1, allow_nan=False) + "\n"
     try:
-        try:
-            with new.open("w", encoding="utf-8") as opened:
-                opened.write(json.dumps(asdict(c), indent=1, allow_nan=False) + "\n")
-                opened.flush()
-                os.fsync(opened.fileno())
-            new.replace(file)
-        finally:
-            new.unlink(missing_ok=True)
+        write_whole(file, text, file.with_name(f"{file.name}.{os.getpid()}.tmp"))
     except OSError as error:
         raise _unwritten(file, error) from None
 

@@ -103,15 +103,15 @@ def linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
 def expected_and_ceiling(
     device: Device, found: Calibration | None, hf: Mapping[str, Any], T: float, seq: float
 ) -> tuple[Rates | None, Rates | None]:
-    """Return the expected rates of a model with this config.json (`of`), and their ceiling (`ceiling`)."""
+    """Return the expected rates of a model with this config.json, and their ceiling."""
     shape = None if found is None else ModelShape.read(hf)  # a datasheet has the same rates for every model
-    return of(device, found, shape, T, seq), ceiling(device, found, shape, T, seq)
+    return device_rates(device, found, shape, T, seq), device_rates(device, found, shape, T, seq, ceiling=True)
 
 
-@lru_cache(64)
-def of(
+@lru_cache(128)
+def device_rates(
     device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: float = ROW,
-    seq: float | None = None,
+    seq: float | None = None, *, ceiling: bool = False,
 ) -> Rates | None:  # fmt: skip
     """Return the expected rates of a step on a device; None: neither measured nor in a datasheet.
 
@@ -120,25 +120,16 @@ def of(
         shape: of the model, whose own products and attention are looked up; needed with `found`.
         T: tokens over which an attention that separates documents attends.
         seq: all tokens of a row; None: T.
+        ceiling: the highest rates instead: those measured for each kind of work alone, or the whole datasheet's.
     """
     if found is not None:
         assert shape is not None
         alone = _calibrated(device, found, shape, T, seq or T)
-        return replace(alone, bytes_s=alone.bytes_s * MOVING[device.kind])
+        return alone if ceiling else replace(alone, bytes_s=alone.bytes_s * MOVING[device.kind])
+    if ceiling:
+        return _datasheet(device, (1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
     attention = ATTENTION * T / (T + HALFWAY) if device.kind == "cuda" else HALF_PRODUCTS / 2
     return _datasheet(device, (HALF_PRODUCTS, FLOAT32_PRODUCTS, attention, FLOAT32_PRODUCTS / 2, MEMORY, LINK))
-
-
-@lru_cache(64)
-def ceiling(
-    device: Device, found: Calibration | None = None, shape: ModelShape | None = None, T: float = ROW,
-    seq: float | None = None,
-) -> Rates | None:  # fmt: skip
-    """Return the highest rates of the device: those measured for each kind of work alone, or the whole datasheet's."""
-    if found is not None:
-        assert shape is not None
-        return _calibrated(device, found, shape, T, seq or T)
-    return _datasheet(device, (1.0, 1.0, 1.0, 1.0, 1.0, 1.0))
 
 
 def _datasheet(device: Device, shares: tuple[float, float, float, float, float, float]) -> Rates | None:
@@ -233,7 +224,7 @@ def _at(measured: Iterable[AttentionRate], T: float) -> float:
 
 def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> list[WorkTime]:
     """List the work of a step of `ledger.accumulation` micro-batches of `tokens` slots; empty if rates are unknown."""
-    rates = rates or of(device)
+    rates = rates or device_rates(device)
     if rates is None:
         return []
     listed = []
@@ -249,7 +240,7 @@ def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
 
 def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | None = None) -> float | None:
     """Return the seconds of a step as in `efforts`; None: the device's rates are unknown."""
-    rates = rates or of(device)
+    rates = rates or device_rates(device)
     if rates is None:
         return None
     on_device, on_host, on_link = 0.0, 0.0, 0.0

@@ -46,7 +46,7 @@ def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Ma
             raise ConfigError("`batch.micro_tokens: auto` on a CPU", f"no prediction of memory: {obstacle}", do)
         return possible[-1].micro_rows  # the rehearsal halves it until it fits
     shape, device, T = ModelShape.read(hf), _device(possible[0]), env.seq
-    rates, most = cost.of(device, calibration.for_device(device), shape, T), room(device)
+    rates, most = cost.device_rates(device, calibration.for_device(device), shape, T), room(device)
     speeds: list[tuple[float, int]] = []
     for one in possible:
         book, rows = baseline.book(techniques, one, shape, 0.0), one.micro_rows

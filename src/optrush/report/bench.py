@@ -29,9 +29,9 @@ from optrush.report.page import (
     Series,
     amount,
     bars,
+    bars_svg,
     curves,
     cut_text,
-    describe_bars,
     gib,
     inline_svg,
     milliseconds,
@@ -422,8 +422,8 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title:
         "versus_said": versus_summary(versus(shown)),
         "longest": [r for r in shown if r.longest is not None],
         "memory_said": "; ".join(KINDS.get(k, k) for k in kinds),
-        "speed_chart": _drawn("Tokens a second of each rung", _speed_rows(cumulative)),
-        "memory_chart": _drawn("Peak memory of each rung", _memory_rows(cumulative)),
+        "speed_chart": bars_svg("Tokens a second of each rung", _speed_rows(cumulative)),
+        "memory_chart": bars_svg("Peak memory of each rung", _memory_rows(cumulative)),
         "gains_chart": _gains_chart([r for r in cumulative if not r.peer]),
         "predicted_said": prediction_summary([r for r in shown if not r.peer]),
         "predicted_charts": _predicted_charts([r for r in shown if not r.peer]),
@@ -470,10 +470,6 @@ def environment(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return {key: "  |  ".join(values) for key, values in found.items()}
 
 
-def _drawn(title: str, rows: Sequence[BarRow], **options: Any) -> Markup:
-    return inline_svg(bars(rows, **options), title, describe_bars(rows))
-
-
 def _note(rung: RungResult) -> str:
     return f" {rung.kind}" if rung.kind in ("noise", "red", "slower", "smaller") else ""
 
@@ -512,7 +508,7 @@ def _gains_chart(shown: Sequence[RungResult]) -> Markup:
         text = f"{times(r.factor)}{_note(r)}" if r.factor is not None else "begins here"
         pieces = ((begin, r.speed, r.kind),) if begin and r.speed else ()
         rows.append(_failure(r) if r.failed else BarRow(r.key, text, pieces))
-    return _drawn("Gain of each rung", rows, log=True)
+    return bars_svg("Gain of each rung", rows, log=True)
 
 
 def _predicted_charts(shown: Sequence[RungResult]) -> list[tuple[str, Markup]]:
@@ -529,7 +525,7 @@ def _predicted_charts(shown: Sequence[RungResult]) -> list[tuple[str, Markup]]:
             rows.append(BarRow(name, text, () if error is None else ((0, error, color),)))
         if any(row.pieces for row in rows):
             title = f"{heading}: prediction against measurement"
-            drawn.append((heading, _drawn(title, rows, unit=" %", band=band)))
+            drawn.append((heading, bars_svg(title, rows, unit=" %", band=band)))
     return drawn
 
 
@@ -543,7 +539,7 @@ def _without_chart(shown: Sequence[RungResult]) -> Markup:
         grown = "" if r.peak_factor is None else f", peak {times(r.peak_factor)}"
         color = r.kind if r.kind in ("red", "noise") else "slower" if change < 0 else "faster"
         rows.append(BarRow(r.key, f"{percent(change, signed=True)}{grown}", ((0, change, color),)))
-    return _drawn("What the full configuration loses without one technique", rows, unit=" %")
+    return bars_svg("What the full configuration loses without one technique", rows, unit=" %")
 
 
 def _losses_chart(shown: Sequence[RungResult]) -> Markup:
@@ -587,7 +583,7 @@ def _side_by_side(ladder: str, names: Sequence[str], machines: Sequence[Mapping[
                 rows.append(BarRow(label, "not measured" if r is None else cut_text(f"failed: {r.first_words}", 34)))
             else:
                 rows.append(BarRow(label, f"{speed(r.speed)}{_note(r)}", ((0, r.speed, m["color"]),)))
-    return _drawn(f"Tokens a second, ladder {ladder}", rows)
+    return bars_svg(f"Tokens a second, ladder {ladder}", rows)
 
 
 # --- A step against its device's ceiling

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from optrush.data.preview import visible
 from optrush.errors import ConfigError
 from optrush.files import write_whole
-from optrush.report.page import BarRow, bars, describe_bars, histogram, inline_svg, render, safe_text
+from optrush.report.page import BarRow, bars_svg, histogram, inline_svg, render, safe_text
 
 DATA_PAGE = "data.html"
 CLEANING_PAGE, RECORD = "cleaning.html", "cleaning.json"
@@ -47,7 +47,7 @@ def data_page(facts: Mapping[str, Any]) -> str:
 
     rows = [BarRow(f["name"], f"{f['fill']:.2%}", ((0, 100 * f["fill"], "faster" if f["chosen"] else "base"),))
             for f in facts["fills"]]  # fmt: skip
-    fills = inline_svg(bars(rows, unit=" %"), "Share of real tokens", describe_bars(rows))
+    fills = bars_svg("Share of real tokens", rows, unit=" %")
     lengths = lengths_histogram(facts["lengths"], facts["seq"])
     return render("data.html.j2", **facts, safe=safe, histogram=lengths, filled=fills)
 
@@ -91,7 +91,7 @@ def _waterfall(record: Mapping[str, Any]) -> Markup:
         text = f"{stay:,}" + (f" (−{taken:,})" if taken else "")
         pieces: tuple[tuple[float, float, str], ...] = ((0, stay, "base"),)
         rows.append(BarRow(label, text, pieces + (((stay, stay + max(taken, 0.004 * total), "red"),) if taken else ())))
-    return inline_svg(bars(rows), "Rows left after each filter", describe_bars(rows))
+    return bars_svg("Rows left after each filter", rows)
 
 
 def _before_and_after(counts: Mapping[str, Any]) -> Markup:

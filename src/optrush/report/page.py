@@ -17,7 +17,7 @@ import re
 import unicodedata
 import warnings
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,9 +202,9 @@ class Series:
     dots: bool = False
 
 
-def describe_bars(rows: Iterable[BarRow]) -> str:
-    """Return a bar chart in words, for screen readers."""
-    return "; ".join(f"{r.name}: {r.text}" for r in rows)
+def bars_svg(title: str, rows: Sequence[BarRow], **options: Any) -> Markup:
+    """Return `bars` as inline SVG, with the rows in words for screen readers."""
+    return inline_svg(bars(rows, **options), title, "; ".join(f"{r.name}: {r.text}" for r in rows))
 
 
 def bars(

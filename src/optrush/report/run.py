@@ -138,31 +138,28 @@ def _notes(line: Mapping[str, Any]) -> list[str]:
 
 def page_content(run: RunLog, ranks: int | None = None) -> dict[str, Any]:
     """Return everything that the template lays out."""
-    return {
-        "title": run.name,
-        "objective": run.config.objective,
-        "model": safe_text(run.config.model.shape or run.config.model.path),
-        "techniques": ", ".join(safe_text(n) for n in run.config.with_) or "none",
-        "verdict": _verdict(run),
-        "notes": _trouble(run) + run.notes,
-        "curves": _curves(run),
-        **_against(run, ranks),
-        "config": run.text,
-    }
+    content = {"title": run.name, **_kind(run), "verdict": _verdict(run), "notes": _trouble(run) + run.notes}
+    return {**content, "curves": _curves(run), **_against(run, ranks), "config": run.text}
 
 
 def summary(run: RunLog) -> dict[str, str]:
     """Return a run as one row of a page about several folders."""
     return {
         "folder": run.name,
-        "objective": run.config.objective,
-        "model": safe_text(run.config.model.shape or run.config.model.path),
-        "techniques": ", ".join(safe_text(n) for n in run.config.with_) or "none",
+        **_kind(run),
         "steps": f"{run.steps[-1]['step']:,.0f}" if run.steps else DASH,
         "loss": _loss(run.steps, "loss"),
         "held_out": _loss(run.evals, "eval_loss"),
         "speed": speed(run.median("tokens_per_s")),
         "peak": gib(_peak(run)),
+    }
+
+
+def _kind(run: RunLog) -> dict[str, str]:
+    return {
+        "objective": run.config.objective,
+        "model": safe_text(run.config.model.shape or run.config.model.path),
+        "techniques": ", ".join(safe_text(n) for n in run.config.with_) or "none",
     }
 
 
