@@ -55,10 +55,8 @@ MATHS = [{"name": "base"}, {"name": "narrow", "with": {"bf16": {}}}, *RUNGS[1:]]
 @pytest.mark.parametrize(("found", "red"), [
     ([FIRST, NARROW, NARROW, NARROW], {}),
     ([FIRST, NARROW, NARROW, TURNED], {"both": "narrow"}),
-    ([FIRST, NARROW, TURNED, NARROW], {"adamw": "narrow"}),
     ([FIRST, NARROW, [NARROW, TURNED], NARROW], {"adamw": "narrow"}),
     ([FIRST, NONE, NARROW, TURNED], {"both": "adamw"}),  # the first of its maths has no gradient
-    ([NONE, NARROW, NARROW, TURNED], {"both": "narrow"}),
     ([FIRST, TURNED, NARROW, NARROW], {}),  # bf16 turned it by as much
     ([FIRST, gradient(4, 3), gradient(3, 4), NARROW], {}),  # by 0.04, so 0.08 is chance
     ([FIRST, gradient(4, 3), gradient(3, 5), gradient(2, 5)], {"both": "narrow"}),
@@ -171,12 +169,8 @@ def test_a_rung_that_fails_is_a_record_and_the_others_run(call: Call, fakes: Fak
     assert told["both"]["error"] is None
     assert (told["both"]["since"], told["both"]["changes"]) == ("base", "+ fused-adamw, + fused-loss")
     assert "rung 2/3 adamw, repeat 1/2: failed: " in found.err
-
-
-def test_a_hanging_process_is_ended_with_all_it_started(call: Call, fakes: Fakes) -> None:
-    fakes.does(fused_adamw={"do": "hang"})
-    climb(call, "--cumulative-only", "--limit", "1")
-    assert len(fakes.pids) == 2 and all(gone(pid) for pid in fakes.pids)
+    if does == "hang":
+        assert len(fakes.pids) == 2 and all(gone(pid) for pid in fakes.pids), "with all that it started"
 
 
 def gone(pid: int) -> bool:

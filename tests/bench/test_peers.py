@@ -214,16 +214,6 @@ def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert weights.ensure(run(), "float32", "cpu")[0] == Path("toy")
 
 
-def test_weights_that_cannot_be_written_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from optrush.models.shapes import SHAPES
-
-    hf = {**json.loads(Path("toy/config.json").read_text()), "num_key_value_heads": 3}
-    monkeypatch.setitem(SHAPES, "broken", hf)
-    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(RunError, match=r"random weights could not be written into .*num_key_value_heads 3"):
-        weights.ensure(run(model={"shape": "broken"}), "float32", "cpu")
-
-
 # --- a system that trains: through the whole path, in processes of their own
 
 FAKE_PEER = '''

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,13 +102,6 @@ class Browser:
         fetched = [u for u in asked if u != page.as_uri() and not u.startswith("data:")]
         return SimpleNamespace(**seen, console=said, fetched=fetched)
 
-    def shoot(self, picture: Path) -> None:
-        """The whole page as a PNG."""
-        size = self.ask("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        data = self.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
-        picture.write_bytes(base64.b64decode(data))
-
     def close(self) -> None:
         os.close(self.writes)
         self.process.terminate()
@@ -194,13 +184,3 @@ def test_a_run_and_a_comparison(
     report.write_many([first, second, trained], many)
     _sound(browser.open(trained / report.PAGE, width, dark=True), 6)
     _sound(browser.open(many, width, dark=False), 1)
-
-
-if __name__ == "__main__":  # test_browser.py PAGE...: pictures of pages beside them, to be looked at
-    chromium = Browser(Path(tempfile.mkdtemp()))
-    for name in sys.argv[1:]:
-        for wide in (400, 1600):
-            for darkness in (False, True):
-                chromium.open(Path(name).resolve(), wide, darkness)
-                chromium.shoot(Path(name).with_suffix(f".{wide}.{'dark' if darkness else 'light'}.png"))
-    chromium.close()

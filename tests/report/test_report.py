@@ -164,16 +164,6 @@ def test_charts_of_odd_figures() -> None:
             assert pages.png(figure).startswith(b"\x89PNG")
 
 
-def test_a_long_curve_keeps_its_spike() -> None:
-    points: list[tuple[float, float | None]] = [(float(i), 1.0) for i in range(50_000)]
-    points[31_234] = (31_234.0, 9.0)
-    drawn = pages.inline_svg(pages.curves([pages.Series("loss", points)], zero=True), "loss", "")
-    assert len(drawn) < 20_000
-    paths = " ".join(re.findall(r'd="(M[^"]*)"', drawn))
-    heights = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", paths)]
-    assert any(h < 40 for h in heights), "the spike is near the top"
-
-
 def test_colors_follow_the_page() -> None:
     """No color of a chart is fixed, but those of both modes are declared."""
     figure = pages.bars([pages.BarRow("a", "1", ((0, 1, "faster"),)), pages.BarRow("b", "no", failed=True)])
