@@ -49,7 +49,7 @@ def plan(
 
     Nothing is built and nothing is written, but --out FILE. Memory is shown by line at the moment of its peak. Speed
     rests on the rates that `optrush calibrate` measured on the device; without them on its datasheet and on the share
-    of it that such work reached on one H200, and says so.
+    of it that such work reached on one H200; the output names which (basis).
     """
     config = read_run(path, set_, with_, without)
     from optrush.planner import search as planner
@@ -221,7 +221,7 @@ def calibrate(
     on a GPU, of the built-in model on a CPU.
 
     The result is kept for this device, this torch and this driver, in place of an older one. `optrush plan` and the
-    predictions of `optrush bench` take it from there, and say so (basis: calibrated).
+    predictions of `optrush bench` take it from there (basis: calibrated).
     """
     config = None if path is None else read_run(path, set_, with_, without)
     if path is None and (set_ or with_ or without):
