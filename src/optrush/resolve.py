@@ -19,7 +19,7 @@ from optrush.hardware import Device
 from optrush.launch import launched
 from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
 from optrush.models.source import Growth, check_positions, grow, locate
-from optrush.planner.micro_batch import choose_micro_batch
+from optrush.planner.cost import choose_micro_batch
 from optrush.technique import (
     Edit,
     Environment,

@@ -36,7 +36,7 @@ MOST_SHARED_NAMES = 128  # target: 40; public functions and classes whose name t
 
 PURE = (
     "errors", "config", "models.shapes", "hardware", "technique", "planner.ledger", "planner.baseline", "planner.cost",
-    "planner.search", "resolve", "launch", "planner.calibration", "planner.micro_batch", "models.source",
+    "planner.search", "resolve", "launch", "planner.calibration", "models.source",
     "data.length_estimate", "optim.schedule", "cli", "techniques",
 )  # fmt: skip
 FOUNDATION = ("models", "kernels", "objectives", "optim", "data")  # import nothing of the trainer
@@ -47,7 +47,7 @@ ABOVE = (
 # Modules whose code and strings name no technique.
 TECHNIQUE_FREE = (
     "trainer.trainer", "trainer.run", "trainer.metrics", "trainer.build", "trainer.checkpoint", "trainer.distributed",
-    "resolve", "export", "technique", "planner.micro_batch", "model_card", "restore", "generate",
+    "resolve", "export", "technique", "planner.cost", "model_card", "restore", "generate",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from optrush import hardware
 from optrush.config import parse_config
 from optrush.errors import ConfigError, NeedsError, RunError
-from optrush.planner import micro_batch
+from optrush.planner import cost
 from optrush.planner.search import predict
 from optrush.resolve import resized, resolve
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique
@@ -307,9 +307,9 @@ def test_auto_on_ranks(box):
 
 def test_sizes():
     assert (
-        micro_batch.micro_batch_rows(8) == [1, 2, 4, 8]
-        and micro_batch.micro_batch_rows(12) == [1, 2, 4, 12]
-        and micro_batch.micro_batch_rows(1) == [1]
+        cost.micro_batch_rows(8) == [1, 2, 4, 8]
+        and cost.micro_batch_rows(12) == [1, 2, 4, 12]
+        and cost.micro_batch_rows(1) == [1]
     )
 
 
