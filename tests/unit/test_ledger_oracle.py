@@ -34,8 +34,8 @@ CASES = [
 ]
 SMALL_HEAD = "fused-loss:chunk=128"
 BACKWARD = [  # the peak is a block's backward pass, or the embedding's
-    ("llama-3.2-1b", "native", ("bf16", *SDPA, SMALL_HEAD, "recompute"), 64, 2048, 1),
-    ("llama-3.2-1b", "native", ("bf16", *SDPA, SMALL_HEAD, "recompute", "fused-kernels"), 64, 2048, 1),
+    ("llama-3.2-1b", "native", ("bf16", *SDPA, SMALL_HEAD, "recompute"), 16, 2048, 1),
+    ("llama-3.2-1b", "native", ("bf16", *SDPA, SMALL_HEAD, "recompute", "fused-kernels"), 16, 2048, 1),
     ("llama-3.2-1b", "native", ("amp", *SDPA, SMALL_HEAD, "recompute"), 8, 2048, 1),
     ("llama-3.2-1b", "native", (*SDPA, SMALL_HEAD), 8, 2048, 1),
     ("llama-3.2-1b", "native", ("bf16", *SDPA, "recompute"), 1, 256, 2),
