@@ -409,7 +409,7 @@ def explain(
     if first["type"] == "missing":
         line = lines.get(path[:-1]) if len(path) > 1 else None
         place = f"{where}:{line}" if line else where
-        return ConfigError(f"{place}: `{name}`", "it is missing", f"add `{path[-1]}:`")
+        return ConfigError(f"{place}: `{name}`", "it is missing", f"add `{name if root is Config else path[-1]}:`")
     place = flag or (f"{where}:{lines[path]}" if path in lines else where)
     if first["type"] == "extra_forbidden":
         return ConfigError(f"{place}: `{name}`", "no such key", nearest(str(path[-1]), yaml_keys(root, path)))
