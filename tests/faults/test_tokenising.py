@@ -22,7 +22,7 @@ from optrush import files
 from optrush.config import parse_config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
-from optrush.data.tokenize import Work, jobs, tokenized
+from optrush.data.tokenize import TokenizeWork, jobs, tokenized
 from optrush.errors import DataError
 from optrush.models import tiny
 
@@ -48,8 +48,8 @@ for path in tokenize.tokenized(tokenize.Work(parse_config({TEXT!r}, "x"), tokens
 """
 
 
-def given(model: Path, path: Path) -> Work:
-    return Work(parse_config(TEXT, "x"), Tokens(AutoTokenizer.from_pretrained(model)), (path,))
+def given(model: Path, path: Path) -> TokenizeWork:
+    return TokenizeWork(parse_config(TEXT, "x"), Tokens(AutoTokenizer.from_pretrained(model)), (path,))
 
 
 @pytest.fixture(scope="module")

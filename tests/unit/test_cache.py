@@ -22,7 +22,7 @@ from optrush import files
 from optrush.config import parse_config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
-from optrush.data.tokenize import Progress, Work, jobs, mapped, tokenized
+from optrush.data.tokenize import Progress, TokenizeWork, jobs, mapped, tokenized
 from optrush.errors import DataError
 from optrush.models import tiny
 
@@ -57,7 +57,7 @@ def written(path, texts=TEXTS):
 def work(tokens, *paths, say=lambda line: None, kept=None, cleaning="", **data):
     config = parse_config("model: tiny\nobjective: sft\ndata: {path: x, workers: 2}\noutput: o\n", "x")
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
-    return Work(config, tokens, tuple(paths), kept, cleaning, say)
+    return TokenizeWork(config, tokens, tuple(paths), kept, cleaning, say)
 
 
 def ids(made):

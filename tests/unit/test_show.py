@@ -33,7 +33,7 @@ def document(tokenizer: Any, text: str, learnt: slice = slice(1, None)) -> Docum
     return Document(ids, targets)
 
 
-def whole(tokenizer: Any, d: Document) -> list[preview.Piece]:
+def whole(tokenizer: Any, d: Document) -> list[preview.TextPiece]:
     return list(preview.token_pieces(tokenizer, d, 0, len(d), preview.special_ids(tokenizer)))
 
 

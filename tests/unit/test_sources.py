@@ -316,7 +316,7 @@ def test_cleaned_rows_are_not_tokenised(both, tokens, monkeypatch):
     assert len(found.train) + len(found.held_out) == 20 and "6 cleaned away" in found.summary
     assert found.cleaned["rows"] == 26 and found.cleaned["kept"]["rows"] == 20
     if tokenize.CHUNK_bytes < 1000:  # cleaned once, too
-        monkeypatch.setattr("optrush.data.sources.clean", None)
+        monkeypatch.setattr("optrush.data.dataset.clean_files", None)
     again = read(tokens, "a.jsonl", clean={"chars": [5, None], "exact_duplicates": True}, eval=0.25)
     assert again.fingerprint == found.fingerprint and again.cleaned == found.cleaned
     assert read(tokens, "a.jsonl").fingerprint != found.train.fingerprint

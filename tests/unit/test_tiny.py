@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush.data.readers import read
+from optrush.data.readers import read_rows
 from optrush.data.sample import conversations, write_sample
-from optrush.data.schema import parse
+from optrush.data.schema import parse_row
 from optrush.models import tiny
 
 
@@ -67,7 +67,7 @@ def test_recipes_are_deterministic_many_and_of_many_lengths(tmp_path):
     assert turns == {1, 2, 3, 4}
     assert 0.3 < sum(conversation[0]["role"] == "system" for conversation in made) / 1000 < 0.5
     write_sample(tmp_path / "r.jsonl", 100, seed=0)
-    rows = [parse(where, found) for where, found in read(tmp_path / "r.jsonl")]
+    rows = [parse_row(where, found) for where, found in read_rows(tmp_path / "r.jsonl")]
     assert [[(m.role, m.content) for m in row.messages] for row in rows] == [
         [(m["role"], m["content"]) for m in conversation] for conversation in islice(made, 100)
     ]

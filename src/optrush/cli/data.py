@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from optrush.config import Config
     from optrush.data.chat_template import Tokens
     from optrush.data.dataset import Dataset
-    from optrush.data.packing import Layout
+    from optrush.data.packing import RowLayout
     from optrush.data.sources import Sources
     from optrush.resolve import ResolvedConfig
 
@@ -132,7 +132,7 @@ def _prepare(config: Config) -> ResolvedConfig:
     return resolve(config.model_copy(update={"with_": laying}), ranks=1)
 
 
-def _layout(prepared: ResolvedConfig) -> Layout:
+def _layout(prepared: ResolvedConfig) -> RowLayout:
     """Return the layout that the run's data stage sets."""
     from optrush.data.packing import Padded
     from optrush.objectives import check_layout
@@ -140,7 +140,7 @@ def _layout(prepared: ResolvedConfig) -> Layout:
     job = cast(Any, SimpleNamespace(config=prepared.config, layout=Padded()))
     for technique in prepared.techniques:
         technique.data(job)
-    layout: Layout = job.layout
+    layout: RowLayout = job.layout
     check_layout(prepared.config, layout)
     return layout
 
@@ -387,7 +387,7 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
     """Clean the run's data, write the folder and return the record."""
     from optrush.data import readers
     from optrush.data.chat_template import open_tokens
-    from optrush.data.cleaning import clean, output_folder, write_rows
+    from optrush.data.cleaning import clean_files, cleaning_folder, write_rows
     from optrush.data.tokenize import cache_root
     from optrush.models.source import locate
     from optrush.report import data
@@ -399,13 +399,13 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
         raise ConfigError(f"to clean into {folder}", found, do)
     cache = cache_root(d.cache)
     named = [p if isinstance(p, str) else p.path for p in ([d.path] if isinstance(d.path, str) else d.path)]
-    reads = list(dict.fromkeys(file for path in named for file in readers.find(path, cache)))
+    reads = list(dict.fromkeys(file for path in named for file in readers.find_files(path, cache)))
     tokens = None
     if d.clean.tokens is not None and (config.model.path or config.model.tokenizer):
         tokens = open_tokens(config, None if config.model.path is None else locate(config, weights=False)[0])
-    evaluation = [] if d.clean.decontaminate is None else readers.find(d.clean.decontaminate, cache)
-    with output_folder(folder, [*reads, *evaluation]) as new, _bar() as progress:
-        cleaned = clean(
+    evaluation = [] if d.clean.decontaminate is None else readers.find_files(d.clean.decontaminate, cache)
+    with cleaning_folder(folder, [*reads, *evaluation]) as new, _bar() as progress:
+        cleaned = clean_files(
             reads, d.clean, tokens=tokens, text_rows=d.text_rows, bad_rows=d.bad_rows, most_bad=d.most_bad,
             workers=d.workers, progress=progress, folder=new, cache=cache,
         )  # fmt: skip
@@ -416,10 +416,8 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def _check_cleaning(folder: Path) -> None:
-    """Clean again with the record's settings, and compare.
-
-    Raises:
-        DataError: there is no record, a file has changed, or other rows stay.
+    """Clean again with the record's settings, and compare. Raises DataError: there is no record, a file has changed, or
+    other rows stay.
     """
     from optrush.data.cleaning import FORMAT, file_sha256
 

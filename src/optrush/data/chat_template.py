@@ -704,7 +704,7 @@ class Tokens:
         """
         if not isinstance(row, Text | Completion):
             return False
-        text = schema.text(row)
+        text = schema.row_text(row)
         return self._controls.search(text.removesuffix(self._end)) is not None
 
     def template(self) -> str:
@@ -902,11 +902,7 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder.
-
-    Raises:
-        NeedsError: there is none.
-    """
+    """Return transformers' tokenizer of a folder. Raises NeedsError: there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -978,10 +974,8 @@ def _template(given: str, tokenizer: Any) -> str:
 
 
 def _chatml(tokenizer: Any) -> str:
-    """Return ChatML, with the begin-of-text token before it if the tokenizer writes one before every text.
-
-    Raises:
-        ConfigError: the tokenizer has not the two tokens.
+    """Return ChatML, with the begin-of-text token before it if the tokenizer writes one before every text. Raises
+    ConfigError: the tokenizer has not the two tokens.
     """
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     if lacking := [token for token in (START, END) if token not in added]:

@@ -52,8 +52,8 @@ from optrush.data.near_duplicates import (
     text_digest,
     word_runs,
 )
-from optrush.data.readers import LINES, Chunk, attempts, chunks, find, form, lines, opened, read
-from optrush.data.schema import Chat, Completion, Pair, Row, RowLocation, bad_row, decode
+from optrush.data.readers import LINES, Chunk, attempts, chunks, find_files, form, lines, opened, read_rows
+from optrush.data.schema import Chat, Completion, Pair, Row, RowLocation, bad_row, decode_json
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.launch import die_with_parent
 
@@ -108,7 +108,7 @@ class Cleaned:
         return stay + (f"; taken by {', '.join(taken)}" if taken else "")
 
 
-def clean(
+def clean_files(
     files: Sequence[Path],
     settings: Cleaning,
     *,
@@ -146,7 +146,7 @@ def clean(
             do = "name the model whose tokenizer counts: `model: DIR`"
             raise ConfigError("`data.clean.tokens`", "no tokenizer", do)
         tokenizer = tokens.tokenizer.backend_tokenizer.to_str()
-    judging = [] if settings.decontaminate is None else find(settings.decontaminate, cache)
+    judging = [] if settings.decontaminate is None else find_files(settings.decontaminate, cache)
     evaluation = read_evaluation(judging, text_rows) if judging else None
     parts = [part for file in files for part in chunks(file, text_rows=text_rows)]
     report = progress or (lambda share, rows: None)
@@ -182,10 +182,8 @@ def clean(
 
 
 def check_settings(settings: Cleaning) -> None:
-    """Check the settings of a cleaning.
-
-    Raises:
-        ConfigError: bounds the wrong way round, an invalid pattern, items without a condition, no filter.
+    """Check the settings of a cleaning. Raises ConfigError: bounds the wrong way round, an invalid pattern, items
+    without a condition, no filter.
     """
     bounded = [("chars", settings.chars), ("tokens", settings.tokens)]
     bounded += [(f"items[{i}].bounds", one.bounds) for i, one in enumerate(settings.items)]
@@ -352,8 +350,8 @@ def repeated_share(text: str) -> float:
 def own_text(row: Row) -> str:
     """Return a row's text without what many rows share by design: system prompts and the tools on offer."""
     if isinstance(row, Pair):
-        return schema.text(Pair(_without_common(row.chosen), _without_common(row.rejected)))
-    return schema.text(_without_common(row) if isinstance(row, Chat | Completion) else row)
+        return schema.row_text(Pair(_without_common(row.chosen), _without_common(row.rejected)))
+    return schema.row_text(_without_common(row) if isinstance(row, Chat | Completion) else row)
 
 
 def _without_common(row: Chat | Completion) -> Chat | Completion:
@@ -406,16 +404,12 @@ class EvaluationRuns:
 
 
 def read_evaluation(files: Sequence[Path], text_rows: str) -> EvaluationRuns:
-    """Return the runs of all rows of the evaluation files.
-
-    Raises:
-        DataError: at the first bad row.
-    """
+    """Return the runs of all rows of the evaluation files. Raises DataError: at the first bad row."""
     places: list[RowLocation] = []
     all_hashes, all_owners = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
-    pairs = (pair for file in files for pair in read(file, text_rows))
+    pairs = (pair for file in files for pair in read_rows(file, text_rows))
     while batch := list(islice(pairs, BATCH_rows)):
-        found, counts = word_runs(*hashed_words([own_text(schema.parse(*pair)) for pair in batch]), SHARED_words)
+        found, counts = word_runs(*hashed_words([own_text(schema.parse_row(*pair)) for pair in batch]), SHARED_words)
         all_hashes.append(found)
         all_owners.append(np.repeat(np.arange(len(places), len(places) + len(batch), dtype=np.int32), counts))
         places += [where for where, _ in batch]
@@ -589,11 +583,11 @@ def _batches(chunk: Chunk, text_rows: str) -> Iterator[tuple[list[int], list[_En
         try:
             if isinstance(raw, DataError):
                 raise raw
-            row = schema.parse(where, raw)
+            row = schema.parse_row(where, raw)
         except DataError as error:
             bad.append((place, error.found))
         else:
-            text = schema.text(row)
+            text = schema.row_text(row)
             entries.append(_Entry(place, raw, row, text))
             chars += len(text)
         if len(places) >= BATCH_rows or chars >= BATCH_chars:
@@ -802,11 +796,11 @@ class Table:
         evaluation = self.task.evaluation
         assert evaluation is not None
         where = evaluation.places[int(columns["contaminated"][i]) - 1]
-        passage = evaluation.passage(schema.parse(self.where(i), dict(reread())))
+        passage = evaluation.passage(schema.parse_row(self.where(i), dict(reread())))
         return f"shares words with {where}: {_shortened(passage, 120)!r}"
 
     def _text(self, i: int, raw: Mapping[str, Any]) -> str:
-        return schema.text(schema.parse(self.where(i), dict(raw)))
+        return schema.row_text(schema.parse_row(self.where(i), dict(raw)))
 
     # --- the record
 
@@ -972,7 +966,7 @@ def _rows_of(file: Path, text_rows: str) -> Iterator[tuple[bytes, Callable[[], d
     if suffix in LINES:
         with opened(file, packing) as whole:
             for raw in lines(whole):
-                yield raw or b"", partial(decode, raw or b"")
+                yield raw or b"", partial(decode_json, raw or b"")
         return
     for _, found in attempts(file, text_rows):
         good = {} if isinstance(found, DataError) else found
@@ -996,7 +990,7 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def output_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
+def cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
     """Yield a folder to write into, which becomes `out` at the end and replaces an earlier cleaning; removed on error.
 
     A killed process leaves nothing unfinished under the final name.

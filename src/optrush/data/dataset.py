@@ -29,7 +29,7 @@ from optrush.data.tokenize import (
     Builder,
     Shard,
     SHARD_tok,
-    Work,
+    TokenizeWork,
     cache_root,
     identity,
     mapped,
@@ -55,7 +55,7 @@ class SampleChunk(NamedTuple):
     refused: Sequence[BadRow] = ()
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Samples by number; each is a document, or the two of a pair, of at most T tokens where they were cut."""
 
     @property
@@ -304,10 +304,8 @@ def _cuts(targets: np.ndarray, T: int, how: str, counts: Counts) -> np.ndarray:
 def fit_row(
     documents: tuple[Document, ...], T: int, how: str, where: RowLocation, counts: Counts
 ) -> list[tuple[Document, ...]]:
-    """Return one row's documents as samples of at most T tokens, as `view` makes them.
-
-    Raises:
-        DataError: they are longer, and `how` is `error`; or they are a pair, and to be cut.
+    """Return one row's documents as samples of at most T tokens, as `view` makes them. Raises DataError: they are
+    longer, and `how` is `error`; or they are a pair, and to be cut.
     """
     assert how in TOO_LONG and T > 1, (how, T)
     n = sum(map(len, documents))
@@ -496,7 +494,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str = "line") -> Index
 class Streamed:
     """The rows of some files, tokenized by `read`; each has one sample, several or none."""
 
-    work: Work
+    work: TokenizeWork
     indexes: Sequence[Index]
     origins: Sequence[tuple[int, float]]  # (files, weight) of each
     T: int | None
@@ -529,7 +527,7 @@ class Streamed:
         """SHA-256 over the files and all that determines the samples."""
         data = self.work.config.data
         parts = [
-            readers.fingerprint(self.work.files, cache_root(data.cache)), identity(self.work.tokens),
+            readers.files_fingerprint(self.work.files, cache_root(data.cache)), identity(self.work.tokens),
             learnt(self.work.config),
             self.work.cleaning, data.text_rows, data.too_long, self.T, self.total, self.named,
             [weight for _, weight in self.origins],
@@ -537,10 +535,8 @@ class Streamed:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def read(self, numbers: Sequence[int]) -> SampleChunk:
-        """Tokenize the rows of these numbers.
-
-        Raises:
-            DataError: a bad row, with its file and line, unless bad rows are set aside.
+        """Tokenize the rows of these numbers. Raises DataError: a bad row, with its file and line, unless bad rows are
+        set aside.
         """
         chosen = numbers if self.rows is None else self.rows[list(numbers)].tolist()
         samples: list[Sample] = []

@@ -53,7 +53,7 @@ class Rows(NamedTuple):
         return np.asarray(sums[self.starts[1:]] - sums[self.starts[:-1]])
 
 
-class Layout(Protocol):
+class RowLayout(Protocol):
     """A way from windows to rows. Its `repr` is in a checkpoint's fingerprint: equal ones make equal rows."""
 
     @property
@@ -309,9 +309,4 @@ def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 
     return found
 
 
-LAYOUTS: dict[str, Layout] = {
-    "pad": Fitted(),
-    "sort-by-length": Sorted(),
-    "wrap": Wrapped(),
-    "packing": Packed(),
-}
+LAYOUTS: dict[str, RowLayout] = {"pad": Fitted(), "sort-by-length": Sorted(), "wrap": Wrapped(), "packing": Packed()}

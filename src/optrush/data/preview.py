@@ -34,7 +34,7 @@ WIDE = 20  # longest / shortest above which the bins grow with the length
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """The text of consecutive tokens."""
 
     text: str
@@ -45,7 +45,7 @@ class Piece:
 
 def token_pieces(
     tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int] = frozenset()
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Yield the tokens [first, last), each with the text that it adds; tokens of one character form one piece."""
     ids, learnt = document.ids[:last].tolist(), document.targets[:last].tolist()
 
@@ -60,19 +60,19 @@ def token_pieces(
         if halved and learnt[end] == learnt[done] and not {ids[end], ids[done]} & special:
             continue
         added = whole[len(before) :] if whole.startswith(before) else text(done, end)
-        yield Piece(added, learnt[done], ids[done] in special, tuple(ids[done:end]))
+        yield TextPiece(added, learnt[done], ids[done] in special, tuple(ids[done:end]))
         begun, done = done, end
         before = text(begun, done)
 
 
-def decoded(tokenizer: Any, document: Document, most: int) -> Iterator[Piece]:
+def decoded(tokenizer: Any, document: Document, most: int) -> Iterator[TextPiece]:
     """Yield the document's text up to `most` characters, special tokens included, split where the mask changes."""
     end = min(len(document), most)  # a token is a character at least, nearly always
     for learnt, run in groupby(token_pieces(tokenizer, document, 0, end), lambda piece: piece.learnt):
         if most <= 0:
             return
         text = "".join(piece.text for piece in run)
-        yield Piece(text[:most], learnt)
+        yield TextPiece(text[:most], learnt)
         most -= len(text)
 
 

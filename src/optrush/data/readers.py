@@ -1,8 +1,9 @@
 """Read rows from files of every common format, strictly: what is not exactly understood is an error with its place.
 
 Lenient readers guess a schema and change it silently when a row does not fit. Here a bad row is never repaired and
-never skipped: `read` raises at the first, `attempts` yields each as a value, so that a cleaner can count them.
-All but JSON arrays streams: memory is bounded by the longest row, not by the file. `find` turns `data.path` into files.
+never skipped: `read_rows` raises at the first, `attempts` yields each as a value, so that a cleaner can count them.
+All but JSON arrays streams: memory is bounded by the longest row, not by the file. `find_files` turns `data.path` into
+files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from optrush.data.schema import MEANT, RowLocation, bad_row, decode, kind_of, quoted
+from optrush.data.schema import MEANT, RowLocation, bad_row, decode_json, kind_of, quoted
 from optrush.errors import DataError, NeedsError
 from optrush.files import write_whole
 
@@ -174,7 +175,7 @@ def _too_long() -> str:
 
 def _object(raw: bytes) -> dict[str, Any] | str:
     try:
-        value = decode(raw)
+        value = decode_json(raw)
     except ValueError as error:
         return str(error) if raw.strip() else "an empty line"
     return _checked_object(value)
@@ -226,7 +227,7 @@ def _paragraphs(file: io.BufferedReader) -> Rows:
 def _items(file: io.BufferedReader) -> Rows:
     """Yield the items of one JSON array, which is read whole."""
     try:
-        values = decode(file.read())
+        values = decode_json(file.read())
     except ValueError as error:
         raise Damaged(str(error)) from None
     for row, value in enumerate(values, 1):
@@ -374,7 +375,7 @@ def _plain(value: Any, type_: Any) -> Any:
     if isinstance(value, list):
         inner_type = None if type_ is None else type_.value_type
         return [_plain(part, inner_type) for part in value]
-    return decode(value.encode()) if isinstance(value, str) and type_ is not None and _is_json(type_) else value
+    return decode_json(value.encode()) if isinstance(value, str) and type_ is not None and _is_json(type_) else value
 
 
 def _leaves(type_: Any) -> Iterator[Any]:
@@ -411,7 +412,7 @@ def _first_line(error: Exception) -> str:
 # --- Rows of a file of any format.
 
 
-def read(path: Path, text_rows: str = "file") -> Iterator[tuple[RowLocation, dict[str, Any]]]:
+def read_rows(path: Path, text_rows: str = "file") -> Iterator[tuple[RowLocation, dict[str, Any]]]:
     """Yield every row of a file with its place; raise DataError at the first that is none."""
     for where, row in attempts(path, text_rows):
         if isinstance(row, DataError):
@@ -564,7 +565,7 @@ ABOUT = frozenset({
 SETTLED_ns = 2 * 10**9  # a file changed more recently could change again within one tick of its clock
 
 
-def find(path: str, cache: Path | None = None) -> list[Path]:
+def find_files(path: str, cache: Path | None = None) -> list[Path]:
     """Return the data files that a path names, sorted.
 
     Args:
@@ -683,7 +684,7 @@ def _from_hub(name: str, cache: Path | None) -> Path:
 # --- The identity of files.
 
 
-def fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -> str:
+def files_fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -> str:
     """Return the SHA-256 over the contents and formats of files in their order, whatever their names and places.
 
     Args:

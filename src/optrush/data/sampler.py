@@ -32,8 +32,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from optrush.data import tokenize
 from optrush.data.batch import Batch, collate
-from optrush.data.dataset import Sample, SampleChunk, Source, permutation
-from optrush.data.packing import Layout, Packed, Padded, Rows, deal, snug, snug_slots
+from optrush.data.dataset import Sample, SampleChunk, SampleSource, permutation
+from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, snug, snug_slots
 from optrush.data.schema import Document, RowLocation
 from optrush.data.tokenize import BadRow
 from optrush.errors import ConfigError, DataError, RunError, UserError
@@ -82,10 +82,8 @@ class _Mapped(torch.utils.data.Dataset[Item], Generic[Number, Item]):
 
 
 def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
-    """Return make(n) for each number, in order. Workers start at once; `reading` around the consumer ends them.
-
-    Raises:
-        UserError, RunError: as `make` raised them; any other exception of a worker as a RunError with its place.
+    """Return make(n) for each number, in order. Workers start at once; `reading` around the consumer ends them. Raises
+    UserError, RunError: as `make` raised them; any other exception of a worker as a RunError with its place.
     """
     if not loading.workers:
         return (_pinned(make(number), loading.pinned) for number in numbers)
@@ -188,7 +186,7 @@ ROOM = 8  # the room for documents in a streamed row grows in multiples of it: f
 ROWS = 2**32  # more than a window ever has: a streamed position is window * ROWS + row
 
 
-class Plan(NamedTuple):
+class StreamPlan(NamedTuple):
     """How long a run is, and how many documents its batches must have room for."""
 
     steps: int
@@ -230,8 +228,8 @@ class Stream:
 
     def __init__(
         self,
-        source: Source,
-        layout: Layout,
+        source: SampleSource,
+        layout: RowLayout,
         *,
         T: int,
         rows: int,
@@ -262,11 +260,9 @@ class Stream:
         self._parts: Iterator[SampleChunk] | None = None  # of the windows from `_next_window` on
         self._next_step, self._next_row, self._next_window = -1, 0, 0
 
-    def plan(self, epochs: float | None = None, steps: int | None = None) -> Plan:
-        """Return the length of a run of so many epochs, or of so many steps.
-
-        Raises:
-            ConfigError: a streamed source without a number of steps.
+    def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
+        """Return the length of a run of so many epochs, or of so many steps. Raises ConfigError: a streamed source
+        without a number of steps.
         """
         assert not self.tokenized or (epochs is None) != (steps is None)
         if not self.tokenized:
@@ -276,7 +272,7 @@ class Stream:
                     "the number of steps is known only after all rows are tokenized",
                     "give train.steps, or leave data.stream out",
                 )
-            return Plan(steps, steps * self.rows, 0)
+            return StreamPlan(steps, steps * self.rows, 0)
         if steps is None:
             assert epochs is not None
             whole = int(epochs)
@@ -292,9 +288,9 @@ class Stream:
             used, pieces = rows.tokens(), rows.starts[1:] - rows.starts[:-1]
             pieces = pieces if self.layout.isolated else np.ones_like(pieces)
             widest, w = max(widest, int((pieces * self.source.parts + (used < self.T)).max())), w + 1
-        return Plan(-(-end // self.rows), end, widest)
+        return StreamPlan(-(-end // self.rows), end, widest)
 
-    def totals(self, plan: Plan, micro_rows: int) -> Totals | None:
+    def totals(self, plan: StreamPlan, micro_rows: int) -> Totals | None:
         """Count a whole run from lengths alone; None of a streamed source."""
         if not self.tokenized:
             return None
@@ -328,7 +324,7 @@ class Stream:
             self._positions = {0: 0, k: position}
         return self.position(k)
 
-    def step(self, k: int, plan: Plan) -> list[Row]:
+    def step(self, k: int, plan: StreamPlan) -> list[Row]:
         """Return the rows of step k, from 0: exactly `rows` of them; beyond the end of the run they are empty.
 
         Of a streamed source k must have a known position.
@@ -343,12 +339,12 @@ class Stream:
         self._next_step, self._next_row = k + 1, self._next_row + self.rows
         return [row for row, _ in rows]
 
-    def batches(self, k: int, plan: Plan, *, rank: int, ranks: int, micro_rows: int) -> list[Batch]:
+    def batches(self, k: int, plan: StreamPlan, *, rank: int, ranks: int, micro_rows: int) -> list[Batch]:
         """Return this rank's micro-batches of step k: the same number on every rank and in every step."""
         return micro_batches(self, self.step(k, plan), plan.widest, rank=rank, ranks=ranks, micro_rows=micro_rows)
 
     def run(
-        self, plan: Plan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
+        self, plan: StreamPlan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
     ) -> Iterator[list[Batch]]:
         """Return `batches` of the steps from `done` on; of a streamed source every rank reads all rows."""
         if self.tokenized:
@@ -358,7 +354,7 @@ class Stream:
         return self._run(plan, done, rank=rank, ranks=ranks, micro_rows=micro_rows, pinned=loading.pinned)
 
     def _run(
-        self, plan: Plan, done: int, *, rank: int, ranks: int, micro_rows: int, pinned: bool
+        self, plan: StreamPlan, done: int, *, rank: int, ranks: int, micro_rows: int, pinned: bool
     ) -> Iterator[list[Batch]]:
         room = 0
         try:
@@ -543,7 +539,7 @@ class Evaluation:
     documents: int
     rows: int  # rows that hold at least one document
     batches: int  # of each rank
-    source: Source
+    source: SampleSource
     _single: bool
     _placed: Sequence[Sequence[int]]
     _T: int
@@ -561,12 +557,12 @@ class Evaluation:
             )
 
 
-def evaluation(source: Source, *, T: int, micro_rows: int, rank: int, ranks: int, packed: bool) -> Evaluation:
+def evaluation(source: SampleSource, *, T: int, micro_rows: int, rank: int, ranks: int, packed: bool) -> Evaluation:
     """Lay out all samples as rows, packed or one a row; empty rows fill up so that every rank has as many batches."""
     assert len(source) > 0 and 0 <= rank < ranks and micro_rows > 0
     lengths = source.lengths()
     assert lengths.max() <= T, "samples must be cut before"
-    layout: Layout = Packed() if packed else Padded()
+    layout: RowLayout = Packed() if packed else Padded()
     laid = layout.place(lengths, T, 1, 0, np.random.PCG64(0))
     placed = [laid.samples[a:b].tolist() for a, b in zip(laid.starts, laid.starts[1:])]
     rows, used = len(placed), laid.tokens()

@@ -29,7 +29,7 @@ DEEPEST = 100  # levels of lists and objects; what recurses over a row must not 
 SHOWN = 60  # characters of a value that an error message shows
 
 
-def decode(raw: bytes) -> Any:
+def decode_json(raw: bytes) -> Any:
     """Return the value of a JSON text, strictly. Raises ValueError with the reason in one line."""
     if raw.startswith(b"\xef\xbb\xbf"):
         raise ValueError("it begins with a byte order mark (BOM)")
@@ -197,7 +197,7 @@ def bad_row(where: RowLocation, reason: str) -> DataError:
     return DataError(f"a row of training data at {where}", reason, "mend that line, or take it out")
 
 
-def text(row: Row) -> str:
+def row_text(row: Row) -> str:
     """Return the readable text of a row, a newline between turns; of a pair the common prompt once."""
     if isinstance(row, Text):
         return row.text
@@ -207,7 +207,7 @@ def text(row: Row) -> str:
         return _read(row.messages)
     rejected = row.rejected
     other = rejected.completion if isinstance(rejected, Completion) else _read(rejected.messages[rejected.prompt :])
-    return f"{text(row.chosen)}\n{other}"
+    return f"{row_text(row.chosen)}\n{other}"
 
 
 def _read(messages: Iterable[Message]) -> str:
@@ -218,7 +218,7 @@ def _read(messages: Iterable[Message]) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def parse(where: RowLocation, found: dict[str, Any]) -> Row:
+def parse_row(where: RowLocation, found: dict[str, Any]) -> Row:
     """Return a row's meaning: exactly one kind must be recognized by its keys.
 
     text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected
@@ -464,7 +464,7 @@ def _refuse(found: dict[str, Any], keys: tuple[str, ...], name: str) -> None:
 
 def _decoded(found: str, name: str) -> Any:
     try:
-        return decode(found.encode())
+        return decode_json(found.encode())
     except ValueError as error:
         raise _Bad(f"{name}: {error}") from None
 

@@ -21,12 +21,12 @@ import numpy as np
 from optrush.config import Config
 from optrush.data import readers, sample, tokenize
 from optrush.data.chat_template import MEND_EARLIER, Tokens, answers
-from optrush.data.cleaning import clean
+from optrush.data.cleaning import clean_files
 from optrush.data.dataset import (
     Counts,
     Dataset,
     Random,
-    Source,
+    SampleSource,
     Streamed,
     TokenShards,
     fit_row,
@@ -42,7 +42,7 @@ from optrush.data.tokenize import (
     Progress,
     Say,
     Shard,
-    Work,
+    TokenizeWork,
     cache_root,
     identity,
     jobs,
@@ -72,26 +72,24 @@ class KeptRows(NamedTuple):
 
 
 def kept_rows(config: Config, tokens: Tokens, paths: Sequence[Path], say: Say) -> KeptRows:
-    """Clean, or return the stored result. One process of a machine cleans; small data is cleaned by each.
-
-    Raises:
-        UserError: as `clean`.
+    """Clean, or return the stored result. One process of a machine cleans; small data is cleaned by each. Raises
+    UserError: as `clean_files`.
     """
     data, settings = config.data, config.data.clean
     assert settings is not None
     cache, progress = cache_root(data.cache), Progress(say, "cleaning", 1.0)
 
     def now() -> tuple[list[np.ndarray], dict[str, Any]]:
-        result = clean(
+        result = clean_files(
             paths, settings, tokens=tokens, text_rows=data.text_rows, bad_rows=data.bad_rows,
             most_bad=data.most_bad, workers=data.workers, progress=progress.share, cache=cache,
         )  # fmt: skip
         return [result.kept[path] for path in paths], result.record
 
-    evaluation = [] if settings.decontaminate is None else readers.find(settings.decontaminate, cache)
+    evaluation = [] if settings.decontaminate is None else readers.find_files(settings.decontaminate, cache)
     parts = [
         FORMAT, settings.model_dump(mode="json"), data.text_rows, data.bad_rows, data.most_bad,
-        [str(path) for path in paths], readers.fingerprint([*paths, *evaluation], cache),
+        [str(path) for path in paths], readers.files_fingerprint([*paths, *evaluation], cache),
         settings.tokens and identity(tokens),
     ]  # fmt: skip
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -257,8 +255,8 @@ RANDOM_DOCUMENTS = 4096  # of `data.random: true`
 class Sources:
     """What a run trains and evaluates on."""
 
-    train: Source
-    held_out: Source | None
+    train: SampleSource
+    held_out: SampleSource | None
     fingerprint: str
     summary: str  # counts, for people
     too_long: int = 0  # rows longer than T, of what is evaluated (of all, where nothing is held out)
@@ -345,7 +343,7 @@ def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]
             sample.write_sample(path, d.max_samples or SAMPLE_ROWS, config.seed, pairs=config.objective == "dpo")
             yield [path], [(1, 1.0)]
         return
-    origins = [(readers.find(origin.path, cache_root(d.cache)), origin.weight) for origin in d.origins]
+    origins = [(readers.find_files(origin.path, cache_root(d.cache)), origin.weight) for origin in d.origins]
     paths = [path for of, _ in origins for path in of]
     if double := next((p for i, p in enumerate(paths) if p.resolve() in {q.resolve() for q in paths[:i]}), None):
         do = "name it once, with a weight if it shall be read more often"
@@ -366,14 +364,14 @@ class _Reading:
     kept: KeptRows | None = None
     _first: tuple[list[tuple[RowLocation, Row]], list[list[Document]]] = field(default=([], []))
 
-    def work(self, paths: Sequence[Path], clean: bool) -> Work:
+    def work(self, paths: Sequence[Path], clean: bool) -> TokenizeWork:
         """Return what is to be tokenized."""
         if not clean:
-            return Work(self.config, self.tokens, tuple(paths), say=self.say)
+            return TokenizeWork(self.config, self.tokens, tuple(paths), say=self.say)
         self.kept = kept_rows(self.config, self.tokens, paths, self.say)
-        return Work(self.config, self.tokens, tuple(paths), self.kept.rows, self.kept.key, self.say)
+        return TokenizeWork(self.config, self.tokens, tuple(paths), self.kept.rows, self.kept.key, self.say)
 
-    def look(self, work: Work, T: int | None) -> None:
+    def look(self, work: TokenizeWork, T: int | None) -> None:
         """Check the first rows before all others are tokenized."""
         d, counts = self.config.data, Counts()
         rows = (entry for job in jobs(work.files, d.text_rows) for entry in parsed(job, d.text_rows, work.kept))
@@ -413,7 +411,7 @@ class _Reading:
             found = f"a row at {where} that is no pair of a chosen and a rejected answer"
             raise DataError(asked, found, 'give rows {"prompt": ..., "chosen": ..., "rejected": ...}')
 
-    def shelf(self, work: Work, T: int | None, most: int | None) -> TokenShards:
+    def shelf(self, work: TokenizeWork, T: int | None, most: int | None) -> TokenShards:
         """Return the shards, each checked as it is made: an error stops the run before the rest is tokenized.
 
         Args:
@@ -432,7 +430,7 @@ class _Reading:
         self.refused += bad
         return shelf
 
-    def streamed(self, work: Work, origins: Sequence[tuple[int, float]], T: int | None) -> Streamed:
+    def streamed(self, work: TokenizeWork, origins: Sequence[tuple[int, float]], T: int | None) -> Streamed:
         """Return the rows, to be tokenized when they are read."""
         kept: Sequence[np.ndarray | None] = work.kept or [None] * len(work.files)
         d = self.config.data
@@ -460,7 +458,7 @@ class _Reading:
     def evaluation(self, path: str, how: str) -> Dataset:
         """Return all of a file, to be evaluated on."""
         T = self.config.batch.seq
-        work = self.work(readers.find(path, cache_root(self.config.data.cache)), clean=False)
+        work = self.work(readers.find_files(path, cache_root(self.config.data.cache)), clean=False)
         return view(self.shelf(work, T if how == "error" else None, None), T=T, how=how)
 
     def sources(self, train: Dataset | Streamed, held_out: Dataset | None) -> Sources:

@@ -189,10 +189,8 @@ def shard_digest(shard: Shard) -> str:
 
 
 def commit_shard(shard: Shard, folder: Path, job: int, piece: int) -> Path:
-    """Write the shard's file, whole or not at all, and return its path.
-
-    Raises:
-        OSError: the disk is full, or the folder is not writable.
+    """Write the shard's file, whole or not at all, and return its path. Raises OSError: the disk is full, or the folder
+    is not writable.
     """
     name = f"{job:06d}-{piece:03d}"
     path = folder / f"{name}-{shard_digest(shard)}.safetensors"
@@ -289,7 +287,7 @@ def shards(
     for entry in islice(parsed(job, text_rows, kept), skip, None):
         batch.append(entry)
         row = entry[2]
-        chars += 0 if row is None or isinstance(row, DataError) else len(schema.text(row))
+        chars += 0 if row is None or isinstance(row, DataError) else len(schema.row_text(row))
         seen += row is not None
         if seen == most:
             break
@@ -317,7 +315,7 @@ def parsed(job: TokenizeJob, text_rows: str, kept: Kept) -> Iterator[Parsed]:
 def meaning(where: RowLocation, row: dict[str, Any]) -> Row | DataError:
     """Return the row, or the error of one that is none."""
     try:
-        return schema.parse(where, row)
+        return schema.parse_row(where, row)
     except DataError as error:
         return error
 
@@ -341,10 +339,8 @@ def _template(tokens: Tokens) -> str | None:
 def commit_chunk(
     job: TokenizeJob, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int
 ) -> tuple[list[str], int]:
-    """Write the missing shards of a job; return (their names, rows). Each shard written stays.
-
-    Raises:
-        DataError: a file changed after the folder got its name, and no shard of it is written; or the disk is full.
+    """Write the missing shards of a job; return (their names, rows). Each shard written stays. Raises DataError: a file
+    changed after the folder got its name, and no shard of it is written; or the disk is full.
     """
     names, n = list[str](), 0
     for shard in shards(job, tokens, train_on, text_rows, kept, skip):
@@ -398,7 +394,7 @@ def load_kept(path: Path) -> list[np.ndarray]:
         return [arrays[f"arr_{i}"] for i in range(len(arrays.files))]
 
 
-def main() -> None:
+def worker_main() -> None:
     """Run a worker: the first line has instructions, each further one a job; it ends with its input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -473,7 +469,7 @@ POLL_S = 0.2
 # The interpreter of a worker must not find torch: importing it takes longer and more memory than tokenizing.
 WORKER = (
     "import sys; sys.modules['torch'] = None; sys.argv[1] in sys.path or sys.path.insert(0, sys.argv[1]); "
-    "from optrush.data.tokenize import main; main()"
+    "from optrush.data.tokenize import worker_main; worker_main()"
 )
 # One thread each. In a pool of one the tokenizer is a third faster than without a pool (measured, tokenizers 0.23).
 ALONE = {
@@ -489,7 +485,7 @@ def silent(_: str) -> None:
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenizeWork:
     """What is tokenized, and how."""
 
     config: Config
@@ -503,7 +499,7 @@ class Work:
     def folder(self) -> Path:
         """The folder of its shards."""
         key = {
-            "format": FORMAT, "files": readers.fingerprint(self.files, cache_root(self.config.data.cache)),
+            "format": FORMAT, "files": readers.files_fingerprint(self.files, cache_root(self.config.data.cache)),
             "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.text_rows,
             "cleaning": self.cleaning,
             "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
@@ -518,7 +514,7 @@ def cache_root(cache: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
 
 
-def tokenized(work: Work, most: int | None = None) -> Generator[Path | Shard]:
+def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | Shard]:
     """Yield the shards of the data in order, each as soon as it exists; close the iterator to stop.
 
     Args:
@@ -619,7 +615,7 @@ def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[TokenizeJob]:
 
 
 def _remaining(
-    work: Work, store: ShardStore, progress: Progress, first: int, marks: Sequence[list[int]]
+    work: TokenizeWork, store: ShardStore, progress: Progress, first: int, marks: Sequence[list[int]]
 ) -> Iterator[list[Path]]:
     """Yield the shards of each job from `first` on, in order; workers make the missing ones.
 
@@ -647,7 +643,7 @@ def _remaining(
 class Workers:
     """Worker processes, each of which does one job after another."""
 
-    def __init__(self, work: Work, store: ShardStore, count: int, marks: Sequence[list[int]]) -> None:
+    def __init__(self, work: TokenizeWork, store: ShardStore, count: int, marks: Sequence[list[int]]) -> None:
         self.store = store
         self._marks = marks
         text_rows = work.config.data.text_rows
