@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optrush.data import cleaning
-from optrush.data import near_duplicates as texts
-from optrush.data.near_duplicates import Groups, Sets, banding, bands, exact, near
+from optrush.data import cleaning as texts
+from optrush.data.cleaning import Groups, Sets, banding, bands, exact, near
 
 SENTENCES = st.lists(st.sampled_from(("a", "b", "c", "d", "e", "f")), max_size=12).map(" ".join)
 

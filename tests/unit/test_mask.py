@@ -127,21 +127,6 @@ def test_calls_nested_without_end_are_an_error(bytelevel):
         assert "chat.jsonl:3" in caught.value.asked
 
 
-def test_what_is_around_the_texts_is_rendered_once_for_all_conversations_of_the_same_roles(bytelevel, monkeypatch):
-    tokens, rendered = Tokens(bytelevel, CHATML), []
-    render = Template.render
-    monkeypatch.setattr(Template, "render", lambda *a, **k: rendered.append(render(*a, **k)) or rendered[-1])
-    first, *more = [talk([f"{n} eggs", "and salt"], system) for system in (None, "Be kind.") for n in range(3)]
-    tokens.document(first, "assistant", WHERE)
-    del rendered[:]
-    assert learnt(tokens, tokens.document(more[0], "assistant", WHERE)) == ["1 eggs<|im_end|>", "and salt<|im_end|>"]
-    assert len(rendered) == 1
-    for chat in more[1:]:
-        found, slow = tokens.document(chat, "assistant", WHERE), Tokens(bytelevel, CHATML)
-        slow._template.around = lambda *_: None
-        assert found.targets.tolist() == slow.document(chat, "assistant", WHERE).targets.tolist()
-
-
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [

@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from optrush.data.chat_template import Tokens
+from optrush.data.dataset import SAMPLES, probe_rows
 from optrush.data.schema import Chat, Completion, Document, Message, Pair, RowLocation, Text
-from optrush.data.sources import SAMPLES, probe_rows
 from optrush.errors import DataError
 from optrush.models import tiny
 

@@ -15,12 +15,11 @@ from transformers import AutoTokenizer
 from optrush.config import parse_config
 from optrush.data import dataset, sample, tokenize
 from optrush.data.chat_template import Tokens
-from optrush.data.dataset import held_rows, permutation
+from optrush.data.dataset import held_rows, permutation, read_sources
 from optrush.data.length_estimate import estimate
 from optrush.data.packing import Packed
 from optrush.data.readers import attempts, chunks
 from optrush.data.sampler import Loading, Stream, reading
-from optrush.data.sources import read_sources
 from optrush.errors import ConfigError, DataError
 from optrush.models import tiny
 
@@ -179,7 +178,7 @@ def test_of_small_data_no_more_rows_are_tokenised_than_needed(here, tokens, monk
     written(here / "a.jsonl", texts(0, 400))
     seen, real = [], Tokens.batch
     monkeypatch.setattr(Tokens, "batch", lambda self, rows, how: seen.append(len(rows)) or real(self, rows, how))
-    monkeypatch.setattr("optrush.data.sources.probe_rows", lambda *_, **__: None)
+    monkeypatch.setattr("optrush.data.dataset.probe_rows", lambda *_, **__: None)
     found = read(tokens, "a.jsonl", max_samples=8, clean={"chars": [20, None]})
     assert len(found.train) == 8 and seen == [8, 8]  # looked at, and tokenised
 
@@ -457,7 +456,7 @@ def test_the_first_rows_are_looked_at_before_the_rest_is_tokenised(here, tokens,
         seen.update(samples=samples, documents=documents, **more)
         raise DataError("asked", "doubt", "do")
 
-    monkeypatch.setattr("optrush.data.sources.probe_rows", doubt)
+    monkeypatch.setattr("optrush.data.dataset.probe_rows", doubt)
     rows = [*texts(0, 3), {"text": "long " * 200}, *texts(3, 300)]
     written(here / "a.jsonl", rows)
     assert "doubt" in refused(tokens, "a.jsonl", seq=64, too_long="split") and not list(here.rglob("*.safetensors"))

@@ -26,8 +26,9 @@ class Fill(NamedTuple):
 
 
 def estimate_fill(config: Config) -> Fill:
-    """Estimate how the run's data fills its rows; of unknown lengths, each row counts as full of one document. Raises
-    DataError: a local file is not there.
+    """Estimate how the run's data fills its rows; of unknown lengths, each row counts as full of one document.
+
+    Raises DataError: a local file is not there.
     """
     for path in (o.path for o in config.data.origins):
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
@@ -51,8 +52,7 @@ def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:
         if pairs:
             answers = ((p["prompt"] + p["chosen"], p["prompt"] + p["rejected"]) for p in preferences(ROWS, seed))
             return [sum(_size(turns) for turns in both) / CHARS_A_TOKEN for both in answers]
-        chats = conversations(ROWS, seed)
-        return [_size(c) / CHARS_A_TOKEN for c in chats]
+        return [_size(c) / CHARS_A_TOKEN for c in conversations(ROWS, seed)]
     each = max(1, FILES // max(1, len(data.origins)))
     files = [file for origin in data.origins for file in _spread(_files(origin.path), each)]
     found: list[float] = []

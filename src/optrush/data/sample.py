@@ -260,9 +260,8 @@ def _menu(random: Random, recipe: Recipe) -> tuple[str, str]:
     for course in courses:
         course.servings = recipe.servings
     diet = f"{recipe.diet} " if recipe.diet else ""
-    question = (
-        f"Write a {diet}menu of {len(courses)} dishes for {recipe.servings}, please, with {recipe.main.name} first."
-    )
+    main = recipe.main.name
+    question = f"Write a {diet}menu of {len(courses)} dishes for {recipe.servings}, please, with {main} first."
     return question, "\n\n".join(_answer(random, course) for course in courses)
 
 
@@ -341,9 +340,8 @@ def _steps(random: Random, recipe: Recipe) -> list[str]:
         steps.append(f"Add the {names}. Stir until it smells like a good idea.")
     minutes = max(3, dish.minutes // 5)
     steps.append(f"Add the {main.name} and the {_and(recipe.spices)} and cook for {minutes} minutes until golden.")
-    steps.append(
-        f"Add the {_and([food.name for food in garnish])} and cook for another {max(3, dish.minutes // 6)} minutes."
-    )
+    minutes = max(3, dish.minutes // 6)
+    steps.append(f"Add the {_and([food.name for food in garnish])} and cook for another {minutes} minutes.")
     if staple and dish.staple == "in":
         steps.append(f"Stir in the {staple.name}, {staple.cut}.")
     if liquid:

@@ -82,11 +82,12 @@ class _Mapped(torch.utils.data.Dataset[Item], Generic[Number, Item]):
 
 
 def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
-    """Return make(n) for each number, in order. Workers start at once; `reading` around the consumer ends them. Raises
-    UserError, RunError: as `make` raised them; any other exception of a worker as a RunError with its place.
+    """Return make(n) for each number, in order. Workers start at once; `reading` around the consumer ends them.
+
+    Raises UserError and RunError as `make` does, any other exception of a worker as a RunError with its place.
     """
     if not loading.workers:
-        return (_pinned(make(number), loading.pinned) for number in numbers)
+        return _received(map(make, numbers), loading.pinned)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
         loader: DataLoader[Item] = DataLoader(
@@ -105,7 +106,7 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
 
 
 def _received(items: Iterator[Item], pinned: bool) -> Iterator[Item]:
-    """Yield the workers' items, pinned here: torch's own pinning thread can block the end of the loader for ever."""
+    """Yield the items, pinned here: torch's own pinning thread can block the end of the loader for ever."""
     for item in items:
         if isinstance(item, _Failed):
             raise item.error
@@ -127,13 +128,13 @@ def _start_worker(trainer: int, _: int) -> None:
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_exit_on_sigterm, args=(trainer,), daemon=True).start()
 
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+            pass
+        os._exit(0)
 
-def _exit_on_sigterm(trainer: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
-        pass
-    os._exit(0)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextmanager
@@ -158,7 +159,7 @@ def reading(batches: Iterator[Item]) -> Iterator[None]:
 
 def _end_workers() -> None:
     """End the workers that are left, by SIGTERM first: torch takes any other end of a worker for a failure."""
-    left = [_workers.pop() for _ in range(len(_workers))]
+    left, _workers[:] = list(_workers), []
     for worker in left:
         worker.terminate()
     for worker in left:
@@ -219,7 +220,6 @@ class Stream:
 
     Args:
         source: the samples; a layout that does not cut requires samples of at most T tokens.
-        layout: how they become rows.
         rows: rows of one step over all ranks and micro-batches.
         cost: FLOPs of (tokens, sum of squared document lengths); ranks get rows of similar cost.
         shuffle: False takes every epoch in the source's own order.
@@ -261,10 +261,7 @@ class Stream:
         self._next_step, self._next_row, self._next_window = -1, 0, 0
 
     def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
-        """Return the length of a run of so many epochs, or of so many steps. Raises ConfigError: a streamed source
-        without a number of steps.
-        """
-        assert not self.tokenized or (epochs is None) != (steps is None)
+        """Return the length of a run of so many epochs, or steps; raises ConfigError for a stream without steps."""
         if not self.tokenized:
             if steps is None:
                 raise ConfigError(
@@ -301,12 +298,11 @@ class Stream:
             if count <= 0:
                 break
             rows, numbers, _ = self._window(w)
-            used = rows.tokens()[:count]
             pieces = slice(0, rows.starts[count])
             fresh = rows.fresh[pieces]
             tokens += int((rows.last[pieces] - fresh).sum())
             targets += int(learnt[numbers[rows.samples[pieces]]][fresh == 0].sum())  # at a sample's first piece
-            slots += snug_slots(used, micro_rows, self.T) if self.layout.pad_to_longest else count * self.T
+            slots += snug_slots(rows.tokens()[:count], micro_rows, self.T)
         if not self.layout.pad_to_longest:
             slots = plan.steps * self.rows * self.T
         return Totals(plan.rows / self._starts(self._windows), tokens, targets, slots)
@@ -412,7 +408,8 @@ class Stream:
             rows = Rows(np.zeros(1, np.int64), *np.zeros((4, 0), np.int64))
             if len(lengths):
                 before = self._before[w] % self.rows
-                rows = self.layout.place(lengths, self.T, self.rows, before, _window_bits(self.seed, epoch, j))
+                draw = np.random.PCG64(np.random.SeedSequence([self.seed, epoch, j]))
+                rows = self.layout.place(lengths, self.T, self.rows, before, draw)
             kept = list(self._laid.items())[-1:] if self.tokenized else []
             self._laid = {**dict(kept), w: _Window(rows, numbers, samples)}
         return self._laid[w]
@@ -422,8 +419,6 @@ class Stream:
         if self._order[0] != epoch:
             self._order = (epoch, epoch_order(self.source.spans, self.seed, epoch, self.shuffle))
         return self._order[1][j * self.samples // self._windows : (j + 1) * self.samples // self._windows]
-
-    # --- reading a streamed source
 
     def _receive(self, w: int) -> list[Sample]:
         """Return the samples of the streamed window w, the one after the last that was received."""
@@ -461,18 +456,13 @@ class Stream:
     def _read(self, task: Task) -> SampleChunk:
         """Tokenize some samples of a window; runs in a worker."""
         window, first, last = task
-        numbers = self._numbers(*divmod(window, self._windows))[first:last].tolist()
-        return self.source.read(numbers)
+        return self.source.read(self._numbers(*divmod(window, self._windows))[first:last].tolist())
 
 
 def micro_batches(
     stream: Stream, rows: Sequence[Row], widest: int, *, rank: int, ranks: int, micro_rows: int
 ) -> list[Batch]:
-    """Return this rank's part of a step's rows as micro-batches.
-
-    Args:
-        widest: most documents of a row, padding counted.
-    """
+    """Return this rank's part of a step's rows as micro-batches; `widest`: most documents of a row, padding counted."""
     assert len(rows) % (micro_rows * ranks) == 0 and 0 <= rank < ranks
     tokens = [sum(len(d) for _, d in row) for row in rows]
     isolated, parts = stream.layout.isolated, stream.source.parts
@@ -483,21 +473,17 @@ def micro_batches(
     for first in range(0, len(mine), micro_rows):
         part = mine[first : first + micro_rows]
         T = snug(max(tokens[r] for r in part), stream.T) if stream.layout.pad_to_longest else stream.T
-        result.append(
-            collate(
-                [rows[r] for r in part], T, single=single, most=micro_rows * widest, isolated=isolated, parts=parts,
-                reference=stream.reference,
-            )
-        )  # fmt: skip
+        size = {"most": micro_rows * widest, "parts": parts}
+        picked = [rows[r] for r in part]
+        result.append(collate(picked, T, single=single, isolated=isolated, reference=stream.reference, **size))
     return result
 
 
 def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
     """Return the samples of an epoch in order, (n,) int64, from (seed, epoch) alone.
 
-    Args:
-        spans: (samples, weight) of each origin. Weight 2 reads each of its samples twice an epoch, 0.5 half of them,
-            the other half in the next epoch.
+    Of the origins' (samples, weight), weight 2 reads each sample twice an epoch, 0.5 half of them, the other half in
+    the next epoch.
     """
     parts, base = [], 0
     for n, weight in spans:
@@ -507,11 +493,6 @@ def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuff
         base += n
     samples = np.concatenate(parts)
     return samples[permutation(len(samples), seed, epoch)] if shuffle else samples
-
-
-def _window_bits(seed: int, epoch: int, window: int) -> np.random.PCG64:
-    """Return the random bits of one window."""
-    return np.random.PCG64(np.random.SeedSequence([seed, epoch, window]))
 
 
 def _samples_of(n: int, weight: float) -> int:
@@ -527,9 +508,6 @@ def _cut(documents: Sequence[Document], first: int, fresh: int, last: int) -> Se
     targets = document.targets[first:last].copy()
     targets[: max(1, fresh - first)] = False  # nothing predicts a row's first token
     return [Document(document.ids[first:last], targets)]
-
-
-# --- evaluation
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -58,11 +57,9 @@ def decode_json(raw: bytes) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {quoted(key)} stands twice in one object")
-            seen.add(key)
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise ValueError(f"the key {quoted(twice)} stands twice in one object")
     return found
 
 
@@ -106,11 +103,7 @@ SHAREGPT = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "function_call": "assistant", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-MAY_BE_EMPTY = (
-    "system",
-    "developer",
-    "tool",
-)  # an empty system prompt or result has a meaning; another empty turn has none
+MAY_BE_EMPTY = ("system", "developer", "tool")  # an empty prompt or result has a meaning; another empty turn has none
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # Keys that change the model's input or its targets; dropping them would change the row.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
@@ -150,8 +143,6 @@ class Message:
 
     def shown(self) -> dict[str, Any]:
         """Return the turn as a chat template gets it: absent parts are absent keys."""
-        if not (self.reasoning or self.calls or self.name or self.call_id):
-            return {"role": self.role, "content": self.content}
         more = {
             **dict.fromkeys(REASONING, self.reasoning),  # each template has its own name for it
             "tool_calls": list(self.calls),
@@ -204,18 +195,15 @@ def row_text(row: Row) -> str:
     if isinstance(row, Completion):
         return row.prompt + row.completion
     if isinstance(row, Chat):
-        return _read(row.messages)
+        parts: list[str | None] = []
+        for message in row.messages:
+            parts += [message.reasoning, message.content]
+            parts += [json.dumps(call["function"], ensure_ascii=False) for call in message.calls]
+        return "\n".join(part for part in parts if part)
     rejected = row.rejected
-    other = rejected.completion if isinstance(rejected, Completion) else _read(rejected.messages[rejected.prompt :])
-    return f"{row_text(row.chosen)}\n{other}"
-
-
-def _read(messages: Iterable[Message]) -> str:
-    parts: list[str | None] = []
-    for message in messages:
-        parts += [message.reasoning, message.content]
-        parts += [json.dumps(call["function"], ensure_ascii=False) for call in message.calls]
-    return "\n".join(part for part in parts if part)
+    if isinstance(rejected, Completion):
+        return f"{row_text(row.chosen)}\n{rejected.completion}"
+    return f"{row_text(row.chosen)}\n{row_text(Chat(rejected.messages[rejected.prompt :]))}"
 
 
 def parse_row(where: RowLocation, found: dict[str, Any]) -> Row:
@@ -224,9 +212,8 @@ def parse_row(where: RowLocation, found: dict[str, Any]) -> Row:
     text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected
     with or without prompt. A null counts as no key. Other keys (identifiers, sources, scores) are ignored.
 
-    Raises:
-        DataError: with the place: no kind or several, a wrong type, an empty turn, nothing to learn, or a key that
-            would change the row's meaning and is not understood.
+    Raises DataError with the place: no kind or several, a wrong type, an empty turn, nothing to learn, or a key that
+    would change the row's meaning and is not understood.
     """
     try:
         return _row(found)
@@ -344,8 +331,7 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     tools = _given(found, "tools", [])
     if isinstance(tools, str):
         tools = _decoded(tools, "tools")
-    if not isinstance(tools, list):
-        raise _Bad(f"tools is {kind_of(tools)}, not a list")
+    _list(tools, "tools")
     for i, tool in enumerate(tools):
         inner = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
@@ -354,9 +340,7 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _turns(found: Any, name: str) -> tuple[Message, ...]:
-    if not isinstance(found, list):
-        raise _Bad(f"{name} is {kind_of(found)}, not a list")
-    if not found:
+    if not _list(found, name):
         raise _Bad(f"{name} is an empty list")
     return tuple([_turn(turn, f"{name}[{i}]", name == "conversations") for i, turn in enumerate(found)])
 
@@ -376,9 +360,8 @@ def _turn(found: Any, name: str, sharegpt: bool) -> Message:
     content = found.get(content_key)
     if role == "function_call":
         value = _decoded(_string(content, f"{name}.value"), f"{name}.value")
-        calls = _calls(
-            [{"function": call} for call in (value if isinstance(value, list) else [value])], f"{name}.value"
-        )
+        given = [{"function": call} for call in (value if isinstance(value, list) else [value])]
+        calls = _calls(given, f"{name}.value")
         return Message("assistant", "", calls=calls, learnt=_learnt(found, "assistant", name))
     role = SHAREGPT[role] if said == "from" else role
     more = _more(found, role, name) if len(found) > 2 else {}
@@ -426,8 +409,7 @@ def _learnt(found: dict[str, Any], role: str, name: str) -> bool:
 
 def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
     """Return tool calls as {"type": "function", "id" if any, "function": {"name", "arguments" as an object}}."""
-    if not isinstance(found, list):
-        raise _Bad(f"{name} is {kind_of(found)}, not a list")
+    _list(found, name)
     calls: list[dict[str, Any]] = []
     for i, call in enumerate(found):
         at = f"{name}[{i}]"
@@ -478,6 +460,12 @@ def _full(found: Any, name: str) -> str:
 def _string(found: Any, name: str) -> str:
     if not isinstance(found, str):
         raise _Bad(f"{name} is {kind_of(found)}, not a string")
+    return found
+
+
+def _list(found: Any, name: str) -> list[Any]:
+    if not isinstance(found, list):
+        raise _Bad(f"{name} is {kind_of(found)}, not a list")
     return found
 
 

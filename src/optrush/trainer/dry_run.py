@@ -19,9 +19,9 @@ from optrush import console
 from optrush.config import Config, dump_config
 from optrush.data import preview, sampler
 from optrush.data.chat_template import open_tokens
+from optrush.data.dataset import Sources, read_sources
 from optrush.data.packing import RowLayout
 from optrush.data.schema import RowLocation
-from optrush.data.sources import Sources, read_sources
 from optrush.errors import UserError
 from optrush.hardware import GIB
 from optrush.launch import launched

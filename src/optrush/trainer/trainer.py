@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from optrush.config import Config
 from optrush.data import sampler
 from optrush.data.batch import Batch
+from optrush.data.dataset import Sources
 from optrush.data.packing import Padded, RowLayout
 from optrush.data.sampler import Evaluation, Loading, Stream
-from optrush.data.sources import Sources
 from optrush.kernels.adamw import Rounding
 from optrush.models.weights import WeightMap
 from optrush.optim.adamw import Optimizer, OptimizerFactory, build_optimizer
