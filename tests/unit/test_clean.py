@@ -485,9 +485,9 @@ MEASURED = """
 import sys
 from pathlib import Path
 from optrush.config import Cleaning
-from optrush.data.cleaning import clean
+from optrush.data.cleaning import clean_files
 settings = Cleaning(chars=(1, None), exact_duplicates=True, near_duplicates=0.8, repeated_lines=0.9)
-clean([Path(sys.argv[1])], settings, tokens=None, workers=1)
+clean_files([Path(sys.argv[1])], settings, tokens=None, workers=1)
 assert "torch" not in sys.modules
 print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 """

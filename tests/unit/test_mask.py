@@ -4,17 +4,14 @@ import pytest
 from chats import CHATML, WHERE, bytelevel_bpe, learnt, talk
 
 from optrush.data import chat_template
-from optrush.data.chat_template import Template, Tokens
+from optrush.data.chat_template import Tokens
 from optrush.data.schema import Chat, Message
 from optrush.errors import DataError
-from optrush.models import tiny
 
 
 @pytest.fixture(scope="module")
-def bytelevel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
-    return bytelevel_bpe(folder)
+def bytelevel(tiny_folder):
+    return bytelevel_bpe(tiny_folder)
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])

@@ -21,10 +21,8 @@ ENDED = tiny.TEMPLATE + "{{ eos_token }}"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
-    return AutoTokenizer.from_pretrained(folder)
+def tokenizer(tiny_folder):
+    return AutoTokenizer.from_pretrained(tiny_folder)
 
 
 def talk(*answers):

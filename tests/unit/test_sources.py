@@ -4,7 +4,6 @@ import gzip
 import json
 import pickle
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,22 +14,19 @@ from transformers import AutoTokenizer
 from optrush.config import parse_config
 from optrush.data import dataset, sample, tokenize
 from optrush.data.chat_template import Tokens
-from optrush.data.dataset import held_rows, permutation, read_sources
+from optrush.data.dataset import permutation, read_sources
 from optrush.data.length_estimate import estimate
 from optrush.data.packing import Packed
 from optrush.data.readers import attempts, chunks
 from optrush.data.sampler import Loading, Stream, reading
 from optrush.errors import ConfigError, DataError
-from optrush.models import tiny
 
 VOCAB = 32768
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
-    return Tokens(AutoTokenizer.from_pretrained(folder))
+def tokens(tiny_folder):
+    return Tokens(AutoTokenizer.from_pretrained(tiny_folder))
 
 
 @pytest.fixture
@@ -332,10 +328,7 @@ KINDS = {
 
 
 def parquet(path, rows):
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -489,12 +482,3 @@ def test_lengths_are_estimated_from_any_form(here):
     assert len(lengths("large.jsonl")) <= 6
     for nothing in ("no.jsonl", "org/name", "no/*.jsonl"):
         assert lengths(nothing) == []
-
-
-def test_held_rows_are_those_of_the_permutation():
-    assert np.flatnonzero(held_rows(40, 0.25, 7)).tolist() == sorted(permutation(40, 7, 0)[:10])
-
-
-def test_places_are_paths(here, tokens):
-    written(here / "a.jsonl", texts(0, 3))
-    assert isinstance(read(tokens, "a.jsonl").train.where(0).file, Path)

@@ -130,7 +130,6 @@ def _prepare(config: Config) -> ResolvedConfig:
 
 
 def _layout(prepared: ResolvedConfig) -> RowLayout:
-    """Return the layout that the run's data stage sets."""
     from optrush.data.packing import Padded
     from optrush.objectives import check_layout
 
@@ -357,7 +356,6 @@ def clean(
 
 
 def _run(sources: Sequence[str], sets: list[str]) -> Config:
-    """Return the configuration to clean by: the YAML, or one made of the files named."""
     if Path(sources[0]).suffix not in (".yaml", ".yml"):
         return _bare({"path": list(sources)}, {}, sets)
     if len(sources) > 1:
@@ -375,7 +373,6 @@ def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str]) ->
 
 
 def _clean(config: Config, folder: Path) -> dict[str, Any]:
-    """Clean the run's data, write the folder and return the record."""
     from optrush.data import readers
     from optrush.data.chat_template import open_tokens
     from optrush.data.cleaning import clean_files, cleaning_folder, write_rows

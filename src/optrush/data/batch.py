@@ -161,7 +161,6 @@ def collate(
 
 
 def _pairs(rows: Sequence[Sequence[int]], P: int, reference: np.ndarray | None) -> dict[str, Tensor]:
-    """Return `Batch.extra` of rows of pairs, by their sample indices."""
     there = np.zeros((len(rows), P), bool)
     known = np.zeros((len(rows), P, 2), np.float32)
     for b, samples in enumerate(rows):

@@ -164,7 +164,6 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _named(tool: dict[str, Any], name: str) -> dict[str, Any]:
-    """A tool, or a call of one, under another name."""
     return {**tool, "function": {**tool["function"], "name": name}} if "function" in tool else {**tool, "name": name}
 
 
@@ -314,7 +313,6 @@ class Masker:
         return self._template.shown(replace(message, calls=message.calls * 2) if twice else message)
 
     def _with(self, texts: Mapping[int, str]) -> str:
-        """Render the conversation with these leaves between marks."""
         turns = list(self._shown)
         for i in self._turns:
             turns[i] = self._turn_with(i, texts)
@@ -345,7 +343,9 @@ class Masker:
             return found
         self._slow()
         for k, text in texts.items():
-            form = next((form for form in _forms(text) if self._prove({k: form})), None)
+            left = [text, text.lstrip("\n"), text.lstrip()]  # without white space or newlines at its ends
+            forms = dict.fromkeys(form for start in left for form in (start, start.rstrip("\n"), start.rstrip()))
+            form = next((form for form in forms if self._prove({k: form})), None)
             if form is None:
                 if not self._split and any(THINKING.search(self._chat.messages[i].content) for i in self._turns):
                     self._cut(split=True)
@@ -420,7 +420,6 @@ class Masker:
         return "".join(pieces[3::3]).count(stop) == 1
 
     def _slow(self) -> None:
-        """Raise DataError if very many turns need a render each."""
         if len(self._turns) > MOST_TURNS:
             raise self._refused(f"{len(self._turns)} answers, calls or trimmed texts among them; at most {MOST_TURNS}")
 
@@ -476,18 +475,11 @@ def _leaves(turn: int, message: Message, split: bool) -> list[Leaf]:
 
 
 def _scalars(value: Any) -> Iterator[Any]:
-    """Yield the values of a JSON object that are not texts."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _scalars(inner)
     elif not isinstance(value, str):
         yield value
-
-
-def _forms(text: str) -> list[str]:
-    """Return the text as it is, and without white space or newlines at its ends, each once."""
-    left = [text, text.lstrip("\n"), text.lstrip()]
-    return list(dict.fromkeys(form for start in left for form in (start, start.rstrip("\n"), start.rstrip())))
 
 
 # --- Control tokens in the text of a message: they would end its turn, or forge another.
@@ -500,18 +492,17 @@ def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 def refuse(chat: Chat, controls: re.Pattern[str], where: RowLocation) -> None:
     """Raise DataError if a message, a call or a tool contains a control token as text."""
-    named = [
+    named: list[tuple[str, Any]] = [
         (f"messages[{i}]", [m.content, m.reasoning, m.name, m.call_id, m.calls]) for i, m in enumerate(chat.messages)
     ]
-    named += [(f"tools[{i}]", [tool]) for i, tool in enumerate(chat.tools)]
+    named += [(f"tools[{i}]", tool) for i, tool in enumerate(chat.tools)]
     for name, parts in named:
         for text in _texts(parts):
             if found := controls.search(text):
-                raise DataError(
-                    f"to learn from the messages at {where}",
-                    f"{name} holds the text {found[0]}, which the tokenizer takes for its control token: a forged turn",
-                    "take it out, or write it otherwise",
+                why = (
+                    f"{name} holds the text {found[0]}, which the tokenizer takes for its control token: a forged turn"
                 )
+                raise DataError(f"to learn from the messages at {where}", why, "take it out, or write it otherwise")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -542,24 +533,19 @@ class _Draft(NamedTuple):
 
 
 class Tokens:
-    """A tokenizer with its chat template: rows in, documents out.
+    """A fast tokenizer with its chat template, or the one given: rows in, documents out.
 
-    Args:
-        tokenizer: a fast tokenizer (the slow ones have no offsets).
-        template: source of a chat template to use instead of the tokenizer's own.
-        today: the date for templates that write it into the system prompt; None is the real one, with which the
-            same row gives other ids tomorrow.
+    `today` is the date for templates that write it into the system prompt; None is the real one, with which the same
+    row gives other ids tomorrow.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, today: datetime.date | None = None
     ) -> None:
         if not tokenizer.is_fast:
-            raise DataError(
-                f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
-                "a slow tokenizer, which cannot tell where in a text its tokens lie",
-                "use a model folder with a tokenizer.json",
-            )
+            found = "a slow tokenizer, which cannot tell where in a text its tokens lie"
+            asked = f"the tokenizer of {tokenizer.name_or_path or 'the model'}"
+            raise DataError(asked, found, "use a model folder with a tokenizer.json")
         self.tokenizer = tokenizer
         self._given = template
         self._today = today
@@ -644,18 +630,11 @@ class Tokens:
         try:
             source = self.tokenizer.get_chat_template(self._given)
         except ValueError as error:
-            raise DataError(
-                "training on messages",
-                "the tokenizer has no chat template, or several and no default",
-                "give one: model.chat_template: FILE.jinja",
-            ) from error
-        size = len(source.encode())
-        if size > LONGEST_TEMPLATE_bytes:
-            raise DataError(
-                "the chat template",
-                f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken",
-                "give a shorter one: model.chat_template: FILE.jinja",
-            )
+            found, do = "no chat template, or several and no default", "give one: model.chat_template: FILE.jinja"
+            raise DataError("training on messages", f"the tokenizer has {found}", do) from error
+        if (size := len(source.encode())) > LONGEST_TEMPLATE_bytes:
+            found = f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken"
+            raise DataError("the chat template", found, "give a shorter one: model.chat_template: FILE.jinja")
         source = source if self._today is None else _dated(source, self._today)
         return Template(source, self.tokenizer.special_tokens_map)
 
@@ -701,11 +680,8 @@ class Tokens:
                 targets[first : last + 1] = not draft.rest
         else:
             if self._eos is None:
-                raise DataError(
-                    f"the text at {draft.where} with its end marked",
-                    "the tokenizer has no end-of-text token (eos_token)",
-                    "set eos_token in tokenizer_config.json",
-                )
+                asked, do = f"the text at {draft.where} with its end marked", "set eos_token in tokenizer_config.json"
+                raise DataError(asked, "the tokenizer has no end-of-text token (eos_token)", do)
             if not len(ids) or ids[-1] != self._eos:
                 ids = np.concatenate((ids, np.array([self._eos], np.int32)))
             targets = np.ones(len(ids), bool)

@@ -126,9 +126,8 @@ def clean_files(
     tokenizer = None
     if settings.tokens is not None:
         if tokens is None:
-            raise ConfigError(
-                "`data.clean.tokens`", "no tokenizer", "name the model whose tokenizer counts: `model: DIR`"
-            )
+            do = "name the model whose tokenizer counts: `model: DIR`"
+            raise ConfigError("`data.clean.tokens`", "no tokenizer", do)
         tokenizer = tokens.tokenizer.backend_tokenizer.to_str()
     judging = [] if settings.decontaminate is None else find_files(settings.decontaminate, cache)
     evaluation = read_evaluation(judging, text_rows) if judging else None
@@ -294,7 +293,6 @@ def items_of(items: Items, row: Mapping[str, Any], text: str) -> list[str] | Non
 
 
 def _under(value: Any, keys: list[str]) -> list[Any] | None:
-    """Return what is under the keys, as a list; None if there is nothing."""
     for i, key in enumerate(keys):
         if isinstance(value, list):
             parts = [part for entry in value if (part := _under(entry, keys[i:])) is not None]
@@ -466,7 +464,8 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     """Spread every bit over all: the finalizer of SplitMix64 (Steele, Lea, Flood 2014); uint64 in and out."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> np.uint64(31))
+    return x
 
 
 def shingles(hashes: np.ndarray, lengths: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -650,7 +649,6 @@ _measure: Measure | None = None  # of a worker
 
 
 def _measured(task: Task, parts: Sequence[Chunk], workers: int | None) -> Iterator[Measured]:
-    """Yield the measurements of the parts, in order."""
     workers = min(workers or len(os.sched_getaffinity(0)), len(parts))
     if workers <= 1:
         yield from map(Measure(task).part, parts, count())
@@ -742,8 +740,8 @@ class Measure:
         if one.kind == "language":  # no code for a text without a letter
             from py3langid import classify
 
-            found = [t[:LANGUAGE_chars] for t in texts]
-            return {"language": np.array([classify(t)[0] if any(map(str.isalpha, t)) else "" for t in found], "S8")}
+            codes = [classify(t)[0] if any(map(str.isalpha, t)) else "" for t in (t[:LANGUAGE_chars] for t in texts)]
+            return {"language": np.array(codes, "S8")}
         if one.kind == "exact":
             return {"digest": np.frombuffer(b"".join(map(text_digest, texts)), "<u8").reshape(-1, 2)}
         if one.kind == "near":
@@ -885,7 +883,6 @@ class Table:
                 self.of[i] = int(np.argmin(every[start : start + sizes[i]]))
 
     def _take_near(self, alive: np.ndarray, number: int) -> Iterator[float]:
-        """Take near duplicates and yield the share that is done."""
         threshold, sizes = self.settings.near_duplicates or 0.0, self.columns["shingles"]
         rows = np.flatnonzero((sizes > 0) & alive)
         if not len(rows):
@@ -1035,12 +1032,10 @@ def _changed(file: Path) -> DataError:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    """Return what changes when a file is written: its size and the time."""
     return file.stat().st_size, file.stat().st_mtime_ns
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return the text's beginning in one line."""
     line = " ".join(text[: 2 * most].split())
     return line if len(line) <= most and len(text) <= 2 * most else line[: most - 1] + "…"
 

@@ -238,11 +238,9 @@ def view(
     at, length, targets, row, *first = np.concatenate(parts, axis=1)
     counts.documents, counts.tokens, counts.targets = len(at) * shelf.parts, int(length.sum()), int(targets.sum())
     if not len(at):
-        raise DataError(
-            f"training data from {', '.join(map(str, shelf.files[:3]))}",
-            f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens",
-            "raise batch.seq, or choose data.too_long: split",
-        )
+        asked = f"training data from {', '.join(map(str, shelf.files[:3]))}"
+        found = f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens"
+        raise DataError(asked, found, "raise batch.seq, or choose data.too_long: split")
     spans = tuple((int(n), weight) for n, weight in zip(sizes, weights, strict=True) if n)
     few, weighed = shelf.total < shelf.rows_before[-1], any(weight != 1 for weight in weights)
     identity = [*shelf.names, named, few and shelf.total, counts.too_long and (T, how), weighed and spans]
@@ -311,22 +309,16 @@ def fit_row(
 def overlong(where: RowLocation, n: int, T: int, *, pair: bool) -> DataError:
     """Return the error of a row that is longer than T and must not be."""
     what, ways = ("pairs", "drop") if pair else ("documents", "split, drop or truncate")
-    return DataError(
-        f"{what} of at most {T} tokens (batch.seq)",
-        f"{n} tokens at {where}",
-        f"raise batch.seq, or choose data.too_long: {ways}",
-    )
+    do = f"raise batch.seq, or choose data.too_long: {ways}"
+    return DataError(f"{what} of at most {T} tokens (batch.seq)", f"{n} tokens at {where}", do)
 
 
 def held_rows(rows: int, fraction: float, seed: int) -> np.ndarray:
     """Return which rows are held out, (rows,) bool: the same for the same rows and seed, whatever they contain."""
     n = round(fraction * rows)
     if not 0 < n < rows:
-        raise DataError(
-            f"{fraction} of the data for evaluation (data.eval)",
-            f"{rows} rows, of which that is {n}",
-            "change the fraction so that both parts get a row, or name a file of its own",
-        )
+        do = "change the fraction so that both parts get a row, or name a file of its own"
+        raise DataError(f"{fraction} of the data for evaluation (data.eval)", f"{rows} rows, of which that is {n}", do)
     held = np.zeros(rows, bool)
     held[permutation(rows, seed, 0)[:n]] = True
     return held
@@ -433,11 +425,8 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str = "line") -> Index
         found = f"{path}, whose rows are `data.text_rows: {text_rows}`"
         raise DataError("`data.stream`", found, "take data.text_rows: line, or leave data.stream out")
     if parts[0].end is None:
-        raise DataError(
-            "`data.stream`",
-            f"{path}, of which no row can be read alone: it is packed, a list in JSON, or CSV",
-            "leave data.stream out, or make it .jsonl or .parquet",
-        )
+        found = f"{path}, of which no row can be read alone: it is packed, a list in JSON, or CSV"
+        raise DataError("`data.stream`", found, "leave data.stream out, or make it .jsonl or .parquet")
     if suffix == PARQUET:
         import pyarrow.parquet
 
@@ -663,27 +652,23 @@ def probe_rows(
         return
     whole = _whole(samples, tokens, train_on)
     if not any(document.targets.any() for made in documents for document in made):
-        raise DataError(
-            f"to learn from the first {len(samples)} rows",
-            f"not one token of them would be learnt; the first, {_show(tokens, samples[0], documents[0] or whole[0])}",
-            "raise batch.seq if answers are cut off, or choose what is learnt (data.train_on)",
-        )
+        one = _show(tokens, samples[0], documents[0] or whole[0])
+        found = f"not one token of them would be learnt; the first, {one}"
+        do = "raise batch.seq if answers are cut off, or choose what is learnt (data.train_on)"
+        raise DataError(f"to learn from the first {len(samples)} rows", found, do)
     _one_bos(samples, documents, tokens)
     if train_on == "assistant":
         _steady(samples, whole, tokens)
     if rows and truncated / rows > most_truncated:
         n = next((n for n, made in enumerate(documents) if sum(map(len, made)) < sum(map(len, whole[n]))), None)
         one = "" if n is None else f"; one, {_show(tokens, samples[n], documents[n] or whole[n])}"
-        raise DataError(
-            f"at most {most_truncated:.1%} of the rows without their end (data.most_truncated)",
-            f"{truncated} of {rows} rows ({truncated / rows:.1%}) are longer than batch.seq and truncated{one}",
-            "raise batch.seq, or choose data.too_long: drop or split",
-        )
+        asked = f"at most {most_truncated:.1%} of the rows without their end (data.most_truncated)"
+        found = f"{truncated} of {rows} rows ({truncated / rows:.1%}) are longer than batch.seq and truncated{one}"
+        raise DataError(asked, found, "raise batch.seq, or choose data.too_long: drop or split")
     _stops(samples, documents, whole if train_on != "all" else _whole(samples, tokens, "last"), tokens)
 
 
 def _whole(samples: Samples, tokens: Tokens, train_on: str) -> DocumentLists:
-    """Return the uncut documents of each sample; none where the row is refused."""
     return [() if isinstance(made, DataError) else made for made in tokens.batch(samples, train_on)]
 
 
@@ -707,11 +692,9 @@ def _steady(samples: Samples, whole: DocumentLists, tokens: Tokens) -> None:
             for i in turns:
                 if changed := masker.changes(i):
                     alone, here = (_visible(text)[:SHOWN] for text in changed)
-                    raise DataError(
-                        f"to learn every answer of the conversation at {where} (data.train_on: assistant)",
-                        f"later turns change how the template writes messages[{i}]: '{alone}' becomes '{here}'",
-                        MEND_EARLIER,
-                    )
+                    asked = f"to learn every answer of the conversation at {where} (data.train_on: assistant)"
+                    found = f"later turns change how the template writes messages[{i}]: '{alone}' becomes '{here}'"
+                    raise DataError(asked, found, MEND_EARLIER)
 
 
 def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tokens: Tokens) -> None:
@@ -723,11 +706,10 @@ def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tok
             ends = document.targets & ~np.append(document.targets[1:], False)  # the last token of each answer
             for stop in sorted(set(document.ids[ends].tolist()) - trained):
                 one = _show(tokens, samples[n], documents[n] or made)
-                raise DataError(
-                    f"to learn to stop with {tokens.tokenizer.convert_ids_to_tokens(stop)}, as answers end",
-                    f"it is learnt in none of the first {len(samples)} rows; one, {one}",
-                    "raise batch.seq, so that answers are not cut off, or choose data.too_long: drop",
-                )
+                asked = f"to learn to stop with {tokens.tokenizer.convert_ids_to_tokens(stop)}, as answers end"
+                found = f"it is learnt in none of the first {len(samples)} rows; one, {one}"
+                do = "raise batch.seq, so that answers are not cut off, or choose data.too_long: drop"
+                raise DataError(asked, found, do)
 
 
 def _chats(row: Row) -> Iterator[Chat]:
@@ -747,7 +729,6 @@ def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[D
 
 
 def _visible(text: str) -> str:
-    """Return the text with its control characters written out."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -856,8 +837,6 @@ def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]
 
 @dataclass
 class _Reading:
-    """One call of read_sources."""
-
     config: Config
     tokens: Tokens
     vocab: int

@@ -66,7 +66,6 @@ def _size(turns: Sequence[dict[str, str]]) -> int:
 
 
 def _files(path: str) -> list[Path]:
-    """Return the local files that a path names."""
     from optrush.data.readers import find_files
     from optrush.errors import UserError
 

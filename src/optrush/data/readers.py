@@ -128,8 +128,6 @@ def _unpacked(
 
 
 class _Unpacked(io.RawIOBase):
-    """Bytes that arrive in pieces, as a file."""
-
     def __init__(self, pieces: Iterator[bytes], file: io.BufferedReader[Any]) -> None:
         self.pieces, self.file, self.ready = pieces, file, memoryview(b"")
 
@@ -199,7 +197,6 @@ def _decoded(raw: bytes) -> tuple[str, str]:
 
 
 def _whole(file: io.BufferedReader) -> Rows:
-    """Yield all of the file as one text."""
     raw = file.read(LONGEST_ROW_bytes + 1)
     if len(raw) > LONGEST_ROW_bytes:
         yield 1, f"{_too_long()}; read the file by paragraphs or lines (data.text_rows)"
@@ -308,7 +305,6 @@ def _parquet_rows(chunk: Chunk) -> Rows:
 
 
 def _parquet_chunks(path: Path, size_bytes: int) -> Iterator[Chunk]:
-    """Yield the row groups of a file in chunks of about `size_bytes`."""
     with _parquet(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
     first, start, rows, size = 1, 0, 0, 0
@@ -349,7 +345,7 @@ def _batch(batch: Any, types: dict[str, Any]) -> list[dict[str, Any] | str]:
 
 
 def _plain(value: Any, type_: Any) -> Any:
-    """Return a value without its objects' nulls; JSON texts, known by the Arrow type, are decoded and keep their nulls."""
+    """Return a value without its objects' nulls; JSON texts, by the Arrow type, are decoded and keep their nulls."""
     if isinstance(value, dict):
         there = {name: part for name, part in value.items() if part is not None}
         return {name: _plain(part, None if type_ is None else type_.field(name).type) for name, part in there.items()}
@@ -378,7 +374,6 @@ def _is_json(type_: Any) -> bool:
 
 
 def _in_json(type_: Any) -> bool:
-    """Return whether JSON has such values."""
     from pyarrow import types
 
     kinds = types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating, types.is_null
@@ -466,7 +461,6 @@ def _checked(path: Path) -> tuple[str, str]:
 
 @contextmanager
 def _as_data_errors(path: Path) -> Iterator[None]:
-    """Turn damage and the system's errors into DataErrors."""
     try:
         yield
     except Damaged as damage:

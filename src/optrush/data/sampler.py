@@ -264,11 +264,9 @@ class Stream:
         """Return the length of a run of so many epochs, or steps; raises ConfigError for a stream without steps."""
         if not self.tokenized:
             if steps is None:
-                raise ConfigError(
-                    f"`train.epochs: {epochs:g}` with `data.stream`",
-                    "the number of steps is known only after all rows are tokenized",
-                    "give train.steps, or leave data.stream out",
-                )
+                found = "the number of steps is known only after all rows are tokenized"
+                do = "give train.steps, or leave data.stream out"
+                raise ConfigError(f"`train.epochs: {epochs:g}` with `data.stream`", found, do)
             return StreamPlan(steps, steps * self.rows, 0)
         if steps is None:
             assert epochs is not None
@@ -363,7 +361,6 @@ class Stream:
             self._parts, self._next_step = None, -1  # drops the loader, which ends its workers
 
     def _begin(self, k: int, loading: Loading) -> None:
-        """Start to read a streamed source at the position of step k."""
         window, row = divmod(self._positions[k], ROWS)
         chunks = -(-min(self.layout.window, self.samples) // CHUNK)
         # The next window is read while this one is trained on.
@@ -496,7 +493,6 @@ def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuff
 
 
 def _samples_of(n: int, weight: float) -> int:
-    """Return how many samples an epoch reads of an origin of n samples."""
     return max(1, round(n * weight))
 
 

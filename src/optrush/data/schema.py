@@ -63,18 +63,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if math.isinf(number):
+def _number(digits: str) -> float:
+    if digits in ("NaN", "Infinity", "-Infinity"):
+        raise ValueError(f"{digits} is not a JSON number")
+    if math.isinf(number := float(digits)):
         raise ValueError(f"the number {quoted(digits)} is too large")
     return number
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_number, parse_float=_number)
 
 
 def _depth(found: Any) -> int:
@@ -317,7 +314,6 @@ def _chat(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] = (),
 
 
 def _system(found: dict[str, Any], turns: str) -> tuple[Message, ...]:
-    """Return the system turn that a row has outside of its turns."""
     system = _string(_given(found, "system", ""), "system")
     if not system:
         return ()
@@ -376,7 +372,6 @@ def _turn(found: Any, name: str, sharegpt: bool) -> Message:
 
 
 def _more(found: dict[str, Any], role: str, name: str) -> dict[str, Any]:
-    """Return what a turn has apart from its role and content."""
     _refuse(found, TURN_NOT_UNDERSTOOD, name)
     if role != "assistant":
         _refuse(found, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")
@@ -428,7 +423,6 @@ def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
 
 
 def _content(found: Any, name: str) -> str:
-    """Return a turn's text, or the texts of its parts one after the other."""
     if not isinstance(found, list):
         return _string(found, name)
     for i, part in enumerate(found):

@@ -536,7 +536,6 @@ def small(paths: Sequence[Path]) -> bool:
 
 
 def _plain(path: Path) -> bool:
-    """Return whether the file's bytes are its text."""
     suffix, packing = form(path) or ("", "")
     return not packing and suffix != PARQUET
 
