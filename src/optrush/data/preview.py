@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,17 +62,6 @@ def token_pieces(
         yield TextPiece(added, learnt[done], ids[done] in special, tuple(ids[done:end]))
         begun, done = done, end
         before = text(begun, done)
-
-
-def decoded(tokenizer: Any, document: Document, most: int) -> Iterator[TextPiece]:
-    """Yield the document's text up to `most` characters, special tokens included, split where the mask changes."""
-    end = min(len(document), most)  # a token is a character at least, nearly always
-    for learnt, run in groupby(token_pieces(tokenizer, document, 0, end), lambda piece: piece.learnt):
-        if most <= 0:
-            return
-        text = "".join(piece.text for piece in run)
-        yield TextPiece(text[:most], learnt)
-        most -= len(text)
 
 
 def visible(c: str, marks: str = MARKS) -> str:
