@@ -188,4 +188,5 @@ def test_the_disk_is_full(model: Path, path: Path) -> None:
         assert not list(work.folder.glob("*.safetensors")) + list(work.folder.glob(f"*{tokenize.TEMPORARY}*"))
 
     assert run(limited) == 0
+    (given(model, path).folder / "tokenizer.json").unlink()  # the link: the model's file must not be written
     assert list(tokenized(given(model, path)))
