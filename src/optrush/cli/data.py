@@ -404,9 +404,7 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def _check_cleaning(folder: Path) -> None:
-    """Clean again with the record's settings, and compare. Raises DataError: there is no record, a file has changed, or
-    other rows stay.
-    """
+    """Clean again with the record's settings; raises DataError without a record, if a file or the result differs."""
     from optrush.data.cleaning import FORMAT, file_sha256
 
     asked = f"to check {folder}"

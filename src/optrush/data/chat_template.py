@@ -803,10 +803,8 @@ def open_tokenizer(folder: Path) -> Any:
 def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
     """Add special tokens to a tokenizer; return the new ones in the order of their ids.
 
-    One that it had and that was not special is from now on, under its id.
-
-    Raises:
-        ConfigError: one that is a word of its vocabulary, or that it does not read back as one token.
+    One that it had and that was not special is from now on, under its id. Raises ConfigError for one that is a word of
+    its vocabulary, or that it does not read back as one token.
     """
     from tokenizers import AddedToken
 

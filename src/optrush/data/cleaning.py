@@ -163,9 +163,7 @@ def clean_files(
 
 
 def check_settings(settings: Cleaning) -> None:
-    """Check the settings of a cleaning. Raises ConfigError: bounds the wrong way round, an invalid pattern, items
-    without a condition, no filter.
-    """
+    """Raise ConfigError for bounds the wrong way round, an invalid pattern, items without a condition, or no filter."""
     bounded = [("chars", settings.chars), ("tokens", settings.tokens)]
     bounded += [(f"items[{i}].bounds", one.bounds) for i, one in enumerate(settings.items)]
     for name, bounds in bounded:
@@ -278,8 +276,7 @@ def _beyond(values: np.ndarray, bounds: Bounds) -> np.ndarray:
 def items_of(items: Items, row: Mapping[str, Any], text: str) -> list[str] | None:
     """Return the row's items as they are; None if it has no such field.
 
-    A field of a list of objects means that field of each. Entries that are not text count as their JSON; empty entries
-    do not count.
+    A field of a list of objects means that field of each. Entries that are not text are their JSON; empty ones none.
     """
     entries: list[Any] | None = [text] if items.field == WHOLE else _under(row, items.field.split("."))
     if entries is None:
@@ -439,8 +436,7 @@ def hashed_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 def word_runs(hashes: np.ndarray, lengths: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes of every n words in a row, text after text, (R,) uint64, and their number a text, (N,) int64.
 
-    A text of fewer than n words has one run, the whole of it; a text without words has none. `hashes` and `lengths`
-    are as `hashed_words` returns them.
+    A text of fewer than n words has one run, the whole of it; a text without words has none.
     """
     room = np.where(lengths > 0, np.maximum(lengths, n), 0)
     begins = np.cumsum(room) - room
@@ -598,10 +594,7 @@ class Groups:
 
 
 def near(groups: Groups, sets: Sets, rows: np.ndarray, threshold: float) -> Iterator[tuple[int, int, float]]:
-    """Yield the near duplicates of rows that stay: (row, the row that stays, their similarity), in the rows' order.
-
-    The groups are those of `rows`, (N,) ascending.
-    """
+    """Yield the near duplicates of rows that stay: (row, the row that stays, their similarity); rows (N,) ascend."""
     stays = np.ones(len(rows), bool)
     last, left = -1, 0
     for i, j in groups.pairs():

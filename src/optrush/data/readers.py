@@ -648,8 +648,7 @@ def _from_hub(name: str, cache: Path | None) -> Path:
 def files_fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -> str:
     """Return the SHA-256 over the contents and formats of files in their order, whatever their names and places.
 
-    The cache stores the hash of each file by its path, size, time of change and inode: an unchanged one is not read
-    again.
+    The cache stores hashes by path, size, time of change and inode, so that an unchanged file is not read again.
     """
     memory = cache / "fingerprints.json" if cache else None
     known = _stored_hashes(memory)

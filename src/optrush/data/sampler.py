@@ -479,8 +479,7 @@ def micro_batches(
 def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
     """Return the samples of an epoch in order, (n,) int64, from (seed, epoch) alone.
 
-    Of the origins' (samples, weight), weight 2 reads each sample twice an epoch, 0.5 half of them, the other half in
-    the next epoch.
+    Weight 2 of an origin reads each of its samples twice an epoch, 0.5 half of them, the other half in the next one.
     """
     parts, base = [], 0
     for n, weight in spans:

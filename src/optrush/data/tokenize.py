@@ -93,7 +93,7 @@ class Shard:
     learnt: np.ndarray  # (S,) int32: targets of each sample
     ids: np.ndarray  # (tokens,) int32
     targets: np.ndarray  # (tokens / 8,) uint8: bits
-    refused: np.ndarray  # uint8: JSON, a list of [number, file, line, asked, found, do]
+    refused: np.ndarray  # uint8: JSON, a list of [number, file, line and the three texts of the error]
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -258,8 +258,7 @@ def shards(
 ) -> Iterator[Shard]:
     """Yield the job's rows as shards of bounded size, the last one marked.
 
-    The first `skip` rows are in shards already; all after `most` are left out. `progress` gets the rows done since its
-    last call.
+    The first `skip` rows are in shards already; all after `most` are left out. `progress` gets the number of new rows.
     """
     builder, batch, chars, seen = Builder(), list[Parsed](), 0, 0
 
@@ -332,7 +331,7 @@ def commit_chunk(
 ) -> tuple[list[str], int]:  # fmt: skip
     """Write the missing shards of a job; return (their names, rows). Each shard written stays.
 
-    Raises DataError: the disk is full, or a file is not as its mark (of when the folder got its name) says.
+    Raises DataError: the disk is full, or a file has changed since its mark was taken.
     """
     names, n = list[str](), 0
     for shard in shards(job, tokens, train_on, text_rows, kept, skip):
