@@ -24,7 +24,7 @@ import torch
 from optrush.config import parse_config as config
 from optrush.data import packing, sample
 from optrush.data.chat_template import open_tokens
-from optrush.data.schema import RowLocation, parse
+from optrush.data.schema import RowLocation, parse_row
 from optrush.models import tiny
 from optrush.models.shapes import SHAPES, ModelShape
 
@@ -40,7 +40,7 @@ def chats(n: int) -> np.ndarray:
         tokens = open_tokens(run, Path(folder))
         assert tokens is not None
         where = RowLocation(Path("recipes"), 0)
-        rows = [(where, parse(where, {"messages": turns})) for turns in sample.conversations(n, 0)]
+        rows = [(where, parse_row(where, {"messages": turns})) for turns in sample.conversations(n, 0)]
         found = tokens.batch(rows, "assistant")
     return np.array([len(documents[0]) for documents in found if isinstance(documents, tuple)])
 

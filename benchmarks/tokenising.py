@@ -106,7 +106,7 @@ def ours(folder: Path, path: Path, cache: Path) -> int:
 
     from optrush.config import parse_config
     from optrush.data.chat_template import Tokens
-    from optrush.data.sources import read_sources
+    from optrush.data.dataset import read_sources
 
     tokens = Tokens(AutoTokenizer.from_pretrained(folder))
     top = {"model": "tiny", "objective": "sft", "output": "o", "batch": {"seq": 4096}}

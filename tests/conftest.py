@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from optrush.models import tiny
+
 from golden import make_golden
 from pair import Pair
 
@@ -40,6 +42,13 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in ("text", "chat"):
         make_golden.write_documents(made / f"{kind}.jsonl", kind == "chat")
     return made
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model's folder, to be read only."""
+    tiny.write(folder := tmp_path_factory.mktemp("tiny"))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -258,7 +258,7 @@ def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, seed: i
         try:
             if path.startswith(readers.HUB) or not Path(path).exists():
                 continue
-            for file in readers.find(path):
+            for file in readers.find_files(path):
                 yield from _tokenised(tokens, readers.attempts(file))
         except (DataError, OSError):
             continue
@@ -268,7 +268,7 @@ def _tokenised(tokens: Tokens, found: Iterator[tuple[schema.RowLocation, Any]]) 
     for where, row in islice(found, 10 * ROWS):
         try:
             if not isinstance(row, DataError):
-                for document in tokens.batch([(where, schema.parse(where, row))], "all"):
+                for document in tokens.batch([(where, schema.parse_row(where, row))], "all"):
                     if not isinstance(document, DataError):
                         yield document[0].ids[:LENGTH].tolist()
         except DataError:  # a row that training refuses, too

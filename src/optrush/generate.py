@@ -24,7 +24,7 @@ from torch import Tensor
 from optrush.config import Config, Data, Model, Sampling
 from optrush.data import schema
 from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer, turn_ends
-from optrush.data.readers import read
+from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, Pair, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.models.hf import load_plain
@@ -377,7 +377,7 @@ def prompts(path: Path, plain: bool = False, system: str | None = None) -> Itera
     Raises:
         DataError: no such file, or a row that is no prompt, with its source.
     """
-    for where, found in read(path):
+    for where, found in read_rows(path):
         prompt = _prompt(where, found, plain)
         if system is not None and not isinstance(prompt.asked, str) and prompt.asked[0].role != "system":
             asked = (Message("system", system), *prompt.asked)
@@ -387,7 +387,7 @@ def prompts(path: Path, plain: bool = False, system: str | None = None) -> Itera
 
 def _prompt(where: RowLocation, found: dict[str, Any], plain: bool) -> Prompt:
     found, answered = _completed(found, plain)
-    row = schema.parse(where, found)
+    row = schema.parse_row(where, found)
     row = row.chosen if isinstance(row, Pair) else row
     if isinstance(row, Text):
         return Prompt(where, row.text)

@@ -27,6 +27,7 @@ LONGEST_FILE, LONGEST_FUNCTION = 800, 80
 ONE_SUBJECT = {
     "data/chat_template.py": "merged from several files; to be made smaller",
     "data/cleaning.py": "merged from several files; to be made smaller",
+    "data/dataset.py": "samples, however they come to be: one chain from `data:` to documents by number",
     "data/readers.py": "merged from several files; to be made smaller",
     "data/tokenize.py": "merged from several files; to be made smaller",
 }

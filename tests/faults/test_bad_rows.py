@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from optrush.data.readers import attempts, read
-from optrush.data.schema import parse
+from optrush.data.readers import attempts, read_rows
+from optrush.data.schema import parse_row
 from optrush.errors import DataError
 
 from harness import run, told
@@ -47,8 +47,8 @@ KINDS = {
 
 def strictly(path: Path) -> DataError | None:
     try:
-        for where, found in read(path):
-            parse(where, found)
+        for where, found in read_rows(path):
+            parse_row(where, found)
     except DataError as error:
         return error
     return None
@@ -63,7 +63,7 @@ def named(path: Path, at: int, reason: str, goods: list[dict[str, Any]]) -> bool
         try:
             if isinstance(found, DataError):
                 raise found
-            parse(where, found)
+            parse_row(where, found)
             rows.append(found)
         except DataError as refused:
             bad.append((where.line, refused.found))

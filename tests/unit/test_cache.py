@@ -22,23 +22,15 @@ from optrush import files
 from optrush.config import parse_config
 from optrush.data import tokenize
 from optrush.data.chat_template import Tokens
-from optrush.data.tokenize import Progress, Work, jobs, mapped, tokenized
+from optrush.data.tokenize import Progress, TokenizeWork, jobs, mapped, tokenized
 from optrush.errors import DataError
-from optrush.models import tiny
 
 TEXTS = [f"soup number {i}: " + "stir and wait. " * (i % 7) for i in range(60)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tokens(model):
-    return Tokens(AutoTokenizer.from_pretrained(model))
+def tokens(tiny_folder):
+    return Tokens(AutoTokenizer.from_pretrained(tiny_folder))
 
 
 @pytest.fixture
@@ -57,7 +49,7 @@ def written(path, texts=TEXTS):
 def work(tokens, *paths, say=lambda line: None, kept=None, cleaning="", **data):
     config = parse_config("model: tiny\nobjective: sft\ndata: {path: x, workers: 2}\noutput: o\n", "x")
     config = config.model_copy(update={"data": config.data.model_copy(update=data)})
-    return Work(config, tokens, tuple(paths), kept, cleaning, say)
+    return TokenizeWork(config, tokens, tuple(paths), kept, cleaning, say)
 
 
 def ids(made):
@@ -149,9 +141,9 @@ def test_rows_that_cleaning_took_out_are_counted_and_not_tokenised(here, tokens)
 # --- what is made, and what is found
 
 
-def test_workers_have_the_tokenizer_of_this_process(here, model):
+def test_workers_have_the_tokenizer_of_this_process(here, tiny_folder):
     """Not the one of its folder: tokens may have been added, a template given."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.add_tokens(["soup"])
     template = "{% for m in messages %}<{{ m.content }}{{ eos_token }}{% endfor %}"
     path = here / "chat.jsonl"
@@ -159,7 +151,7 @@ def test_workers_have_the_tokenizer_of_this_process(here, model):
     path.write_text("".join(json.dumps(row) + "\n" for row in [{"messages": turns}, {"text": "soup"}] * 20))
     given = Tokens(tokenizer, template)
     made = ids(tokenized(work(given, path, workers=1)))
-    assert made == alone(given, path) != alone(Tokens(AutoTokenizer.from_pretrained(model)), path)
+    assert made == alone(given, path) != alone(Tokens(AutoTokenizer.from_pretrained(tiny_folder)), path)
 
 
 def test_small_data_stays_in_memory(here, tokens):
@@ -283,7 +275,7 @@ def test_temporary_files_of_the_dead_are_removed(here, tokens):
 # --- the key
 
 
-def test_the_key(here, model, tokens, monkeypatch):
+def test_the_key(here, tiny_folder, tokens, monkeypatch):
     path = written(here / "a.jsonl")
     base = work(tokens, path).folder
     assert work(tokens, path, workers=1, too_long="split", max_samples=3, eval=0.5).folder == base
@@ -298,10 +290,10 @@ def test_the_key(here, model, tokens, monkeypatch):
         "cleaning": work(tokens, path, cleaning="x"),
         "template": work(Tokens(tokens.tokenizer, template + " "), path),
     }
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.add_tokens(["soup"])
     others["tokenizer"] = work(Tokens(tokenizer), path)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.eos_token = "s"
     others["end of text"] = work(Tokens(tokenizer), path)
     monkeypatch.setattr(tokenize, "FORMAT", 99)

@@ -27,19 +27,11 @@ from optrush.data import chat_template
 from optrush.data.chat_template import Tokens
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, Text
 from optrush.errors import DataError
-from optrush.models import tiny
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    tiny.write(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def bytelevel(folder):
-    return bytelevel_bpe(folder)
+def bytelevel(tiny_folder):
+    return bytelevel_bpe(tiny_folder)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +112,8 @@ def test_a_token_that_shares_only_a_space_with_the_text_is_learnt():
     assert learnt(tokens, tokens.document(row(("assistant", " x")), "assistant", WHERE)) == [": x</s>"]
 
 
-def test_normalised_characters_are_learnt(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_normalised_characters_are_learnt(tiny_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     tokens = Tokens(tokenizer)
     found = learnt(tokens, tokens.document(talk(["re\u0301sume\u0301"]), "assistant", WHERE))
@@ -232,11 +224,11 @@ def test_the_template_and_what_it_makes_are_capped(bytelevel, monkeypatch):
         Tokens(bytelevel, "{{ 'x' * 5000 }}").document(talk(["a"]), "assistant", WHERE)
 
 
-def test_no_template_no_eos_nothing_to_learn(sentencepiece, bytelevel, folder):
+def test_no_template_no_eos_nothing_to_learn(sentencepiece, bytelevel, tiny_folder):
     with pytest.raises(DataError, match="no chat template") as caught:
         Tokens(sentencepiece).document(talk(["a"]), "assistant", WHERE)
     assert "model.chat_template" in caught.value.do
-    mute = AutoTokenizer.from_pretrained(folder)
+    mute = AutoTokenizer.from_pretrained(tiny_folder)
     mute.eos_token = None
     with pytest.raises(DataError, match="no end-of-text token"):
         Tokens(mute).document(Text("a"), "all", WHERE)
@@ -288,9 +280,9 @@ ROLES = (
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
-def test_a_role_that_is_not_called_special_is_a_control_token_too(folder, train_on):
+def test_a_role_that_is_not_called_special_is_a_control_token_too(tiny_folder, train_on):
     """As in tokenizers whose marks of user and assistant are plain added tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.add_tokens(["<U>", "<A>", "<tool>"])
     tokens = Tokens(tokenizer, ROLES)
     assert len(tokens.document(row(("user", "<tool>"), ("assistant", "b")), train_on, WHERE))
@@ -309,8 +301,8 @@ def test_values_that_are_no_json_are_looked_through(bytelevel):
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
-def test_an_end_of_turn_that_is_not_called_special_is_a_control_token_too(folder, train_on):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_an_end_of_turn_that_is_not_called_special_is_a_control_token_too(tiny_folder, train_on):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.add_tokens(["<end>"])
     tokens = Tokens(tokenizer, CHATML.replace("<|im_end|>", "<end>"))
     with pytest.raises(DataError, match="holds the text <end>"):
@@ -318,8 +310,8 @@ def test_an_end_of_turn_that_is_not_called_special_is_a_control_token_too(folder
     assert learnt(tokens, tokens.document(talk(["b"]), "assistant", WHERE)) == ["b<end>"]
 
 
-def test_marks_of_reasoning_and_other_added_tokens_may_stand_in_a_message(bytelevel, folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_marks_of_reasoning_and_other_added_tokens_may_stand_in_a_message(bytelevel, tiny_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.add_tokens(["<tool_call>", "   "])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>", "<|im_start|>", "<|im_end|>"]})
     tokens = Tokens(tokenizer, CHATML)
@@ -407,8 +399,8 @@ def test_one_bad_half_refuses_the_pair(bytelevel):
     assert [isinstance(entry, DataError) for entry in made] == [True, True, False] and len(made[2]) == 2
 
 
-def test_characters_that_the_tokenizer_composes_shift_no_span(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def test_characters_that_the_tokenizer_composes_shift_no_span(tiny_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     tokens = Tokens(tokenizer)
     chat = row(("user", "\u0958"), ("assistant", "x"), ("user", "e\u0301" * 3), ("assistant", "y"))

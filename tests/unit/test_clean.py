@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from optrush.config import Cleaning
 from optrush.data import schema as meaning
-from optrush.data.cleaning import Cleaned, clean, write_rows
+from optrush.data.cleaning import Cleaned, clean_files, write_rows
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 
 Run = Callable[..., Cleaned]
@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> Run:
     def cleaned(rows: list[Any], _: dict[str, Any] | None = None, **settings: Any) -> Cleaned:
         path = tmp_path / "rows.jsonl"
         path.write_bytes(b"".join(line(row) + b"\n" for row in rows))
-        return clean([path], Cleaning(**settings), **{"tokens": None, **(_ or {})})
+        return clean_files([path], Cleaning(**settings), **{"tokens": None, **(_ or {})})
 
     return cleaned
 
@@ -77,7 +77,7 @@ def test_characters(run: Run) -> None:
 
 def test_characters_of_all_turns(run: Run) -> None:
     row = chat("ab", "cd")
-    length = len(meaning.text(meaning.parse(meaning.RowLocation(Path("f"), 1), row)))
+    length = len(meaning.row_text(meaning.parse_row(meaning.RowLocation(Path("f"), 1), row)))
     assert stays(run([row, "x" * (length + 1)], chars=(length, length))) == [0]
 
 
@@ -354,7 +354,7 @@ def test_several_files_and_formats(tmp_path: Path) -> None:
     second.write_bytes(gzip.compress(b'{"text":  "two"}\n{"text": "thr\\u00e9e", "id": 7}'))
     third = tmp_path / "c.json"
     third.write_text('[{"text": "four"}, {"text": "one"}]')
-    found = clean([first, second, third], Cleaning(exact_duplicates=True), tokens=None)
+    found = clean_files([first, second, third], Cleaning(exact_duplicates=True), tokens=None)
     assert {path.name: mask.tolist() for path, mask in found.kept.items()} == {
         "a.jsonl": [True, True], "b.jsonl.gz": [False, True], "c.json": [True, False],
     }  # fmt: skip
@@ -373,13 +373,15 @@ def test_parquet(tmp_path: Path) -> None:
     """What is written is JSON, whatever numbers a column holds."""
     table = {"text": ["one", "two", "one"], "score": [1.5, float("nan"), 2.0], "of": [["a"], [], ["b"]]}
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
-    found = clean([tmp_path / "a.parquet"], Cleaning(exact_duplicates=True), tokens=None)
+    found = clean_files([tmp_path / "a.parquet"], Cleaning(exact_duplicates=True), tokens=None)
     (tmp_path / "out").mkdir()
     write_rows(found, tmp_path / "out")
     assert (tmp_path / "out" / "rows.jsonl").read_text().splitlines() == [
         '{"text": "one", "score": 1.5, "of": ["a"]}', '{"text": "two", "score": null, "of": []}',
     ]  # fmt: skip
-    assert clean([tmp_path / "out" / "rows.jsonl"], Cleaning(chars=(1, 5)), tokens=None).record["kept"]["rows"] == 2
+    assert (
+        clean_files([tmp_path / "out" / "rows.jsonl"], Cleaning(chars=(1, 5)), tokens=None).record["kept"]["rows"] == 2
+    )
 
 
 def test_lines_of_text_that_are_blank_keep_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +392,7 @@ def test_lines_of_text_that_are_blank_keep_their_number(tmp_path: Path, monkeypa
     path = tmp_path / "a.txt"
     path.write_text("\nlong enough\n\nx\n\nlong enough too\nx\n")
     monkeypatch.setattr(module, "chunks", lambda file, text_rows: chunks(file, 15, text_rows=text_rows))
-    found = clean([path], Cleaning(chars=(5, None)), tokens=None, text_rows="line", workers=1)
+    found = clean_files([path], Cleaning(chars=(5, None)), tokens=None, text_rows="line", workers=1)
     assert len(found.table.parts) > 1
     seen = [
         (where.line, bool(found.kept[path][part.first - 1 + k]))
@@ -402,7 +404,7 @@ def test_lines_of_text_that_are_blank_keep_their_number(tmp_path: Path, monkeypa
 
 def test_a_file_that_changes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ["one", "one", "two"])
-    found = clean([path], Cleaning(exact_duplicates=True), tokens=None)
+    found = clean_files([path], Cleaning(exact_duplicates=True), tokens=None)
     write(path, ["one", "one", "two!"])
     (tmp_path / "out").mkdir()
     with pytest.raises(DataError, match="it changed while it was read"):
@@ -426,7 +428,7 @@ def test_the_same_bytes_whatever_the_number_of_workers(tmp_path: Path) -> None:
     )
     made = []
     for workers in (1, 2):
-        found = clean(files, settings, tokens=None, workers=workers)
+        found = clean_files(files, settings, tokens=None, workers=workers)
         out = tmp_path / f"{len(made)}"
         out.mkdir()
         made.append((json.dumps(write_rows(found, out)), *(f.read_bytes() for f in sorted(out.iterdir()))))
@@ -445,7 +447,7 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
 
     begun = time.monotonic()
     with pytest.raises(RunError, match="a process that measured rows for cleaning was killed"):
-        clean(files, Cleaning(chars=(1, 2)), tokens=None, workers=2, progress=kill)
+        clean_files(files, Cleaning(chars=(1, 2)), tokens=None, workers=2, progress=kill)
     assert time.monotonic() - begun < 60
 
 
@@ -483,9 +485,9 @@ MEASURED = """
 import sys
 from pathlib import Path
 from optrush.config import Cleaning
-from optrush.data.cleaning import clean
+from optrush.data.cleaning import clean_files
 settings = Cleaning(chars=(1, None), exact_duplicates=True, near_duplicates=0.8, repeated_lines=0.9)
-clean([Path(sys.argv[1])], settings, tokens=None, workers=1)
+clean_files([Path(sys.argv[1])], settings, tokens=None, workers=1)
 assert "torch" not in sys.modules
 print(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 """

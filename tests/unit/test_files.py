@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from optrush.data import readers
-from optrush.data.readers import find, fingerprint, read
+from optrush.data.readers import files_fingerprint, find_files, read_rows
 from optrush.errors import DataError, NeedsError
 
 
@@ -30,7 +30,7 @@ def make(folder, *names):
 
 def refused(path, cache=None, kind=DataError):
     with pytest.raises(kind) as caught:
-        find(str(path), cache)
+        find_files(str(path), cache)
     assert "\n" not in caught.value.found + caught.value.do
     return caught.value
 
@@ -41,12 +41,12 @@ def refused(path, cache=None, kind=DataError):
 def test_a_file_a_folder_and_a_glob(folder):
     names = ("data/b.jsonl", "data/a.parquet", "data/deep/c.json.gz", "data/deep/D.CSV")
     make(folder, *names, "data/notes.bin", "data/.hidden.jsonl", "data/.git/x.jsonl", "data/deep/no_suffix")
-    assert find("data/b.jsonl") == [Path("data/b.jsonl")]
-    assert find(str(folder / "data")) == sorted(folder / name for name in names)
-    assert find("data/*") == [Path("data/a.parquet"), Path("data/b.jsonl")]
-    assert find("data/**/*.[jg]*") == [Path("data/b.jsonl"), Path("data/deep/c.json.gz")]
+    assert find_files("data/b.jsonl") == [Path("data/b.jsonl")]
+    assert find_files(str(folder / "data")) == sorted(folder / name for name in names)
+    assert find_files("data/*") == [Path("data/a.parquet"), Path("data/b.jsonl")]
+    assert find_files("data/**/*.[jg]*") == [Path("data/b.jsonl"), Path("data/deep/c.json.gz")]
     make(folder, "odd[1].jsonl")
-    assert find("odd[1].jsonl") == [Path("odd[1].jsonl")], "a name that exists is no pattern"
+    assert find_files("odd[1].jsonl") == [Path("odd[1].jsonl")], "a name that exists is no pattern"
 
 
 def test_what_tells_about_a_data_set_is_left_out_of_its_folder(folder):
@@ -54,23 +54,23 @@ def test_what_tells_about_a_data_set_is_left_out_of_its_folder(folder):
     make(folder, *(f"data/{name}" for name in extra))
     assert refused("data").found == "no known kind of data: LICENSE", "alone they are no data either"
     make(folder, "data/train/a.jsonl", "data/train/info.json")
-    assert find("data") == [Path("data/train/a.jsonl"), Path("data/train/info.json")]
+    assert find_files("data") == [Path("data/train/a.jsonl"), Path("data/train/info.json")]
     assert readers.about("data") == ["LICENSE.txt", "README.md", "dataset_info.json", "state.json"]
-    assert find("data/*.md") == find("data/README.md") == [Path("data/README.md")], "asked for by name"
+    assert find_files("data/*.md") == find_files("data/README.md") == [Path("data/README.md")], "asked for by name"
     assert readers.about("data/README.md") == readers.about("data/*.md") == readers.about("nowhere") == []
 
 
 def test_home_is_understood(folder, monkeypatch):
     make(folder, "a.jsonl")
     monkeypatch.setenv("HOME", str(folder))
-    assert find("~/a.jsonl") == find("~/*.jsonl") == find("~") == [folder / "a.jsonl"]
+    assert find_files("~/a.jsonl") == find_files("~/*.jsonl") == find_files("~") == [folder / "a.jsonl"]
 
 
 def test_links_are_followed_and_circles_end(folder):
     make(folder, "data/a.jsonl", "other/b.jsonl")
     (folder / "data/more").symlink_to(folder / "other")
     (folder / "other/back").symlink_to(folder / "data")
-    assert find("data") == [Path("data/a.jsonl"), Path("data/more/b.jsonl")]
+    assert find_files("data") == [Path("data/a.jsonl"), Path("data/more/b.jsonl")]
 
 
 def test_nothing_is_there(folder):
@@ -155,8 +155,8 @@ def hub(monkeypatch):
 def test_a_data_set_of_the_hub_is_fetched_once(folder, hub):
     cache = folder / "cache"
     for path, split in (("org/name", "train"), ("hub:org/name:test", "test"), ("hub:org/name", "train")):
-        (file,) = find(path, cache)
-        assert [row for _, row in read(file)] == [{"text": f"{split} of the hub"}]
+        (file,) = find_files(path, cache)
+        assert [row for _, row in read_rows(file)] == [{"text": f"{split} of the hub"}]
     assert hub.asked == [("org/name", "train"), ("org/name", "test")]
     assert sorted(path.name for path in (cache / "hub").iterdir()) == [
         "org--name--test.parquet",
@@ -166,7 +166,7 @@ def test_a_data_set_of_the_hub_is_fetched_once(folder, hub):
 
 def test_what_lies_here_is_not_asked_of_the_hub(folder, hub):
     make(folder, "org/name/a.jsonl")
-    assert find("org/name", folder / "cache") == [Path("org/name/a.jsonl")]
+    assert find_files("org/name", folder / "cache") == [Path("org/name/a.jsonl")]
     assert "a folder org/name on this machine" in refused("hub:org/name", folder / "cache").found
     assert refused("org/nama", folder / "cache").found == "no such file"
     assert refused("data/train.jsonl", folder / "cache").found == "no such file"
@@ -203,10 +203,10 @@ def test_a_fingerprint_is_of_contents_formats_and_order_alone(folder):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes((folder / "a.jsonl").read_bytes())
     a, b, away, text = (Path(name) for name in ("a.jsonl", "b.jsonl", "far/away.jsonl", "a.txt"))
-    assert fingerprint([a]) == fingerprint(a) == fingerprint([away])
-    assert len({fingerprint(these) for these in ([a], [b], [text], [a, b], [b, a], [a, a], [])}) == 7
+    assert files_fingerprint([a]) == files_fingerprint(a) == files_fingerprint([away])
+    assert len({files_fingerprint(these) for these in ([a], [b], [text], [a, b], [b, a], [a, a], [])}) == 7
     with pytest.raises(DataError) as caught:
-        fingerprint([Path("none.jsonl")])
+        files_fingerprint([Path("none.jsonl")])
     assert caught.value.found == "No such file or directory" and "none.jsonl" in caught.value.asked
 
 
@@ -220,22 +220,24 @@ def test_an_unchanged_file_is_hashed_once(folder, monkeypatch):
         return digest(file, name)
 
     monkeypatch.setattr(hashlib, "file_digest", count)
-    fingerprint([a], cache)
-    fingerprint([a], cache)
+    files_fingerprint([a], cache)
+    files_fingerprint([a], cache)
     assert hashed == ["a.jsonl"] * 2, "what has just changed may do so again within its time stamp"
     long_ago = time.time_ns() - 10**10
     for path in (a, b):
         os.utime(path, ns=(long_ago, long_ago))
     del hashed[:]
-    first = fingerprint([a, b], cache)
-    assert fingerprint([a, b], cache) == first == fingerprint([a, b]) and hashed == ["a.jsonl", "b.jsonl"] * 2
+    first = files_fingerprint([a, b], cache)
+    assert (
+        files_fingerprint([a, b], cache) == first == files_fingerprint([a, b]) and hashed == ["a.jsonl", "b.jsonl"] * 2
+    )
     del hashed[:]
     a.write_text("other")
     os.utime(a, ns=(long_ago + 1, long_ago + 1))
-    assert fingerprint([a, b], cache) != first and hashed == ["a.jsonl"]
+    assert files_fingerprint([a, b], cache) != first and hashed == ["a.jsonl"]
     for damage in ("{", "[]", '{"x": 1}', json.dumps({str(a): [1, "x", 2, "y"]})):
         (cache / "fingerprints.json").write_text(damage)
-        assert fingerprint([a, b], cache) == fingerprint([a, b])
+        assert files_fingerprint([a, b], cache) == files_fingerprint([a, b])
     assert [path.name for path in cache.iterdir()] == ["fingerprints.json"]
 
 
@@ -244,5 +246,5 @@ def test_a_file_that_grows_meanwhile_has_no_fingerprint(folder, monkeypatch):
     marks = iter([[1, 1, 1], [2, 1, 1]])
     monkeypatch.setattr(readers, "mark", lambda file: next(marks))
     with pytest.raises(DataError) as caught:
-        fingerprint([folder / "a.jsonl"])
+        files_fingerprint([folder / "a.jsonl"])
     assert "changed meanwhile" in caught.value.found

@@ -4,17 +4,14 @@ import pytest
 from chats import CHATML, WHERE, bytelevel_bpe, learnt, talk
 
 from optrush.data import chat_template
-from optrush.data.chat_template import Template, Tokens
+from optrush.data.chat_template import Tokens
 from optrush.data.schema import Chat, Message
 from optrush.errors import DataError
-from optrush.models import tiny
 
 
 @pytest.fixture(scope="module")
-def bytelevel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
-    return bytelevel_bpe(folder)
+def bytelevel(tiny_folder):
+    return bytelevel_bpe(tiny_folder)
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
@@ -125,21 +122,6 @@ def test_calls_nested_without_end_are_an_error(bytelevel):
         with pytest.raises(DataError, match=found) as caught:
             caller(bytelevel, called).document(chat, "assistant", WHERE)
         assert "chat.jsonl:3" in caught.value.asked
-
-
-def test_what_is_around_the_texts_is_rendered_once_for_all_conversations_of_the_same_roles(bytelevel, monkeypatch):
-    tokens, rendered = Tokens(bytelevel, CHATML), []
-    render = Template.render
-    monkeypatch.setattr(Template, "render", lambda *a, **k: rendered.append(render(*a, **k)) or rendered[-1])
-    first, *more = [talk([f"{n} eggs", "and salt"], system) for system in (None, "Be kind.") for n in range(3)]
-    tokens.document(first, "assistant", WHERE)
-    del rendered[:]
-    assert learnt(tokens, tokens.document(more[0], "assistant", WHERE)) == ["1 eggs<|im_end|>", "and salt<|im_end|>"]
-    assert len(rendered) == 1
-    for chat in more[1:]:
-        found, slow = tokens.document(chat, "assistant", WHERE), Tokens(bytelevel, CHATML)
-        slow._template.around = lambda *_: None
-        assert found.targets.tolist() == slow.document(chat, "assistant", WHERE).targets.tolist()
 
 
 @pytest.mark.parametrize(

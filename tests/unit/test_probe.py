@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from optrush.data.chat_template import Tokens
+from optrush.data.dataset import SAMPLES, probe_rows
 from optrush.data.schema import Chat, Completion, Document, Message, Pair, RowLocation, Text
-from optrush.data.sources import SAMPLES, probe_rows
 from optrush.errors import DataError
 from optrush.models import tiny
 
@@ -21,10 +21,8 @@ ENDED = tiny.TEMPLATE + "{{ eos_token }}"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
-    return AutoTokenizer.from_pretrained(folder)
+def tokenizer(tiny_folder):
+    return AutoTokenizer.from_pretrained(tiny_folder)
 
 
 def talk(*answers):

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optrush.data import readers
-from optrush.data.readers import Chunk, attempts, chunks, read
+from optrush.data.readers import Chunk, attempts, chunks, read_rows
 from optrush.errors import DataError, NeedsError
 
 GOOD = b'{"text": "good", "id": 7}\n'
@@ -83,7 +83,7 @@ def test_a_bad_line_is_named_with_its_line_and_the_reason(tmp_path, kind):
     raw, reason = BAD[kind]
     path = tmp_path / "däta file.jsonl"
     path.write_bytes(GOOD + raw + b"\n" + GOOD)
-    error = refused(lambda: list(read(path)))
+    error = refused(lambda: list(read_rows(path)))
     assert f"{path}:2" in error.asked and reason in error.found and "\n" not in error.found
     assert [(line, isinstance(row, dict)) for line, row in found(path)] == [(1, True), (2, False), (3, True)]
 
@@ -117,7 +117,7 @@ def test_missing_folder_unknown_and_empty_files(tmp_path):
         (tmp_path / "data.parquet.gz", "no known kind"),
         (tmp_path / "empty.jsonl", "an empty file"),
     ):
-        for way in (read, chunks):
+        for way in (read_rows, chunks):
             error = refused(lambda way=way, path=path: list(way(path)))
             assert reason in error.found and str(path) in error.asked
 

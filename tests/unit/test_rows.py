@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, Text, parse, text
+from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, Text, parse_row, row_text
 from optrush.errors import DataError
 
 WHERE = RowLocation(Path("data.jsonl"), 3)
@@ -17,7 +17,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 def row(**keys):
-    return parse(WHERE, keys)
+    return parse_row(WHERE, keys)
 
 
 def why(**keys):
@@ -317,8 +317,10 @@ def test_the_text_of_a_row():
         {"role": "tool", "content": "2"},
         ANSWER,
     ]
-    assert text(row(text="a")) == "a"
-    assert text(row(messages=turns)) == 'ask\nhm\n{"name": "add", "arguments": {"a": 1}}\n2\nanswer'
-    assert text(row(prompt="a ", completion="b")) == "a b"
-    assert text(row(prompt="a ", chosen="b", rejected="c")) == "a b\nc"
-    assert text(row(prompt="ask", chosen=[ANSWER], rejected=[{**ANSWER, "content": "worse"}])) == "ask\nanswer\nworse"
+    assert row_text(row(text="a")) == "a"
+    assert row_text(row(messages=turns)) == 'ask\nhm\n{"name": "add", "arguments": {"a": 1}}\n2\nanswer'
+    assert row_text(row(prompt="a ", completion="b")) == "a b"
+    assert row_text(row(prompt="a ", chosen="b", rejected="c")) == "a b\nc"
+    assert (
+        row_text(row(prompt="ask", chosen=[ANSWER], rejected=[{**ANSWER, "content": "worse"}])) == "ask\nanswer\nworse"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +14,13 @@ from transformers import AutoTokenizer
 
 from optrush.data import preview
 from optrush.data.schema import Document
-from optrush.models import tiny
 
 TALK = "<|im_start|>user\nWhat is 漢字?<|im_end|>\n<|im_start|>assistant\nÉcriture 🍕.<|im_end|>\n"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    tiny.write(folder)
-    return AutoTokenizer.from_pretrained(folder)
+def tokenizer(tiny_folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_folder)
 
 
 def document(tokenizer: Any, text: str, learnt: slice = slice(1, None)) -> Document:
@@ -33,7 +31,7 @@ def document(tokenizer: Any, text: str, learnt: slice = slice(1, None)) -> Docum
     return Document(ids, targets)
 
 
-def whole(tokenizer: Any, d: Document) -> list[preview.Piece]:
+def whole(tokenizer: Any, d: Document) -> list[preview.TextPiece]:
     return list(preview.token_pieces(tokenizer, d, 0, len(d), preview.special_ids(tokenizer)))
 
 

@@ -4,7 +4,6 @@ import gzip
 import json
 import pickle
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,23 +14,19 @@ from transformers import AutoTokenizer
 from optrush.config import parse_config
 from optrush.data import dataset, sample, tokenize
 from optrush.data.chat_template import Tokens
-from optrush.data.dataset import held_rows, permutation
+from optrush.data.dataset import permutation, read_sources
 from optrush.data.length_estimate import estimate
 from optrush.data.packing import Packed
 from optrush.data.readers import attempts, chunks
 from optrush.data.sampler import Loading, Stream, reading
-from optrush.data.sources import read_sources
 from optrush.errors import ConfigError, DataError
-from optrush.models import tiny
 
 VOCAB = 32768
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
-    return Tokens(AutoTokenizer.from_pretrained(folder))
+def tokens(tiny_folder):
+    return Tokens(AutoTokenizer.from_pretrained(tiny_folder))
 
 
 @pytest.fixture
@@ -179,7 +174,7 @@ def test_of_small_data_no_more_rows_are_tokenised_than_needed(here, tokens, monk
     written(here / "a.jsonl", texts(0, 400))
     seen, real = [], Tokens.batch
     monkeypatch.setattr(Tokens, "batch", lambda self, rows, how: seen.append(len(rows)) or real(self, rows, how))
-    monkeypatch.setattr("optrush.data.sources.probe_rows", lambda *_, **__: None)
+    monkeypatch.setattr("optrush.data.dataset.probe_rows", lambda *_, **__: None)
     found = read(tokens, "a.jsonl", max_samples=8, clean={"chars": [20, None]})
     assert len(found.train) == 8 and seen == [8, 8]  # looked at, and tokenised
 
@@ -316,7 +311,7 @@ def test_cleaned_rows_are_not_tokenised(both, tokens, monkeypatch):
     assert len(found.train) + len(found.held_out) == 20 and "6 cleaned away" in found.summary
     assert found.cleaned["rows"] == 26 and found.cleaned["kept"]["rows"] == 20
     if tokenize.CHUNK_bytes < 1000:  # cleaned once, too
-        monkeypatch.setattr("optrush.data.sources.clean", None)
+        monkeypatch.setattr("optrush.data.dataset.clean_files", None)
     again = read(tokens, "a.jsonl", clean={"chars": [5, None], "exact_duplicates": True}, eval=0.25)
     assert again.fingerprint == found.fingerprint and again.cleaned == found.cleaned
     assert read(tokens, "a.jsonl").fingerprint != found.train.fingerprint
@@ -333,10 +328,7 @@ KINDS = {
 
 
 def parquet(path, rows):
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=7)
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -457,7 +449,7 @@ def test_the_first_rows_are_looked_at_before_the_rest_is_tokenised(here, tokens,
         seen.update(samples=samples, documents=documents, **more)
         raise DataError("asked", "doubt", "do")
 
-    monkeypatch.setattr("optrush.data.sources.probe_rows", doubt)
+    monkeypatch.setattr("optrush.data.dataset.probe_rows", doubt)
     rows = [*texts(0, 3), {"text": "long " * 200}, *texts(3, 300)]
     written(here / "a.jsonl", rows)
     assert "doubt" in refused(tokens, "a.jsonl", seq=64, too_long="split") and not list(here.rglob("*.safetensors"))
@@ -490,12 +482,3 @@ def test_lengths_are_estimated_from_any_form(here):
     assert len(lengths("large.jsonl")) <= 6
     for nothing in ("no.jsonl", "org/name", "no/*.jsonl"):
         assert lengths(nothing) == []
-
-
-def test_held_rows_are_those_of_the_permutation():
-    assert np.flatnonzero(held_rows(40, 0.25, 7)).tolist() == sorted(permutation(40, 7, 0)[:10])
-
-
-def test_places_are_paths(here, tokens):
-    written(here / "a.jsonl", texts(0, 3))
-    assert isinstance(read(tokens, "a.jsonl").train.where(0).file, Path)

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from optrush.data.chat_template import MEND_EARLIER, Tokens
-from optrush.data.schema import RowLocation, parse
+from optrush.data.schema import RowLocation, parse_row
 from optrush.errors import DataError
 
 WHERE = RowLocation(Path("chat.jsonl"), 3)
@@ -225,7 +225,7 @@ def justified(tokens, path, name, error):
 def test_answers_are_learnt_exactly_or_the_row_is_refused(bytelevel, path):
     tokens = opened(bytelevel, path)
     rows = [
-        (WHERE, parse(WHERE, {"messages": turns, **({"tools": TOOLS} if "call" in name else {})}))
+        (WHERE, parse_row(WHERE, {"messages": turns, **({"tools": TOOLS} if "call" in name else {})}))
         for name, turns in CONVERSATIONS.items()
     ]
     every, last = (tokens.batch(rows, train_on) for train_on in ("assistant", "last"))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush.data.readers import read
+from optrush.data.readers import read_rows
 from optrush.data.sample import conversations, write_sample
-from optrush.data.schema import parse
+from optrush.data.schema import parse_row
 from optrush.models import tiny
 
 
@@ -18,10 +18,10 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_two_writings_are_the_same_bytes_and_another_seed_changes_the_weights_alone(tmp_path):
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+def test_two_writings_are_the_same_bytes_and_another_seed_changes_the_weights_alone(tmp_path, tiny_folder):
+    for name, seed in (("b", 0), ("c", 1)):
         tiny.write(tmp_path / name, seed)
-    a, b, c = (contents(tmp_path / name) for name in "abc")
+    a, b, c = (contents(folder) for folder in (tiny_folder, tmp_path / "b", tmp_path / "c"))
     assert a == b
     assert {name for name in a if a[name] != c[name]} == {"model.safetensors"}
     configs = {"config.json", "tokenizer_config.json", "generation_config.json"}
@@ -45,9 +45,8 @@ def test_it_loads_as_any_checkpoint_does(tmp_path, family):
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in model.generation_config.eos_token_id
 
 
-def test_its_tokenizer_gives_back_any_text_and_the_template_one_token_a_mark(tmp_path):
-    tiny.write(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+def test_its_tokenizer_gives_back_any_text_and_the_template_one_token_a_mark(tiny_folder):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     text = "Crème brûlée 🙂 for 4: ½ tsp\n\n  नमस्ते"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
     messages = [{"role": "user", "content": "Soup?"}]
@@ -67,7 +66,7 @@ def test_recipes_are_deterministic_many_and_of_many_lengths(tmp_path):
     assert turns == {1, 2, 3, 4}
     assert 0.3 < sum(conversation[0]["role"] == "system" for conversation in made) / 1000 < 0.5
     write_sample(tmp_path / "r.jsonl", 100, seed=0)
-    rows = [parse(where, found) for where, found in read(tmp_path / "r.jsonl")]
+    rows = [parse_row(where, found) for where, found in read_rows(tmp_path / "r.jsonl")]
     assert [[(m.role, m.content) for m in row.messages] for row in rows] == [
         [(m["role"], m["content"]) for m in conversation] for conversation in islice(made, 100)
     ]

@@ -59,9 +59,9 @@ def rows(config: Config, hf: dict[str, Any], folder: Path, steps: int) -> Iterat
     import torch
 
     from optrush.data.chat_template import open_tokens
+    from optrush.data.dataset import read_sources
     from optrush.data.packing import Padded
     from optrush.data.sampler import Stream
-    from optrush.data.sources import read_sources
 
     tokens = open_tokens(config, folder if config.model.path else None)
     source = read_sources(config, tokens, int(hf["vocab_size"])).train

@@ -21,9 +21,8 @@ from optrush.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from optrush.config import Config
     from optrush.data.chat_template import Tokens
-    from optrush.data.dataset import Dataset
-    from optrush.data.packing import Layout
-    from optrush.data.sources import Sources
+    from optrush.data.dataset import Dataset, Sources
+    from optrush.data.packing import RowLayout
     from optrush.resolve import ResolvedConfig
 
 
@@ -59,8 +58,8 @@ def show(
     if random and packed:
         raise ConfigError("--random with --packed", "rows are in the run's random order", "leave --random out")
     if packed and run.data.stream:
-        found = "rows are laid out while training"
-        raise ConfigError("--packed with `data.stream`", found, "optrush train CONFIG --dry-run shows the first ones")
+        do = "optrush train CONFIG --dry-run shows the first ones"
+        raise ConfigError("--packed with `data.stream`", "rows are laid out while training", do)
     prepared = _prepare(run)
     from optrush.console import use_color
     from optrush.data import preview
@@ -71,11 +70,9 @@ def show(
     lengths, T = source.lengths(), run.batch.seq
     facts: dict[str, Any] = {
         "summary": (f"data.stream, the first {STREAMED} rows: " if run.data.stream else "") + whole.summary,
-        "objective": run.objective,
-        "seq": T,
-        "too_long": run.data.too_long,
+        "objective": run.objective, "seq": T, "too_long": run.data.too_long,
         "lengths": preview.length_summary(lengths, source.targets(), T),
-    }
+    }  # fmt: skip
     if packed:
         facts["rows"] = _rows(prepared, tokens, source, first, rows)
     else:
@@ -132,15 +129,14 @@ def _prepare(config: Config) -> ResolvedConfig:
     return resolve(config.model_copy(update={"with_": laying}), ranks=1)
 
 
-def _layout(prepared: ResolvedConfig) -> Layout:
-    """Return the layout that the run's data stage sets."""
+def _layout(prepared: ResolvedConfig) -> RowLayout:
     from optrush.data.packing import Padded
     from optrush.objectives import check_layout
 
     job = cast(Any, SimpleNamespace(config=prepared.config, layout=Padded()))
     for technique in prepared.techniques:
         technique.data(job)
-    layout: Layout = job.layout
+    layout: RowLayout = job.layout
     check_layout(prepared.config, layout)
     return layout
 
@@ -158,15 +154,14 @@ def _whole(prepared: ResolvedConfig, tokens: Tokens) -> Sources:
     config = prepared.config
     if config.data.stream:
         most = min(STREAMED, config.data.max_samples or STREAMED)
-        config = config.model_copy(
-            update={"data": config.data.model_copy(update={"stream": False, "max_samples": most})}
-        )
+        data = config.data.model_copy(update={"stream": False, "max_samples": most})
+        config = config.model_copy(update={"data": data})
     return _read(config, prepared, tokens, cut=False)
 
 
 def _read(config: Config, prepared: ResolvedConfig, tokens: Tokens, cut: bool) -> Sources:
     from optrush import console
-    from optrush.data.sources import read_sources
+    from optrush.data.dataset import read_sources
 
     vocab = prepared.hf.get("vocab_size") or len(tokens.tokenizer)
     return read_sources(config, tokens, vocab, lambda line: console.err.print(line, markup=False), cut=cut)
@@ -266,18 +261,13 @@ def _pack_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     for key in columns["train"]:
         yield f"{key.replace('_', ' '):<14}" + "".join(f"{counts[key]:>14,}" for counts in columns.values())
     yield from (f"refused {_plain(r['where'])}: {_plain(r['reason'])}" for r in facts["refused"])
-    yield ""
-    if facts["cache"]:
-        yield f"cache {', '.join(map(_plain, facts['cache']))}: {facts['cache_bytes'] / 2**20:.1f} MiB"
-    else:
-        yield "cache not needed: so little is tokenised at the start of a run, in memory"
-    yield ""
+    cache = f"cache {', '.join(map(_plain, facts['cache']))}: {facts['cache_bytes'] / 2**20:.1f} MiB"
+    none = "cache not needed: so little is tokenised at the start of a run, in memory"
+    yield from ("", cache if facts["cache"] else none, "")
     yield f"{'layout':<14}{'real tokens':>12}{'rows':>10}{'slots':>14}{'squared lengths':>18}{'planned a second':>18}"
     for f in facts["fills"]:
-        name = f["name"] + " *" * f["chosen"]
-        yield f"{name:<14}{f['fill']:>12.2%}{f['rows']:>10,}{f['slots']:>14,}{f['squares']:>18,}" + (
-            f"{f['samples_per_s']:>18,.0f}"
-        )
+        name, planned = f["name"] + " *" * f["chosen"], f"{f['samples_per_s']:>18,.0f}"
+        yield f"{name:<14}{f['fill']:>12.2%}{f['rows']:>10,}{f['slots']:>14,}{f['squares']:>18,}{planned}"
     if any(f["chosen"] for f in facts["fills"]):
         yield "* this run's"
 
@@ -366,7 +356,6 @@ def clean(
 
 
 def _run(sources: Sequence[str], sets: list[str]) -> Config:
-    """Return the configuration to clean by: the YAML, or one made of the files named."""
     if Path(sources[0]).suffix not in (".yaml", ".yml"):
         return _bare({"path": list(sources)}, {}, sets)
     if len(sources) > 1:
@@ -384,10 +373,9 @@ def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str]) ->
 
 
 def _clean(config: Config, folder: Path) -> dict[str, Any]:
-    """Clean the run's data, write the folder and return the record."""
     from optrush.data import readers
     from optrush.data.chat_template import open_tokens
-    from optrush.data.cleaning import clean, output_folder, write_rows
+    from optrush.data.cleaning import clean_files, cleaning_folder, write_rows
     from optrush.data.tokenize import cache_root
     from optrush.models.source import locate
     from optrush.report import data
@@ -399,13 +387,13 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
         raise ConfigError(f"to clean into {folder}", found, do)
     cache = cache_root(d.cache)
     named = [p if isinstance(p, str) else p.path for p in ([d.path] if isinstance(d.path, str) else d.path)]
-    reads = list(dict.fromkeys(file for path in named for file in readers.find(path, cache)))
+    reads = list(dict.fromkeys(file for path in named for file in readers.find_files(path, cache)))
     tokens = None
     if d.clean.tokens is not None and (config.model.path or config.model.tokenizer):
         tokens = open_tokens(config, None if config.model.path is None else locate(config, weights=False)[0])
-    evaluation = [] if d.clean.decontaminate is None else readers.find(d.clean.decontaminate, cache)
-    with output_folder(folder, [*reads, *evaluation]) as new, _bar() as progress:
-        cleaned = clean(
+    evaluation = [] if d.clean.decontaminate is None else readers.find_files(d.clean.decontaminate, cache)
+    with cleaning_folder(folder, [*reads, *evaluation]) as new, _bar() as progress:
+        cleaned = clean_files(
             reads, d.clean, tokens=tokens, text_rows=d.text_rows, bad_rows=d.bad_rows, most_bad=d.most_bad,
             workers=d.workers, progress=progress, folder=new, cache=cache,
         )  # fmt: skip
@@ -416,21 +404,16 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def _check_cleaning(folder: Path) -> None:
-    """Clean again with the record's settings, and compare.
-
-    Raises:
-        DataError: there is no record, a file has changed, or other rows stay.
-    """
+    """Clean again with the record's settings; raises DataError without a record, if a file or the result differs."""
     from optrush.data.cleaning import FORMAT, file_sha256
 
     asked = f"to check {folder}"
     try:
         record = json.loads((folder / RECORD).read_bytes())
-        settings = {key: record[key] for key in ("text_rows", "bad_rows", "most_bad")}
+        data = {key: record[key] for key in ("text_rows", "bad_rows", "most_bad")}
         output, inputs, held = record["output"], record["inputs"], record["evaluation"]
-        config = _bare(
-            {"path": [i["file"] for i in inputs], "clean": record["settings"], **settings}, record["model"], []
-        )
+        data |= {"path": [i["file"] for i in inputs], "clean": record["settings"]}
+        config = _bare(data, record["model"], [])
         if record["format"] != FORMAT:
             raise DataError(asked, f"a record of format {record['format']}", "clean again with --out")
     except (OSError, ValueError, KeyError, TypeError) as error:

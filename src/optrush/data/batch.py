@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,9 +93,8 @@ class Batch:
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
         documents = self.documents._replace(starts=move(self.documents.starts), ids=move(self.documents.ids))
-        tokens, labels, positions = move(self.tokens), move(self.labels), move(self.positions)
-        extra = {name: move(t) for name, t in self.extra.items()}
-        return replace(self, tokens=tokens, labels=labels, positions=positions, documents=documents, extra=extra)
+        moved: dict[str, Any] = {name: move(getattr(self, name)) for name in ("tokens", "labels", "positions")}
+        return replace(self, documents=documents, extra={n: move(t) for n, t in self.extra.items()}, **moved)
 
 
 def collate(
@@ -162,7 +161,6 @@ def collate(
 
 
 def _pairs(rows: Sequence[Sequence[int]], P: int, reference: np.ndarray | None) -> dict[str, Tensor]:
-    """Return `Batch.extra` of rows of pairs, by their sample indices."""
     there = np.zeros((len(rows), P), bool)
     known = np.zeros((len(rows), P, 2), np.float32)
     for b, samples in enumerate(rows):

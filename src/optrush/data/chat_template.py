@@ -44,7 +44,6 @@ RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError,
 MEND = "mend the row, or give another template (model.chat_template)"
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
 SHOWN = 4  # things left out that an error message names
-PLACED = re.compile(r"97351([0-9]{6})")
 PLACEHOLDER = "97351{:06}"  # digits pass through quoting, escaping and capitals as they are
 
 Shown = dict[str, Any]  # a message as a template gets it
@@ -56,7 +55,6 @@ class Template:
     def __init__(self, source: str, special: Mapping[str, Any]) -> None:
         self.source = source
         self._special = dict(special)
-        self._around: dict[tuple[str, ...], list[str] | None] = {}  # by the roles of a conversation, a bounded number
         self._whole: set[object] = set()  # shapes of conversations of which nothing is left out, a bounded number
 
     def shown(self, message: Message) -> Shown:
@@ -74,24 +72,19 @@ class Template:
     def render(
         self, turns: Sequence[Shown], where: RowLocation, tools: Sequence[Any] = (), prompt: bool = False
     ) -> str:
-        """Render the conversation.
+        """Render messages as `shown` returns them; with `prompt` the header of an answer follows.
 
-        Args:
-            turns: the messages as `shown` returns them.
-            prompt: whether the header of an answer follows, as when the model is to write one.
-
-        Raises:
-            DataError: the template failed, or made a monstrous text.
+        Raises DataError: the template failed, or made a monstrous text.
         """
+        asked = f"to render the messages at {where}"
         try:
             rendered = self._render(turns, tools, prompt)
             rendered.encode()
         except RENDERING as error:
-            found = f"the chat template failed: {type(error).__name__}: {error}"
-            raise DataError(f"to render the messages at {where}", found, MEND) from error
+            raise DataError(asked, f"the chat template failed: {type(error).__name__}: {error}", MEND) from error
         if len(rendered) > LONGEST_RENDER_chars:
             found = f"the chat template made {len(rendered)} characters; at most {LONGEST_RENDER_chars} are taken"
-            raise DataError(f"to render the messages at {where}", found, MEND)
+            raise DataError(asked, found, MEND)
         return rendered
 
     def check(self, chat: Chat, where: RowLocation) -> None:
@@ -128,28 +121,6 @@ class Template:
         if len(shape) <= LONGEST_SHAPE:
             self._whole.add(shape)
 
-    def around(self, chat: Chat, where: RowLocation) -> list[str] | None:
-        """Return the text before, between and behind the contents of a conversation like this, by its roles alone.
-
-        None if a turn has more than content, or the template does not write each content once and in order. Whether it
-        does so with these contents, only its render of them shows.
-        """
-        turns, roles = chat.messages, tuple([message.role for message in chat.messages])
-        plain = all(m.content.strip() and not (m.calls or m.reasoning or m.name or m.call_id) for m in turns)
-        if chat.tools or not plain or len(turns) > LONGEST_SHAPE:
-            return None
-        if roles not in self._around:
-            if len(self._around) == MOST_SHAPES:
-                self._around.clear()
-            named = [Message(role, PLACEHOLDER.format(i)) for i, role in enumerate(roles)]
-            try:
-                pieces = PLACED.split(self.render([self.shown(message) for message in named], where))
-            except DataError:  # the conversation's own render raises it with the reason
-                pieces = []
-            whole = [int(number) for number in pieces[1::2]] == list(range(len(turns)))
-            self._around[roles] = pieces[::2] if whole else None
-        return self._around[roles]
-
     def _render(self, turns: Sequence[Shown], tools: Sequence[Any] = (), prompt: bool = False) -> str:
         # As apply_chat_template, without its copies of the data, which come from JSON and are plain already.
         from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -172,10 +143,10 @@ class Template:
     def _json_arguments(self) -> bool:
         """Whether a call's arguments are shown as JSON: the template loses or refuses an object."""
         value = PLACEHOLDER.format(0)
+        asked, empty = (_parts(text) if self._parts else text for text in ("a", ""))
 
         def talk(arguments: Any) -> list[Shown]:
             call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": arguments}}
-            asked, empty = (_parts(text) if self._parts else text for text in ("a", ""))
             return [{"role": "user", "content": asked}, {"role": "assistant", "content": empty, "tool_calls": [call]}]
 
         return not self._holds(talk({"x": value}), [value]) and self._holds(talk(_json({"x": value})), [value])
@@ -193,7 +164,6 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _named(tool: dict[str, Any], name: str) -> dict[str, Any]:
-    """A tool, or a call of one, under another name."""
     return {**tool, "function": {**tool["function"], "name": name}} if "function" in tool else {**tool, "name": name}
 
 
@@ -255,11 +225,8 @@ class EndMarks:
 
     def __init__(self, tokens: Sequence[str]) -> None:
         # Some vocabularies list runs of spaces or newlines as added tokens; those end no turn.
-        self.tokens = sorted((t for t in tokens if t.replace("▁", " ").strip()), key=len, reverse=True)
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, self.tokens)) or "(?!)")
+        self.tokens = [t for t in tokens if t.replace("▁", " ").strip()]
+        self._pattern = any_of(self.tokens)
 
     def first(self, text: str) -> tuple[str, ...]:
         """Return the tokens that the text begins with, one directly after the other; leading white space is skipped."""
@@ -276,13 +243,9 @@ class EndMarks:
 
 
 class Masker:
-    """One conversation under one template.
+    """One conversation under one template; `turns` are the turns to find, by number.
 
-    Args:
-        turns: the turns to find, by number.
-
-    Raises:
-        DataError: the template fails, or leaves out something that the assistant did not write.
+    Raises DataError: the template fails, or leaves out something that the assistant did not write.
     """
 
     def __init__(
@@ -350,7 +313,6 @@ class Masker:
         return self._template.shown(replace(message, calls=message.calls * 2) if twice else message)
 
     def _with(self, texts: Mapping[int, str]) -> str:
-        """Render the conversation with these leaves between marks."""
         turns = list(self._shown)
         for i in self._turns:
             turns[i] = self._turn_with(i, texts)
@@ -373,31 +335,17 @@ class Masker:
                 return []
         return found
 
-    def _filled(self) -> list[Found]:
-        """Return the places of all leaves, if the rendered text is that of placeholders replaced by them; else []."""
-        pieces = self._template.around(self._chat, self._where)
-        if pieces is None:
-            return []
-        text, at, places = [pieces[0]], len(pieces[0]), list[tuple[int, int]]()
-        for message, piece in zip(self._chat.messages, pieces[1:], strict=True):
-            text += message.content, piece
-            places.append((at, at + len(message.content)))
-            at += len(message.content) + len(piece)
-        if "".join(text) != self.rendered:
-            return []
-        return [Found(k, *places[i]) for k, i in enumerate(self._turns)]  # of each turn, its content is the only leaf
-
     def _proven(self) -> list[Found]:
         """Return the places of all leaves, each with or without white space at its ends, as the template writes it."""
-        if found := self._filled():
-            return found
         texts = {k: leaf.text for k, leaf in enumerate(self._leaves)}
         bare = {k: text.strip() for k, text in texts.items()}
         if found := self._prove(texts) or (self._prove(bare) if bare != texts else []):
             return found
         self._slow()
         for k, text in texts.items():
-            form = next((form for form in _forms(text) if self._prove({k: form})), None)
+            left = [text, text.lstrip("\n"), text.lstrip()]  # without white space or newlines at its ends
+            forms = dict.fromkeys(form for start in left for form in (start, start.rstrip("\n"), start.rstrip()))
+            form = next((form for form in forms if self._prove({k: form})), None)
             if form is None:
                 if not self._split and any(THINKING.search(self._chat.messages[i].content) for i in self._turns):
                     self._cut(split=True)
@@ -409,19 +357,12 @@ class Masker:
         raise self._refused(CHANGED)
 
     def _until(self, i: int, twice: bool = False) -> list[str]:
-        """Render the conversation up to turn `i`, split at its leaves: text, number, leaf, text, ..., leaf, text.
-
-        Args:
-            twice: whether the turn makes each of its calls two times.
-        """
+        """Render the conversation up to turn `i`, split at its leaves: text, number, leaf, text, ..., leaf, text."""
         texts = {k: leaf.text for k, leaf in enumerate(self._leaves) if leaf.turn == i}
         return self._marked.split(self._render([*self._shown[:i], self._turn_with(i, texts, twice)]))
 
     def _stops(self, i: int, content: Found) -> tuple[str, ...]:
-        """Return the tokens that end a turn of nothing but content, from a render where no turn follows.
-
-        Text before another turn may be that turn's header, which must not count as an end.
-        """
+        """Return the tokens that end a turn of nothing but content, where no turn follows (its header is no end)."""
         last = i + 1 == len(self._chat.messages)
         stops = self._marks.first(self.rendered[content.end :] if last else self._until(i)[-1])
         if not stops:
@@ -445,10 +386,8 @@ class Masker:
         if stop is None or not usual or not (ending.endswith(usual) or self._ends(i, stop)):
             raise self._refused(NO_STOP)
         first, end = own[0].start, own[-1].end + len(ending)
-        start = next(
-            (len(h) for h in self._headers(i, header) if len(h) <= first and self.rendered.startswith(h)), None
-        )
-        if start is None:
+        fitting = (len(h) for h in self._headers(i, header) if len(h) <= first and self.rendered.startswith(h))
+        if (start := next(fitting, None)) is None:
             found = f"the template begins messages[{i}] neither like a plain answer nor as it asks for one"
             raise self._refused(f"{found}: where its header ends cannot be told")
         for value in _scalars([call["function"]["arguments"] for call in self._chat.messages[i].calls]):
@@ -481,7 +420,6 @@ class Masker:
         return "".join(pieces[3::3]).count(stop) == 1
 
     def _slow(self) -> None:
-        """Raise DataError if very many turns need a render each."""
         if len(self._turns) > MOST_TURNS:
             raise self._refused(f"{len(self._turns)} answers, calls or trimmed texts among them; at most {MOST_TURNS}")
 
@@ -496,19 +434,14 @@ class Masker:
 
 
 def _ending(tail: str, usual: str) -> str:
-    """Return the part of the text behind a turn's last leaf that belongs to the turn, if no turn follows.
-
-    Args:
-        usual: the tokens that end turns of nothing but content.
-    """
+    """Return what belongs to a turn of the text behind its last leaf, if no turn follows; plain turns end `usual`."""
     return tail[: tail.index(usual) + len(usual)] if usual and usual in tail else tail.rstrip()
 
 
 def _changed(message: Message, change: Callable[[str, str], str], split: bool) -> Message:
     """Return the message with each text of the assistant replaced by change(its name, it); blank ones stay.
 
-    Args:
-        split: whether a content is taken apart at `<think>` and `</think>`.
+    With `split` a content is taken apart at `<think>` and `</think>`.
     """
 
     def walk(name: str, value: Any) -> Any:
@@ -520,11 +453,9 @@ def _changed(message: Message, change: Callable[[str, str], str], split: bool) -
 
     parts = THINKING.split(message.content) if split else [message.content]
     if len(parts) == 1:
-        content = walk("content", parts[0])
+        content = walk("content", message.content)
     else:
         content = "".join(part if n % 2 else walk(f"content[{n // 2}]", part) for n, part in enumerate(parts))
-    if not message.calls and message.reasoning is None:
-        return Message(message.role, content, name=message.name, call_id=message.call_id)  # faster than `replace`
     calls = tuple(
         {**call, "function": walk(f"tool_calls[{n}].function", call["function"])}
         for n, call in enumerate(message.calls)
@@ -544,18 +475,11 @@ def _leaves(turn: int, message: Message, split: bool) -> list[Leaf]:
 
 
 def _scalars(value: Any) -> Iterator[Any]:
-    """Yield the values of a JSON object that are not texts."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _scalars(inner)
     elif not isinstance(value, str):
         yield value
-
-
-def _forms(text: str) -> list[str]:
-    """Return the text as it is, and without white space or newlines at its ends, each once."""
-    left = [text, text.lstrip("\n"), text.lstrip()]
-    return list(dict.fromkeys(form for start in left for form in (start, start.rstrip("\n"), start.rstrip())))
 
 
 # --- Control tokens in the text of a message: they would end its turn, or forge another.
@@ -568,22 +492,17 @@ def any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 def refuse(chat: Chat, controls: re.Pattern[str], where: RowLocation) -> None:
     """Raise DataError if a message, a call or a tool contains a control token as text."""
-    for name, text in _said(chat):
-        if found := controls.search(text):
-            raise DataError(
-                f"to learn from the messages at {where}",
-                f"{name} holds the text {found[0]}, which the tokenizer takes for its control token: a forged turn",
-                "take it out, or write it otherwise",
-            )
-
-
-def _said(chat: Chat) -> Iterator[tuple[str, str]]:
-    """Yield all texts of a conversation, each with its name."""
-    for i, turn in enumerate(chat.messages):
-        yield f"messages[{i}]", turn.content
-        more = [turn.reasoning, turn.name, turn.call_id, *_texts(turn.calls)]
-        yield from ((f"messages[{i}]", text) for text in more if text)
-    yield from ((f"tools[{i}]", text) for i, tool in enumerate(chat.tools) for text in _texts(tool))
+    named: list[tuple[str, Any]] = [
+        (f"messages[{i}]", [m.content, m.reasoning, m.name, m.call_id, m.calls]) for i, m in enumerate(chat.messages)
+    ]
+    named += [(f"tools[{i}]", tool) for i, tool in enumerate(chat.tools)]
+    for name, parts in named:
+        for text in _texts(parts):
+            if found := controls.search(text):
+                why = (
+                    f"{name} holds the text {found[0]}, which the tokenizer takes for its control token: a forged turn"
+                )
+                raise DataError(f"to learn from the messages at {where}", why, "take it out, or write it otherwise")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -591,8 +510,7 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from (*_texts(name), *_texts(inner))
+        yield from _texts([*value.items()])
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _texts(inner)
@@ -614,38 +532,20 @@ class _Draft(NamedTuple):
     rest: bool = True  # whether the text outside of the spans is learnt
 
 
-class _Laid(NamedTuple):
-    """A text's tokens and the characters [starts, ends) that each covers."""
-
-    text: str
-    ids: np.ndarray  # (n,) int32
-    starts: np.ndarray  # (n,) int64
-    ends: np.ndarray  # (n,) int64
-
-    def token(self, at: int) -> int:
-        """Return the first token that ends behind a place; the number of tokens if none does."""
-        return int(self.ends.searchsorted(at, "right"))
-
-
 class Tokens:
-    """A tokenizer with its chat template: rows in, documents out.
+    """A fast tokenizer with its chat template, or the one given: rows in, documents out.
 
-    Args:
-        tokenizer: a fast tokenizer (the slow ones have no offsets).
-        template: source of a chat template to use instead of the tokenizer's own.
-        today: the date for templates that write it into the system prompt; None is the real one, with which the
-            same row gives other ids tomorrow.
+    `today` is the date for templates that write it into the system prompt; None is the real one, with which the same
+    row gives other ids tomorrow.
     """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template: str | None = None, today: datetime.date | None = None
     ) -> None:
         if not tokenizer.is_fast:
-            raise DataError(
-                f"the tokenizer of {tokenizer.name_or_path or 'the model'}",
-                "a slow tokenizer, which cannot tell where in a text its tokens lie",
-                "use a model folder with a tokenizer.json",
-            )
+            found = "a slow tokenizer, which cannot tell where in a text its tokens lie"
+            asked = f"the tokenizer of {tokenizer.name_or_path or 'the model'}"
+            raise DataError(asked, found, "use a model folder with a tokenizer.json")
         self.tokenizer = tokenizer
         self._given = template
         self._today = today
@@ -668,23 +568,22 @@ class Tokens:
             train_on: what is learnt of a conversation or a completion: `assistant` all answers, `last` the last one,
                 `all` every token but the first. A text is always learnt whole.
         """
-        drafts: list[_Draft] = []
-        parts: list[tuple[int, int] | DataError] = []  # of each row, its drafts
+        drafts: list[list[_Draft] | DataError] = []  # of each row
         for where, row in samples:
-            start = len(drafts)
             try:
-                for part in (row.chosen, row.rejected) if isinstance(row, Pair) else (row,):
-                    drafts.append(self._draft(part, train_on, where))
-                parts.append((start, len(drafts)))
+                parts = (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
+                drafts.append([self._draft(part, train_on, where) for part in parts])
             except DataError as error:
-                parts.append(error)
-        encodings = self._encode(drafts)
+                drafts.append(error)
+        encodings = iter(self._encode([draft for of in drafts if isinstance(of, list) for draft in of]))
         made: list[tuple[Document, ...] | DataError] = []
-        for entry in parts:
+        for of in drafts:
+            if isinstance(of, DataError):
+                made.append(of)
+                continue
+            encoded = [(draft, next(encodings)) for draft in of]
             try:
-                if isinstance(entry, DataError):
-                    raise entry
-                made.append(tuple(self._document(drafts[n], encodings[n]) for n in range(*entry)))
+                made.append(tuple([self._document(*pair) for pair in encoded]))
             except DataError as error:
                 made.append(error)
         return made
@@ -704,7 +603,7 @@ class Tokens:
         """
         if not isinstance(row, Text | Completion):
             return False
-        text = schema.text(row)
+        text = schema.row_text(row)
         return self._controls.search(text.removesuffix(self._end)) is not None
 
     def template(self) -> str:
@@ -712,7 +611,7 @@ class Tokens:
         return self._template.source
 
     def masker(self, chat: Chat, turns: Sequence[int], where: RowLocation) -> Masker:
-        """Return the conversation under the template; raises DataError if it cannot be rendered, or loses something."""
+        """Return the conversation under the template; raises DataError as `Masker`."""
         return Masker(self._template, self._marks, chat, turns, where)
 
     @cached_property
@@ -731,18 +630,11 @@ class Tokens:
         try:
             source = self.tokenizer.get_chat_template(self._given)
         except ValueError as error:
-            raise DataError(
-                "training on messages",
-                "the tokenizer has no chat template, or several and no default",
-                "give one: model.chat_template: FILE.jinja",
-            ) from error
-        size = len(source.encode())
-        if size > LONGEST_TEMPLATE_bytes:
-            raise DataError(
-                "the chat template",
-                f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken",
-                "give a shorter one: model.chat_template: FILE.jinja",
-            )
+            found, do = "no chat template, or several and no default", "give one: model.chat_template: FILE.jinja"
+            raise DataError("training on messages", f"the tokenizer has {found}", do) from error
+        if (size := len(source.encode())) > LONGEST_TEMPLATE_bytes:
+            found = f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken"
+            raise DataError("the chat template", found, "give a shorter one: model.chat_template: FILE.jinja")
         source = source if self._today is None else _dated(source, self._today)
         return Template(source, self.tokenizer.special_tokens_map)
 
@@ -753,11 +645,9 @@ class Tokens:
         if isinstance(row, Completion):
             seam = 0 if train_on == "all" else len(row.prompt)
             return _Draft(where, row.prompt + row.completion, special=True, seam=seam)
-        turns = answers(row, train_on)
+        turns, asked = answers(row, train_on), f"to learn from the messages at {where}"
         if not turns and train_on != "all":
-            raise DataError(
-                f"to learn from the messages at {where}", "no answer of them is to be learnt", "take them out"
-            )
+            raise DataError(asked, "no answer of them is to be learnt", "take them out")
         try:
             masker = self.masker(row, turns, where)
             refuse(row, self._forgers, where)
@@ -784,17 +674,14 @@ class Tokens:
         if not draft.special:
             targets = np.full(len(ids), draft.rest)
             if draft.spans:
-                laid = _Laid(draft.text, ids, *np.array(encoding.offsets, np.int64).reshape(-1, 2).T)
+                offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             for span in draft.spans:
-                first, last = self._tokens(draft, laid, span)
+                first, last = self._tokens(draft, ids, offsets, span)
                 targets[first : last + 1] = not draft.rest
         else:
             if self._eos is None:
-                raise DataError(
-                    f"the text at {draft.where} with its end marked",
-                    "the tokenizer has no end-of-text token (eos_token)",
-                    "set eos_token in tokenizer_config.json",
-                )
+                asked, do = f"the text at {draft.where} with its end marked", "set eos_token in tokenizer_config.json"
+                raise DataError(asked, "the tokenizer has no end-of-text token (eos_token)", do)
             if not len(ids) or ids[-1] != self._eos:
                 ids = np.concatenate((ids, np.array([self._eos], np.int32)))
             targets = np.ones(len(ids), bool)
@@ -808,30 +695,34 @@ class Tokens:
             raise DataError(asked, "not one token of it would be learnt", "take it out")
         return Document(ids, targets)
 
-    def _tokens(self, draft: _Draft, laid: _Laid, span: CharSpan) -> tuple[int, int]:
-        """Return the first and the last token of a span, its end-of-turn token included."""
+    def _tokens(self, draft: _Draft, ids: np.ndarray, offsets: np.ndarray, span: CharSpan) -> tuple[int, int]:
+        """Return the first and the last token of a span, its end-of-turn token included.
+
+        Args:
+            ids, offsets: (n,) and (n, 2), the tokens and the characters [start, end) that each covers.
+        """
+        asked, (starts, ends) = f"to mask the messages at {draft.where}", offsets.T
         start, end = span.start, span.end - span.closed
         stop, *further = (self._added[token] for token in span.stops)
         # The token that ends a turn begins where the text ends, or a little earlier if it swallows white space
         # (`lstrip`). White space may come between (some templates write one space before it); it is learnt too, or the
         # model could not reach the end by itself.
-        last = laid.token(end)
-        while last < len(laid.ids) and laid.ids[last] != stop:
-            if laid.ids[last] in self._ends and not span.closed:
-                other = self.tokenizer.convert_ids_to_tokens(int(laid.ids[last]))
+        last = int(ends.searchsorted(end, "right"))
+        while last < len(ids) and ids[last] != stop:
+            if ids[last] in self._ends and not span.closed:
+                other = self.tokenizer.convert_ids_to_tokens(int(ids[last]))
                 found = f"{other} follows an answer, {span.stops[0]} the last: it would never learn to stop there"
-                raise DataError(f"to mask the messages at {draft.where}", found, MEND_EARLIER)
-            last = len(laid.ids) if span.closed or laid.text[end : laid.ends[last]].strip() else last + 1
-        if last == len(laid.ids):
-            raise DataError(f"to mask the messages at {draft.where}", NO_STOP, MEND_TEMPLATE)
+                raise DataError(asked, found, MEND_EARLIER)
+            last = len(ids) if span.closed or draft.text[end : ends[last]].strip() else last + 1
+        if last == len(ids):
+            raise DataError(asked, NO_STOP, MEND_TEMPLATE)
         for stop in further:
-            if laid.ids[last + 1 : last + 2] == stop:
-                last += 1
-            else:
+            if ids[last + 1 : last + 2] != stop:
                 break
-        first = laid.token(start)
+            last += 1
+        first = int(ends.searchsorted(start, "right"))
         # A header's mark that swallows white space (`rstrip`) can reach into the text; it is the header's still.
-        while first < last and laid.ids[first] in self._ends and laid.starts[first] < start:
+        while first < last and ids[first] in self._ends and starts[first] < start:
             first += 1
         return first, last
 
@@ -847,11 +738,8 @@ def answers(chat: Chat, train_on: str) -> list[int]:
 
 def _dated(source: str, today: datetime.date) -> str:
     """Return the template with its calls for the date replaced: the sandbox takes no function of ours."""
-
-    def answer(call: re.Match[str]) -> str:
-        return f"{call[1]}{today.strftime(call[2])}{call[1]}"
-
-    return re.sub(r"""\bstrftime_now\(\s*(["'])([^"'\\]*)\1\s*\)""", answer, source)
+    now = r"""\bstrftime_now\(\s*(["'])([^"'\\]*)\1\s*\)"""
+    return re.sub(now, lambda call: f"{call[1]}{today.strftime(call[2])}{call[1]}", source)
 
 
 def _engine(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
@@ -902,11 +790,7 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder.
-
-    Raises:
-        NeedsError: there is none.
-    """
+    """Return transformers' tokenizer of a folder. Raises NeedsError: there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -919,20 +803,19 @@ def open_tokenizer(folder: Path) -> Any:
 def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
     """Add special tokens to a tokenizer; return the new ones in the order of their ids.
 
-    One that it had and that was not special is from now on, under its id.
-
-    Raises:
-        ConfigError: one that is a word of its vocabulary, or that it does not read back as one token.
+    One that it had and that was not special is from now on, under its id. Raises ConfigError for one that is a word of
+    its vocabulary, or that it does not read back as one token.
     """
     from tokenizers import AddedToken
 
     vocabulary, added = tokenizer.get_vocab(), {str(t): t for t in tokenizer.added_tokens_decoder.values()}
     for token in tokens:
+        asked = f"`model.add_tokens`: {token!r}"
         if token != token.strip():
-            raise ConfigError(_asked(token), "white space at its ends, which templates cut off", "leave it out")
+            raise ConfigError(asked, "white space at its ends, which templates cut off", "leave it out")
         if token in vocabulary and token not in added:
             found = "a word of this tokenizer's vocabulary: every text that has it would be read otherwise"
-            raise ConfigError(_asked(token), found, "take one that no text has, such as <|im_start|>")
+            raise ConfigError(asked, found, "take one that no text has, such as <|im_start|>")
     fresh = tuple(token for token in tokens if token not in vocabulary)
     given = [AddedToken(t, special=True, normalized=False) for t in fresh]
     for old in (added[t] for t in tokens if t in added and not added[t].special):
@@ -946,7 +829,7 @@ def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
             if ids.count(own) != 1 or tokenizer.decode([own]) != token:
                 found = f"the tokenizer reads {around.format(token)!r} as {tokenizer.convert_ids_to_tokens(ids)}"
                 do = "take another, or a tokenizer that keeps special tokens whole (split_special_tokens: false)"
-                raise ConfigError(_asked(token), found, do)
+                raise ConfigError(f"`model.add_tokens`: {token!r}", found, do)
     return fresh
 
 
@@ -959,14 +842,9 @@ def turn_ends(tokenizer: Any) -> list[int]:
     return []
 
 
-def _asked(token: str) -> str:
-    return f"`model.add_tokens`: {token!r}"
-
-
 def _template(given: str, tokenizer: Any) -> str:
     """Return the source of the template that a run names: a file's, or ChatML if `chatml` is no file."""
-    path = Path(given)
-    asked = f"`model.chat_template: {path}`"
+    path, asked = Path(given), f"`model.chat_template: {given}`"
     if not path.is_file():
         if given == "chatml":
             return _chatml(tokenizer)
@@ -978,11 +856,7 @@ def _template(given: str, tokenizer: Any) -> str:
 
 
 def _chatml(tokenizer: Any) -> str:
-    """Return ChatML, with the begin-of-text token before it if the tokenizer writes one before every text.
-
-    Raises:
-        ConfigError: the tokenizer has not the two tokens.
-    """
+    """Return ChatML, with the begin-of-text token before it if the tokenizer writes one before every text."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     if lacking := [token for token in (START, END) if token not in added]:
         found = f"the tokenizer has no special token {' and no '.join(lacking)}"

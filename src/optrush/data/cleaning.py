@@ -20,14 +20,15 @@ import re
 import shutil
 import signal
 import tempfile
+import unicodedata
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.metadata import version
 from itertools import count, groupby, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
@@ -37,23 +38,8 @@ import numpy as np
 from optrush import __version__
 from optrush.config import Bounds, Cleaning, Items, nearest
 from optrush.data import schema
-from optrush.data.near_duplicates import (
-    Groups,
-    RUN_words,
-    Sets,
-    banding,
-    bands,
-    exact,
-    hashed,
-    hashed_words,
-    near,
-    shingles,
-    split_words,
-    text_digest,
-    word_runs,
-)
-from optrush.data.readers import LINES, Chunk, attempts, chunks, find, form, lines, opened, read
-from optrush.data.schema import Chat, Completion, Pair, Row, RowLocation, bad_row, decode
+from optrush.data.readers import LINES, Chunk, attempts, chunks, find_files, form, lines, opened, read_rows
+from optrush.data.schema import Chat, Completion, Pair, Row, RowLocation, bad_row, decode_json
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.launch import die_with_parent
 
@@ -87,18 +73,15 @@ Write = Callable[[str, np.ndarray], None]  # appends values to the file of that 
 
 @dataclass(frozen=True)
 class Cleaned:
-    """The result of a cleaning.
+    """The result of a cleaning."""
 
-    Attributes:
-        kept: of each file (rows,) bool: row k of a part is entry `part.first - 1 + k`. A bad row is kept: the next
-            reader must reject it again.
-        record: settings, inputs and results as in cleaning.json; without times, and the same for the same input.
-        table: why each row was taken.
-    """
-
+    # Of each file (rows,) bool: row k of a part is entry `part.first - 1 + k`. A bad row is kept: the next reader must
+    # reject it again.
     kept: dict[Path, np.ndarray]
-    record: dict[str, Any]
-    table: Table
+    record: dict[
+        str, Any
+    ]  # settings, inputs and results as in cleaning.json; without times, the same for the same input
+    table: Table  # why each row was taken
 
     def summary(self) -> str:
         """Return the counts in a line."""
@@ -108,7 +91,7 @@ class Cleaned:
         return stay + (f"; taken by {', '.join(taken)}" if taken else "")
 
 
-def clean(
+def clean_files(
     files: Sequence[Path],
     settings: Cleaning,
     *,
@@ -117,7 +100,7 @@ def clean(
     bad_rows: Literal["error", "quarantine"] = "error",
     most_bad: float = 0.01,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda share, rows: None,
     folder: Path | None = None,
     cache: Path | None = None,
 ) -> Cleaned:
@@ -146,30 +129,28 @@ def clean(
             do = "name the model whose tokenizer counts: `model: DIR`"
             raise ConfigError("`data.clean.tokens`", "no tokenizer", do)
         tokenizer = tokens.tokenizer.backend_tokenizer.to_str()
-    judging = [] if settings.decontaminate is None else find(settings.decontaminate, cache)
+    judging = [] if settings.decontaminate is None else find_files(settings.decontaminate, cache)
     evaluation = read_evaluation(judging, text_rows) if judging else None
     parts = [part for file in files for part in chunks(file, text_rows=text_rows)]
-    report = progress or (lambda share, rows: None)
+    # The cost of a part against that of others: its bytes, or row groups of a Parquet file.
+    sizes = [max(1, p.file.stat().st_size if p.end is None else p.end - p.start) for p in parts]
+    reading, done = 0.75 if settings.near_duplicates is not None else 0.95, 0.0  # of the work, about
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
         table = Table(Task(settings, text_rows, tokenizer, evaluation, Path(name)))
         table.stamps = {file: _stamp(file) for file in files}
-        # The cost of a part against that of others: its bytes, or row groups of a Parquet file.
-        sizes = [max(1, p.file.stat().st_size if p.end is None else p.end - p.start) for p in parts]
-        reading = 0.75 if settings.near_duplicates is not None else 0.95  # of the work, about
-        done = 0.0
         for part, size, found in zip(parts, sizes, _measured(table.task, parts, workers)):
             table.add(part, found)
             if table.bad and bad_rows == "error":
                 raise bad_row(*table.bad[0][1:])
             done += size
-            report(reading * done / sum(sizes), len(table))
+            progress(reading * done / sum(sizes), len(table))
         if len(table.bad) > most_bad * len(table):
             from optrush.data import tokenize
 
             refused = [tokenize.BadRow(where, bad_row(where, why)) for _, where, why in table.bad]
             tokenize.check_bad_share(refused, len(table), most_bad)
         for share in table.apply():
-            report(reading + (1 - reading) * share, len(table))
+            progress(reading + (1 - reading) * share, len(table))
     given = {"text_rows": text_rows, "bad_rows": bad_rows, "most_bad": most_bad}
     if tokenizer is not None:
         given["tokenizer"] = hashlib.sha256(tokenizer.encode()).hexdigest()
@@ -182,11 +163,7 @@ def clean(
 
 
 def check_settings(settings: Cleaning) -> None:
-    """Check the settings of a cleaning.
-
-    Raises:
-        ConfigError: bounds the wrong way round, an invalid pattern, items without a condition, no filter.
-    """
+    """Raise ConfigError for bounds the wrong way round, an invalid pattern, items without a condition, or no filter."""
     bounded = [("chars", settings.chars), ("tokens", settings.tokens)]
     bounded += [(f"items[{i}].bounds", one.bounds) for i, one in enumerate(settings.items)]
     for name, bounds in bounded:
@@ -271,9 +248,8 @@ def _title(items: Items) -> str:
 
 def _limits(bounds: Bounds) -> str:
     least, most = bounds
-    low = f"at least {least:,.10g}" if least is not None else ""
-    high = f"at most {most:,.10g}" if most is not None else ""
-    return ", ".join(text for text in (low, high) if text) or "any"
+    given = (("at least", least), ("at most", most))
+    return ", ".join(f"{side} {bound:,.10g}" for side, bound in given if bound is not None) or "any"
 
 
 def _outside(one: Filter, settings: Cleaning, columns: Columns) -> np.ndarray:
@@ -281,12 +257,9 @@ def _outside(one: Filter, settings: Cleaning, columns: Columns) -> np.ndarray:
     if one.kind in ("chars", "tokens"):
         return _beyond(columns[one.kind], getattr(settings, one.kind))
     if one.kind == "count":
-        bounds = settings.items[one.at].bounds
-        assert bounds is not None
-        return _beyond(np.maximum(columns[f"items{one.at}"], 0), bounds)
+        return _beyond(np.maximum(columns[f"items{one.at}"], 0), settings.items[one.at].bounds or (None, None))
     if one.kind == "repeated":
-        assert settings.repeated_lines is not None
-        return np.asarray(columns["repeated"] > settings.repeated_lines)
+        return np.asarray(columns["repeated"] > (settings.repeated_lines or 0.0))
     if one.kind == "language":
         return ~np.isin(columns["language"], np.array([b"", *(code.encode() for code in settings.language)]))
     if one.kind == "contaminated":
@@ -296,34 +269,27 @@ def _outside(one: Filter, settings: Cleaning, columns: Columns) -> np.ndarray:
 
 def _beyond(values: np.ndarray, bounds: Bounds) -> np.ndarray:
     least, most = bounds
-    beyond: np.ndarray = (values < (-math.inf if least is None else least)) | (
-        values > (math.inf if most is None else most)
-    )
-    return beyond
+    low, high = -math.inf if least is None else least, math.inf if most is None else most
+    return np.asarray((values < low) | (values > high))
 
 
 def items_of(items: Items, row: Mapping[str, Any], text: str) -> list[str] | None:
     """Return the row's items as they are; None if it has no such field.
 
-    A field of a list of objects means that field of each. Entries that are not text count as their JSON; empty entries
-    do not count.
+    A field of a list of objects means that field of each. Entries that are not text are their JSON; empty ones none.
     """
     entries: list[Any] | None = [text] if items.field == WHOLE else _under(row, items.field.split("."))
     if entries is None:
         return None
-    texts = [entry if isinstance(entry, str) else _json(entry) for entry in entries]
+    options: dict[str, Any] = {"sort_keys": True, "ensure_ascii": False, "separators": (",", ":")}
+    texts = [entry if isinstance(entry, str) else json.dumps(entry, **options) for entry in entries]
     if items.pattern is not None:
         pattern = re.compile(items.pattern, re.MULTILINE)
         texts = [m[1] if pattern.groups else m[0] for t in texts for m in pattern.finditer(t)]
     return [t for t in texts if t and t.strip()]
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-
-
 def _under(value: Any, keys: list[str]) -> list[Any] | None:
-    """Return what is under the keys, as a list; None if there is nothing."""
     for i, key in enumerate(keys):
         if isinstance(value, list):
             parts = [part for entry in value if (part := _under(entry, keys[i:])) is not None]
@@ -351,17 +317,16 @@ def repeated_share(text: str) -> float:
 
 def own_text(row: Row) -> str:
     """Return a row's text without what many rows share by design: system prompts and the tools on offer."""
+
+    def without(part: Chat | Completion) -> Chat | Completion:
+        if isinstance(part, Completion):
+            return part
+        prompt = sum(m.role not in COMMON_ROLES for m in part.messages[: part.prompt])
+        return Chat(tuple(m for m in part.messages if m.role not in COMMON_ROLES), prompt=prompt)
+
     if isinstance(row, Pair):
-        return schema.text(Pair(_without_common(row.chosen), _without_common(row.rejected)))
-    return schema.text(_without_common(row) if isinstance(row, Chat | Completion) else row)
-
-
-def _without_common(row: Chat | Completion) -> Chat | Completion:
-    if isinstance(row, Completion):
-        return row
-    left = tuple(m for m in row.messages if m.role not in COMMON_ROLES)
-    prompt = sum(m.role not in COMMON_ROLES for m in row.messages[: row.prompt])
-    return replace(row, messages=left, tools=(), prompt=prompt)
+        return schema.row_text(Pair(without(row.chosen), without(row.rejected)))
+    return schema.row_text(without(row) if isinstance(row, Chat | Completion) else row)
 
 
 @dataclass(frozen=True)
@@ -372,16 +337,11 @@ class EvaluationRuns:
     (https://arxiv.org/abs/2005.14165, appendix C). Differs from the source: the whole row is taken, not the passage and
     200 characters around it; system prompts and tools are not compared, because rows and evaluation may share them by
     design. A paraphrase or a translation is not found.
-
-    Attributes:
-        hashes: (R,) uint64, ascending.
-        owners: (R,) int32, the text of each.
-        places: of the texts.
     """
 
-    hashes: np.ndarray
-    owners: np.ndarray
-    places: Sequence[RowLocation]
+    hashes: np.ndarray  # (R,) uint64, ascending
+    owners: np.ndarray  # (R,) int32, the text of each
+    places: Sequence[RowLocation]  # of the texts
 
     def shared(self, texts: Sequence[str]) -> np.ndarray:
         """Return for each row's text the number (from 1) of an evaluation text that shares a run, or 0; (N,) int32."""
@@ -406,16 +366,12 @@ class EvaluationRuns:
 
 
 def read_evaluation(files: Sequence[Path], text_rows: str) -> EvaluationRuns:
-    """Return the runs of all rows of the evaluation files.
-
-    Raises:
-        DataError: at the first bad row.
-    """
+    """Return the runs of all rows of the evaluation files. Raises DataError: at the first bad row."""
     places: list[RowLocation] = []
     all_hashes, all_owners = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
-    pairs = (pair for file in files for pair in read(file, text_rows))
+    pairs = (pair for file in files for pair in read_rows(file, text_rows))
     while batch := list(islice(pairs, BATCH_rows)):
-        found, counts = word_runs(*hashed_words([own_text(schema.parse(*pair)) for pair in batch]), SHARED_words)
+        found, counts = word_runs(*hashed_words([own_text(schema.parse_row(*pair)) for pair in batch]), SHARED_words)
         all_hashes.append(found)
         all_owners.append(np.repeat(np.arange(len(places), len(places) + len(batch), dtype=np.int32), counts))
         places += [where for where, _ in batch]
@@ -423,11 +379,239 @@ def read_evaluation(files: Sequence[Path], text_rows: str) -> EvaluationRuns:
     return EvaluationRuns(hashes, np.concatenate(all_owners)[first], places)
 
 
+# --- comparing texts by their words: duplicates and near duplicates among rows
+#
+# Words are letters and digits in a row, case-folded; in scripts without spaces each letter is a word. A run of n words
+# is one 64-bit hash, a mixed polynomial of the words' own hashes: the same text gives the same numbers everywhere.
+#
+# Two texts are near duplicates if the Jaccard similarity of their sets of 5-word runs reaches a threshold. MinHash
+# signatures cut into bands select the pairs that are compared in full (Broder 1997; Leskovec, Rajaraman, Ullman, Mining
+# of Massive Datasets, 3.4), so no row is removed because of a hash. In the rows' order a row is removed if it is a near
+# duplicate of one that stays: every removed row has its like among the rows that stay.
+
+# Thai, Lao, Burmese, Khmer; kana; Han. As words, clauses without spaces would differ whole for one changed letter.
+SPACELESS = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+WORD = re.compile(rf"[{SPACELESS}]|[^\W{SPACELESS}]+")
+LONG_chars = 1 << 20  # a longer text is not split into a list, which would take many times its bytes
+
+RUN_words = 5  # of a run: fewer are shared by unrelated texts of one kind, more are broken by a few changed words
+PERMUTATIONS, SEED = 256, 1
+TOGETHER = 2  # bands that a pair must share: unlike texts of one kind often share one, seldom two
+MISSED = 2e-3  # the share of the pairs exactly at the threshold that may share fewer bands
+# A row is compared with at most MOST others, those that share most bands with it first; of a group that shares a band,
+# with its first WINDOW members only. Rows made of common phrases share a band with thousands of others.
+WINDOW, MOST = 64, 32
+PAIRS = 1 << 21  # pairs that are counted at once
+
+_FACTOR, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+
+
+@lru_cache(1 << 16)
+def _word_hash(word: str) -> int:
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little")
+
+
+def hashed(words: Iterable[str]) -> np.ndarray:
+    """Return the words' hashes, (n,) uint64."""
+    return np.fromiter(map(_word_hash, words), np.uint64)
+
+
+def text_digest(text: str) -> bytes:
+    """Return 16 bytes that two texts share if they are equal in normal form C with white space collapsed."""
+    return hashlib.blake2b(" ".join(unicodedata.normalize("NFC", text).split()).encode(), digest_size=16).digest()
+
+
+def split_words(text: str) -> Iterable[str]:
+    """Return the text's words, in normal form C and case-folded."""
+    folded = unicodedata.normalize("NFC", text).casefold()
+    return WORD.findall(folded) if len(folded) < LONG_chars else (m.group() for m in WORD.finditer(folded))
+
+
+def hashed_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the hashes of all texts' words one after another, (W,) uint64, and the words of each text, (N,) int64."""
+    hashes = [hashed(split_words(text)) for text in texts]
+    return np.concatenate([np.zeros(0, np.uint64), *hashes]), np.array([len(h) for h in hashes], np.int64)
+
+
+def word_runs(hashes: np.ndarray, lengths: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the hashes of every n words in a row, text after text, (R,) uint64, and their number a text, (N,) int64.
+
+    A text of fewer than n words has one run, the whole of it; a text without words has none.
+    """
+    room = np.where(lengths > 0, np.maximum(lengths, n), 0)
+    begins = np.cumsum(room) - room
+    padded = np.zeros(int(room.sum()), np.uint64)
+    padded[stretches(begins, lengths)] = hashes
+    counts = np.where(room > 0, room - n + 1, 0)
+    at = stretches(begins, counts)
+    polynomials = np.zeros(len(at), np.uint64)
+    for k in range(n):
+        polynomials = polynomials * _FACTOR + padded[at + k]
+    return _mixed(polynomials), counts
+
+
+def stretches(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the positions begins[i] to begins[i] + lengths[i] - 1 of all i, one after another, int64."""
+    at: np.ndarray = np.arange(lengths.sum()) + np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
+    return at
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Spread every bit over all: the finalizer of SplitMix64 (Steele, Lea, Flood 2014); uint64 in and out."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = x ^ (x >> np.uint64(31))
+    return x
+
+
+def shingles(hashes: np.ndarray, lengths: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return each text's set of runs, ascending, one set after another, (S,) uint32, and their sizes, (N,) int64.
+
+    32 bits of a hash are used: two texts of 10,000 words share about 0.02 runs by chance.
+    """
+    found, counts = word_runs(hashes, lengths, n)
+    text = np.repeat(np.arange(len(lengths), dtype=np.uint64), counts)
+    keys = np.unique((text << _HALF) | (found >> _HALF))
+    return keys.astype(np.uint32), np.bincount((keys >> _HALF).astype(np.int64), minlength=len(lengths))
+
+
+def exact(digests: np.ndarray, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return which rows have the digest of an earlier one, and the first row with it; (M,) int64 each.
+
+    Of `digests`, (N, 2) uint64, those of `alive`, (N,) bool, are compared.
+    """
+    rows = np.flatnonzero(alive)
+    compared = digests[rows]
+    order = np.lexsort((compared[:, 0], compared[:, 1]))  # stable: of equal ones the first row comes first
+    new = np.append(True, (np.diff(compared[order], axis=0) != 0).any(1))[: len(order)]
+    first = order[np.maximum.accumulate(np.where(new, np.arange(len(order)), 0))]
+    return rows[order[~new]], rows[first[~new]]
+
+
+def banding(threshold: float) -> tuple[int, int]:
+    """Return (bands, rows of a band): the most rows for which at most MISSED of the pairs at the threshold are missed.
+
+    A pair of similarity s agrees in a band with probability p = s^rows, in none of n bands with (1 - p)^n, in exactly
+    one with n p (1 - p)^(n - 1).
+    """
+
+    def missed(rows: int) -> float:
+        n, p = PERMUTATIONS // rows, threshold**rows
+        return (1 - p) ** n + n * p * (1 - p) ** (n - 1)
+
+    rows = max((r for r in range(1, PERMUTATIONS // TOGETHER + 1) if missed(r) <= MISSED), default=1)
+    return PERMUTATIONS // rows, rows
+
+
+def bands(shingles: np.ndarray, sizes: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """Return keys (N, bands) uint32 of N sets of runs; two sets share a key if they agree in all rows of that band.
+
+    `shingles` and `sizes` are (S,) uint32 and (N,) int64, no size 0; `shape` is as `banding` returns it.
+    """
+    from rensa import RMinHash
+
+    count, rows = shape
+    if not len(sizes):
+        return np.zeros((0, count), np.uint32)
+    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.uint64)
+    matrix = RMinHash.digest_matrix_from_flat_token_hashes(shingles.astype(np.uint64), ends, PERMUTATIONS, SEED)
+    signatures = np.array(matrix.to_rows(), np.uint64)[:, : count * rows]
+    keys = np.zeros((len(sizes), count), np.uint64)
+    for k in range(rows):
+        keys = _mixed(keys + signatures[:, k::rows])
+    return keys.astype(np.uint32)
+
+
+class Sets:
+    """The rows' sets of runs, one after another in a file of uint32; `sizes` (N,) are those of each row."""
+
+    def __init__(self, file: Path, sizes: np.ndarray) -> None:
+        self._all = np.memmap(file, np.uint32, "r") if file.stat().st_size else np.zeros(0, np.uint32)
+        self._sizes, self._ends = sizes, np.cumsum(sizes, dtype=np.int64)
+
+    def similarity(self, a: int, b: int, least: float) -> float:
+        """Return the Jaccard similarity of two rows, or 0 if their sizes alone limit it to less than `least`."""
+        few, many = sorted((int(self._sizes[a]), int(self._sizes[b])))
+        if few < least * many:
+            return 0.0
+        both = np.sort(np.concatenate([self._all[self._ends[i] - self._sizes[i] : self._ends[i]] for i in (a, b)]))
+        shared = int(np.count_nonzero(both[1:] == both[:-1]))
+        return shared / (few + many - shared)
+
+
+class Groups:
+    """N rows with the same key, for each of the bands, in files of a folder: 9 bytes a row and band."""
+
+    def __init__(self, rows: int, folder: Path) -> None:
+        self._files = {name: folder / name for name in ("order", "begins", "widths")}
+        self._bands = 0
+        self._pairs = np.zeros(rows, np.int64)  # of each row with earlier ones, over all bands
+        for file in self._files.values():
+            file.unlink(missing_ok=True)
+
+    def add(self, keys: np.ndarray) -> None:
+        """Add the next band's keys, (N,)."""
+        n = len(keys)
+        order = np.argsort(keys, kind="stable")  # equal keys next to each other, the first row first
+        new = np.append(True, np.diff(keys[order]) != 0)[:n]
+        begins, widths = np.zeros(n, np.uint32), np.zeros(n, np.uint8)
+        first = np.maximum.accumulate(np.where(new, np.arange(n), 0))
+        begins[order], widths[order] = first, np.minimum(np.arange(n) - first, WINDOW)
+        self._pairs += widths
+        self._bands += 1
+        for name, values in (("order", order.astype(np.uint32)), ("begins", begins), ("widths", widths)):
+            with self._files[name].open("ab") as file:
+                file.write(values.tobytes())
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield pairs (i, an earlier j) that share enough bands, by i; of one i those that share most come first."""
+        n = len(self._pairs)
+        ends = np.cumsum(self._pairs)
+        begin = 0
+        while begin < n:
+            before = int(ends[begin - 1]) if begin else 0
+            end = max(begin + 1, int(np.searchsorted(ends, before + PAIRS, "right")))
+            candidates = np.concatenate([self._of_band(band, begin, end) for band in range(self._bands)])
+            pairs, shared = np.unique(candidates, return_counts=True)
+            enough = shared >= TOGETHER
+            pairs, shared = pairs[enough], shared[enough]
+            pairs = pairs[np.lexsort((pairs, -shared, pairs >> _HALF))]
+            yield from zip((pairs >> _HALF).tolist(), (pairs & np.uint64(2**32 - 1)).tolist())
+            begin = end
+
+    def _of_band(self, band: int, begin: int, end: int) -> np.ndarray:
+        """Return the pairs i << 32 | j of one band with begin <= i < end, (M,) uint64."""
+        n = len(self._pairs)
+        at = band * n + begin
+        widths = np.fromfile(self._files["widths"], np.uint8, end - begin, offset=at).astype(np.int64)
+        if not widths.any():
+            return np.zeros(0, np.uint64)
+        begins = np.fromfile(self._files["begins"], np.uint32, end - begin, offset=4 * at).astype(np.int64)
+        order = np.memmap(self._files["order"], np.uint32, "r", 4 * band * n, (n,))
+        mine = np.repeat(np.arange(begin, end, dtype=np.uint64), widths)
+        pairs: np.ndarray = mine << _HALF | order[stretches(begins, widths)].astype(np.uint64)
+        return pairs
+
+
+def near(groups: Groups, sets: Sets, rows: np.ndarray, threshold: float) -> Iterator[tuple[int, int, float]]:
+    """Yield the near duplicates of rows that stay: (row, the row that stays, their similarity); rows (N,) ascend."""
+    stays = np.ones(len(rows), bool)
+    last, left = -1, 0
+    for i, j in groups.pairs():
+        if i != last:
+            last, left = i, MOST
+        if left and stays[i] and stays[j]:
+            left -= 1
+            similarity = sets.similarity(int(rows[i]), int(rows[j]), threshold)
+            if similarity >= threshold:
+                stays[i] = False
+                yield int(rows[i]), int(rows[j]), similarity
+
+
 # --- measuring rows
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """The settings of a worker: text_rows as in `data`, the tokenizer as JSON, and the folder for files."""
 
     settings: Cleaning
@@ -437,8 +621,7 @@ class Task:
     folder: Path
 
 
-@dataclass
-class Measured:
+class Measured(NamedTuple):
     """A part's columns, its bad rows (place in the part, line, why), and the files it has written, by name."""
 
     columns: dict[str, np.ndarray]
@@ -446,8 +629,7 @@ class Measured:
     files: dict[str, Path]
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(NamedTuple):
     """A good row: its place in the batch, the row as read and as parsed, and its text."""
 
     place: int
@@ -460,7 +642,6 @@ _measure: Measure | None = None  # of a worker
 
 
 def _measured(task: Task, parts: Sequence[Chunk], workers: int | None) -> Iterator[Measured]:
-    """Yield the measurements of the parts, in order."""
     workers = min(workers or len(os.sched_getaffinity(0)), len(parts))
     if workers <= 1:
         yield from map(Measure(task).part, parts, count())
@@ -549,8 +730,11 @@ class Measure:
             return self._items(one, entries, write)
         if one.kind == "repeated":
             return {"repeated": np.array([repeated_share(t) for t in texts], np.float64)}
-        if one.kind == "language":
-            return {"language": np.array([_language(t[:LANGUAGE_chars]) for t in texts], "S8")}
+        if one.kind == "language":  # no code for a text without a letter
+            from py3langid import classify
+
+            codes = [classify(t)[0] if any(map(str.isalpha, t)) else "" for t in (t[:LANGUAGE_chars] for t in texts)]
+            return {"language": np.array(codes, "S8")}
         if one.kind == "exact":
             return {"digest": np.frombuffer(b"".join(map(text_digest, texts)), "<u8").reshape(-1, 2)}
         if one.kind == "near":
@@ -559,8 +743,7 @@ class Measure:
             write("shingles", found)
             write("bands", bands(found, sizes[sizes > 0], banding(self.settings.near_duplicates)))
             return {"shingles": sizes.astype(np.int32)}
-        if one.kind == "contaminated":
-            assert self.task.evaluation is not None
+        if self.task.evaluation is not None and one.kind == "contaminated":
             return {"contaminated": self.task.evaluation.shared([own_text(e.row) for e in entries])}
         return {}
 
@@ -589,11 +772,11 @@ def _batches(chunk: Chunk, text_rows: str) -> Iterator[tuple[list[int], list[_En
         try:
             if isinstance(raw, DataError):
                 raise raw
-            row = schema.parse(where, raw)
+            row = schema.parse_row(where, raw)
         except DataError as error:
             bad.append((place, error.found))
         else:
-            text = schema.text(row)
+            text = schema.row_text(row)
             entries.append(_Entry(place, raw, row, text))
             chars += len(text)
         if len(places) >= BATCH_rows or chars >= BATCH_chars:
@@ -603,25 +786,11 @@ def _batches(chunk: Chunk, text_rows: str) -> Iterator[tuple[list[int], list[_En
         yield places, entries, bad
 
 
-def _language(text: str) -> bytes:
-    """Return the code of a text's language; empty if it has no letter."""
-    import py3langid
-
-    return py3langid.classify(text)[0].encode() if any(c.isalpha() for c in text) else b""
-
-
 # --- applying the filters
 
 
 class Table:
-    """The rows of all files, one after another: row i of N is the i-th that was added.
-
-    Attributes:
-        taken: (N,) uint8, the filter that took each row.
-        of: (N,) int64, for a duplicate the row that stays, for a rare item its index among the row's different ones.
-        share: (N,) float64, for a near duplicate the similarity, for a rare item how many rows have it.
-        columns: what was measured.
-    """
+    """The rows of all files, one after another: row i of N is the i-th that was added."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.settings, self.folder = task, task.settings, task.folder
@@ -630,7 +799,7 @@ class Table:
         self.stamps: dict[Path, tuple[int, int]] = {}  # of the files, when they were first read
         self.begins = [0]  # the first row of each part, and N
         self.bad: list[tuple[int, RowLocation, str]] = []  # bad rows and why
-        self.columns: dict[str, np.ndarray] = {}
+        self.columns: dict[str, np.ndarray] = {}  # what was measured
         self._added: defaultdict[str, list[np.ndarray]] = defaultdict(list)
 
     def __len__(self) -> int:
@@ -654,9 +823,11 @@ class Table:
         for name in list(self._added):
             self.columns[name] = np.concatenate(self._added.pop(name))
         n = len(self)
-        self.taken = np.zeros(n, np.uint8)
+        self.taken = np.zeros(n, np.uint8)  # the filter that took each row
         self.taken[[i for i, _, _ in self.bad]] = BAD
-        self.of, self.share = np.zeros(n, np.int64), np.zeros(n)
+        # For a duplicate the row that stays, for a rare item its index among the row's different ones.
+        self.of = np.zeros(n, np.int64)
+        self.share = np.zeros(n)  # for a near duplicate the similarity, for a rare item how many rows have it
         for number, one in enumerate(self.filters, 1):
             alive = self.taken == STAYS
             if one.kind in ("count", "rare"):
@@ -681,8 +852,7 @@ class Table:
 
     def _take_rare(self, one: Filter, alive: np.ndarray, number: int) -> None:
         """Take rows with an item that too few rows have; a row counts once for an item."""
-        least = self.settings.items[one.at].rarest
-        assert least is not None
+        least = self.settings.items[one.at].rarest or 0
         sizes = self.columns[f"different{one.at}"].astype(np.int64)
         known, counts = np.zeros(0, np.uint64), np.zeros(0, np.int64)
         pending: list[np.ndarray] = []
@@ -706,10 +876,7 @@ class Table:
                 self.of[i] = int(np.argmin(every[start : start + sizes[i]]))
 
     def _take_near(self, alive: np.ndarray, number: int) -> Iterator[float]:
-        """Take near duplicates and yield the share that is done."""
-        threshold = self.settings.near_duplicates
-        assert threshold is not None
-        sizes = self.columns["shingles"]
+        threshold, sizes = self.settings.near_duplicates or 0.0, self.columns["shingles"]
         rows = np.flatnonzero((sizes > 0) & alive)
         if not len(rows):
             return
@@ -771,11 +938,7 @@ class Table:
         return masks
 
     def reason(self, i: int, reread: Callable[[], Mapping[str, Any]]) -> str:
-        """Return why row i was taken.
-
-        Args:
-            reread: returns the row from its file; called only if the reason quotes it.
-        """
+        """Return why row i was taken; `reread` returns the row from its file, if the reason quotes it."""
         one = self.filters[int(self.taken[i]) - 1]
         settings, columns = self.settings, self.columns
         if one.kind in ("chars", "tokens"):
@@ -802,37 +965,28 @@ class Table:
         evaluation = self.task.evaluation
         assert evaluation is not None
         where = evaluation.places[int(columns["contaminated"][i]) - 1]
-        passage = evaluation.passage(schema.parse(self.where(i), dict(reread())))
+        passage = evaluation.passage(schema.parse_row(self.where(i), dict(reread())))
         return f"shares words with {where}: {_shortened(passage, 120)!r}"
 
     def _text(self, i: int, raw: Mapping[str, Any]) -> str:
-        return schema.text(schema.parse(self.where(i), dict(raw)))
+        return schema.row_text(schema.parse_row(self.where(i), dict(raw)))
 
     # --- the record
 
     def record(self, files: Sequence[Path], evaluation: Sequence[Path], **given: Any) -> dict[str, Any]:
-        """Return the record of a cleaning: settings, inputs and results. It has no time and no date.
-
-        Args:
-            given: further settings that the result depends on.
-        """
+        """Return the record of a cleaning: settings (`given` are further ones), inputs and results; without times."""
         stays = self.taken == STAYS
         settings = self.settings.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
         first = [{"file": str(w.file), "line": w.line, "reason": why} for _, w, why in self.bad[:EXAMPLES]]
         mask = hashlib.sha256(np.packbits(stays).tobytes()).hexdigest()
+        versions = {name: version(name) for name in LIBRARIES if importlib.util.find_spec(name)}
         return {
-            "format": FORMAT,
-            "settings": settings,
-            **given,
-            "versions": {"optrush": __version__, **_versions()},
-            "inputs": list(map(_named, files)),
-            "evaluation": list(map(_named, evaluation)),
-            "rows": len(self),
+            "format": FORMAT, "settings": settings, **given, "versions": {"optrush": __version__, **versions},
+            "inputs": list(map(_named, files)), "evaluation": list(map(_named, evaluation)), "rows": len(self),
             "bad": {"rows": len(self.bad), "examples": first},
             "kept": {"rows": int(np.count_nonzero(stays)), "sha256": mask},
-            "filters": self._filters(),
-            "histograms": self._histograms(),
-        }
+            "filters": self._filters(), "histograms": self._histograms(),
+        }  # fmt: skip
 
     def _filters(self) -> list[dict[str, Any]]:
         """Return of each filter how many rows it took, how many were left, and the first of them."""
@@ -846,8 +1000,7 @@ class Table:
             examples[i] = {"file": str(where.file), "line": where.line, "reason": reason, "text": text}
         results = []
         for number, one in enumerate(self.filters, 1):
-            taken = int(counts[number])
-            left -= taken
+            left -= (taken := int(counts[number]))
             first = [examples[i] for i in firsts[number]]
             results.append({"name": one.name, "label": one.label, "taken": taken, "left": left, "examples": first})
         return results
@@ -872,13 +1025,10 @@ def _changed(file: Path) -> DataError:
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    """Return what changes when a file is written: its size and the time."""
-    found = file.stat()
-    return found.st_size, found.st_mtime_ns
+    return file.stat().st_size, file.stat().st_mtime_ns
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return the text's beginning in one line."""
     line = " ".join(text[: 2 * most].split())
     return line if len(line) <= most and len(text) <= 2 * most else line[: most - 1] + "…"
 
@@ -891,16 +1041,6 @@ def file_sha256(file: Path) -> str:
 
 def _named(file: Path) -> dict[str, Any]:
     return {"file": str(file), "bytes": file.stat().st_size, "sha256": file_sha256(file)}
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _histogram(
@@ -930,9 +1070,7 @@ def write_rows(cleaned: Cleaned, folder: Path) -> dict[str, Any]:
     """Write the rows that stay, what was taken, and bad rows if there are any; return the record with their digests.
 
     Rows of JSON Lines files are copied byte for byte, others written as JSON (a number that is none becomes null).
-
-    Raises:
-        DataError: a file has changed since it was measured.
+    Raises DataError: a file has changed since it was measured.
     """
     table = cleaned.table
     with (folder / ROWS).open("wb") as rows, (folder / REMOVED).open("wb") as removed:
@@ -966,13 +1104,11 @@ def _all_rows(table: Table) -> Iterator[tuple[int, bytes, Callable[[], dict[str,
 
 
 def _rows_of(file: Path, text_rows: str) -> Iterator[tuple[bytes, Callable[[], dict[str, Any]]]]:
-    known = form(file)
-    assert known is not None
-    suffix, packing = known
+    suffix, packing = form(file) or ("", "")
     if suffix in LINES:
         with opened(file, packing) as whole:
             for raw in lines(whole):
-                yield raw or b"", partial(decode, raw or b"")
+                yield raw or b"", partial(decode_json, raw or b"")
         return
     for _, found in attempts(file, text_rows):
         good = {} if isinstance(found, DataError) else found
@@ -996,13 +1132,12 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def output_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
+def cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
     """Yield a folder to write into, which becomes `out` at the end and replaces an earlier cleaning; removed on error.
 
     A killed process leaves nothing unfinished under the final name.
 
-    Raises:
-        ConfigError: `out` is not the folder of a cleaning, or holds an input; it cannot be made; it is in use.
+    Raises ConfigError: `out` is not the folder of a cleaning, or holds an input; it cannot be made; it is in use.
     """
     asked = f"--out {out}"
     if out.name in ("", ".."):

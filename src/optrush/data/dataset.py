@@ -1,44 +1,39 @@
-"""Samples by number: views on tokenized shards, rows that are tokenized when they are read, random tokens.
+"""Turn a configuration's `data:` into samples by number: the shards of tokenized files, streamed rows, random tokens.
 
 A sample is a document or a piece of one, or the two documents of a pair. A tokenized sample takes 32 bytes of memory:
 where its tokens begin, how many they are, how many are learnt, and its row. The tokens stay whole in the mapped files
 and are cut to T when they are read. Streamed samples (`data.stream`) are the same without shards: an index of 8 bytes
 a row finds the row, and `read` tokenizes it.
+
+Every rank calls `read_sources`; ranks wait for each other only at a file lock, and no collective runs.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
+import tempfile
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
-from optrush.data import readers
+from optrush.config import Config
+from optrush.data import readers, sample, tokenize
+from optrush.data.chat_template import MEND_EARLIER, Tokens, answers
+from optrush.data.cleaning import clean_files
 from optrush.data.readers import PARQUET, TEXT, Chunk, attempts, chunks, form
-from optrush.data.schema import Document, Row, RowLocation
-from optrush.data.tokenize import (
-    BadRow,
-    BATCH_rows,
-    Builder,
-    Shard,
-    SHARD_tok,
-    Work,
-    cache_root,
-    identity,
-    mapped,
-    meaning,
-    mixed_kinds,
-    shard_digest,
-    silent,
-)
+from optrush.data.schema import Chat, Document, Pair, Row, RowLocation, Text
+from optrush.data.tokenize import BadRow, Builder, Say, Shard, SHARD_tok, TokenizeWork, cache_root
 from optrush.errors import ConfigError, DataError
+from optrush.files import write_whole
 from optrush.objectives import learnt
 
 TOO_LONG = ("error", "split", "drop", "truncate")
@@ -55,7 +50,7 @@ class SampleChunk(NamedTuple):
     refused: Sequence[BadRow] = ()
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Samples by number; each is a document, or the two of a pair, of at most T tokens where they were cut."""
 
     @property
@@ -104,9 +99,6 @@ class Counts:
     targets: int = 0
 
 
-# --- tokenized
-
-
 @dataclass
 class TokenShards:
     """The shards of some data, one after another; a row's number counts through all of them."""
@@ -125,14 +117,14 @@ class TokenShards:
 
     def add(self, made: Path | Shard, most: int | None) -> tuple[Shard, list[tuple[int, BadRow]]]:
         """Append the next shard, of which the data ends with row `most`; return it and its refused rows by number."""
-        shard = mapped(made) if isinstance(made, Path) else made
+        shard = tokenize.mapped(made) if isinstance(made, Path) else made
         before = self.rows_before[-1]
         if len(shard):
             if self.tokens_before[-1] and shard.parts != self.parts:
-                raise mixed_kinds(RowLocation(self.files[shard.files[0]], int(shard.lines[0])))
+                raise tokenize.mixed_kinds(RowLocation(self.files[shard.files[0]], int(shard.lines[0])))
             self.parts = shard.parts
         self.made.append(made)
-        self.names.append(made.stem.rsplit("-", 1)[1] if isinstance(made, Path) else shard_digest(shard))
+        self.names.append(made.stem.rsplit("-", 1)[1] if isinstance(made, Path) else tokenize.shard_digest(shard))
         self.rows_before.append(before + shard.rows)
         self.tokens_before.append(self.tokens_before[-1] + len(shard.ids))
         self.total = self.rows_before[-1] if most is None else min(most, self.rows_before[-1])
@@ -150,7 +142,7 @@ class TokenShards:
         if k not in self._open:
             if len(self._open) >= OPEN:
                 del self._open[next(iter(self._open))]
-            self._open[k] = mapped(made)
+            self._open[k] = tokenize.mapped(made)
         return self._open[k]
 
     def where(self, row: int) -> RowLocation:
@@ -216,17 +208,15 @@ def view(
     named: str = "all",
     origins: Sequence[tuple[int, float]] = (),
 ) -> Dataset:
-    """Return the samples of some rows, of at most T tokens each.
+    """Return the samples of some rows, of at most T tokens each; None leaves them as they are.
 
     Args:
-        T: None leaves them as they are.
         how: what is done with longer ones: `error` raises, `split` cuts, `drop` leaves out, `truncate` keeps the start.
         keep: (rows,) bool; None: all.
         named: which rows those are, for the fingerprint.
         origins: (files, weight) of each, one after the other; none: all files are one.
 
-    Raises:
-        DataError: a row is too long, or nothing is left.
+    Raises DataError: a row is too long, or nothing is left.
     """
     assert how in TOO_LONG and (T is None or T > 1), (how, T)
     weights = [weight for _, weight in origins] or [1.0]
@@ -248,11 +238,9 @@ def view(
     at, length, targets, row, *first = np.concatenate(parts, axis=1)
     counts.documents, counts.tokens, counts.targets = len(at) * shelf.parts, int(length.sum()), int(targets.sum())
     if not len(at):
-        raise DataError(
-            f"training data from {', '.join(map(str, shelf.files[:3]))}",
-            f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens",
-            "raise batch.seq, or choose data.too_long: split",
-        )
+        asked = f"training data from {', '.join(map(str, shelf.files[:3]))}"
+        found = f"nothing is left of {counts.rows} rows: {counts.too_long} were longer than {T} tokens"
+        raise DataError(asked, found, "raise batch.seq, or choose data.too_long: split")
     spans = tuple((int(n), weight) for n, weight in zip(sizes, weights, strict=True) if n)
     few, weighed = shelf.total < shelf.rows_before[-1], any(weight != 1 for weight in weights)
     identity = [*shelf.names, named, few and shelf.total, counts.too_long and (T, how), weighed and spans]
@@ -304,49 +292,33 @@ def _cuts(targets: np.ndarray, T: int, how: str, counts: Counts) -> np.ndarray:
 def fit_row(
     documents: tuple[Document, ...], T: int, how: str, where: RowLocation, counts: Counts
 ) -> list[tuple[Document, ...]]:
-    """Return one row's documents as samples of at most T tokens, as `view` makes them.
-
-    Raises:
-        DataError: they are longer, and `how` is `error`; or they are a pair, and to be cut.
-    """
-    assert how in TOO_LONG and T > 1, (how, T)
+    """Return one row's documents as samples of at most T tokens, as `view` makes them; raises DataError as it does."""
     n = sum(map(len, documents))
     if n <= T:
         return [documents]
     if how == "error" or (len(documents) > 1 and how != "drop"):
         raise overlong(where, n, T, pair=len(documents) > 1)
-    if len(documents) > 1:
-        counts.too_long, counts.dropped = counts.too_long + 1, counts.dropped + 1
-        counts.targets_lost += sum(int(document.targets.sum()) for document in documents)
-        return []
-    (document,) = documents
     pieces: list[tuple[Document, ...]] = []
-    for at, tokens, _ in _cuts(document.targets, T, how, counts).T.tolist():
-        targets = document.targets[at : at + tokens].copy()
+    for at, tokens, _ in _cuts(np.concatenate([d.targets for d in documents]), T, how, counts).T.tolist():
+        targets = documents[0].targets[at : at + tokens].copy()
         targets[0] = False  # without its context
-        pieces.append((Document(document.ids[at : at + tokens], targets),))
+        pieces.append((Document(documents[0].ids[at : at + tokens], targets),))
     return pieces
 
 
 def overlong(where: RowLocation, n: int, T: int, *, pair: bool) -> DataError:
     """Return the error of a row that is longer than T and must not be."""
     what, ways = ("pairs", "drop") if pair else ("documents", "split, drop or truncate")
-    return DataError(
-        f"{what} of at most {T} tokens (batch.seq)",
-        f"{n} tokens at {where}",
-        f"raise batch.seq, or choose data.too_long: {ways}",
-    )
+    do = f"raise batch.seq, or choose data.too_long: {ways}"
+    return DataError(f"{what} of at most {T} tokens (batch.seq)", f"{n} tokens at {where}", do)
 
 
 def held_rows(rows: int, fraction: float, seed: int) -> np.ndarray:
     """Return which rows are held out, (rows,) bool: the same for the same rows and seed, whatever they contain."""
     n = round(fraction * rows)
     if not 0 < n < rows:
-        raise DataError(
-            f"{fraction} of the data for evaluation (data.eval)",
-            f"{rows} rows, of which that is {n}",
-            "change the fraction so that both parts get a row, or name a file of its own",
-        )
+        do = "change the fraction so that both parts get a row, or name a file of its own"
+        raise DataError(f"{fraction} of the data for evaluation (data.eval)", f"{rows} rows, of which that is {n}", do)
     held = np.zeros(rows, bool)
     held[permutation(rows, seed, 0)[:n]] = True
     return held
@@ -399,11 +371,8 @@ class Random:
         return hashlib.sha256(repr((self.n, self.T, self.vocab, self.seed)).encode()).hexdigest()
 
 
-# --- streamed
-#
-# One pass over the files notes where each row begins; from then on any process with a copy of the index reads any row
-# alone. Rows are numbered as in the shards, so the same ones are held out.
-
+# --- Streamed: one pass over the files notes where each row begins; from then on any process with a copy of the index
+# reads any row alone. Rows are numbered as in the shards, so the same ones are held out.
 
 BLOCK_bytes = 1 << 22
 
@@ -446,13 +415,9 @@ class Index:
 
 
 def index(path: Path, kept: np.ndarray | None, text_rows: str = "line") -> Index:
-    """Return the index of a file, from one pass over it.
+    """Return the index of a file, from one pass over it, without the rows that cleaning did not keep.
 
-    Args:
-        kept: as cleaning returns it: of each row of each chunk, whether it stays.
-
-    Raises:
-        DataError: rows of such a file cannot be read alone.
+    Raises DataError: rows of such a file cannot be read alone.
     """
     parts = list(chunks(path, text_rows="line"))
     suffix, _ = form(path) or ("", "")
@@ -460,11 +425,8 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str = "line") -> Index
         found = f"{path}, whose rows are `data.text_rows: {text_rows}`"
         raise DataError("`data.stream`", found, "take data.text_rows: line, or leave data.stream out")
     if parts[0].end is None:
-        raise DataError(
-            "`data.stream`",
-            f"{path}, of which no row can be read alone: it is packed, a list in JSON, or CSV",
-            "leave data.stream out, or make it .jsonl or .parquet",
-        )
+        found = f"{path}, of which no row can be read alone: it is packed, a list in JSON, or CSV"
+        raise DataError("`data.stream`", found, "leave data.stream out, or make it .jsonl or .parquet")
     if suffix == PARQUET:
         import pyarrow.parquet
 
@@ -496,7 +458,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str = "line") -> Index
 class Streamed:
     """The rows of some files, tokenized by `read`; each has one sample, several or none."""
 
-    work: Work
+    work: TokenizeWork
     indexes: Sequence[Index]
     origins: Sequence[tuple[int, float]]  # (files, weight) of each
     T: int | None
@@ -509,7 +471,7 @@ class Streamed:
     tokenized = False
 
     def __post_init__(self) -> None:
-        self.work = replace(self.work, say=silent)  # workers do not report progress
+        self.work = replace(self.work, say=tokenize.silent)  # workers do not report progress
         self._before = np.cumsum([0, *map(len, self.indexes)])
         self.total = int(min(self._before[-1], self.limit or self._before[-1]))
 
@@ -529,7 +491,7 @@ class Streamed:
         """SHA-256 over the files and all that determines the samples."""
         data = self.work.config.data
         parts = [
-            readers.fingerprint(self.work.files, cache_root(data.cache)), identity(self.work.tokens),
+            readers.files_fingerprint(self.work.files, cache_root(data.cache)), tokenize.identity(self.work.tokens),
             learnt(self.work.config),
             self.work.cleaning, data.text_rows, data.too_long, self.T, self.total, self.named,
             [weight for _, weight in self.origins],
@@ -537,11 +499,7 @@ class Streamed:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def read(self, numbers: Sequence[int]) -> SampleChunk:
-        """Tokenize the rows of these numbers.
-
-        Raises:
-            DataError: a bad row, with its file and line, unless bad rows are set aside.
-        """
+        """Tokenize the rows of these numbers; raises DataError for a bad row unless those are set aside."""
         chosen = numbers if self.rows is None else self.rows[list(numbers)].tolist()
         samples: list[Sample] = []
         refused: list[BadRow] = []
@@ -551,7 +509,7 @@ class Streamed:
                 refused.append(self._refused(where, made))
                 continue
             if len(made) != self.parts:
-                raise mixed_kinds(where)
+                raise tokenize.mixed_kinds(where)
             highest = max(int(document.ids.max()) for document in made)
             if highest >= self.vocab:
                 raise foreign(str(where), highest, self.vocab)
@@ -560,14 +518,12 @@ class Streamed:
             samples += [(n, sample) for sample in fitted]
         return SampleChunk(samples, len(numbers), refused)
 
-    def lengths(self) -> np.ndarray:
-        raise _not_tokenized()
+    def documents(self, i: int = 0) -> Any:
+        """Raise ConfigError: what other sources return is not known here."""
+        asked, found = "the samples of the data before it is read", "`data.stream`: no row is tokenized yet"
+        raise ConfigError(asked, found, "leave data.stream out")
 
-    def targets(self) -> np.ndarray:
-        raise _not_tokenized()
-
-    def documents(self, i: int) -> tuple[Document, ...]:
-        raise _not_tokenized()
+    lengths = targets = documents
 
     def without(self, held: np.ndarray, named: str) -> Streamed:
         """Return the rows without those of a mask (rows,) bool."""
@@ -576,12 +532,12 @@ class Streamed:
     def shelf(self, held: np.ndarray) -> TokenShards:
         """Tokenize the rows of a mask (rows,) bool into shards in memory."""
         numbers, shelf, builder = np.flatnonzero(held), TokenShards(self.work.files), Builder()
-        for first in range(0, len(numbers), BATCH_rows):
-            for file, where, made in self._tokenized(numbers[first : first + BATCH_rows].tolist()):
+        for first in range(0, len(numbers), tokenize.BATCH_rows):
+            for file, where, made in self._tokenized(numbers[first : first + tokenize.BATCH_rows].tolist()):
                 if isinstance(made, DataError):
                     self._refused(where, made)
                 builder.add(where, file, made)
-            if builder.tokens >= SHARD_tok or first + BATCH_rows >= len(numbers):
+            if builder.tokens >= SHARD_tok or first + tokenize.BATCH_rows >= len(numbers):
                 shard, _ = shelf.add(builder.shard(last=False), None)
                 if shard.highest >= self.vocab:
                     raise foreign(str(self.work.files[0]), shard.highest, self.vocab)
@@ -596,17 +552,13 @@ class Streamed:
             before = int(self._before[f])
             inside = [n - before for n, of in zip(numbers, file, strict=True) if of == f]
             for n, where, row in self.indexes[f].read(inside):
-                rows[before + n] = f, where, row if isinstance(row, DataError) else meaning(where, row)
+                rows[before + n] = f, where, row if isinstance(row, DataError) else tokenize.meaning(where, row)
         if len(rows) < len(set(numbers)):
             asked = f"a row of {', '.join(map(str, self.work.files[:3]))}"
             raise DataError(asked, "it is not where it was", "leave the files alone while a run reads them")
-        made: dict[int, tuple[Document, ...] | DataError] = {}
-        good: dict[int, tuple[RowLocation, Row]] = {}
-        for n, (_, where, row) in rows.items():
-            if isinstance(row, DataError):
-                made[n] = row
-            else:
-                good[n] = where, row
+        good = {n: (where, row) for n, (_, where, row) in rows.items() if not isinstance(row, DataError)}
+        made: dict[int, tuple[Document, ...] | DataError]
+        made = {n: row for n, (_, _, row) in rows.items() if isinstance(row, DataError)}
         made.update(zip(good, self.work.tokens.batch(list(good.values()), learnt(self.work.config)), strict=True))
         return [(*rows[n][:2], made[n]) for n in numbers]
 
@@ -617,12 +569,403 @@ class Streamed:
         return BadRow(where, error)
 
 
-def _not_tokenized() -> ConfigError:
-    do = "leave data.stream out"
-    return ConfigError("the samples of the data before it is read", "`data.stream`: no row is tokenized yet", do)
-
-
 def foreign(where: str, highest: int, vocab: int) -> DataError:
     """Return the error of a tokenizer that does not belong to the model."""
     do = "use the tokenizer that belongs to the model"
     return DataError(f"to embed the tokens of {where}", f"token {highest}, and a model of {vocab} tokens", do)
+
+
+# --- Cleaning once: which rows `data.clean` keeps, stored next to the tokenized data under a key of its own.
+
+FORMAT = 1  # of the stored result
+
+
+def kept_rows(
+    config: Config, tokens: Tokens, paths: Sequence[Path], say: Say
+) -> tuple[list[np.ndarray], str, dict[str, Any]]:
+    """Clean, or return the stored result: which rows stay, by file; a digest that names them; cleaning.json.
+
+    One process of a machine cleans; small data is cleaned by each. Raises UserError as `clean_files`.
+    """
+    data, settings = config.data, config.data.clean
+    assert settings is not None
+    cache, progress = cache_root(data.cache), tokenize.Progress(say, "cleaning", 1.0)
+
+    def now() -> tuple[list[np.ndarray], dict[str, Any]]:
+        result = clean_files(
+            paths, settings, tokens=tokens, text_rows=data.text_rows, bad_rows=data.bad_rows,
+            most_bad=data.most_bad, workers=data.workers, progress=progress.share, cache=cache,
+        )  # fmt: skip
+        return [result.kept[path] for path in paths], result.record
+
+    evaluation = [] if settings.decontaminate is None else readers.find_files(settings.decontaminate, cache)
+    parts = [
+        FORMAT, settings.model_dump(mode="json"), data.text_rows, data.bad_rows, data.most_bad,
+        [str(path) for path in paths], readers.files_fingerprint([*paths, *evaluation], cache),
+        settings.tokens and tokenize.identity(tokens),
+    ]  # fmt: skip
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    if tokenize.small(paths):
+        rows, record = now()
+        return rows, key, record
+    folder = cache / "cleaned" / key
+    record_file, rows_file = folder / "cleaning.json", folder / "kept.npz"
+    with tokenize.locked(folder, say):
+        if not record_file.exists():  # written last
+            rows, record = now()
+            tokenize.save_kept(rows_file, rows)
+            write_whole(record_file, json.dumps(record))
+    return tokenize.load_kept(rows_file), key, json.loads(record_file.read_text())
+
+
+# --- The checks of the first rows, before step 0; each error shows one row.
+#
+# Each of these faults trains without a sign and shows only in the model: it learns nothing, never stops, expects two
+# begin-of-text tokens, or answers a first question otherwise than it was trained to.
+
+SAMPLES = 200  # rows that are checked
+HEAD, TAIL = 60, 30  # tokens of a sample that are shown, from its beginning and its end
+SHOWN = 100  # characters of a difference that are shown
+
+Samples = Sequence[tuple[RowLocation, Row]]
+DocumentLists = Sequence[Sequence[Document]]  # the documents of each sample
+
+
+def probe_rows(
+    samples: Samples,
+    documents: DocumentLists,
+    tokens: Tokens,
+    train_on: str,
+    *,
+    rows: int,
+    truncated: int,
+    most_truncated: float,
+) -> None:
+    """Raise DataError at the first fault.
+
+    Args:
+        samples: the first rows as they were read, about SAMPLES of them.
+        documents: what is trained on of each sample, after cutting to T; nothing where it was dropped or refused.
+        rows: of the whole corpus, of which `truncated` lost their end; more than the share `most_truncated` is a fault.
+    """
+    if not samples:
+        return
+    whole = _whole(samples, tokens, train_on)
+    if not any(document.targets.any() for made in documents for document in made):
+        one = _show(tokens, samples[0], documents[0] or whole[0])
+        found = f"not one token of them would be learnt; the first, {one}"
+        do = "raise batch.seq if answers are cut off, or choose what is learnt (data.train_on)"
+        raise DataError(f"to learn from the first {len(samples)} rows", found, do)
+    _one_bos(samples, documents, tokens)
+    if train_on == "assistant":
+        _steady(samples, whole, tokens)
+    if rows and truncated / rows > most_truncated:
+        n = next((n for n, made in enumerate(documents) if sum(map(len, made)) < sum(map(len, whole[n]))), None)
+        one = "" if n is None else f"; one, {_show(tokens, samples[n], documents[n] or whole[n])}"
+        asked = f"at most {most_truncated:.1%} of the rows without their end (data.most_truncated)"
+        found = f"{truncated} of {rows} rows ({truncated / rows:.1%}) are longer than batch.seq and truncated{one}"
+        raise DataError(asked, found, "raise batch.seq, or choose data.too_long: drop or split")
+    _stops(samples, documents, whole if train_on != "all" else _whole(samples, tokens, "last"), tokens)
+
+
+def _whole(samples: Samples, tokens: Tokens, train_on: str) -> DocumentLists:
+    return [() if isinstance(made, DataError) else made for made in tokens.batch(samples, train_on)]
+
+
+def _one_bos(samples: Samples, documents: DocumentLists, tokens: Tokens) -> None:
+    bos = tokens.tokenizer.bos_token_id
+    for pair, made in zip(samples, documents, strict=True):
+        for document in made:
+            if bos is not None and document.ids[:2].tolist() == [bos, bos]:
+                asked = f"to begin a document with one {tokens.tokenizer.bos_token}"
+                writer = "chat template" if any(_chats(pair[1])) else "tokenizer"
+                do = f"take one out of the rows' text or the template: the {writer} writes one by itself"
+                raise DataError(asked, f"two of them; {_show(tokens, pair, [document])}", do)
+
+
+def _steady(samples: Samples, whole: DocumentLists, tokens: Tokens) -> None:
+    for (where, row), made in zip(samples, whole, strict=True):
+        for chat in _chats(row) if made else ():
+            turns = answers(chat, "assistant")
+            masker = tokens.masker(chat, turns, where)
+            masker.spans()
+            for i in turns:
+                if changed := masker.changes(i):
+                    alone, here = (_visible(text)[:SHOWN] for text in changed)
+                    asked = f"to learn every answer of the conversation at {where} (data.train_on: assistant)"
+                    found = f"later turns change how the template writes messages[{i}]: '{alone}' becomes '{here}'"
+                    raise DataError(asked, found, MEND_EARLIER)
+
+
+def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tokens: Tokens) -> None:
+    trained = {int(i) for made in documents for document in made for i in document.ids[document.targets]}
+    for n, made in enumerate(whole):
+        if isinstance(samples[n][1], Text):
+            continue
+        for document in made:
+            ends = document.targets & ~np.append(document.targets[1:], False)  # the last token of each answer
+            for stop in sorted(set(document.ids[ends].tolist()) - trained):
+                one = _show(tokens, samples[n], documents[n] or made)
+                asked = f"to learn to stop with {tokens.tokenizer.convert_ids_to_tokens(stop)}, as answers end"
+                found = f"it is learnt in none of the first {len(samples)} rows; one, {one}"
+                do = "raise batch.seq, so that answers are not cut off, or choose data.too_long: drop"
+                raise DataError(asked, found, do)
+
+
+def _chats(row: Row) -> Iterator[Chat]:
+    for part in (row.chosen, row.rejected) if isinstance(row, Pair) else (row,):
+        if isinstance(part, Chat):
+            yield part
+
+
+def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[Document]) -> str:
+    """Return a row's place and its first and last tokens as text, in one line."""
+    if not documents:
+        return f"at {sample[0]}"
+    ids = documents[0].ids.tolist()
+    parts = [ids] if len(ids) <= HEAD + TAIL else [ids[:HEAD], ids[-TAIL:]]
+    texts = [cast(str, tokens.tokenizer.decode(part, clean_up_tokenization_spaces=False)) for part in parts]
+    return f"at {sample[0]}: '{' ... '.join(map(_visible, texts))}'"
+
+
+def _visible(text: str) -> str:
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# --- The sources of a run.
+
+SAMPLE_ROWS = 1000  # conversations of a sample, unless data.max_samples is given
+RANDOM_DOCUMENTS = 4096  # of `data.random: true`
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a run trains and evaluates on."""
+
+    train: SampleSource
+    held_out: SampleSource | None
+    fingerprint: str
+    summary: str  # counts, for people
+    too_long: int = 0  # rows longer than T, of what is evaluated (of all, where nothing is held out)
+    refused: Sequence[BadRow] = ()  # bad rows, set aside
+    cleaned: dict[str, Any] | None = None  # the record of data.clean
+
+
+def read_sources(
+    config: Config,
+    tokens: Tokens | None,
+    vocab: int,
+    progress: Say | None = None,
+    data: str | None = None,
+    cut: bool = True,
+) -> Sources:
+    """Read and tokenize the data of a run, or map the shards of an earlier one; raises DataError with file and line.
+
+    Args:
+        tokens: the tokenizer; None only for random tokens.
+        vocab: ids that the model has an embedding for.
+        progress: called with a line now and then, where reading takes long.
+        data: a file to read as the held-out part, in place of the configuration's (`optrush eval --data`).
+        cut: False leaves training documents longer than T whole, for a layout that cuts them itself.
+    """
+    d, T = config.data, config.batch.seq
+    if d.random is not None and data is None:
+        return _random(config, vocab)
+    assert tokens is not None
+    reading = _Reading(config, tokens, vocab, progress or tokenize.silent)
+    how = d.too_long if cut else "split"  # of what is evaluated: no row of T tokens has room for more
+    if data is not None:
+        only = reading.evaluation(data, how)
+        return reading.sources(only, only)
+    if isinstance(d.eval, str) and not (Path(d.eval).exists() or glob.glob(d.eval, recursive=True)):
+        raise DataError(f"`data.eval: {d.eval}`", "no such file", "give a JSONL file, or a fraction such as 0.1")
+    limit, held_out = T if cut else None, None
+    with _places(config) as (paths, origins):
+        work = reading.work(paths, d.clean is not None)
+        reading.look(work, limit)
+        rows = reading.streamed(work, origins, limit) if d.stream else reading.shelf(work, limit, d.max_samples)
+        held = np.zeros(rows.total, bool)
+        if isinstance(d.eval, float):
+            held = held_rows(rows.total, d.eval, config.seed)
+        named = f"{held.sum()} of {rows.total} by {config.seed}" if held.any() else "none"
+        train: Dataset | Streamed
+        if isinstance(rows, Streamed):
+            train = rows
+            if held.any():
+                train = rows.without(held, named)
+                shelf = rows.shelf(held)
+                held_out = view(shelf, T=T, how=how)
+                reading.refused += [row for _, row in shelf.refused]
+        else:
+            train = view(rows, T=limit, how=d.too_long, keep=~held, named=f"but {named}", origins=origins)
+            train.counts.cleaned, train.counts.marked = rows.cleaned, rows.marked
+            if train.counts.truncated:
+                reading.probe(train.counts.rows, train.counts.truncated)
+            if held.any():
+                held_out = view(rows, T=T, how=how, keep=held, named=named)
+        if isinstance(d.eval, str):
+            held_out = reading.evaluation(d.eval, how)
+    return reading.sources(train, held_out)
+
+
+def _random(config: Config, vocab: int) -> Sources:
+    d, T = config.data, config.batch.seq
+    n = RANDOM_DOCUMENTS if d.random is True or d.random is None else d.random
+    n = min(n, d.max_samples or n)
+    train = Random(n, T, vocab, config.seed)
+    held = Random(max(1, round(n * d.eval)), T, vocab, config.seed + 1) if isinstance(d.eval, float) else None
+    return Sources(train, held, train.fingerprint, f"{n} documents of {T} random tokens")
+
+
+@contextmanager
+def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]]]]:
+    """Yield the training files, and (files, weight) of each origin; those of a sample are removed afterwards."""
+    d = config.data
+    if d.sample is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"{d.sample}.jsonl"
+            sample.write_sample(path, d.max_samples or SAMPLE_ROWS, config.seed, pairs=config.objective == "dpo")
+            yield [path], [(1, 1.0)]
+        return
+    origins = [(readers.find_files(origin.path, cache_root(d.cache)), origin.weight) for origin in d.origins]
+    paths = [path for of, _ in origins for path in of]
+    if double := next((p for i, p in enumerate(paths) if p.resolve() in {q.resolve() for q in paths[:i]}), None):
+        do = "name it once, with a weight if it shall be read more often"
+        raise DataError(f"training data from {double}", "two of the sources hold it", do)
+    yield paths, [(len(of), weight) for of, weight in origins]
+
+
+@dataclass
+class _Reading:
+    config: Config
+    tokens: Tokens
+    vocab: int
+    say: Say
+    parts: int = 1
+    refused: list[BadRow] = field(default_factory=list)
+    cleaned: dict[str, Any] | None = None  # the record of data.clean
+    _first: tuple[list[tuple[RowLocation, Row]], list[list[Document]]] = field(default=([], []))
+
+    def work(self, paths: Sequence[Path], clean: bool) -> TokenizeWork:
+        """Return what is to be tokenized."""
+        if not clean:
+            return TokenizeWork(self.config, self.tokens, tuple(paths), say=self.say)
+        kept, key, self.cleaned = kept_rows(self.config, self.tokens, paths, self.say)
+        return TokenizeWork(self.config, self.tokens, tuple(paths), kept, key, self.say)
+
+    def look(self, work: TokenizeWork, T: int | None) -> None:
+        """Check the first rows before all others are tokenized."""
+        d, counts = self.config.data, Counts()
+        all_jobs = tokenize.jobs(work.files, d.text_rows)
+        rows = (entry for job in all_jobs for entry in tokenize.parsed(job, d.text_rows, work.kept))
+        most = min(SAMPLES, d.max_samples or SAMPLES)
+        first = list(islice(((where, row) for _, where, row in rows if row is not None), most))
+        good = [(where, row) for where, row in first if not isinstance(row, DataError)]
+        made = iter(self.tokens.batch(good, learnt(self.config)))
+        samples, documents = list[tuple[RowLocation, Row]](), list[list[Document]]()
+        for where, row in first:
+            result = row if isinstance(row, DataError) else next(made)
+            if isinstance(result, DataError):
+                if d.bad_rows == "error":
+                    raise result
+                continue
+            assert not isinstance(row, DataError)
+            self._suits(len(result), where)
+            cut = [result] if T is None else fit_row(result, T, d.too_long, where, counts)
+            samples.append((where, row))
+            documents.append([document for sample in cut for document in sample])
+        self._first = samples, documents
+        if any(documents):  # else all were too long, and what is left is counted later
+            self.probe(len(samples) if d.stream else 0, counts.truncated)
+
+    def probe(self, rows: int, truncated: int) -> None:
+        """Raise DataError at the first fault; `rows` 0: how many are truncated is unknown yet."""
+        most = self.config.data.most_truncated
+        probe_rows(*self._first, self.tokens, learnt(self.config), rows=rows, truncated=truncated, most_truncated=most)
+
+    def _suits(self, parts: int, where: RowLocation) -> None:
+        """Raise DataError for a row of so many documents if the objective cannot learn from it."""
+        self.parts = parts
+        asked, pairs = f"`objective: {self.config.objective}`", self.config.objective == "dpo"
+        if parts > 1 and not pairs:
+            do = "give rows of messages, of prompt and completion, or of text; or take objective: dpo"
+            raise DataError(asked, f"a pair of a chosen and a rejected answer at {where}", do)
+        if parts == 1 and pairs:
+            found = f"a row at {where} that is no pair of a chosen and a rejected answer"
+            raise DataError(asked, found, 'give rows {"prompt": ..., "chosen": ..., "rejected": ...}')
+
+    def shelf(self, work: TokenizeWork, T: int | None, most: int | None) -> TokenShards:
+        """Return the shards of at most so many rows, each checked as it is made: an error stops the run at once."""
+        d, shelf = self.config.data, TokenShards(work.files)
+        with closing(tokenize.tokenized(work, most)) as shards:
+            for made in shards:
+                shard, refused = shelf.add(made, most)
+                self._check(shelf, shard, refused, T)
+                if most is not None and shelf.total >= most:
+                    break
+        bad = [row for _, row in shelf.refused]
+        tokenize.check_bad_share(bad, shelf.total, d.most_bad)
+        self.refused += bad
+        return shelf
+
+    def streamed(self, work: TokenizeWork, origins: Sequence[tuple[int, float]], T: int | None) -> Streamed:
+        """Return the rows, to be tokenized when they are read."""
+        kept: Sequence[np.ndarray | None] = work.kept or [None] * len(work.files)
+        d = self.config.data
+        indexes = [index(path, keep, d.text_rows) for path, keep in zip(work.files, kept, strict=True)]
+        return Streamed(work, indexes, origins, T, self.vocab, self.parts, d.max_samples)
+
+    def _check(self, shelf: TokenShards, shard: Shard, refused: Sequence[tuple[int, BadRow]], T: int | None) -> None:
+        """Raise the first error of a shard's rows, in their order."""
+        d = self.config.data
+        if shard.highest >= self.vocab:
+            raise foreign(", ".join(map(str, shelf.files[:3])), shard.highest, self.vocab)
+        if len(shard):
+            self._suits(shard.parts, RowLocation(shelf.files[shard.files[0]], int(shard.lines[0])))
+        first = refused[0][0] if refused and d.bad_rows == "error" else shelf.total
+        if T is not None and d.too_long == "error":
+            long = np.flatnonzero(shard.lengths() > T)[:1]
+            rows = shard.numbers[long] + shelf.rows_before[-2]
+            if len(rows) and rows[0] < first:
+                raise overlong(shelf.where(int(rows[0])), int(shard.lengths()[long[0]]), T, pair=shard.parts > 1)
+        if first < shelf.total:
+            raise refused[0][1].error
+        if shelf.total >= tokenize.EARLY_rows:
+            tokenize.check_bad_share([row for _, row in shelf.refused], shelf.total, d.most_bad)
+
+    def evaluation(self, path: str, how: str) -> Dataset:
+        """Return all of a file, to be evaluated on."""
+        T = self.config.batch.seq
+        work = self.work(readers.find_files(path, cache_root(self.config.data.cache)), clean=False)
+        return view(self.shelf(work, T if how == "error" else None, None), T=T, how=how)
+
+    def sources(self, train: Dataset | Streamed, held_out: Dataset | None) -> Sources:
+        """Return all that was read, with its counts in a line."""
+        evaluated = train if held_out is None else held_out
+        record = self.cleaned
+        if train.tokenized:
+            summary = describe_counts(train.counts)
+        else:
+            summary = f"{len(train)} rows, tokenised while training"
+            if record is not None:
+                summary += f" ({record['rows'] - record['kept']['rows']} more cleaned away or bad)"
+        fingerprint = train.fingerprint
+        if held_out is not None and held_out is not train:
+            summary += f"; held out: {describe_counts(held_out.counts)}"
+            fingerprint += held_out.fingerprint
+        names = sorted({name for origin in self.config.data.origins for name in readers.about(origin.path)})
+        if names:
+            summary += f"; not read as data: {', '.join(names)}"
+        return Sources(train, held_out, fingerprint, summary, evaluated.counts.too_long, self.refused, record)
+
+
+def describe_counts(c: Counts) -> str:
+    """Return the counts of a dataset in a line, with all that was left out or cut."""
+    left_out = (
+        (c.cleaned, "cleaned away"), (c.refused, "bad and set aside"), (c.too_long, "too long"),
+        (c.truncated, "truncated"), (c.dropped, "pieces dropped"), (c.targets_lost, "targets lost"),
+        (c.marked, "with special tokens written in their text"),
+    )  # fmt: skip
+    losses = ", ".join(f"{n} {what}" for n, what in left_out if n)
+    text = f"{c.documents} documents, {c.tokens} tokens, {c.targets} targets"
+    return f"{text} (of {c.rows + c.cleaned} rows: {losses})" if losses else text

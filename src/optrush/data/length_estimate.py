@@ -28,8 +28,7 @@ class Fill(NamedTuple):
 def estimate_fill(config: Config) -> Fill:
     """Estimate how the run's data fills its rows; of unknown lengths, each row counts as full of one document.
 
-    Raises:
-        DataError: a local file is not there.
+    Raises DataError: a local file is not there.
     """
     for path in (o.path for o in config.data.origins):
         if Path(path).suffix and not (Path(path).exists() or glob.glob(path, recursive=True)):  # no hub id
@@ -53,8 +52,7 @@ def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:
         if pairs:
             answers = ((p["prompt"] + p["chosen"], p["prompt"] + p["rejected"]) for p in preferences(ROWS, seed))
             return [sum(_size(turns) for turns in both) / CHARS_A_TOKEN for both in answers]
-        chats = conversations(ROWS, seed)
-        return [_size(c) / CHARS_A_TOKEN for c in chats]
+        return [_size(c) / CHARS_A_TOKEN for c in conversations(ROWS, seed)]
     each = max(1, FILES // max(1, len(data.origins)))
     files = [file for origin in data.origins for file in _spread(_files(origin.path), each)]
     found: list[float] = []
@@ -68,14 +66,13 @@ def _size(turns: Sequence[dict[str, str]]) -> int:
 
 
 def _files(path: str) -> list[Path]:
-    """Return the local files that a path names."""
-    from optrush.data.readers import find
+    from optrush.data.readers import find_files
     from optrush.errors import UserError
 
     if not (Path(path).exists() or glob.glob(path, recursive=True)):
         return []
     try:
-        return find(path)
+        return find_files(path)
     except UserError:  # the run raises it when it reads them
         return []
 
@@ -87,7 +84,7 @@ def _spread(files: Sequence[Path], most: int) -> list[Path]:
 def _chars(file: Path, text_rows: str, most: int) -> Iterator[int]:
     """Yield the characters of the first rows of a file, with those of a template; bad rows are left out."""
     from optrush.data.readers import attempts
-    from optrush.data.schema import Chat, Pair, parse, text
+    from optrush.data.schema import Chat, Pair, parse_row, row_text
     from optrush.errors import UserError
 
     left = MOST_CHARS
@@ -96,13 +93,13 @@ def _chars(file: Path, text_rows: str, most: int) -> Iterator[int]:
             if left < 0:
                 return
             try:
-                row = parse(where, found) if isinstance(found, dict) else None
+                row = parse_row(where, found) if isinstance(found, dict) else None
             except UserError:
                 continue
             if row is not None:
                 parts = (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
                 turns = sum(len(part.messages) for part in parts if isinstance(part, Chat))
-                size = len(text(row)) + turns * CHARS_A_TURN
+                size = len(row_text(row)) + turns * CHARS_A_TURN
                 left -= size
                 yield size
     except UserError:

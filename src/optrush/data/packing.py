@@ -53,7 +53,7 @@ class Rows(NamedTuple):
         return np.asarray(sums[self.starts[1:]] - sums[self.starts[:-1]])
 
 
-class Layout(Protocol):
+class RowLayout(Protocol):
     """A way from windows to rows. Its `repr` is in a checkpoint's fingerprint: equal ones make equal rows."""
 
     @property
@@ -98,13 +98,9 @@ class Fitted(Padded):
 
 
 @dataclass(frozen=True)
-class Sorted:
+class Sorted(Padded):
     """One sample a row; a window is sorted by length, cut into steps, and the steps are shuffled."""
 
-    window: int = WINDOW
-    one_doc: ClassVar[bool] = True
-    isolated: ClassVar[bool] = True
-    uncut: ClassVar[bool] = True
     pad_to_longest: ClassVar[bool] = True
 
     def place(self, lengths: np.ndarray, T: int, rows: int, before: int, draw: np.random.PCG64) -> Rows:
@@ -300,18 +296,11 @@ def survey(lengths: np.ndarray, T: int, rows: int, micro_rows: int, seed: int = 
             n += len(placed)
             parts.append(placed)
         used = np.concatenate([p.tokens() for p in parts])
-        slots = n * T
-        if layout.pad_to_longest:
-            slots = snug_slots(used, micro_rows, T)
+        slots = snug_slots(used, micro_rows, T) if layout.pad_to_longest else n * T
         squares = sum(int(p.squares().sum()) for p in parts) if layout.isolated else int((used**2).sum())
         tokens = int(fitting.sum())
         found.append(Survey(name, n, slots, tokens, tokens / slots, squares, seconds))
     return found
 
 
-LAYOUTS: dict[str, Layout] = {
-    "pad": Fitted(),
-    "sort-by-length": Sorted(),
-    "wrap": Wrapped(),
-    "packing": Packed(),
-}
+LAYOUTS: dict[str, RowLayout] = {"pad": Fitted(), "sort-by-length": Sorted(), "wrap": Wrapped(), "packing": Packed()}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ WIDE = 20  # longest / shortest above which the bins grow with the length
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """The text of consecutive tokens."""
 
     text: str
@@ -45,7 +44,7 @@ class Piece:
 
 def token_pieces(
     tokenizer: Any, document: Document, first: int, last: int, special: frozenset[int] = frozenset()
-) -> Iterator[Piece]:
+) -> Iterator[TextPiece]:
     """Yield the tokens [first, last), each with the text that it adds; tokens of one character form one piece."""
     ids, learnt = document.ids[:last].tolist(), document.targets[:last].tolist()
 
@@ -60,20 +59,9 @@ def token_pieces(
         if halved and learnt[end] == learnt[done] and not {ids[end], ids[done]} & special:
             continue
         added = whole[len(before) :] if whole.startswith(before) else text(done, end)
-        yield Piece(added, learnt[done], ids[done] in special, tuple(ids[done:end]))
+        yield TextPiece(added, learnt[done], ids[done] in special, tuple(ids[done:end]))
         begun, done = done, end
         before = text(begun, done)
-
-
-def decoded(tokenizer: Any, document: Document, most: int) -> Iterator[Piece]:
-    """Yield the document's text up to `most` characters, special tokens included, split where the mask changes."""
-    end = min(len(document), most)  # a token is a character at least, nearly always
-    for learnt, run in groupby(token_pieces(tokenizer, document, 0, end), lambda piece: piece.learnt):
-        if most <= 0:
-            return
-        text = "".join(piece.text for piece in run)
-        yield Piece(text[:most], learnt)
-        most -= len(text)
 
 
 def visible(c: str, marks: str = MARKS) -> str:
@@ -98,20 +86,12 @@ def describe_sample(tokenizer: Any, documents: Sequence[Document], special: froz
     for name, document in zip(names, documents, strict=True):
         n = len(document)
         head, tail = (n, n) if n <= HEAD_tok + TAIL_tok else (HEAD_tok, n - TAIL_tok)
-        begin, end = (
-            token_pieces(tokenizer, document, 0, head, special),
-            token_pieces(tokenizer, document, tail, n, special),
+        pieces, end = (
+            [asdict(piece) for piece in token_pieces(tokenizer, document, first, last, special)]
+            for first, last in ((0, head), (tail, n))
         )
-        found.append(
-            {
-                "name": name,
-                "tokens": n,
-                "targets": int(document.targets.sum()),
-                "pieces": [asdict(piece) for piece in begin],
-                "left_out": tail - head,
-                "end": [asdict(piece) for piece in end],
-            }
-        )
+        facts = {"name": name, "tokens": n, "targets": int(document.targets.sum())}
+        found.append({**facts, "pieces": pieces, "left_out": tail - head, "end": end})
     return found
 
 
@@ -125,12 +105,8 @@ def describe_samples(
         if not where.file.exists():  # of a built-in sample, in a temporary file
             where = where._replace(file=Path(where.file.name))
         longer = sum(map(len, documents)) > T
-        yield {
-            "sample": i,
-            "where": str(where),
-            "longer": longer,
-            "documents": describe_sample(tokenizer, documents, special),
-        }
+        described = describe_sample(tokenizer, documents, special)
+        yield {"sample": i, "where": str(where), "longer": longer, "documents": described}
 
 
 def describe_rows(
@@ -144,15 +120,12 @@ def describe_rows(
 
 
 def length_summary(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str, Any]:
-    """Return the distribution of the samples' lengths before anything is cut to T, and the share of learnt tokens.
-
-    Args:
-        lengths, targets: (N,) tokens of each sample, and how many of them are learnt.
-    """
+    """Return the distribution of the samples' lengths (N,), before they are cut to T, and the share of targets."""
     low, high = int(lengths.min()), int(lengths.max())
     growing = high > WIDE * low
     scale = np.geomspace if growing else np.linspace
     edges = np.unique(np.rint(scale(low, high + 1, BINS + 1))).astype(np.int64)
+    counts, _ = np.histogram(lengths, edges)
     return {
         "samples": len(lengths),
         "tokens": int(lengths.sum()),
@@ -163,20 +136,14 @@ def length_summary(lengths: np.ndarray, targets: np.ndarray, T: int) -> dict[str
         "p95": int(np.percentile(lengths, 95, method="inverted_cdf")),
         "max": high,
         "longer_than_seq": int((lengths > T).sum()),
-        "histogram": {
-            "edges": edges.tolist(),
-            "counts": np.histogram(lengths, edges)[0].tolist(),
-            "logarithmic": growing,
-        },
+        "histogram": {"edges": edges.tolist(), "counts": counts.tolist(), "logarithmic": growing},
     }
 
 
 def fills(lengths: np.ndarray, T: int, rows: int, micro_rows: int, config: Config) -> list[dict[str, Any]]:
     """Return the fill of each layout, how many samples it plans a second, and whether the run uses it.
 
-    Args:
-        lengths: (N,) tokens of each sample, before anything is cut to T.
-        rows, micro_rows: of a step, and of a micro-batch.
+    The lengths are (N,) tokens of each sample before they are cut to T; rows are those of a step and of a micro-batch.
     """
     cut = cut_lengths(lengths, T, config.data.too_long)
     found = {}

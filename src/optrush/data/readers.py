@@ -1,8 +1,9 @@
 """Read rows from files of every common format, strictly: what is not exactly understood is an error with its place.
 
 Lenient readers guess a schema and change it silently when a row does not fit. Here a bad row is never repaired and
-never skipped: `read` raises at the first, `attempts` yields each as a value, so that a cleaner can count them.
-All but JSON arrays streams: memory is bounded by the longest row, not by the file. `find` turns `data.path` into files.
+never skipped: `read_rows` raises at the first, `attempts` yields each as a value, so that a cleaner can count them.
+All but JSON arrays streams: memory is bounded by the longest row, not by the file. `find_files` turns `data.path` into
+files.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from optrush.data.schema import MEANT, RowLocation, bad_row, decode, kind_of, quoted
+from optrush.data.schema import MEANT, RowLocation, bad_row, decode_json, kind_of, quoted
 from optrush.errors import DataError, NeedsError
 from optrush.files import write_whole
 
@@ -127,8 +128,6 @@ def _unpacked(
 
 
 class _Unpacked(io.RawIOBase):
-    """Bytes that arrive in pieces, as a file."""
-
     def __init__(self, pieces: Iterator[bytes], file: io.BufferedReader[Any]) -> None:
         self.pieces, self.file, self.ready = pieces, file, memoryview(b"")
 
@@ -174,10 +173,9 @@ def _too_long() -> str:
 
 def _object(raw: bytes) -> dict[str, Any] | str:
     try:
-        value = decode(raw)
+        return _checked_object(decode_json(raw))
     except ValueError as error:
         return str(error) if raw.strip() else "an empty line"
-    return _checked_object(value)
 
 
 def _checked_object(value: Any) -> dict[str, Any] | str:
@@ -199,7 +197,6 @@ def _decoded(raw: bytes) -> tuple[str, str]:
 
 
 def _whole(file: io.BufferedReader) -> Rows:
-    """Yield all of the file as one text."""
     raw = file.read(LONGEST_ROW_bytes + 1)
     if len(raw) > LONGEST_ROW_bytes:
         yield 1, f"{_too_long()}; read the file by paragraphs or lines (data.text_rows)"
@@ -226,7 +223,7 @@ def _paragraphs(file: io.BufferedReader) -> Rows:
 def _items(file: io.BufferedReader) -> Rows:
     """Yield the items of one JSON array, which is read whole."""
     try:
-        values = decode(file.read())
+        values = decode_json(file.read())
     except ValueError as error:
         raise Damaged(str(error)) from None
     for row, value in enumerate(values, 1):
@@ -264,23 +261,18 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
             wrong.append(f"not valid CSV: {error}")
             cells = []
         if header is None:
-            header = _header(cells, wrong)
+            header = cells
+            if not wrong:
+                wrong += [] if cells else ["an empty line"]
+                wrong += [f"column {i + 1} has no name" for i, name in enumerate(cells) if not name.strip()]
+                wrong += [f"two columns are named {quoted(name)}" for name in cells if cells.count(name) > 1]
+            if wrong:
+                raise Damaged(f"the first line is no header: {wrong[0]}")
             continue
         row += 1
         if not wrong and len(cells) != len(header):
             wrong.append(f"{len(cells)} cells under {len(header)} columns" if cells else "an empty line")
         yield row, f"{wrong[0]} (line {first} of the file)" if wrong else dict(zip(header, cells))
-
-
-def _header(names: list[str], wrong: list[str]) -> list[str]:
-    """Return the names of the columns, if each is a name and no two are equal."""
-    if not wrong:
-        wrong += ["an empty line"] if not names else []
-        wrong += [f"column {i + 1} has no name" for i, name in enumerate(names) if not name.strip()]
-        wrong += [f"two columns are named {quoted(name)}" for name in names if names.count(name) > 1]
-    if wrong:
-        raise Damaged(f"the first line is no header: {wrong[0]}")
-    return names
 
 
 # --- Rows of a Parquet file, a few at a time, as JSON has them.
@@ -313,7 +305,6 @@ def _parquet_rows(chunk: Chunk) -> Rows:
 
 
 def _parquet_chunks(path: Path, size_bytes: int) -> Iterator[Chunk]:
-    """Yield the row groups of a file in chunks of about `size_bytes`."""
     with _parquet(path) as file:
         groups = [file.metadata.row_group(i) for i in range(file.num_row_groups)]
     first, start, rows, size = 1, 0, 0, 0
@@ -338,43 +329,30 @@ def _parquet(path: Path) -> Any:
 
 
 def _batch(batch: Any, types: dict[str, Any]) -> list[dict[str, Any] | str]:
-    """Return the rows of a batch; one by one if they are large or one is bad."""
+    """Return the rows of a batch, or why they are none; one by one if they are large or one is bad."""
+    reason = _too_long()
     if batch.nbytes <= LONGEST_ROW_bytes:
         try:
-            return [_parquet_row(row, types) for row in batch.to_pylist()]
-        except ValueError:
-            pass  # found below
-    return [_alone(batch.slice(i, 1), types) for i in range(len(batch))]
-
-
-def _alone(one: Any, types: dict[str, Any]) -> dict[str, Any] | str:
-    if one.nbytes > LONGEST_ROW_bytes:
-        return _too_long()
-    try:
-        return _parquet_row(one.to_pylist()[0], types)
-    except UnicodeDecodeError as error:
-        return f"invalid UTF-8 in {quoted(error.object[:20].decode('utf-8', 'replace'))}"
-    except ValueError as error:
-        return _first_line(error)
-
-
-def _parquet_row(row: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
-    return {name: _plain(value, types[name]) for name, value in row.items() if value is not None}
+            rows = batch.to_pylist()
+            return [{n: _plain(value, types[n]) for n, value in row.items() if value is not None} for row in rows]
+        except UnicodeDecodeError as error:
+            reason = f"invalid UTF-8 in {quoted(error.object[:20].decode('utf-8', 'replace'))}"
+        except ValueError as error:
+            reason = _first_line(error)
+    if len(batch) == 1:
+        return [reason]
+    return [_batch(batch.slice(i, 1), types)[0] for i in range(len(batch))]
 
 
 def _plain(value: Any, type_: Any) -> Any:
-    """Return a value without the nulls of its objects, and with JSON texts decoded, whose nulls stay.
-
-    Args:
-        type_: its Arrow type if JSON texts are in it, else None.
-    """
+    """Return a value without its objects' nulls; JSON texts, by the Arrow type, are decoded and keep their nulls."""
     if isinstance(value, dict):
-        inner = {name: None if type_ is None else type_.field(name).type for name in value}
-        return {name: _plain(part, inner[name]) for name, part in value.items() if part is not None}
+        there = {name: part for name, part in value.items() if part is not None}
+        return {name: _plain(part, None if type_ is None else type_.field(name).type) for name, part in there.items()}
     if isinstance(value, list):
-        inner_type = None if type_ is None else type_.value_type
-        return [_plain(part, inner_type) for part in value]
-    return decode(value.encode()) if isinstance(value, str) and type_ is not None and _is_json(type_) else value
+        inner = None if type_ is None else type_.value_type
+        return [_plain(part, inner) for part in value]
+    return decode_json(value.encode()) if isinstance(value, str) and type_ is not None and _is_json(type_) else value
 
 
 def _leaves(type_: Any) -> Iterator[Any]:
@@ -396,12 +374,10 @@ def _is_json(type_: Any) -> bool:
 
 
 def _in_json(type_: Any) -> bool:
-    """Return whether JSON has such values."""
     from pyarrow import types
 
-    text = types.is_string(type_) or types.is_large_string(type_) or _is_json(type_)
-    number = types.is_boolean(type_) or types.is_integer(type_) or types.is_floating(type_)
-    return bool(text or number or types.is_null(type_))
+    kinds = types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating, types.is_null
+    return _is_json(type_) or any(kind(type_) for kind in kinds)
 
 
 def _first_line(error: Exception) -> str:
@@ -411,7 +387,7 @@ def _first_line(error: Exception) -> str:
 # --- Rows of a file of any format.
 
 
-def read(path: Path, text_rows: str = "file") -> Iterator[tuple[RowLocation, dict[str, Any]]]:
+def read_rows(path: Path, text_rows: str = "file") -> Iterator[tuple[RowLocation, dict[str, Any]]]:
     """Yield every row of a file with its place; raise DataError at the first that is none."""
     for where, row in attempts(path, text_rows):
         if isinstance(row, DataError):
@@ -426,15 +402,12 @@ def attempts(source: Path | Chunk, text_rows: str = "file") -> Iterator[tuple[Ro
     A Parquet file has every column in every row: null values are left out, at any depth, as keys that are absent.
     Its columns of values that JSON has not (bytes, times) are read only if a row's meaning needs them.
 
-    Args:
-        text_rows: what is one row of a .txt or .md file: `file`, `paragraph` (between blank lines), `line` (but no
-            blank one).
+    One row of a .txt or .md file is the `file`, a `paragraph` (between blank lines), or a `line` (but no blank one).
 
     Raises:
         DataError: no such file, an unknown or damaged one (after the rows before the damage), or one without rows.
         NeedsError: the library that unpacks it is missing.
     """
-    assert text_rows in TEXT_ROWS, text_rows
     chunk = source if isinstance(source, Chunk) else Chunk(source, 1, 0, None)
     path = chunk.file
     where = None
@@ -454,10 +427,7 @@ def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> I
     """Yield the parts of a file, one after the other; they depend on the file's bytes and `size_bytes` alone.
 
     Lines are never cut: a part ends with the line that reaches `size_bytes`. Packed files, JSON arrays, CSV and text
-    that is not read by lines are one part.
-
-    Raises:
-        DataError: no such file, an unknown or damaged one, or an empty one.
+    that is not read by lines are one part. Raises DataError: no such file, an unknown, damaged or empty one.
     """
     chunk = None
     with _as_data_errors(file):
@@ -466,7 +436,8 @@ def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> I
             parts = _parquet_chunks(file, size_bytes)
         else:
             with opened(file, packing) as start:
-                array, empty = suffix == ARRAY and _is_array(start), not start.peek()
+                begin = start.peek()
+            array, empty = suffix == ARRAY and begin.lstrip()[:1] == b"[", not begin
             one = packing or array or suffix in CELLS or (suffix in TEXT and text_rows != "line")
             parts = iter([Chunk(file, 1, 0, None)]) if one else _line_chunks(file, size_bytes)
             parts = iter(()) if empty else parts
@@ -490,7 +461,6 @@ def _checked(path: Path) -> tuple[str, str]:
 
 @contextmanager
 def _as_data_errors(path: Path) -> Iterator[None]:
-    """Turn damage and the system's errors into DataErrors."""
     try:
         yield
     except Damaged as damage:
@@ -504,11 +474,6 @@ def _empty(path: Path) -> DataError:
     return DataError(f"rows from {path}", "an empty file", "give a file with at least one row")
 
 
-def _is_array(file: io.BufferedReader) -> bool:
-    """Return whether the file begins like a JSON array; consumes nothing."""
-    return file.peek().lstrip()[:1] == b"["
-
-
 def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
     if suffix == PARQUET:
         yield from _parquet_rows(chunk)
@@ -516,7 +481,7 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
     with opened(chunk.file, packing) as file:
         if suffix in CELLS:
             yield from _cells(file, CELLS[suffix])
-        elif suffix == ARRAY and chunk.end is None and _is_array(file):
+        elif suffix == ARRAY and chunk.end is None and file.peek().lstrip()[:1] == b"[":
             yield from _items(file)
         elif suffix in TEXT and text_rows == "file":
             yield from _whole(file)
@@ -525,10 +490,8 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
         else:
             if chunk.start:
                 file.seek(chunk.start)
-            row = _text if suffix in TEXT else _object
-            for line, raw in enumerate(
-                lines(file, None if chunk.end is None else chunk.end - chunk.start), chunk.first
-            ):
+            row, size = _text if suffix in TEXT else _object, None if chunk.end is None else chunk.end - chunk.start
+            for line, raw in enumerate(lines(file, size), chunk.first):
                 if raw is None or raw.strip() or suffix not in TEXT:  # blank lines of a text are no rows
                     yield line, _too_long() if raw is None else row(raw)
 
@@ -564,13 +527,12 @@ ABOUT = frozenset({
 SETTLED_ns = 2 * 10**9  # a file changed more recently could change again within one tick of its clock
 
 
-def find(path: str, cache: Path | None = None) -> list[Path]:
+def find_files(path: str, cache: Path | None = None) -> list[Path]:
     """Return the data files that a path names, sorted.
 
-    Args:
-        path: a file; a folder (all data files in it and its folders, but hidden ones and those of ABOUT); a glob; or a
-            data set of the hub, `org/name` if no such path exists, or `hub:org/name[:split]` (else its split `train`).
-        cache: the folder for data sets of the hub; one that is there is not fetched again.
+    A path is a file; a folder (all data files in it and its folders, but hidden ones and those of ABOUT); a glob; or a
+    data set of the hub, `org/name` if no such path exists, or `hub:org/name[:split]` (else its split `train`), which is
+    fetched once into the cache.
 
     Raises:
         DataError: nothing is there, nothing known, or files that do not go together; no such data set or no network.
@@ -683,12 +645,10 @@ def _from_hub(name: str, cache: Path | None) -> Path:
 # --- The identity of files.
 
 
-def fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -> str:
+def files_fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -> str:
     """Return the SHA-256 over the contents and formats of files in their order, whatever their names and places.
 
-    Args:
-        cache: a folder that stores the hash of each file by its path, size, time of change and inode, so that an
-            unchanged file is not read again.
+    The cache stores hashes by path, size, time of change and inode, so that an unchanged file is not read again.
     """
     memory = cache / "fingerprints.json" if cache else None
     known = _stored_hashes(memory)
@@ -728,10 +688,8 @@ def mark(file: Path) -> list[int]:
 def _stored_hashes(memory: Path | None) -> dict[str, list[int | str]]:
     """Return the hashes in the cache; a damaged file of it counts as none."""
     try:
-        stored = json.loads(memory.read_bytes()) if memory else {}
-        return {
-            key: entry for key, entry in stored.items() if [type(part) for part in entry] == [int, int, int, int, str]
-        }
+        stored, sound = json.loads(memory.read_bytes()) if memory else {}, [int, int, int, int, str]
+        return {key: entry for key, entry in stored.items() if [type(part) for part in entry] == sound}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}
 

@@ -107,19 +107,9 @@ AROMAS = _foods("", """
     sprig of rosemary|0.5|stripped|sage
 """)  # fmt: skip
 SPICES = (
-    "smoked paprika",
-    "ground cumin",
-    "coriander seed",
-    "turmeric",
-    "garam masala",
-    "dried oregano",
-    "cinnamon",
-    "fennel seed",
-    "sumac",
-    "black pepper",
-    "caraway",
-    "za'atar",
-)
+    "smoked paprika", "ground cumin", "coriander seed", "turmeric", "garam masala", "dried oregano", "cinnamon",
+    "fennel seed", "sumac", "black pepper", "caraway", "za'atar",
+)  # fmt: skip
 FATS = (
     Food("olive oil", "tbsp", 0.5, "", "rapeseed oil"),
     Food("butter", "tbsp", 0.5, "", "olive oil", dairy=True),
@@ -133,19 +123,9 @@ LIQUIDS = (
     Food("dry cider", "ml", 90, "", "apple juice with a dash of vinegar"),
 )
 FINISHES = (
-    "lemon juice",
-    "chopped parsley",
-    "fresh coriander",
-    "toasted almonds",
-    "a spoonful of yoghurt",
-    "sesame seeds",
-    "grated parmesan",
-    "torn basil",
-    "pickled onions",
-    "pumpkin seeds",
-    "lime zest",
-    "dill",
-)
+    "lemon juice", "chopped parsley", "fresh coriander", "toasted almonds", "a spoonful of yoghurt", "sesame seeds",
+    "grated parmesan", "torn basil", "pickled onions", "pumpkin seeds", "lime zest", "dill",
+)  # fmt: skip
 DAIRY_FINISHES = ("a spoonful of yoghurt", "grated parmesan")
 
 
@@ -177,22 +157,9 @@ DISHES = tuple(
     )
 )  # fmt: skip
 MOODS = (
-    "Quick",
-    "Smoky",
-    "Golden",
-    "Sunday",
-    "Weeknight",
-    "Fiery",
-    "Humble",
-    "Grandmother's",
-    "Rainy-Day",
-    "Lazy",
-    "Festive",
-    "One-Pot",
-    "Harbour",
-    "Garden",
-    "Midnight",
-)
+    "Quick", "Smoky", "Golden", "Sunday", "Weeknight", "Fiery", "Humble", "Grandmother's", "Rainy-Day", "Lazy",
+    "Festive", "One-Pot", "Harbour", "Garden", "Midnight",
+)  # fmt: skip
 SYSTEMS = (
     "You are a helpful cook. Answer with a title, the ingredients and numbered steps.",
     "You are a patient cooking teacher who never judges an empty fridge.",
@@ -201,24 +168,15 @@ SYSTEMS = (
     "You are a friendly kitchen assistant. Amounts are metric.",
 )
 WINES = (
-    "a dry riesling",
-    "a young pinot noir",
-    "a crisp vinho verde",
-    "a cheerful lambrusco",
-    "a white burgundy",
-    "a chilled gamay",
-    "a stout, if beer counts",
-    "an off-dry cider",
-    "a mineral chablis",
-)
+    "a dry riesling", "a young pinot noir", "a crisp vinho verde", "a cheerful lambrusco", "a white burgundy",
+    "a chilled gamay", "a stout, if beer counts", "an off-dry cider", "a mineral chablis",
+)  # fmt: skip
 JOKES = (
-    "The smoke alarm is not a timer.",
-    "If anyone asks, it took you all day.",
+    "The smoke alarm is not a timer.", "If anyone asks, it took you all day.",
     "The cook's share is eaten standing up and is not counted as a serving.",
     "Leftovers are tomorrow's lunch, unless they are tonight's second helping.",
-    "Taste before you salt; regret is hard to dilute.",
-    "Do the washing-up while it simmers and feel superior.",
-)
+    "Taste before you salt; regret is hard to dilute.", "Do the washing-up while it simmers and feel superior.",
+)  # fmt: skip
 
 
 Turn = dict[str, str]
@@ -302,9 +260,8 @@ def _menu(random: Random, recipe: Recipe) -> tuple[str, str]:
     for course in courses:
         course.servings = recipe.servings
     diet = f"{recipe.diet} " if recipe.diet else ""
-    question = (
-        f"Write a {diet}menu of {len(courses)} dishes for {recipe.servings}, please, with {recipe.main.name} first."
-    )
+    main = recipe.main.name
+    question = f"Write a {diet}menu of {len(courses)} dishes for {recipe.servings}, please, with {main} first."
     return question, "\n\n".join(_answer(random, course) for course in courses)
 
 
@@ -383,9 +340,8 @@ def _steps(random: Random, recipe: Recipe) -> list[str]:
         steps.append(f"Add the {names}. Stir until it smells like a good idea.")
     minutes = max(3, dish.minutes // 5)
     steps.append(f"Add the {main.name} and the {_and(recipe.spices)} and cook for {minutes} minutes until golden.")
-    steps.append(
-        f"Add the {_and([food.name for food in garnish])} and cook for another {max(3, dish.minutes // 6)} minutes."
-    )
+    minutes = max(3, dish.minutes // 6)
+    steps.append(f"Add the {_and([food.name for food in garnish])} and cook for another {minutes} minutes.")
     if staple and dish.staple == "in":
         steps.append(f"Stir in the {staple.name}, {staple.cut}.")
     if liquid:

@@ -32,8 +32,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from optrush.data import tokenize
 from optrush.data.batch import Batch, collate
-from optrush.data.dataset import Sample, SampleChunk, Source, permutation
-from optrush.data.packing import Layout, Packed, Padded, Rows, deal, snug, snug_slots
+from optrush.data.dataset import Sample, SampleChunk, SampleSource, permutation
+from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, snug, snug_slots
 from optrush.data.schema import Document, RowLocation
 from optrush.data.tokenize import BadRow
 from optrush.errors import ConfigError, DataError, RunError, UserError
@@ -84,11 +84,10 @@ class _Mapped(torch.utils.data.Dataset[Item], Generic[Number, Item]):
 def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Loading) -> Iterator[Item]:
     """Return make(n) for each number, in order. Workers start at once; `reading` around the consumer ends them.
 
-    Raises:
-        UserError, RunError: as `make` raised them; any other exception of a worker as a RunError with its place.
+    Raises UserError and RunError as `make` does, any other exception of a worker as a RunError with its place.
     """
     if not loading.workers:
-        return (_pinned(make(number), loading.pinned) for number in numbers)
+        return _received(map(make, numbers), loading.pinned)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
         loader: DataLoader[Item] = DataLoader(
@@ -107,7 +106,7 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
 
 
 def _received(items: Iterator[Item], pinned: bool) -> Iterator[Item]:
-    """Yield the workers' items, pinned here: torch's own pinning thread can block the end of the loader for ever."""
+    """Yield the items, pinned here: torch's own pinning thread can block the end of the loader for ever."""
     for item in items:
         if isinstance(item, _Failed):
             raise item.error
@@ -129,13 +128,13 @@ def _start_worker(trainer: int, _: int) -> None:
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_exit_on_sigterm, args=(trainer,), daemon=True).start()
 
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
+            pass
+        os._exit(0)
 
-def _exit_on_sigterm(trainer: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer:
-        pass
-    os._exit(0)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextmanager
@@ -160,7 +159,7 @@ def reading(batches: Iterator[Item]) -> Iterator[None]:
 
 def _end_workers() -> None:
     """End the workers that are left, by SIGTERM first: torch takes any other end of a worker for a failure."""
-    left = [_workers.pop() for _ in range(len(_workers))]
+    left, _workers[:] = list(_workers), []
     for worker in left:
         worker.terminate()
     for worker in left:
@@ -188,7 +187,7 @@ ROOM = 8  # the room for documents in a streamed row grows in multiples of it: f
 ROWS = 2**32  # more than a window ever has: a streamed position is window * ROWS + row
 
 
-class Plan(NamedTuple):
+class StreamPlan(NamedTuple):
     """How long a run is, and how many documents its batches must have room for."""
 
     steps: int
@@ -221,7 +220,6 @@ class Stream:
 
     Args:
         source: the samples; a layout that does not cut requires samples of at most T tokens.
-        layout: how they become rows.
         rows: rows of one step over all ranks and micro-batches.
         cost: FLOPs of (tokens, sum of squared document lengths); ranks get rows of similar cost.
         shuffle: False takes every epoch in the source's own order.
@@ -230,8 +228,8 @@ class Stream:
 
     def __init__(
         self,
-        source: Source,
-        layout: Layout,
+        source: SampleSource,
+        layout: RowLayout,
         *,
         T: int,
         rows: int,
@@ -262,21 +260,14 @@ class Stream:
         self._parts: Iterator[SampleChunk] | None = None  # of the windows from `_next_window` on
         self._next_step, self._next_row, self._next_window = -1, 0, 0
 
-    def plan(self, epochs: float | None = None, steps: int | None = None) -> Plan:
-        """Return the length of a run of so many epochs, or of so many steps.
-
-        Raises:
-            ConfigError: a streamed source without a number of steps.
-        """
-        assert not self.tokenized or (epochs is None) != (steps is None)
+    def plan(self, epochs: float | None = None, steps: int | None = None) -> StreamPlan:
+        """Return the length of a run of so many epochs, or steps; raises ConfigError for a stream without steps."""
         if not self.tokenized:
             if steps is None:
-                raise ConfigError(
-                    f"`train.epochs: {epochs:g}` with `data.stream`",
-                    "the number of steps is known only after all rows are tokenized",
-                    "give train.steps, or leave data.stream out",
-                )
-            return Plan(steps, steps * self.rows, 0)
+                found = "the number of steps is known only after all rows are tokenized"
+                do = "give train.steps, or leave data.stream out"
+                raise ConfigError(f"`train.epochs: {epochs:g}` with `data.stream`", found, do)
+            return StreamPlan(steps, steps * self.rows, 0)
         if steps is None:
             assert epochs is not None
             whole = int(epochs)
@@ -292,9 +283,9 @@ class Stream:
             used, pieces = rows.tokens(), rows.starts[1:] - rows.starts[:-1]
             pieces = pieces if self.layout.isolated else np.ones_like(pieces)
             widest, w = max(widest, int((pieces * self.source.parts + (used < self.T)).max())), w + 1
-        return Plan(-(-end // self.rows), end, widest)
+        return StreamPlan(-(-end // self.rows), end, widest)
 
-    def totals(self, plan: Plan, micro_rows: int) -> Totals | None:
+    def totals(self, plan: StreamPlan, micro_rows: int) -> Totals | None:
         """Count a whole run from lengths alone; None of a streamed source."""
         if not self.tokenized:
             return None
@@ -305,12 +296,11 @@ class Stream:
             if count <= 0:
                 break
             rows, numbers, _ = self._window(w)
-            used = rows.tokens()[:count]
             pieces = slice(0, rows.starts[count])
             fresh = rows.fresh[pieces]
             tokens += int((rows.last[pieces] - fresh).sum())
             targets += int(learnt[numbers[rows.samples[pieces]]][fresh == 0].sum())  # at a sample's first piece
-            slots += snug_slots(used, micro_rows, self.T) if self.layout.pad_to_longest else count * self.T
+            slots += snug_slots(rows.tokens()[:count], micro_rows, self.T)
         if not self.layout.pad_to_longest:
             slots = plan.steps * self.rows * self.T
         return Totals(plan.rows / self._starts(self._windows), tokens, targets, slots)
@@ -328,7 +318,7 @@ class Stream:
             self._positions = {0: 0, k: position}
         return self.position(k)
 
-    def step(self, k: int, plan: Plan) -> list[Row]:
+    def step(self, k: int, plan: StreamPlan) -> list[Row]:
         """Return the rows of step k, from 0: exactly `rows` of them; beyond the end of the run they are empty.
 
         Of a streamed source k must have a known position.
@@ -343,12 +333,12 @@ class Stream:
         self._next_step, self._next_row = k + 1, self._next_row + self.rows
         return [row for row, _ in rows]
 
-    def batches(self, k: int, plan: Plan, *, rank: int, ranks: int, micro_rows: int) -> list[Batch]:
+    def batches(self, k: int, plan: StreamPlan, *, rank: int, ranks: int, micro_rows: int) -> list[Batch]:
         """Return this rank's micro-batches of step k: the same number on every rank and in every step."""
         return micro_batches(self, self.step(k, plan), plan.widest, rank=rank, ranks=ranks, micro_rows=micro_rows)
 
     def run(
-        self, plan: Plan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
+        self, plan: StreamPlan, done: int, *, rank: int, ranks: int, micro_rows: int, loading: Loading
     ) -> Iterator[list[Batch]]:
         """Return `batches` of the steps from `done` on; of a streamed source every rank reads all rows."""
         if self.tokenized:
@@ -358,7 +348,7 @@ class Stream:
         return self._run(plan, done, rank=rank, ranks=ranks, micro_rows=micro_rows, pinned=loading.pinned)
 
     def _run(
-        self, plan: Plan, done: int, *, rank: int, ranks: int, micro_rows: int, pinned: bool
+        self, plan: StreamPlan, done: int, *, rank: int, ranks: int, micro_rows: int, pinned: bool
     ) -> Iterator[list[Batch]]:
         room = 0
         try:
@@ -371,7 +361,6 @@ class Stream:
             self._parts, self._next_step = None, -1  # drops the loader, which ends its workers
 
     def _begin(self, k: int, loading: Loading) -> None:
-        """Start to read a streamed source at the position of step k."""
         window, row = divmod(self._positions[k], ROWS)
         chunks = -(-min(self.layout.window, self.samples) // CHUNK)
         # The next window is read while this one is trained on.
@@ -416,7 +405,8 @@ class Stream:
             rows = Rows(np.zeros(1, np.int64), *np.zeros((4, 0), np.int64))
             if len(lengths):
                 before = self._before[w] % self.rows
-                rows = self.layout.place(lengths, self.T, self.rows, before, _window_bits(self.seed, epoch, j))
+                draw = np.random.PCG64(np.random.SeedSequence([self.seed, epoch, j]))
+                rows = self.layout.place(lengths, self.T, self.rows, before, draw)
             kept = list(self._laid.items())[-1:] if self.tokenized else []
             self._laid = {**dict(kept), w: _Window(rows, numbers, samples)}
         return self._laid[w]
@@ -426,8 +416,6 @@ class Stream:
         if self._order[0] != epoch:
             self._order = (epoch, epoch_order(self.source.spans, self.seed, epoch, self.shuffle))
         return self._order[1][j * self.samples // self._windows : (j + 1) * self.samples // self._windows]
-
-    # --- reading a streamed source
 
     def _receive(self, w: int) -> list[Sample]:
         """Return the samples of the streamed window w, the one after the last that was received."""
@@ -465,18 +453,13 @@ class Stream:
     def _read(self, task: Task) -> SampleChunk:
         """Tokenize some samples of a window; runs in a worker."""
         window, first, last = task
-        numbers = self._numbers(*divmod(window, self._windows))[first:last].tolist()
-        return self.source.read(numbers)
+        return self.source.read(self._numbers(*divmod(window, self._windows))[first:last].tolist())
 
 
 def micro_batches(
     stream: Stream, rows: Sequence[Row], widest: int, *, rank: int, ranks: int, micro_rows: int
 ) -> list[Batch]:
-    """Return this rank's part of a step's rows as micro-batches.
-
-    Args:
-        widest: most documents of a row, padding counted.
-    """
+    """Return this rank's part of a step's rows as micro-batches; `widest`: most documents of a row, padding counted."""
     assert len(rows) % (micro_rows * ranks) == 0 and 0 <= rank < ranks
     tokens = [sum(len(d) for _, d in row) for row in rows]
     isolated, parts = stream.layout.isolated, stream.source.parts
@@ -487,21 +470,16 @@ def micro_batches(
     for first in range(0, len(mine), micro_rows):
         part = mine[first : first + micro_rows]
         T = snug(max(tokens[r] for r in part), stream.T) if stream.layout.pad_to_longest else stream.T
-        result.append(
-            collate(
-                [rows[r] for r in part], T, single=single, most=micro_rows * widest, isolated=isolated, parts=parts,
-                reference=stream.reference,
-            )
-        )  # fmt: skip
+        size = {"most": micro_rows * widest, "parts": parts}
+        picked = [rows[r] for r in part]
+        result.append(collate(picked, T, single=single, isolated=isolated, reference=stream.reference, **size))
     return result
 
 
 def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
     """Return the samples of an epoch in order, (n,) int64, from (seed, epoch) alone.
 
-    Args:
-        spans: (samples, weight) of each origin. Weight 2 reads each of its samples twice an epoch, 0.5 half of them,
-            the other half in the next epoch.
+    Weight 2 of an origin reads each of its samples twice an epoch, 0.5 half of them, the other half in the next one.
     """
     parts, base = [], 0
     for n, weight in spans:
@@ -513,13 +491,7 @@ def epoch_order(spans: Sequence[tuple[int, float]], seed: int, epoch: int, shuff
     return samples[permutation(len(samples), seed, epoch)] if shuffle else samples
 
 
-def _window_bits(seed: int, epoch: int, window: int) -> np.random.PCG64:
-    """Return the random bits of one window."""
-    return np.random.PCG64(np.random.SeedSequence([seed, epoch, window]))
-
-
 def _samples_of(n: int, weight: float) -> int:
-    """Return how many samples an epoch reads of an origin of n samples."""
     return max(1, round(n * weight))
 
 
@@ -533,9 +505,6 @@ def _cut(documents: Sequence[Document], first: int, fresh: int, last: int) -> Se
     return [Document(document.ids[first:last], targets)]
 
 
-# --- evaluation
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Every sample once, in rows; iterate for this rank's batches (the same number on every rank)."""
@@ -543,7 +512,7 @@ class Evaluation:
     documents: int
     rows: int  # rows that hold at least one document
     batches: int  # of each rank
-    source: Source
+    source: SampleSource
     _single: bool
     _placed: Sequence[Sequence[int]]
     _T: int
@@ -561,12 +530,12 @@ class Evaluation:
             )
 
 
-def evaluation(source: Source, *, T: int, micro_rows: int, rank: int, ranks: int, packed: bool) -> Evaluation:
+def evaluation(source: SampleSource, *, T: int, micro_rows: int, rank: int, ranks: int, packed: bool) -> Evaluation:
     """Lay out all samples as rows, packed or one a row; empty rows fill up so that every rank has as many batches."""
     assert len(source) > 0 and 0 <= rank < ranks and micro_rows > 0
     lengths = source.lengths()
     assert lengths.max() <= T, "samples must be cut before"
-    layout: Layout = Packed() if packed else Padded()
+    layout: RowLayout = Packed() if packed else Padded()
     laid = layout.place(lengths, T, 1, 0, np.random.PCG64(0))
     placed = [laid.samples[a:b].tolist() for a, b in zip(laid.starts, laid.starts[1:])]
     rows, used = len(placed), laid.tokens()

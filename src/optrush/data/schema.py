@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -29,7 +28,7 @@ DEEPEST = 100  # levels of lists and objects; what recurses over a row must not 
 SHOWN = 60  # characters of a value that an error message shows
 
 
-def decode(raw: bytes) -> Any:
+def decode_json(raw: bytes) -> Any:
     """Return the value of a JSON text, strictly. Raises ValueError with the reason in one line."""
     if raw.startswith(b"\xef\xbb\xbf"):
         raise ValueError("it begins with a byte order mark (BOM)")
@@ -58,26 +57,21 @@ def decode(raw: bytes) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {quoted(key)} stands twice in one object")
-            seen.add(key)
+        keys = [key for key, _ in pairs]
+        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
+        raise ValueError(f"the key {quoted(twice)} stands twice in one object")
     return found
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if math.isinf(number):
+def _number(digits: str) -> float:
+    if digits in ("NaN", "Infinity", "-Infinity"):
+        raise ValueError(f"{digits} is not a JSON number")
+    if math.isinf(number := float(digits)):
         raise ValueError(f"the number {quoted(digits)} is too large")
     return number
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_number, parse_float=_number)
 
 
 def _depth(found: Any) -> int:
@@ -106,11 +100,7 @@ SHAREGPT = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "function_call": "assistant", "tool": "tool", "observation": "tool",
 }  # fmt: skip
-MAY_BE_EMPTY = (
-    "system",
-    "developer",
-    "tool",
-)  # an empty system prompt or result has a meaning; another empty turn has none
+MAY_BE_EMPTY = ("system", "developer", "tool")  # an empty prompt or result has a meaning; another empty turn has none
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # Keys that change the model's input or its targets; dropping them would change the row.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
@@ -150,8 +140,6 @@ class Message:
 
     def shown(self) -> dict[str, Any]:
         """Return the turn as a chat template gets it: absent parts are absent keys."""
-        if not (self.reasoning or self.calls or self.name or self.call_id):
-            return {"role": self.role, "content": self.content}
         more = {
             **dict.fromkeys(REASONING, self.reasoning),  # each template has its own name for it
             "tool_calls": list(self.calls),
@@ -197,36 +185,32 @@ def bad_row(where: RowLocation, reason: str) -> DataError:
     return DataError(f"a row of training data at {where}", reason, "mend that line, or take it out")
 
 
-def text(row: Row) -> str:
+def row_text(row: Row) -> str:
     """Return the readable text of a row, a newline between turns; of a pair the common prompt once."""
     if isinstance(row, Text):
         return row.text
     if isinstance(row, Completion):
         return row.prompt + row.completion
     if isinstance(row, Chat):
-        return _read(row.messages)
+        parts: list[str | None] = []
+        for message in row.messages:
+            parts += [message.reasoning, message.content]
+            parts += [json.dumps(call["function"], ensure_ascii=False) for call in message.calls]
+        return "\n".join(part for part in parts if part)
     rejected = row.rejected
-    other = rejected.completion if isinstance(rejected, Completion) else _read(rejected.messages[rejected.prompt :])
-    return f"{text(row.chosen)}\n{other}"
+    if isinstance(rejected, Completion):
+        return f"{row_text(row.chosen)}\n{rejected.completion}"
+    return f"{row_text(row.chosen)}\n{row_text(Chat(rejected.messages[rejected.prompt :]))}"
 
 
-def _read(messages: Iterable[Message]) -> str:
-    parts: list[str | None] = []
-    for message in messages:
-        parts += [message.reasoning, message.content]
-        parts += [json.dumps(call["function"], ensure_ascii=False) for call in message.calls]
-    return "\n".join(part for part in parts if part)
-
-
-def parse(where: RowLocation, found: dict[str, Any]) -> Row:
+def parse_row(where: RowLocation, found: dict[str, Any]) -> Row:
     """Return a row's meaning: exactly one kind must be recognized by its keys.
 
     text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected
     with or without prompt. A null counts as no key. Other keys (identifiers, sources, scores) are ignored.
 
-    Raises:
-        DataError: with the place: no kind or several, a wrong type, an empty turn, nothing to learn, or a key that
-            would change the row's meaning and is not understood.
+    Raises DataError with the place: no kind or several, a wrong type, an empty turn, nothing to learn, or a key that
+    would change the row's meaning and is not understood.
     """
     try:
         return _row(found)
@@ -330,7 +314,6 @@ def _chat(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] = (),
 
 
 def _system(found: dict[str, Any], turns: str) -> tuple[Message, ...]:
-    """Return the system turn that a row has outside of its turns."""
     system = _string(_given(found, "system", ""), "system")
     if not system:
         return ()
@@ -344,8 +327,7 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     tools = _given(found, "tools", [])
     if isinstance(tools, str):
         tools = _decoded(tools, "tools")
-    if not isinstance(tools, list):
-        raise _Bad(f"tools is {kind_of(tools)}, not a list")
+    _list(tools, "tools")
     for i, tool in enumerate(tools):
         inner = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
@@ -354,9 +336,7 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
 
 
 def _turns(found: Any, name: str) -> tuple[Message, ...]:
-    if not isinstance(found, list):
-        raise _Bad(f"{name} is {kind_of(found)}, not a list")
-    if not found:
+    if not _list(found, name):
         raise _Bad(f"{name} is an empty list")
     return tuple([_turn(turn, f"{name}[{i}]", name == "conversations") for i, turn in enumerate(found)])
 
@@ -376,9 +356,8 @@ def _turn(found: Any, name: str, sharegpt: bool) -> Message:
     content = found.get(content_key)
     if role == "function_call":
         value = _decoded(_string(content, f"{name}.value"), f"{name}.value")
-        calls = _calls(
-            [{"function": call} for call in (value if isinstance(value, list) else [value])], f"{name}.value"
-        )
+        given = [{"function": call} for call in (value if isinstance(value, list) else [value])]
+        calls = _calls(given, f"{name}.value")
         return Message("assistant", "", calls=calls, learnt=_learnt(found, "assistant", name))
     role = SHAREGPT[role] if said == "from" else role
     more = _more(found, role, name) if len(found) > 2 else {}
@@ -393,7 +372,6 @@ def _turn(found: Any, name: str, sharegpt: bool) -> Message:
 
 
 def _more(found: dict[str, Any], role: str, name: str) -> dict[str, Any]:
-    """Return what a turn has apart from its role and content."""
     _refuse(found, TURN_NOT_UNDERSTOOD, name)
     if role != "assistant":
         _refuse(found, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")
@@ -426,8 +404,7 @@ def _learnt(found: dict[str, Any], role: str, name: str) -> bool:
 
 def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
     """Return tool calls as {"type": "function", "id" if any, "function": {"name", "arguments" as an object}}."""
-    if not isinstance(found, list):
-        raise _Bad(f"{name} is {kind_of(found)}, not a list")
+    _list(found, name)
     calls: list[dict[str, Any]] = []
     for i, call in enumerate(found):
         at = f"{name}[{i}]"
@@ -446,7 +423,6 @@ def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
 
 
 def _content(found: Any, name: str) -> str:
-    """Return a turn's text, or the texts of its parts one after the other."""
     if not isinstance(found, list):
         return _string(found, name)
     for i, part in enumerate(found):
@@ -464,7 +440,7 @@ def _refuse(found: dict[str, Any], keys: tuple[str, ...], name: str) -> None:
 
 def _decoded(found: str, name: str) -> Any:
     try:
-        return decode(found.encode())
+        return decode_json(found.encode())
     except ValueError as error:
         raise _Bad(f"{name}: {error}") from None
 
@@ -478,6 +454,12 @@ def _full(found: Any, name: str) -> str:
 def _string(found: Any, name: str) -> str:
     if not isinstance(found, str):
         raise _Bad(f"{name} is {kind_of(found)}, not a string")
+    return found
+
+
+def _list(found: Any, name: str) -> list[Any]:
+    if not isinstance(found, list):
+        raise _Bad(f"{name} is {kind_of(found)}, not a list")
     return found
 
 

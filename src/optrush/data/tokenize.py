@@ -93,7 +93,7 @@ class Shard:
     learnt: np.ndarray  # (S,) int32: targets of each sample
     ids: np.ndarray  # (tokens,) int32
     targets: np.ndarray  # (tokens / 8,) uint8: bits
-    refused: np.ndarray  # uint8: JSON, a list of [number, file, line, asked, found, do]
+    refused: np.ndarray  # uint8: JSON, a list of [number, file, line and the three texts of the error]
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -189,11 +189,7 @@ def shard_digest(shard: Shard) -> str:
 
 
 def commit_shard(shard: Shard, folder: Path, job: int, piece: int) -> Path:
-    """Write the shard's file, whole or not at all, and return its path.
-
-    Raises:
-        OSError: the disk is full, or the folder is not writable.
-    """
+    """Write the shard's file, whole or not at all, and return its path; raises OSError."""
     name = f"{job:06d}-{piece:03d}"
     path = folder / f"{name}-{shard_digest(shard)}.safetensors"
     write_whole(path, shard.encoded(), folder / f"{name}{TEMPORARY}{socket.gethostname()}-{secrets.token_hex(4)}")
@@ -214,19 +210,15 @@ def mapped(path: Path) -> Shard:
     data = np.memmap(path, np.uint8, "r").view(np.ndarray)
     size = int.from_bytes(data[:8].tobytes(), "little")
     header = json.loads(data[8 : 8 + size].tobytes())
-    facts = header["__metadata__"]
-    arrays: dict[str, Any] = {}
+    found: dict[str, Any] = {name: int(header["__metadata__"][name]) for name in _FACTS}
     for name, kind in _ARRAYS:
         first, end = header[name]["data_offsets"]
-        arrays[name] = data[8 + size + first : 8 + size + end].view(_DTYPES[kind])
-    return Shard(**{name: int(facts[name]) for name in _FACTS} | arrays)
+        found[name] = data[8 + size + first : 8 + size + end].view(_DTYPES[kind])
+    return Shard(**found)
 
 
 def sweep(folder: Path) -> None:
-    """Remove temporary files of killed processes: all of this machine, of others those of yesterday.
-
-    No process of this machine may be writing.
-    """
+    """Remove temporary files of killed processes: all of this machine (none may be writing), others' of yesterday."""
     for path in folder.glob(f"*{TEMPORARY}*"):
         ours = path.name.split(TEMPORARY)[1].rsplit("-", 1)[0] == socket.gethostname()
         if ours or time.time() - path.stat().st_mtime > STALE_S:
@@ -252,7 +244,6 @@ class TokenizeJob:
     number: int
     chunks: tuple[tuple[int, Chunk], ...]
     size_bytes: float = 0.0  # about how much of the files that is
-    marks: tuple[list[int], ...] = ()  # of each chunk's file when it was hashed (readers.mark)
 
 
 def shards(
@@ -267,10 +258,7 @@ def shards(
 ) -> Iterator[Shard]:
     """Yield the job's rows as shards of bounded size, the last one marked.
 
-    Args:
-        skip: rows at the beginning that are in shards already.
-        most: rows after which the rest is left out.
-        progress: called with the number of rows done since its last call.
+    The first `skip` rows are in shards already; all after `most` are left out. `progress` gets the number of new rows.
     """
     builder, batch, chars, seen = Builder(), list[Parsed](), 0, 0
 
@@ -289,7 +277,7 @@ def shards(
     for entry in islice(parsed(job, text_rows, kept), skip, None):
         batch.append(entry)
         row = entry[2]
-        chars += 0 if row is None or isinstance(row, DataError) else len(schema.text(row))
+        chars += 0 if row is None or isinstance(row, DataError) else len(schema.row_text(row))
         seen += row is not None
         if seen == most:
             break
@@ -317,7 +305,7 @@ def parsed(job: TokenizeJob, text_rows: str, kept: Kept) -> Iterator[Parsed]:
 def meaning(where: RowLocation, row: dict[str, Any]) -> Row | DataError:
     """Return the row, or the error of one that is none."""
     try:
-        return schema.parse(where, row)
+        return schema.parse_row(where, row)
     except DataError as error:
         return error
 
@@ -332,23 +320,22 @@ def identity(tokens: Tokens) -> str:
 
 def _template(tokens: Tokens) -> str | None:
     """Return the chat template, with the run's date in it; None if there is none: text does not need one."""
-    try:
+    with suppress(DataError):
         return tokens.template()
-    except DataError:
-        return None
+    return None
 
 
 def commit_chunk(
-    job: TokenizeJob, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int
-) -> tuple[list[str], int]:
+    job: TokenizeJob, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int,
+    marks: Sequence[list[int]] = (),
+) -> tuple[list[str], int]:  # fmt: skip
     """Write the missing shards of a job; return (their names, rows). Each shard written stays.
 
-    Raises:
-        DataError: a file changed after the folder got its name, and no shard of it is written; or the disk is full.
+    Raises DataError: the disk is full, or a file has changed since its mark was taken.
     """
     names, n = list[str](), 0
     for shard in shards(job, tokens, train_on, text_rows, kept, skip):
-        for (_, chunk), mark in zip(job.chunks, job.marks):
+        for (_, chunk), mark in zip(job.chunks, marks):
             if readers.mark(chunk.file) != mark:
                 raise readers.changed_meanwhile(chunk.file)
         try:
@@ -373,19 +360,6 @@ def no_room(folder: Path, error: OSError) -> DataError:
 # torch, which would take more memory than its work, and transformers only for the templates of conversations.
 
 
-def _instructions(tokens: Tokens, kept: Kept, train_on: str, text_rows: str, folder: Path) -> dict[str, Any]:
-    """Return a worker's first line; large parts of it are files in the folder, under the shards' lock."""
-    tokenizer, engine, rows = tokens.tokenizer, folder / "tokenizer.json", folder / "kept.npz"
-    engine.write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
-    if kept is not None:
-        save_kept(rows, kept)
-    return {
-        "tokenizer": str(engine), "eos": tokenizer.eos_token_id, "special": tokenizer.special_tokens_map,
-        "template": _template(tokens), "kept": kept and str(rows), "train_on": train_on, "text_rows": text_rows,
-        "folder": str(folder),
-    }  # fmt: skip
-
-
 def save_kept(path: Path, kept: Sequence[np.ndarray]) -> None:
     """Write which rows cleaning kept, by file."""
     with path.open("wb") as file:
@@ -398,7 +372,7 @@ def load_kept(path: Path) -> list[np.ndarray]:
         return [arrays[f"arr_{i}"] for i in range(len(arrays.files))]
 
 
-def main() -> None:
+def worker_main() -> None:
     """Run a worker: the first line has instructions, each further one a job; it ends with its input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -454,13 +428,24 @@ def _begin(given: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
     def work(task: dict[str, Any]) -> dict[str, Any]:
         chunks = tuple((file, Chunk(Path(path), *rest)) for file, path, *rest in task["chunks"])
-        job = TokenizeJob(task["number"], chunks, marks=tuple(task["marks"]))
-        names, n = commit_chunk(
-            job, tokens, given["train_on"], given["text_rows"], kept, folder, task["skip"], task["piece"]
-        )
+        how = given["train_on"], given["text_rows"], kept, folder, task["skip"], task["piece"], task["marks"]
+        names, n = commit_chunk(TokenizeJob(task["number"], chunks), tokens, *how)
         return {"names": names, "rows": n}
 
     return work
+
+
+def _instructions(work: TokenizeWork, folder: Path) -> dict[str, Any]:
+    """Return a worker's first line; large parts of it are files in the folder, under the shards' lock."""
+    tokenizer, engine, rows = work.tokens.tokenizer, folder / "tokenizer.json", folder / "kept.npz"
+    engine.write_text(tokenizer.backend_tokenizer.to_str(), "utf-8")
+    if work.kept is not None:
+        save_kept(rows, work.kept)
+    return {
+        "tokenizer": str(engine), "eos": tokenizer.eos_token_id, "special": tokenizer.special_tokens_map,
+        "template": _template(work.tokens), "kept": work.kept and str(rows), "train_on": learnt(work.config),
+        "text_rows": work.config.data.text_rows, "folder": str(folder),
+    }  # fmt: skip
 
 
 # --- All shards of some data.
@@ -473,7 +458,7 @@ POLL_S = 0.2
 # The interpreter of a worker must not find torch: importing it takes longer and more memory than tokenizing.
 WORKER = (
     "import sys; sys.modules['torch'] = None; sys.argv[1] in sys.path or sys.path.insert(0, sys.argv[1]); "
-    "from optrush.data.tokenize import main; main()"
+    "from optrush.data.tokenize import worker_main; worker_main()"
 )
 # One thread each. In a pool of one the tokenizer is a third faster than without a pool (measured, tokenizers 0.23).
 ALONE = {
@@ -489,7 +474,7 @@ def silent(_: str) -> None:
 
 
 @dataclass(frozen=True)
-class Work:
+class TokenizeWork:
     """What is tokenized, and how."""
 
     config: Config
@@ -503,7 +488,7 @@ class Work:
     def folder(self) -> Path:
         """The folder of its shards."""
         key = {
-            "format": FORMAT, "files": readers.fingerprint(self.files, cache_root(self.config.data.cache)),
+            "format": FORMAT, "files": readers.files_fingerprint(self.files, cache_root(self.config.data.cache)),
             "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.text_rows,
             "cleaning": self.cleaning,
             "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
@@ -518,22 +503,16 @@ def cache_root(cache: str | None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optrush"
 
 
-def tokenized(work: Work, most: int | None = None) -> Generator[Path | Shard]:
+def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | Shard]:
     """Yield the shards of the data in order, each as soon as it exists; close the iterator to stop.
 
-    Args:
-        most: rows that are needed, so that of small data no more are tokenized.
-
-    Raises:
-        DataError: a file cannot be read, or its shards not be written.
+    Of small data no more than `most` rows are tokenized. Raises DataError: a file that cannot be read or written.
     """
     progress = Progress(work.say, "tokenising", sum(path.stat().st_size for path in work.files))
     if small(work.files):
-        data = work.config.data
-        for job in jobs(work.files, data.text_rows):
-            yield from shards(
-                job, work.tokens, learnt(work.config), data.text_rows, work.kept, most=most, progress=progress.done
-            )
+        how = learnt(work.config), work.config.data.text_rows, work.kept
+        for job in jobs(work.files, work.config.data.text_rows):
+            yield from shards(job, work.tokens, *how, most=most, progress=progress.done)
         return
     marks = [readers.mark(path) for path in work.files]
     folder = work.folder
@@ -556,7 +535,6 @@ def small(paths: Sequence[Path]) -> bool:
 
 
 def _plain(path: Path) -> bool:
-    """Return whether the file's bytes are its text."""
     suffix, packing = form(path) or ("", "")
     return not packing and suffix != PARQUET
 
@@ -574,8 +552,7 @@ class ShardStore:
         paths = sorted(self.folder.glob("*.safetensors"))
         fresh = [path for path in paths if path not in self._sound]
         with ThreadPoolExecutor(cores()) as pool:  # hashing releases Python's lock
-            sound = dict(zip(fresh, pool.map(intact, fresh)))
-        self._sound |= {path for path, ok in sound.items() if ok}
+            self._sound |= {path for path, ok in zip(fresh, pool.map(intact, fresh)) if ok}
         self.jobs = next((int(path.name.split("-")[1]) for path in self.folder.glob("complete-*")), None)
         self.begun: dict[int, list[Path]] = {}  # the shards of each job from its first on, without a gap
         for path in paths:
@@ -619,12 +596,11 @@ def jobs(paths: Sequence[Path], text_rows: str) -> Iterator[TokenizeJob]:
 
 
 def _remaining(
-    work: Work, store: ShardStore, progress: Progress, first: int, marks: Sequence[list[int]]
+    work: TokenizeWork, store: ShardStore, progress: Progress, first: int, marks: Sequence[list[int]]
 ) -> Iterator[list[Path]]:
     """Yield the shards of each job from `first` on, in order; workers make the missing ones.
 
-    Args:
-        marks: of each file before its contents were hashed: one that changes meanwhile belongs to another folder.
+    The marks are those of the files before their contents were hashed: a changed one belongs to another folder.
     """
     waiting: deque[tuple[TokenizeJob, Future[tuple[list[Path], int]] | None]] = deque()
     most = work.config.data.workers or cores()
@@ -647,11 +623,10 @@ def _remaining(
 class Workers:
     """Worker processes, each of which does one job after another."""
 
-    def __init__(self, work: Work, store: ShardStore, count: int, marks: Sequence[list[int]]) -> None:
+    def __init__(self, work: TokenizeWork, store: ShardStore, count: int, marks: Sequence[list[int]]) -> None:
         self.store = store
         self._marks = marks
-        text_rows = work.config.data.text_rows
-        self._given = _instructions(work.tokens, work.kept, learnt(work.config), text_rows, store.folder)
+        self._given = _instructions(work, store.folder)
         self._count = count
         self._pool = ThreadPoolExecutor(count)  # a thread waits for each
         self._processes: list[subprocess.Popen[str]] = []
@@ -691,7 +666,12 @@ class Workers:
         line = process.stdout.readline()
         self._idle.put(process)  # a dead one too: the next job on it fails, and no job waits for ever
         if not line:
-            raise _died(job, process.wait())
+            code, first = process.wait(), job.chunks[0][1]
+            by = f"was killed by signal {-code}" if code < 0 else f"ended with code {code} (what it said stands above)"
+            hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+            do = "start again: what is done is kept; `data.workers: 1` needs the least memory"
+            asked = f"to tokenise {first.file} from row {first.first} on"
+            raise DataError(asked, f"the process that did it {by}{hint}", do)
         answer = json.loads(line)
         if "error" in answer:
             kind, *texts = answer["error"]
@@ -704,14 +684,6 @@ def _send(process: subprocess.Popen[str], what: dict[str, Any]) -> None:
     with suppress(BrokenPipeError):  # a dead process is noticed when its answer is read
         process.stdin.write(json.dumps(what) + "\n")
         process.stdin.flush()
-
-
-def _died(job: TokenizeJob, code: int) -> DataError:
-    by = f"was killed by signal {-code}" if code < 0 else f"ended with code {code} (what it said stands above)"
-    hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-    at = f"{job.chunks[0][1].file} from row {job.chunks[0][1].first} on"
-    do = "start again: what is done is kept; `data.workers: 1` needs the least memory"
-    return DataError(f"to tokenise {at}", f"the process that did it {by}{hint}", do)
 
 
 class Progress:
@@ -784,14 +756,7 @@ def check_bad_share(refused: Sequence[BadRow], rows: int, most: float) -> None:
 
 def append_bad_rows(path: Path, refused: Iterable[BadRow]) -> None:
     """Append a line of JSON a row to a file (quarantine.jsonl); several processes may."""
-    lines = [
-        json.dumps({"file": str(where.file), "line": where.line, "reason": error.found}, ensure_ascii=False) + "\n"
-        for where, error in refused
-    ]
-    if lines:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            for line in lines:  # one call a line: the lines of two processes do not mix
-                os.write(descriptor, line.encode("utf-8", "backslashreplace"))
-        finally:
-            os.close(descriptor)
+    for where, error in refused:
+        line = json.dumps({"file": str(where.file), "line": where.line, "reason": error.found}, ensure_ascii=False)
+        with path.open("ab", buffering=0) as file:  # one call a line: the lines of two processes do not mix
+            file.write(line.encode("utf-8", "backslashreplace") + b"\n")

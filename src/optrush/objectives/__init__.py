@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from optrush.data.batch import Batch
-    from optrush.data.packing import Layout
+    from optrush.data.packing import RowLayout
 
 # Metrics of preferences in addition to their loss, means over pairs: names of metrics.jsonl (docs/dpo.md).
 FIGURES = ("rewards_chosen", "rewards_rejected", "reward_accuracy", "reward_margin")
@@ -27,7 +27,7 @@ def learnt(config: Config) -> str:
     return "all" if config.objective == "pretrain" else config.data.train_on
 
 
-def check_layout(config: Config, layout: Layout) -> None:
+def check_layout(config: Config, layout: RowLayout) -> None:
     """Check that the objective can be trained on these rows.
 
     Raises:

@@ -275,9 +275,9 @@ def check_data(text: str) -> str:
         ConfigError: no such sample, or not a number of documents.
         DataError: no such file, or its first row is invalid.
     """
-    from optrush.data.readers import read
+    from optrush.data.readers import read_rows
     from optrush.data.schema import Chat, Pair
-    from optrush.data.schema import parse as row
+    from optrush.data.schema import parse_row as row
 
     if text.startswith(SAMPLE):
         name = text.removeprefix(SAMPLE)
@@ -288,7 +288,7 @@ def check_data(text: str) -> str:
         if not re.fullmatch(r"random(:[1-9]\d*)?", text):
             raise ConfigError(f"the data {text}", "no number of documents", "write random, or random:4096")
         return "pretrain"
-    kind = row(*next(read(Path(text).expanduser())))
+    kind = row(*next(read_rows(Path(text).expanduser())))
     return "dpo" if isinstance(kind, Pair) else "sft" if isinstance(kind, Chat) else "pretrain"
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from optrush.data import sampler
 from optrush.data.chat_template import Tokens, open_tokens
-from optrush.data.sources import Sources, read_sources
+from optrush.data.dataset import Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
 from optrush.models.load import load

@@ -24,7 +24,7 @@ from torch import Tensor
 from optrush import console
 from optrush.data import readers, sampler, tokenize
 from optrush.data.batch import Batch
-from optrush.data.dataset import Source
+from optrush.data.dataset import SampleSource
 from optrush.data.tokenize import cache_root, no_room
 from optrush.errors import ConfigError, UserError
 from optrush.files import sync_folder, write_whole
@@ -92,7 +92,7 @@ def _needed(trainer: Trainer) -> bool:
     return trainer.config.dpo is not None and not dpo.by_adapter(trainer.config.dpo, trainer.adapters_disabled)
 
 
-def _counted(trainer: Trainer) -> Source:
+def _counted(trainer: Trainer) -> SampleSource:
     """Return the pairs to train on; raise ConfigError where they do not exist before the run."""
     if not trainer.sources.train.tokenized:
         found = "`data.stream`: its rows are not read before step 0, and the training cannot be switched off"
@@ -130,7 +130,7 @@ def against(prepared: ResolvedConfig, before: ResolvedConfig, data: str | None, 
     return trainer
 
 
-def _read(source: Source) -> str:
+def _read(source: SampleSource) -> str:
     """A hash of the tokens and targets of all documents."""
     sha = hashlib.sha256()
     for document in (d for i in range(len(source)) for d in source.documents(i)):
@@ -144,7 +144,7 @@ def _precomputed(prepared: ResolvedConfig) -> ResolvedConfig:
     return replace(prepared, config=prepared.config.model_copy(update={"dpo": settings}))
 
 
-def _found(trainer: Trainer, prepared: ResolvedConfig, source: Source, what: str) -> np.ndarray:
+def _found(trainer: Trainer, prepared: ResolvedConfig, source: SampleSource, what: str) -> np.ndarray:
     """(samples, 2) float32: the log-probabilities of the chosen and the rejected document of each pair."""
     folder, key = cache_root(trainer.config.data.cache) / "reference", _key(trainer, prepared, source)
     kept = _kept(folder, key)
@@ -161,7 +161,7 @@ def _found(trainer: Trainer, prepared: ResolvedConfig, source: Source, what: str
     return made
 
 
-def _key(trainer: Trainer, prepared: ResolvedConfig, source: Source) -> str:
+def _key(trainer: Trainer, prepared: ResolvedConfig, source: SampleSource) -> str:
     """All that decides about the figures: the pairs, the model, and in which precision and with which maths it runs."""
     model = {k: v for k, v in trainer.fingerprints.items() if k in ("config", "tokenizer")}
     model["base"] = _values(trainer, prepared)
@@ -193,14 +193,14 @@ def _values(trainer: Trainer, prepared: ResolvedConfig) -> str:
     found, error = "", None
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once a machine; unchanged files are in the cache
         try:
-            found = readers.fingerprint(value_files(prepared.folder), cache_root(trainer.config.data.cache))
+            found = readers.files_fingerprint(value_files(prepared.folder), cache_root(trainer.config.data.cache))
         except UserError as e:
             error = e
     distributed.agree(error)
     return " ".join(sorted({*distributed.gather(found)} - {""}))
 
 
-def passed(trainer: Trainer, source: Source, what: str) -> np.ndarray:
+def passed(trainer: Trainer, source: SampleSource, what: str) -> np.ndarray:
     """One forward pass over all pairs, through the same callables as an evaluation."""
     world, env = trainer.world, trainer.env
     rows = sampler.evaluation(

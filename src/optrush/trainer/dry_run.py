@@ -19,9 +19,9 @@ from optrush import console
 from optrush.config import Config, dump_config
 from optrush.data import preview, sampler
 from optrush.data.chat_template import open_tokens
-from optrush.data.packing import Layout
+from optrush.data.dataset import Sources, read_sources
+from optrush.data.packing import RowLayout
 from optrush.data.schema import RowLocation
-from optrush.data.sources import Sources, read_sources
 from optrush.errors import UserError
 from optrush.hardware import GIB
 from optrush.launch import launched
@@ -91,7 +91,7 @@ class _StreamedRows(NamedTuple):
         return RowLocation(Path("data.stream"), i + 1)
 
 
-def _layout(resolved: ResolvedConfig) -> Layout:
+def _layout(resolved: ResolvedConfig) -> RowLayout:
     """Return how samples become rows: the data stage, on a trainer without a model."""
     nothing = cast(Any, None)
     trainer = Trainer(resolved.config, resolved.env, World(0, 1, torch.device("cpu")), resolved.hf, nothing, nothing)
@@ -175,7 +175,7 @@ def _of(found: Prediction, part: str) -> int:
 
 
 def data_facts(
-    resolved: ResolvedConfig, sources: Sources, rows: sampler.Stream, steps: sampler.Plan, done: int
+    resolved: ResolvedConfig, sources: Sources, rows: sampler.Stream, steps: sampler.StreamPlan, done: int
 ) -> dict[str, Any]:
     """Return documents, steps and tokens of the run; null where it is unknown before the training."""
     env = resolved.env

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from optrush.config import Config
 from optrush.data import sampler
 from optrush.data.batch import Batch
-from optrush.data.packing import Layout, Padded
+from optrush.data.dataset import Sources
+from optrush.data.packing import Padded, RowLayout
 from optrush.data.sampler import Evaluation, Loading, Stream
-from optrush.data.sources import Sources
 from optrush.kernels.adamw import Rounding
 from optrush.models.weights import WeightMap
 from optrush.optim.adamw import Optimizer, OptimizerFactory, build_optimizer
@@ -96,7 +96,7 @@ class Trainer:
     weight_map: WeightMap
 
     # data
-    layout: Layout = field(default_factory=Padded)  # how samples become rows
+    layout: RowLayout = field(default_factory=Padded)  # how samples become rows
     loading: Loading = field(default_factory=Loading)  # how batches are prepared
     stream: Stream = None  # type: ignore[assignment]
     evaluation: Evaluation | None = None
@@ -275,7 +275,7 @@ class Plan:
     """Which steps a run takes, and what follows each."""
 
     trainer: Trainer
-    length: sampler.Plan
+    length: sampler.StreamPlan
     done: int = 0  # steps that were completed before
 
     @property
