@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optrush.kernels import adamw
-from optrush.models.decoder import build
+from optrush.models.decoder import build_decoder
 from optrush.models.hf import HFModel, _from_config
 from optrush.models.shapes import native_obstacle
 from optrush.technique import Technique
@@ -312,7 +312,7 @@ def _unfilled(folder: Any, hf: Any, implementation: Any, dtype: torch.dtype, see
         model.to_meta()
         model.restore_buffers = lambda device: _to_empty(model, device=device, buffers=True)
     else:
-        model = build(hf, dtype)
+        model = build_decoder(hf, dtype)
     return model, mock.Mock()
 
 

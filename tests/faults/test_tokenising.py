@@ -55,7 +55,7 @@ def given(model: Path, path: Path) -> Work:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
+    tiny.write_tiny(folder)
     return folder
 
 

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from optrush.data.batch import Batch, collate
 from optrush.data.schema import Document
 from optrush.models.shapes import HF
-from optrush.models.weights import WeightMap, export
+from optrush.models.weights import WeightMap, export_weights
 
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -146,7 +146,7 @@ def compare_export(
     theirs: Any, ours: Any, recipe: WeightMap, hf: HF, folder: Path, max_shard_bytes: float = 5e9
 ) -> None:
     """Export, and load with transformers: equal bits under equal names."""
-    export(folder, ((n, p.data) for n, p in ours.named_parameters()), recipe, hf, max_shard_bytes)
+    export_weights(folder, ((n, p.data) for n, p in ours.named_parameters()), recipe, hf, max_shard_bytes)
     again, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     mine, expected = again.state_dict(), theirs.state_dict()

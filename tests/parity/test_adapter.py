@@ -9,8 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from optrush.errors import NeedsError
-from optrush.models.hf import HFModel, adapt, probe_model
-from optrush.models.load import load
+from optrush.models.hf import HFModel, adapt, load, probe_model
 
 from parity_models import (
     FAMILIES,

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optrush.errors import CheckpointError, NeedsError
-from optrush.models.load import load
-from optrush.models.weights import export
+from optrush.models.hf import load
+from optrush.models.weights import export_weights
 
 from parity_models import FAMILIES, compare_alone, compare_export, compare_step, materialise, packed, reference, save
 
@@ -110,21 +110,21 @@ def test_export_reloads_to_the_bit(family, tmp_path, max_shard_bytes):
     back, _ = native(out, json.loads((out / "config.json").read_text()))
     assert all(torch.equal(a, b) for a, b in zip(back.parameters(), ours.parameters(), strict=True))
     with pytest.raises(CheckpointError, match="already holds"):
-        export(out, iter(()), recipe, hf)
+        export_weights(out, iter(()), recipe, hf)
 
 
 def test_export_writes_its_type_and_needs_every_parameter(llama, tmp_path):
     _, folder, hf = llama
     ours, recipe = native(folder, hf, torch.bfloat16)
     named = [(n, p.data) for n, p in ours.named_parameters()]
-    export(tmp_path / "a", iter(named), recipe, {k: v for k, v in hf.items() if k != "architectures"})
+    export_weights(tmp_path / "a", iter(named), recipe, {k: v for k, v in hf.items() if k != "architectures"})
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and config["architectures"] == ["LlamaForCausalLM"]
     assert {t.dtype for t in load_file(tmp_path / "a" / "model.safetensors").values()} == {torch.bfloat16}
     with pytest.raises(CheckpointError, match=r"no values for norm.weight"):
-        export(tmp_path / "b", ((n, t) for n, t in named if n != "norm.weight"), recipe, hf)
+        export_weights(tmp_path / "b", ((n, t) for n, t in named if n != "norm.weight"), recipe, hf)
     with pytest.raises(CheckpointError, match="unknown or came twice"):
-        export(tmp_path / "c", iter([*named, named[0]]), recipe, hf)
+        export_weights(tmp_path / "c", iter([*named, named[0]]), recipe, hf)
 
 
 def test_draws_are_the_same_in_any_cut_and_class():

@@ -32,7 +32,7 @@ TEXTS = [f"soup number {i}: " + "stir and wait. " * (i % 7) for i in range(60)]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
+    tiny.write_tiny(folder)
     return folder
 
 

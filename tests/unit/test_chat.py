@@ -33,7 +33,7 @@ from optrush.models import tiny
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
-    tiny.write(path)
+    tiny.write_tiny(path)
     return path
 
 

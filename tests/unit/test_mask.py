@@ -13,7 +13,7 @@ from optrush.models import tiny
 @pytest.fixture(scope="module")
 def bytelevel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
+    tiny.write_tiny(folder)
     return bytelevel_bpe(folder)
 
 

@@ -23,7 +23,7 @@ ENDED = tiny.TEMPLATE + "{{ eos_token }}"
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
+    tiny.write_tiny(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 

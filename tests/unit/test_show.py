@@ -21,7 +21,7 @@ TALK = "<|im_start|>user\nWhat is 漢字?<|im_end|>\n<|im_start|>assistant\nÉcr
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    tiny.write(folder)
+    tiny.write_tiny(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 

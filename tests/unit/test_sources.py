@@ -30,7 +30,7 @@ VOCAB = 32768
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
-    tiny.write(folder)
+    tiny.write_tiny(folder)
     return Tokens(AutoTokenizer.from_pretrained(folder))
 
 

@@ -20,7 +20,7 @@ def contents(folder):
 
 def test_two_writings_are_the_same_bytes_and_another_seed_changes_the_weights_alone(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        tiny.write(tmp_path / name, seed)
+        tiny.write_tiny(tmp_path / name, seed)
     a, b, c = (contents(tmp_path / name) for name in "abc")
     assert a == b
     assert {name for name in a if a[name] != c[name]} == {"model.safetensors"}
@@ -32,7 +32,7 @@ def test_two_writings_are_the_same_bytes_and_another_seed_changes_the_weights_al
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_it_loads_as_any_checkpoint_does(tmp_path, family):
     before = torch.random.get_rng_state()
-    tiny.write(tmp_path, family=family)
+    tiny.write_tiny(tmp_path, family=family)
     assert torch.equal(torch.random.get_rng_state(), before)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -46,7 +46,7 @@ def test_it_loads_as_any_checkpoint_does(tmp_path, family):
 
 
 def test_its_tokenizer_gives_back_any_text_and_the_template_one_token_a_mark(tmp_path):
-    tiny.write(tmp_path)
+    tiny.write_tiny(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     text = "Crème brûlée 🙂 for 4: ½ tsp\n\n  नमस्ते"
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text

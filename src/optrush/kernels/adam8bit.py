@@ -88,7 +88,7 @@ def levels(bits: Bits, signed: bool, device: torch.device) -> Tensor:
     return torch.tensor([0.0, *positive, *negative], dtype=torch.float32, device=device)
 
 
-def encode(x: Tensor, signed: bool, bits: Bits) -> tuple[Tensor, Tensor]:
+def quantize_blocks(x: Tensor, signed: bool, bits: Bits) -> tuple[Tensor, Tensor]:
     """Return the nearest codes and the scales of the blocks; of two equally near codes either, as in the kernel.
 
     Args:
@@ -137,8 +137,8 @@ def _codes_4bit(unit: Tensor, signed: bool) -> Tensor:
     return torch.where(unit < 0, -code.clamp(max=7), code) & 15
 
 
-def decode(codes: Tensor, scales: Tensor, signed: bool, bits: Bits, columns: int) -> Tensor:
-    """Return the (R, columns) float32 values of what `encode` returns."""
+def dequantize_blocks(codes: Tensor, scales: Tensor, signed: bool, bits: Bits, columns: int) -> Tensor:
+    """Return the (R, columns) float32 values of what `quantize_blocks` returns."""
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)[:, :columns]
     found = levels(bits, signed, codes.device)[codes.int()]
@@ -218,15 +218,17 @@ def _updated(
     keep, size, root, inverse = factors
     mean, square, bits, columns = moments.mean, moments.square, group.bits, old.shape[1]
     if moments.scales is not None:
-        mean = decode(mean, moments.scales[0], True, bits, columns)
-        square = decode(square, moments.scales[1], False, bits, columns).square()
+        mean = dequantize_blocks(mean, moments.scales[0], True, bits, columns)
+        square = dequantize_blocks(square, moments.scales[1], False, bits, columns).square()
     grad = grad.float() * inverse
     mean = mean + (grad - mean) * (1.0 - group.betas[0])
     square = square * group.betas[1] + (grad * grad) * (1.0 - group.betas[1])
     deviation, push = sqrt(square), size * mean
-    coded = () if moments.scales is None else (encode(mean, True, bits), encode(deviation, False, bits))
+    coded = (
+        () if moments.scales is None else (quantize_blocks(mean, True, bits), quantize_blocks(deviation, False, bits))
+    )
     if coded and bits == 4:
-        push = push + feedback * (mean - decode(*coded[0], True, bits, columns))
+        push = push + feedback * (mean - dequantize_blocks(*coded[0], True, bits, columns))
     weight = old.float() * keep - push / (deviation * root + group.eps)
     if old.dtype == torch.bfloat16 and group.rounding == "stochastic":
         yield round_stochastic(weight, random_bits(key, index))

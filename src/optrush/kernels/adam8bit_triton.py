@@ -31,7 +31,7 @@ from optrush.kernels.adam8bit import (
     levels,
 )
 from optrush.kernels.adamw_triton import ALIGNMENT, GroupLauncher, _mix, _pointer, _read, _write
-from optrush.kernels.nf4_triton import lookup
+from optrush.kernels.dequantize_triton import lookup
 
 # Elements of one program, of one parameter (its lookups are few compared with them), and elements at a time: 8 a
 # thread.

@@ -25,6 +25,7 @@ from optrush.kernels.adamw import COUNT_BITS, FACTORS, SECOND_KEY, AdamWGroup, P
 PART = 16384  # elements of one program, of one parameter: its lookups are few compared with them
 BLOCK = 1024  # elements at a time: 8 a thread, 16 bytes of bfloat16, the widest access
 WARPS = 4
+WRITE_BLOCK, WRITE_WARPS = 4096, 8  # of `launch_stochastic`
 LANES = 128  # parameters of one program of the small launch
 ALIGNMENT = 16  # bytes, for the widest access
 
@@ -263,3 +264,31 @@ class AdamWLauncher(GroupLauncher):
                 CUT=self.cut, ALIGNED=self.aligned and aligned, PART=PART, BLOCK=BLOCK, num_warps=WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
+
+
+# --- Stochastic rounding of one tensor in one launch. By torch's operators the random bits alone would move some 600
+# bytes an element.
+
+
+@triton.jit(do_not_specialize=["size", "first"])
+def _store(target, value, found_inf, key, size, first, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Write BLOCK elements of `size`; target: the bits of bfloat16; value: from arithmetic, whose nan stays one."""
+    if tl.load(found_inf) == 0:
+        j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        there = j < size
+        x = tl.load(value + j, mask=there, other=0.0)
+        bits = _mix((first + j).to(tl.uint32) ^ tl.load(key).to(tl.uint32))
+        bits = _mix(bits ^ tl.load(key + 1).to(tl.uint32)) >> SHIFT
+        tl.store(target + j, _stochastic(x, bits), mask=there)
+
+
+def launch_stochastic(
+    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
+) -> None:
+    """Write a bfloat16 target, as `adamw.RoundedWrite`."""
+    assert (target.dtype, value.dtype) == (torch.bfloat16, torch.float32)
+    assert target.is_contiguous() and value.is_contiguous()
+    if size := target.numel():
+        bits, flag = target.view(torch.uint16), found_inf.view(torch.uint8)
+        grid = (triton.cdiv(size, WRITE_BLOCK),)
+        _store[grid](bits, value, flag, key, size, first, shift, WRITE_BLOCK, num_warps=WRITE_WARPS)

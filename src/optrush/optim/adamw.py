@@ -16,8 +16,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from optrush.config import Optim
 from optrush.kernels import adamw as kernel
-from optrush.kernels.adamw import Rounding
-from optrush.kernels.stochastic_rounding import rounded_write
+from optrush.kernels.adamw import Rounding, rounded_write
 
 
 class LocalParam(Protocol):
