@@ -1,11 +1,7 @@
 """AdamW update with 8-bit or 4-bit moments, all parameters of a group in one launch of a Triton kernel.
 
-adam8bit.py has the formats and the reference; the bits are the same. Imported where it is launched only: torch ships
-Triton where there is a CUDA device. Triton's interpreter runs it on a CPU in the tests.
-
-A program updates tiles of whole blocks, each within a warp: it reads codes, scales, weights and gradients once, and
-writes codes, scales and weights once. The small launch of adamw_triton.py runs before it; neither synchronizes with the
-host.
+adam8bit.py has the formats and the reference; the bits are the same. Imported as adamw_triton.py is, whose small launch
+runs before it. A program updates tiles of whole blocks, each within a warp, and reads and writes every value once.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """AdamW update of bfloat16 or float32 weights in one launch of a Triton kernel; the reference is in adamw.py.
 
-Imported where it is launched only: torch ships Triton where there is a CUDA device. Triton's interpreter runs it on a
-CPU in the tests.
+Imported where it is launched only, because only CUDA builds of torch have Triton; in the tests its interpreter runs it.
 
-A small launch before it advances the counts and computes each parameter's factors and keys, so that all blocks of a
-parameter read the same. Neither launch synchronizes with the host: rate, divisor and the skip flag are read on the
-device, and the gradients' addresses, which differ from step to step, are sent through pinned memory.
+A small launch before it advances the counts and computes each parameter's factors and keys. Neither launch synchronizes
+with the host: rate, divisor and the skip flag are read on the device, and the gradients' addresses, which differ from
+step to step, are sent through pinned memory.
 
 The bits are the reference's: fused multiply-add is turned off, root and quotient are correctly rounded, and bfloat16 is
 written by shifts. The kernel is bound by instructions as much as by bytes: count those of the loop when changing it.
@@ -207,14 +206,9 @@ class GroupLauncher:
         self.sent = [0] * n  # the addresses of gradients that the device has
 
     def prepare(
-        self,
-        betas: tuple[float, float],
-        grads: Sequence[Tensor],
-        lr: Tensor,
-        grad_scale: Tensor,
-        flag: Tensor,
+        self, betas: tuple[float, float], grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, flag: Tensor,
         first: int,
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Advance counts, compute factors and keys, send addresses; return whether all gradients are ALIGNMENT."""
         assert all(g.dtype == grads[0].dtype and g.is_contiguous() for g in grads)
         addresses, last = [g.data_ptr() for g in grads], first + len(grads)

@@ -2,14 +2,12 @@
 
 Legend: N rows (tokens), D width, V vocabulary. With z = hidden @ weight.T + bias and y = softcap * tanh(scale * z /
 softcap) (y = scale * z without a softcap), a row's loss is logsumexp(y) - y[label]. Rows labelled -100 have exactly 0
-loss and no gradient, whatever their hidden values are. All of it is float32 after the matrix product (float64 where the
-inputs are float64); under autocast the product has autocast's type.
+loss and no gradient, whatever their hidden values are. All is float32 after the matrix product (float64 for float64).
 
 `cross_entropy` stores (N, V) logits: in float32 one for the backward pass, and three in it. `chunked_cross_entropy`
-stores (chunk, V). The classes are what the head's `nll` slot takes: one function with its settings.
-Source: the idea of computing the gradients in the forward pass is of Liger Kernel (arXiv:2410.10989) and Cut Your
-Losses (arXiv:2411.09009). Differs from the source: dW is summed in float32, a token reduction recomputes logits in the
-backward.
+stores (chunk, V). The head's `nll` slot takes the classes: one function with its settings.
+Source: gradients in the forward pass as in Liger Kernel (arXiv:2410.10989) and Cut Your Losses (arXiv:2411.09009).
+Differs from the source: dW is summed in float32, a token reduction recomputes logits in the backward.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from optrush.data.batch import IGNORE
 from optrush.errors import NeedsError
+from optrush.kernels import compute_dtype, widen
 
 Reduce = Literal["sum", "token"]
 ChunkLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor]]
@@ -98,11 +97,7 @@ class Package(_Kernel):
         return Chunked(options=self.options, chunk=self.chunk)
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        """Implement `LossKernel`.
-
-        Raises:
-            NeedsError: losses by token, or weighted tokens.
-        """
+        """Implement `LossKernel`; raise NeedsError for losses by token, or weighted tokens."""
         if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
             return self._evaluation(hidden, weight, labels, **kwargs)
         if kwargs["reduce"] != "sum" or kwargs["weights"] is not None:
@@ -115,8 +110,7 @@ def liger(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """Compute linear layer and cross-entropy by Liger's Triton kernel, with the gradients in the forward pass.
 
     hidden (N, D), weight (V, D), labels (N,) int64 -> () float32, the sum over labels that are not -100. Liger chooses
-    its own chunks, of about N * D / V rows: `chunk` is ignored. Sums are in float32. No bias, scale, softcap or row
-    weights.
+    chunks of about N * D / V rows: `chunk` is ignored. Sums are in float32. No bias, scale, softcap or row weights.
     Source: https://github.com/linkedin/Liger-Kernel, Hsu et al., https://arxiv.org/abs/2410.10989.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
@@ -142,15 +136,11 @@ def cross_entropy(
         bias: (V,) or None.
         scale: factor of the logits.
         softcap: bound of the logits by a tanh, after the scale.
-        part: must be None: this kernel needs the whole vocabulary.
+        part: must be None, else NeedsError: this kernel needs the whole vocabulary.
         weights: (N,) float factors of the rows, constants (no gradient reaches them).
-        reduce: 'sum' or 'token'.
 
     Returns:
         float32 (), the sum of the rows' losses; with reduce='token' (N,).
-
-    Raises:
-        NeedsError: `part` is given.
     """
     _refuse(part)
     losses = _losses(hidden, weight, bias, labels, weights, scale, softcap)
@@ -182,7 +172,7 @@ def chunked_cross_entropy(
         ]
         losses = torch.cat(pieces) if pieces else _losses(hidden, weight, bias, labels, weights, scale, softcap)
         return losses.sum() if reduce == "sum" else losses
-    settings = _Settings(scale, softcap, chunk, inner or chunk_loss, _compute_dtype(hidden))
+    settings = _Settings(scale, softcap, chunk, inner or chunk_loss, compute_dtype(hidden))
     function = _Summed if reduce == "sum" else _ByToken
     result: Tensor = function.apply(hidden, weight, bias, labels, weights, settings)  # type: ignore[no-untyped-call]
     return result
@@ -203,7 +193,7 @@ def chunk_loss(
     """
     learnt = labels != IGNORE
     z = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)  # (n, V)
-    y = z.to(_wide(z.dtype)) * scale
+    y = widen(z) * scale
     slope: Tensor | float = scale
     if softcap is not None:
         t = torch.tanh(y / softcap)
@@ -223,7 +213,7 @@ def _losses(
     learnt = labels != IGNORE
     # An ignored row's hidden values become 0: in the backward 0 * NaN would reach the weight's gradient.
     y = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)
-    y = y.to(_wide(y.dtype))  # one name for all of them: another would keep its tensor until the loss is computed
+    y = widen(y)  # one name for all of them: another would keep its tensor until the loss is computed
     if scale != 1.0:
         y = y * scale
     if softcap is not None:
@@ -245,10 +235,8 @@ class _Summed(torch.autograd.Function):
     """Sum of losses; all gradients are computed while the chunk's logits exist."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
-        settings: _Settings,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        hidden, weight, bias, labels, weights, settings = given
         wide = _wide(settings.dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         # Cast now: between here and the backward the activations are at their peak.
@@ -268,10 +256,8 @@ class _ByToken(torch.autograd.Function):
     """Losses by row; the backward recomputes each chunk's logits."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
-        settings: _Settings,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        hidden, weight, bias, labels, weights, settings = given
         ctx.save_for_backward(hidden, weight, bias, labels, weights)
         ctx.settings, dtype = settings, settings.dtype
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -339,16 +325,8 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the type of the matrix products: autocast's where it is on, else hidden's."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
 def _refuse(part: object | None) -> None:
     if part is not None:
-        raise NeedsError(
-            "a head whose vocabulary is cut over ranks",
-            "a loss kernel that needs the whole vocabulary",
-            "use a kernel that takes a vocabulary part, or leave the head whole",
-        )
+        do = "use a kernel that takes a vocabulary part, or leave the head whole"
+        found = "a loss kernel that needs the whole vocabulary"
+        raise NeedsError("a head whose vocabulary is cut over ranks", found, do)

@@ -1,12 +1,12 @@
 """Dequantize 4-bit or 8-bit weights in one launch; nf4.py and int8.py have the formats and the references.
 
-Imported where it is launched only: torch ships Triton where there is a CUDA device. Triton's interpreter runs it on a
-CPU in the tests. Codes and scales are read once, the dense weight is written once, in place: rows of the destination
-may be those of one piece of a fused linear, with the rows of others between them.
+Imported where it is launched only, because only CUDA builds of torch have Triton; in the tests its interpreter runs it.
+Codes and scales are read once, the dense weight is written once, in place: rows of the destination may be those of one
+piece of a fused linear, with the rows of others between them.
 
-Where no block crosses a row, a program processes a piece of one row and reads eight values a word. Words are in one
-dimension, each with its scale, so that neighboring threads store neighboring values: with blocks and words as two
-dimensions the compiler gave each thread of a warp another block, which took three times as long.
+Where no 4-bit block crosses a row, a program processes a piece of one row and reads eight values a word. Words are in
+one dimension, each with its scale, so that neighboring threads store neighboring values: with two dimensions the
+compiler gave each thread of a warp another block, which took three times as long.
 """
 
 from __future__ import annotations

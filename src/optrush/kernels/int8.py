@@ -37,11 +37,9 @@ def quantize_int8(values: Tensor) -> dict[str, Tensor]:
 
 
 def dequantize_int8(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
-    """Dequantize into `out`.
+    """Dequantize the flat parts of `quantize_int8`, each perhaps longer than needed, into `out` of any floating type.
 
-    Args:
-        parts: of `quantize_int8`, in its order and flat; each may be longer than needed.
-        out: (rows, width), or (groups, rows of a group, width), of any floating type; contiguous rows.
+    out: (rows, width), or (groups, rows of a group, width); contiguous rows.
     """
     codes, scales = parts.values() if isinstance(parts, Mapping) else parts
     if out.is_cuda:

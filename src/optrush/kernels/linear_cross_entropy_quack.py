@@ -55,12 +55,6 @@ def transposed_product(e: Tensor, x: Tensor) -> Tensor:
 def _transposed() -> GemmConfig:
     """Return tiles of 256 (D) x 192 (V), whose pairs share reads of x; one object: QuACK compares by identity."""
     return GemmConfig(
-        tile_m=256,
-        tile_n=192,
-        pingpong=False,
-        cluster_m=1,
-        cluster_n=2,
-        swap_ab=True,
-        is_dynamic_persistent=False,
+        tile_m=256, tile_n=192, pingpong=False, cluster_m=1, cluster_n=2, swap_ab=True, is_dynamic_persistent=False,
         device_capacity=9,
-    )
+    )  # fmt: skip

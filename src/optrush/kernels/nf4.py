@@ -123,11 +123,9 @@ def scales(absmax: Tensor, nested: Tensor | None) -> Tensor:
 
 
 def dequantize_nf4(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
-    """Dequantize into `out`.
+    """Dequantize the parts of `quantize_nf4`, each perhaps longer than needed, into `out` of any floating type.
 
-    Args:
-        parts: of `quantize_nf4`, in its order; each may be longer than needed.
-        out: of the tensor's number of values and any floating type; contiguous in its last dimension.
+    out: of the tensor's number of values; contiguous in its last dimension.
     """
     codes, absmax, *rest = parts.values() if isinstance(parts, Mapping) else parts
     nested = rest[0] if rest else None

@@ -28,11 +28,7 @@ def learnt(config: Config) -> str:
 
 
 def check_layout(config: Config, layout: Layout) -> None:
-    """Check that the objective can be trained on these rows.
-
-    Raises:
-        ConfigError: pairs in rows whose documents are split, and attend to each other.
-    """
+    """Raise ConfigError for pairs in rows whose documents are split, and attend to each other."""
     if config.objective == "dpo" and not (layout.isolated and layout.uncut):
         found = "rows whose documents are torn and see each other, where two answers must stand apart"
         raise ConfigError("`objective: dpo` with --with wrap", found, "take --with packing instead")

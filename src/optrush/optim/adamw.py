@@ -139,15 +139,11 @@ class AdamW:
         if rounding == "kahan":
             self.remainders = dict(zip(at, self._states_like(at)))
         group = kernel.AdamWGroup(
-            weights=[t.local for t in trained],
-            means=[self.mean[i] for i in at],
-            squares=[self.square[i] for i in at],
+            weights=[t.local for t in trained], means=[self.mean[i] for i in at], squares=[self.square[i] for i in at],
             remainders=[self.remainders[i] for i in at] if rounding == "kahan" else None,
-            params=param_table(trained, self.optim, seed),
-            betas=self.optim.betas,
-            eps=torch.tensor(self.optim.eps).item(),
-            rounding=rounding,
-        )
+            params=param_table(trained, self.optim, seed), betas=self.optim.betas,
+            eps=torch.tensor(self.optim.eps).item(), rounding=rounding,
+        )  # fmt: skip
         for i, count in zip(at, group.params.counts):
             self.count[i] = count  # a view: the group counts
         if not group.params.counts.is_cuda:
@@ -180,15 +176,10 @@ class AdamW:
                 continue
             with torch.no_grad():
                 torch_adamw(
-                    [self.trained[i].local for i in at],
-                    [grads[i] for i in at],
-                    [self.mean[i] for i in at],
-                    [self.square[i] for i in at],
-                    [],
-                    [self.count[i] for i in at],
-                    foreach=False, fused=self.fused, grad_scale=grad_scale, found_inf=found_inf,
-                    amsgrad=False, beta1=o.betas[0], beta2=o.betas[1], lr=lr,
-                    weight_decay=o.weight_decay if decays else 0.0, eps=o.eps, maximize=False,
+                    [self.trained[i].local for i in at], [grads[i] for i in at], [self.mean[i] for i in at],
+                    [self.square[i] for i in at], [], [self.count[i] for i in at], foreach=False, fused=self.fused,
+                    grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=o.betas[0], beta2=o.betas[1],
+                    lr=lr, weight_decay=o.weight_decay if decays else 0.0, eps=o.eps, maximize=False,
                 )  # fmt: skip
 
     def state(self) -> dict[str, dict[str, Tensor]]:

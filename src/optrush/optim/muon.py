@@ -2,7 +2,7 @@
 
 A fused matrix of ours is several matrices of the published model (`Pieces`), each orthogonalized by itself: together
 they would be another matrix, with other singular vectors. States and weights stay fused; only the iterations run on the
-pieces.
+pieces. Matrices are orthogonalized approximately by Newton-Schulz iterations: products only, many matrices at once.
 
 Sources: Jordan et al., https://kellerjordan.github.io/posts/muon/; the step's size, by which learning rate and weight
 decay of AdamW carry over: Liu et al., https://arxiv.org/abs/2502.16982.
@@ -29,6 +29,9 @@ LIKE_ADAMW = 0.2  # the approximate root mean square of AdamW's update, in units
 def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
     """Return every matrix of (n, R, C) with its singular values near 1, in x's dtype.
 
+    Each iteration applies the odd polynomial A s + B s^3 + C s^5 to every singular value s and keeps the singular
+    vectors. Five bring all values that are not tiny near 1 (0.68 to 1.13), where they oscillate: the coefficients trade
+    convergence for a steep start.
     Work: 2 r (2 r c + r^2) FLOP an iteration and matrix, r the smaller and c the larger side.
     """
     a, b, c = COEFFICIENTS
@@ -56,7 +59,6 @@ class Pieces:
 class ShapeGroup:
     """Matrices of one shape with equal pieces, which are updated together."""
 
-    at: list[int]  # indices among the trained
     weights: list[Tensor]  # (R, C) each, contiguous
     momenta: list[Tensor]
     params: ParamTable
@@ -90,10 +92,9 @@ class Muon(MatrixOptimizer):
         self.groups = []
         for at in kinds.values():
             members = [self.trained[i] for i in at]
-            weights = [t.local for t in members]
+            weights, params = [t.local for t in members], param_table(members, optim, seed)
             momenta = [torch.zeros_like(w) for w in weights]
-            pieces = matrices[members[0].name]
-            self.groups.append(ShapeGroup(at, weights, momenta, param_table(members, optim, seed), pieces))
+            self.groups.append(ShapeGroup(weights, momenta, params, matrices[members[0].name]))
         device = self.groups[0].params.counts.device
         narrow = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         self.products = torch.bfloat16 if narrow else torch.float32
