@@ -20,38 +20,23 @@ transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 1000.0,
-}
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16, "rope_theta": 1000.0,
+}  # fmt: skip
 SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 FAMILIES = {
     "llama": {**SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
     "llama-tied": {
-        **SIZES,
-        "model_type": "llama",
-        "tie_word_embeddings": True,
-        "num_key_value_heads": 1,
+        **SIZES, "model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 1,
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
     },
     "mistral": {**SIZES, "model_type": "mistral", "sliding_window": None, "rope_theta": 5000.0},
     "qwen2": {**SIZES, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**SIZES, "model_type": "qwen3", "attention_bias": True, "num_key_value_heads": 4},
-}
+}  # fmt: skip
 
 
 def reference(sizes: dict, *, seed: int = 0) -> torch.nn.Module:

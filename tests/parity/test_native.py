@@ -16,19 +16,20 @@ from optrush.models.weights import export_weights
 from parity_models import FAMILIES, compare_alone, compare_export, compare_step, materialise, packed, reference, save
 
 
+def written(tmp_path_factory, name):
+    """(transformers model, folder, config.json) of one family."""
+    folder, model = tmp_path_factory.mktemp(name), reference(FAMILIES[name])
+    return model, folder, save(model, folder)
+
+
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request, tmp_path_factory):
-    """(transformers model, folder, config.json) of one family."""
-    folder = tmp_path_factory.mktemp(request.param)
-    model = reference(FAMILIES[request.param])
-    return model, folder, save(model, folder)
+    return written(tmp_path_factory, request.param)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    model = reference(FAMILIES["llama"])
-    return model, folder, save(model, folder)
+    return written(tmp_path_factory, "llama")
 
 
 def native(folder, hf, dtype=torch.float32):
@@ -77,7 +78,8 @@ def test_sharded_folder(family, tmp_path):
     save(theirs, tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     one, _ = native(folder, hf)
-    many, _ = native(tmp_path, hf)
+    many, recipe = native(tmp_path, hf)
+    assert (many.head.weight is many.embedding.weight) == many.shape.tied == ("head.weight" not in recipe.entries)
     for (name, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
         assert torch.equal(a, b), name
 
@@ -145,14 +147,6 @@ def test_draws_are_the_same_in_any_cut_and_class():
     assert mine["lm_head.weight"].std().item() == pytest.approx(0.5, rel=0.1)
     other, recipe3 = load(None, hf, "native", torch.float32, 4)
     assert not torch.equal(materialise(other, recipe3).head.weight, one.head.weight)
-
-
-def test_ties_survive_materialisation(tmp_path):
-    hf = FAMILIES["qwen2"]
-    ours, recipe = load(None, hf, "native", torch.float32, 0)
-    materialise(ours, recipe)
-    assert ours.head.weight is ours.embedding.weight
-    assert "head.weight" not in recipe.entries
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own tracer looks at it

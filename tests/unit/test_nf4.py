@@ -160,7 +160,7 @@ def interpreted():
         for dtype in (torch.float32, torch.float16):
             for name, form in (("nf4", Form(4, True)), ("nf4", Form(4, False)), ("int8", Form(8))):
                 parts, want = form.quantize(values), torch.empty(shape, dtype=dtype)
-                (nf4 if name == "nf4" else int8).dequantize(parts, want)
+                dequantize(form, parts, want)
                 wide = torch.full((shape[0], 3, shape[1]), 7.0, dtype=dtype)  # rows of others between
                 target = wide[:, 1:2]
                 if name == "nf4":

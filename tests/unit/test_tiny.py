@@ -71,16 +71,3 @@ def test_recipes_are_deterministic_many_and_of_many_lengths(tmp_path):
     assert [[(m.role, m.content) for m in row.messages] for row in rows] == [
         [(m["role"], m["content"]) for m in conversation] for conversation in islice(made, 100)
     ]
-
-
-def test_no_meat_for_vegans():
-    meat = {"chicken", "bacon", "salmon", "prawns", "pork", "lamb", "beef", "cod"}
-    milk = {"butter", "cream", "halloumi", "paneer", "cheese", "parmesan", "yoghurt"}
-    asked = 0
-    for conversation in conversations(600, seed=5):
-        turns = [message["content"] for message in conversation if message["role"] != "system"]
-        if "vegan" in turns[0]:
-            asked += 1
-            named = "\n".join(line for line in turns[1].splitlines() if line.startswith("- "))
-            assert not (meat | milk) & set(named.replace(",", "").split()), named
-    assert asked > 20

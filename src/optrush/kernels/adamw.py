@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -252,56 +252,39 @@ def _updated(
 # --- Writes of float32 results by optimizers whose update consists of torch's operators: rounding and skipping.
 
 
-class RoundedWrite(Protocol):
-    """Writes one tensor with one rounding."""
-
-    def __call__(
-        self, target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
-    ) -> None:
-        """Write a whole contiguous tensor, or nothing where `found_inf` () is True; no device synchronization.
-
-        Args:
-            target: bfloat16, or float32, which is written unrounded.
-            value: as many elements, contiguous, float32.
-            key: (2,) int64, a row of `step_key`.
-            shift: 0 or 16: which 16 of the 32 random bits are used.
-            first: index in the full parameter of the target's first element; the target is a run of elements.
-        """
-        ...
+RoundedWrite = Callable[..., None]
+"""A function with the arguments of `write_stochastic`."""
 
 
-def write_nearest(
-    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
+def write_rounded(
+    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0, *, rounding: str
 ) -> None:
-    """Write rounded to the nearest, as `RoundedWrite`."""
-    target.copy_(torch.where(found_inf, target, value.view_as(target).to(target.dtype)))
+    """Write as `write_stochastic`, by a kernel on a GPU, or with `rounding` nearest."""
+    if rounding == "nearest" or target.dtype == torch.float32:
+        target.copy_(torch.where(found_inf, target, value.view_as(target).to(target.dtype)))
+    elif target.is_cuda:
+        from optrush.kernels.adamw_triton import launch_stochastic  # a CPU build of torch has no triton
+
+        launch_stochastic(target, value, found_inf, key, shift, first)
+    else:
+        write_stochastic(target, value, found_inf, key, shift, first)
 
 
 def write_stochastic(
     target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
 ) -> None:
-    """Write rounded up or down with the probability that preserves the expected value, as `RoundedWrite`."""
-    if target.dtype == torch.float32:
-        return write_nearest(target, value, found_inf, key)
+    """Write a whole tensor, rounded up or down with the probability that preserves the expected value.
+
+    Args:
+        target: bfloat16, contiguous; not written where `found_inf` () is True.
+        value: as many elements, contiguous, float32.
+        key: (2,) int64, a row of `step_key`.
+        shift: 0 or 16: which 16 of the 32 random bits are used.
+        first: index in the full parameter of the target's first element; the target is a run of elements.
+    """
     flat, values, size = target.view(-1), value.view(-1), CHUNK[target.device.type]
     for at in range(0, flat.numel(), size):
         old = flat[at : at + size]
         index = torch.arange(first + at, first + at + old.numel(), device=old.device)
         new = round_stochastic(values[at : at + size], random_bits(key, index) >> shift)
         old.copy_(torch.where(found_inf, old, new))
-
-
-def rounded_write(rounding: str, device: torch.device) -> RoundedWrite:
-    """Return the function that writes on a device: on a GPU stochastic rounding is a kernel."""
-    if rounding == "nearest":
-        return write_nearest
-    return _stochastic_on_cuda if device.type == "cuda" else write_stochastic
-
-
-def _stochastic_on_cuda(
-    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
-) -> None:
-    from optrush.kernels.adamw_triton import launch_stochastic  # a CPU build of torch has no triton
-
-    write = write_nearest if target.dtype == torch.float32 else launch_stochastic
-    write(target, value, found_inf, key, shift, first)

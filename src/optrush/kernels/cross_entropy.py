@@ -165,17 +165,13 @@ def chunked_cross_entropy(
     """
     _refuse(part)
     weights = None if weights is None else weights.detach()
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))):
-        pieces = [
-            _losses(hidden[a:b], weight, bias, labels[a:b], None if weights is None else weights[a:b], scale, softcap)
-            for a, b in _chunks(len(hidden), chunk)
-        ]
-        losses = torch.cat(pieces) if pieces else _losses(hidden, weight, bias, labels, weights, scale, softcap)
-        return losses.sum() if reduce == "sum" else losses
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     settings = _Settings(scale, softcap, chunk, inner or chunk_loss, compute_dtype(hidden))
-    function = _Summed if reduce == "sum" else _ByToken
-    result: Tensor = function.apply(hidden, weight, bias, labels, weights, settings)  # type: ignore[no-untyped-call]
-    return result
+    if learns and reduce == "sum":
+        total: Tensor = _Summed.apply(hidden, weight, bias, labels, weights, settings)  # type: ignore[no-untyped-call]
+        return total
+    losses: Tensor = _ByToken.apply(hidden, weight, bias, labels, weights, settings)  # type: ignore[no-untyped-call]
+    return losses.sum() if reduce == "sum" else losses
 
 
 def chunk_loss(

@@ -8,6 +8,7 @@ rounded to the nearest, or where one launch on a GPU updates all.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from optrush.config import Optim
 from optrush.kernels import adamw as kernel
-from optrush.kernels.adamw import Rounding, rounded_write
+from optrush.kernels.adamw import Rounding, write_rounded
 
 
 class LocalParam(Protocol):
@@ -207,7 +208,7 @@ class MatrixOptimizer:
         rest = [i for i in range(len(self.trained)) if i not in matrices]
         self.rest = {i: k for k, i in enumerate(rest)}
         self.adamw = AdamW([self.trained[i] for i in rest], optim, fused=True, rounding=rounding, seed=seed)
-        self.write = rounded_write(rounding, self.trained[0].local.device)
+        self.write = partial(write_rounded, rounding=rounding)
 
     def step_rest(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, chosen: Iterable[int]) -> None:
         """Run AdamW on the chosen parameters that are not the subclass's."""
