@@ -37,7 +37,7 @@ class LossKernel(Protocol):
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, scale: float,
-        softcap: float | None, part: object | None, weights: Tensor | None, reduce: Reduce,
+        softcap: float | None, reduce: Reduce,
     ) -> Tensor: ...  # fmt: skip
 
     def compiled(self, options: dict[str, Any]) -> LossKernel:
@@ -97,11 +97,11 @@ class Package(_Kernel):
         return Chunked(options=self.options, chunk=self.chunk)
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        """Implement `LossKernel`; raise NeedsError for losses by token, or weighted tokens."""
+        """Implement `LossKernel`; raise NeedsError for losses by token."""
         if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
             return self._evaluation(hidden, weight, labels, **kwargs)
-        if kwargs["reduce"] != "sum" or kwargs["weights"] is not None:
-            found = "an objective with weighted tokens or with one loss a token"
+        if kwargs["reduce"] != "sum":
+            found = "an objective with one loss a token"
             raise NeedsError(f"{self.function.__name__}'s loss kernel", found, "take fused-loss:impl=chunked")
         return self.function(hidden, weight, labels, self.chunk)
 
@@ -110,7 +110,7 @@ def liger(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """Compute linear layer and cross-entropy by Liger's Triton kernel, with the gradients in the forward pass.
 
     hidden (N, D), weight (V, D), labels (N,) int64 -> () float32, the sum over labels that are not -100. Liger chooses
-    chunks of about N * D / V rows: `chunk` is ignored. Sums are in float32. No bias, scale, softcap or row weights.
+    chunks of about N * D / V rows: `chunk` is ignored. Sums are in float32. No bias, scale or softcap.
     Source: https://github.com/linkedin/Liger-Kernel, Hsu et al., https://arxiv.org/abs/2410.10989.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
@@ -125,7 +125,7 @@ def liger(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
 
 def cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
-    softcap: float | None = None, part: object | None = None, weights: Tensor | None = None, reduce: Reduce = "sum",
+    softcap: float | None = None, reduce: Reduce = "sum",
 ) -> Tensor:  # fmt: skip
     """Compute every logit at once: the plain reference.
 
@@ -136,21 +136,17 @@ def cross_entropy(
         bias: (V,) or None.
         scale: factor of the logits.
         softcap: bound of the logits by a tanh, after the scale.
-        part: must be None, else NeedsError: this kernel needs the whole vocabulary.
-        weights: (N,) float factors of the rows, constants (no gradient reaches them).
 
     Returns:
         float32 (), the sum of the rows' losses; with reduce='token' (N,).
     """
-    _refuse(part)
-    losses = _losses(hidden, weight, bias, labels, weights, scale, softcap)
+    losses = _losses(hidden, weight, bias, labels, scale, softcap)
     return losses.sum() if reduce == "sum" else losses
 
 
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
-    softcap: float | None = None, part: object | None = None, weights: Tensor | None = None, reduce: Reduce = "sum",
-    chunk: int = 2048, inner: ChunkLoss | None = None,
+    softcap: float | None = None, reduce: Reduce = "sum", chunk: int = 2048, inner: ChunkLoss | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `cross_entropy` with at most (chunk, V) logits at once; arguments, shapes and errors as there.
 
@@ -163,14 +159,12 @@ def chunked_cross_entropy(
         chunk: most rows at a time; chunks are of equal size, so that no small last chunk costs a shape of its own.
         inner: replaces `chunk_loss`, e.g. by torch.compile of it.
     """
-    _refuse(part)
-    weights = None if weights is None else weights.detach()
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     settings = _Settings(scale, softcap, chunk, inner or chunk_loss, compute_dtype(hidden))
     if learns and reduce == "sum":
-        total: Tensor = _Summed.apply(hidden, weight, bias, labels, weights, settings)  # type: ignore[no-untyped-call]
+        total: Tensor = _Summed.apply(hidden, weight, bias, labels, settings)  # type: ignore[no-untyped-call]
         return total
-    losses: Tensor = _ByToken.apply(hidden, weight, bias, labels, weights, settings)  # type: ignore[no-untyped-call]
+    losses: Tensor = _ByToken.apply(hidden, weight, bias, labels, settings)  # type: ignore[no-untyped-call]
     return losses.sum() if reduce == "sum" else losses
 
 
@@ -203,20 +197,17 @@ def chunk_loss(
 
 
 def _losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, scale: float,
-    softcap: float | None,
-) -> Tensor:  # fmt: skip
-    learnt = labels != IGNORE
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float, softcap: float | None
+) -> Tensor:
     # An ignored row's hidden values become 0: in the backward 0 * NaN would reach the weight's gradient.
-    y = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)
+    y = F.linear(hidden.masked_fill((labels == IGNORE)[:, None], 0), weight, bias)
     y = widen(y)  # one name for all of them: another would keep its tensor until the loss is computed
     if scale != 1.0:
         y = y * scale
     if softcap is not None:
         y = torch.tanh(y / softcap) * softcap
     # torch's own saves one (N, V) for the backward and needs three there; logsumexp and a gather would need five.
-    losses = F.cross_entropy(y, labels, ignore_index=IGNORE, reduction="none")  # (N,), 0 where ignored
-    return losses if weights is None else losses * torch.where(learnt, weights.detach(), 0)
+    return F.cross_entropy(y, labels, ignore_index=IGNORE, reduction="none")  # (N,), 0 where ignored
 
 
 class _Settings(NamedTuple):
@@ -232,11 +223,11 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        hidden, weight, bias, labels, weights, settings = given
+        hidden, weight, bias, labels, settings = given
         wide = _wide(settings.dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         # Cast now: between here and the backward the activations are at their peak.
-        factors = _factors(labels, weights, wide)
+        factors = (labels != IGNORE).to(wide)
         ctx.gradients = _gradients(ctx.needs_input_grad, hidden, weight, bias, labels, factors, settings, total)
         return total
 
@@ -245,7 +236,7 @@ class _Summed(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("chunked_cross_entropy(reduce='sum') scales its gradients in place: one backward only")
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if t is None else t.mul_(incoming[0]) for t in gradients), None, None, None
+        return *(None if t is None else t.mul_(incoming[0]) for t in gradients), None, None
 
 
 class _ByToken(torch.autograd.Function):
@@ -253,31 +244,30 @@ class _ByToken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        hidden, weight, bias, labels, weights, settings = given
-        ctx.save_for_backward(hidden, weight, bias, labels, weights)
+        hidden, weight, bias, labels, settings = given
+        ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.settings, dtype = settings, settings.dtype
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         out = torch.empty(len(hidden), dtype=_wide(dtype), device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for first, last in _chunks(len(hidden), settings.chunk):
-                part = None if weights is None else weights[first:last]
                 h = hidden[first:last].to(dtype)
-                out[first:last] = _losses(h, w, b, labels[first:last], part, settings.scale, settings.softcap)
+                out[first:last] = _losses(h, w, b, labels[first:last], settings.scale, settings.softcap)
         return out
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, weights = ctx.saved_tensors
-        factors = _factors(labels, weights, _wide(ctx.settings.dtype)) * incoming[0]
+        hidden, weight, bias, labels = ctx.saved_tensors
+        factors = torch.where(labels != IGNORE, incoming[0], 0)
         gradients = _gradients(ctx.needs_input_grad, hidden, weight, bias, labels, factors, ctx.settings)
-        return *gradients, None, None, None
+        return *gradients, None, None
 
 
 def _gradients(
     needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor,
     settings: _Settings, total: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute the gradients of sum(factors * losses) by chunks, of hidden, weight and bias; add that sum to `total`."""
+    """Compute the gradients of sum(factors * losses) by chunks: hidden, weight, bias; add the losses to `total`."""
     wide, dtype = _wide(settings.dtype), settings.dtype
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     dh = torch.zeros_like(hidden) if needs[0] else None
@@ -289,7 +279,7 @@ def _gradients(
             losses, dz = settings.inner(h, w, b, part, rows, settings.scale, settings.softcap)
             learnt = part != IGNORE
             if total is not None:
-                total += torch.where(learnt, losses * rows, 0).sum()
+                total += losses.sum()
             if dh is not None:
                 dh[first:last] = torch.where(learnt[:, None], dz @ w, 0)
             if dw is not None:
@@ -303,12 +293,6 @@ def _gradients(
     return dh, None if dw is None else dw.to(weight.dtype), None if bias is None or db is None else db.to(bias.dtype)
 
 
-def _factors(labels: Tensor, weights: Tensor | None, wide: torch.dtype) -> Tensor:
-    """Return (N,): the rows' weights, 0 where ignored (whatever the weight there is)."""
-    learnt = (labels != IGNORE).to(wide)
-    return learnt if weights is None else torch.where(labels != IGNORE, weights.to(wide), 0)
-
-
 def _chunks(n: int, chunk: int) -> Iterator[tuple[int, int]]:
     if n == 0:
         return
@@ -319,10 +303,3 @@ def _chunks(n: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _refuse(part: object | None) -> None:
-    if part is not None:
-        do = "use a kernel that takes a vocabulary part, or leave the head whole"
-        found = "a loss kernel that needs the whole vocabulary"
-        raise NeedsError("a head whose vocabulary is cut over ranks", found, do)

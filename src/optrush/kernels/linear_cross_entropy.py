@@ -43,7 +43,7 @@ def quack(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """hidden (N, D), weight (V, D), labels (N,) int64 -> () float32, the sum over labels that are not -100.
 
     Other labels are from 0 to V - 1, which is not checked. bfloat16 (autocast's too) on capability 9.0; V and
-    chunk multiples of 128. No bias, scale, softcap or row weights. Allocates (chunk, V) bfloat16. One backward
+    chunk multiples of 128. No bias, scale or softcap. Allocates (chunk, V) bfloat16. One backward
     only; without `torch.is_grad_enabled` no gradient is computed.
     """
     learns = torch.is_grad_enabled()  # inside a Function it is off

@@ -175,14 +175,12 @@ class Head(nn.Module):
         self.scale = 1.0
         self.softcap: float | None = None
         self.nll: LossKernel = Whole()
-        self.part: Any = None
 
-    def forward(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
-        """hidden (B, T, D), labels (B, T), weights (B, T) or None -> float32 () or, by token, (B, T)."""
+    def forward(self, hidden: Tensor, labels: Tensor, reduce: Reduce = "sum") -> Tensor:
+        """hidden (B, T, D), labels (B, T) -> float32 () or, by token, (B, T)."""
         losses = self.nll(
             hidden.flatten(0, 1), self.weight, labels.flatten(), bias=self.bias, scale=self.scale,
-            softcap=self.softcap, part=self.part, weights=None if weights is None else weights.flatten(),
-            reduce=reduce,
+            softcap=self.softcap, reduce=reduce,
         )  # fmt: skip
         return losses if reduce == "sum" else losses.view(labels.shape)
 
