@@ -189,11 +189,12 @@ class GroupLauncher:
     """
 
     def __init__(
-        self, params: ParamTable, weights: Sequence[Tensor], programs: list[int], rows: list[list[int]]
-    ) -> None:
+        self, params: ParamTable, betas: tuple[float, float], weights: Sequence[Tensor], programs: list[int],
+        rows: list[list[int]],
+    ) -> None:  # fmt: skip
         """programs: of the update, for each parameter. rows: of addresses, sizes and spans, one a parameter."""
         device, n = params.counts.device, len(weights)
-        self.params = params
+        self.params, self.betas = params, betas
         self.starts = [sum(programs[:k]) for k in range(n + 1)]
         owners = [k for k, each in enumerate(programs) for _ in range(each)]
         self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
@@ -205,13 +206,13 @@ class GroupLauncher:
         self.cut = any(span.width != w.numel() for span, w in zip(params.spans, weights))
         self.sent = [0] * n  # the addresses of gradients that the device has
 
-    def prepare(
-        self, betas: tuple[float, float], grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, flag: Tensor,
-        first: int,
-    ) -> bool:  # fmt: skip
-        """Advance counts, compute factors and keys, send addresses; return whether all gradients are ALIGNMENT."""
+    @torch.no_grad()
+    def __call__(
+        self, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
+    ) -> None:
+        """Implement `GroupUpdate`: advance counts, compute factors and keys, send addresses, launch."""
         assert all(g.dtype == grads[0].dtype and g.is_contiguous() for g in grads)
-        addresses, last = [g.data_ptr() for g in grads], first + len(grads)
+        addresses, last, flag = [g.data_ptr() for g in grads], first + len(grads), found_inf.view(torch.uint8)
         if self.sent[first:last] != addresses:
             # New pinned memory each time: torch reuses it only after the copy under way has read it.
             box = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.grads.is_cuda)
@@ -220,9 +221,15 @@ class GroupLauncher:
         p = self.params
         _prepare[(-(-len(grads) // LANES),)](
             p.counts, p.decays, p.words, lr, grad_scale, flag, self.numbers, self.keys, first, last,
-            *betas, LANES, num_warps=4, enable_fp_fusion=False,
+            *self.betas, LANES, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        return all(a % ALIGNMENT == 0 for a in addresses)
+        begin = self.starts[first]
+        if programs := self.starts[last] - begin:
+            self.launch(begin, programs, grads[0].dtype, lr, flag, all(a % ALIGNMENT == 0 for a in addresses))
+
+    def launch(self, begin: int, programs: int, dtype: torch.dtype, lr: Tensor, flag: Tensor, aligned: bool) -> None:
+        """Launch `programs` programs of the update from `begin` on; dtype, aligned: of the gradients."""
+        raise NotImplementedError
 
 
 class AdamWLauncher(GroupLauncher):
@@ -237,27 +244,20 @@ class AdamWLauncher(GroupLauncher):
             [*(t.data_ptr() for t in of_one), n, *span]
             for of_one, n, span in zip(tensors, sizes, group.params.spans, strict=True)
         ]
-        super().__init__(group.params, group.weights, [-(-n // PART) for n in sizes], rows)
+        super().__init__(group.params, group.betas, group.weights, [-(-n // PART) for n in sizes], rows)
         self.aligned = all(n % ALIGNMENT == 0 for n in sizes) and all(p % ALIGNMENT == 0 for r in rows for p in r[:4])
 
-    @torch.no_grad()
-    def __call__(
-        self, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
-    ) -> None:
-        """Implement `GroupUpdate`."""
-        group, flag = self.group, found_inf.view(torch.uint8)
-        aligned = self.prepare(group.betas, grads, lr, grad_scale, flag, first)
-        begin = self.starts[first]
-        if programs := self.starts[first + len(grads)] - begin:
-            _update[(programs,)](
-                self.owners, self.firsts, self.table, self.grads, self.numbers, self.keys, flag, begin,
-                group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.eps,
-                RANDOM=group.rounding != "nearest", KAHAN=group.rounding == "kahan",
-                WIDE_WEIGHTS=group.dtype == torch.float32, WIDE_GRADS=grads[0].dtype == torch.float32,
-                WIDE_STATES=group.means[0].dtype == torch.float32,
-                CUT=self.cut, ALIGNED=self.aligned and aligned, PART=PART, BLOCK=BLOCK, num_warps=WARPS,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+    def launch(self, begin: int, programs: int, dtype: torch.dtype, lr: Tensor, flag: Tensor, aligned: bool) -> None:
+        group = self.group
+        _update[(programs,)](
+            self.owners, self.firsts, self.table, self.grads, self.numbers, self.keys, flag, begin,
+            group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.eps,
+            RANDOM=group.rounding != "nearest", KAHAN=group.rounding == "kahan",
+            WIDE_WEIGHTS=group.dtype == torch.float32, WIDE_GRADS=dtype == torch.float32,
+            WIDE_STATES=group.means[0].dtype == torch.float32,
+            CUT=self.cut, ALIGNED=self.aligned and aligned, PART=PART, BLOCK=BLOCK, num_warps=WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 # --- Stochastic rounding of one tensor in one launch. By torch's operators the random bits alone would move some 600
