@@ -114,14 +114,6 @@ def _middles(rising: Tensor) -> Tensor:
     return (rising[:-1] + rising[1:]) / 2
 
 
-def scales(absmax: Tensor, nested: Tensor | None) -> Tensor:
-    """Return the scales, (blocks,) float32, whether they are quantized once more or not."""
-    if nested is None:
-        return absmax
-    of_block = nested[:-1].repeat_interleave(NESTED)[: absmax.numel()]
-    return dynamic_map(absmax.device)[absmax.int()] * of_block + nested[-1]
-
-
 def dequantize_nf4(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
     """Dequantize the parts of `quantize_nf4`, each perhaps longer than needed, into `out` of any floating type.
 
@@ -137,5 +129,8 @@ def dequantize_nf4(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) 
     n = out.numel()
     pairs = torch.cartesian_prod(table(out.device), table(out.device))  # (256, 2)
     values = pairs[codes[: -(-n // 2)].int()].view(-1)[:n]  # (n,)
-    of_value = scales(absmax, nested)[: -(-n // BLOCK)].repeat_interleave(BLOCK)[:n]
+    if nested is not None:
+        of_block = nested[:-1].repeat_interleave(NESTED)[: absmax.numel()]
+        absmax = dynamic_map(absmax.device)[absmax.int()] * of_block + nested[-1]
+    of_value = absmax[: -(-n // BLOCK)].repeat_interleave(BLOCK)[:n]
     out.copy_((values * of_value).view(out.shape))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -31,25 +31,13 @@ from optrush.kernels import attention, rms_norm, rope, swiglu, widen
 from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
 from optrush.models.shapes import HF, ModelShape, RopeShape
 
+if TYPE_CHECKING:
+    from optrush.peft.adapter import LinearAdapter
+    from optrush.peft.quantized import QuantizedLinear
+
 Pieces = tuple[tuple[str, int], ...]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x (..., width), weight (rows, width), bias (rows,) or None) -> (..., rows)"""
-
-
-class Stored(Protocol):
-    """A submodule of a linear that holds its weight in another form, as plain frozen parameters; `weight` is None."""
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight (rows, width), in the linear's own order of rows."""
-        ...
-
-
-class AdapterModule(Protocol):
-    """A submodule of a linear that holds the parameters of an adapter."""
-
-    def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return weight (rows, width) and bias (rows,), float32, of a linear that needs no adapter."""
-        ...
 
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,11 +48,11 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class Linear(nn.Linear):
     """A linear whose output rows are `groups` groups of `pieces`, each piece a role and its rows in one group.
 
-    Adapters wrap its `matmul`, and stored weights replace it.
+    Adapters wrap its `matmul`, and quantized weights replace it; `weight` is None then.
     """
 
-    quantized: Stored | None
-    adapter: AdapterModule | None
+    quantized: QuantizedLinear | None
+    adapter: LinearAdapter | None
 
     def __init__(
         self, width: int, pieces: Pieces, *, groups: int = 1, bias: bool, device: torch.device, dtype: torch.dtype
@@ -265,7 +253,7 @@ def frozen_flops(model: Any) -> int:
     for _, linear in model.linears():
         if linear.quantized is not None or not linear.weight.requires_grad:
             flop += 2 * linear.in_features * linear.out_features
-        if isinstance(linear.adapter, nn.Module):
+        if linear.adapter is not None:
             flop -= 6 * sum(p.numel() for p in linear.adapter.parameters() if p.dim() > 1)
     return flop
 

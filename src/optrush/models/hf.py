@@ -215,7 +215,7 @@ def adapt(
         NeedsError: transformers does not support it, the weights do not fit, or the probe found a difference.
     """
     published = hf if growth is None else {**hf, "vocab_size": growth.rows}
-    hf_model = _from_config(hf, dtype) if folder is None else _from_folder(folder, published, dtype)
+    hf_model = _opened(folder, published if folder else hf, dtype)
     if growth is not None and folder is not None:
         weights.enlarge(hf_model, growth)
     names = {id(p): name for name, p in hf_model.named_parameters()}
@@ -233,27 +233,25 @@ def adapt(
     return adapter, WeightMap(entries, drawn or Memory(held), buffers)
 
 
-def _config(hf: HF) -> Any:
-    from transformers import CONFIG_MAPPING
+def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
+    """Return transformers' model of a folder, or with matrices that are not drawn, on the CPU in eval mode."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind = str(hf.get("model_type"))
     if kind not in CONFIG_MAPPING:
         found = "transformers does not know it without running code from the model's folder"
         do = "choose a model that transformers itself knows, or update transformers"
         raise NeedsError(f"a model of type {kind!r}", found, do)
-    return CONFIG_MAPPING[kind].from_dict(dict(hf))
-
-
-def _from_config(hf: HF, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    config, auto = _config(hf), cast(Any, AutoModelForCausalLM)
+    config, auto = CONFIG_MAPPING[kind].from_dict(dict(hf)), cast(Any, AutoModelForCausalLM)
+    if folder is not None:
+        Folder(folder)  # refuses pickles, and an index that refers to other folders
     try:
+        if folder is not None:
+            return _pretrained(folder, config, dtype, "eager")
         with _Undrawn():
-            model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
-    except ValueError as error:
+            return auto.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    except (ValueError, OSError, RuntimeError) as error:
         raise unsupported(config, str(error).splitlines()[0]) from None
-    return model.eval()
 
 
 class _Undrawn(TorchFunctionMode):
@@ -269,15 +267,6 @@ class _Undrawn(TorchFunctionMode):
                 matrix.detach().view(-1)[:: max(matrix.numel() - 1, 1)] = float("nan")
                 return matrix
         return function(*args, **kwargs)
-
-
-def _from_folder(folder: Path, hf: HF, dtype: torch.dtype) -> Any:
-    config = _config(hf)
-    Folder(folder)  # refuses pickles, and an index that refers to other folders
-    try:
-        return _pretrained(folder, config, dtype, "eager")
-    except (ValueError, OSError, RuntimeError) as error:
-        raise unsupported(config, str(error).splitlines()[0]) from None
 
 
 def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: str) -> Any:

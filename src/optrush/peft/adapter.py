@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from optrush.models.decoder import Decoder
     from optrush.models.hf import HFModel
 
-    Model = Decoder | HFModel
+    Model: TypeAlias = Decoder | HFModel
 
 
 class AdapterToggle:
@@ -82,7 +82,7 @@ class LinearAdapter(nn.Module, ABC):
 
     @abstractmethod
     def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Implement `decoder.AdapterModule`."""
+        """Return weight (rows, width) and bias (rows,), float32, of a linear that needs no adapter."""
 
     @abstractmethod
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -38,7 +38,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
 
 def adapters(model: Model) -> dict[str, LinearAdapter]:
     """Return the adapters of a model by the canonical names of their linears."""
-    return {name: linear.adapter for name, linear in model.linears() if linear.adapter is not None}  # type: ignore[misc]
+    return {name: linear.adapter for name, linear in model.linears() if linear.adapter is not None}
 
 
 def write_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, Tensor], base: str) -> None:

@@ -38,7 +38,7 @@ from optrush.models.decoder import Block, Linear
 from optrush.models.weights import Initializer, Shape, WeightMap, seeded_generator
 from optrush.peft.adapter import AdapterToggle, LinearAdapter, fill_constant
 from optrush.peft.ledger import TILE, tiles
-from optrush.peft.quantized import PackedLayout, QuantizedLinear, unpacked
+from optrush.peft.quantized import PackedLayout, unpacked
 
 # --- A frozen linear with a low-rank sum as one function, W x + U A x, forward and backward.
 #
@@ -128,7 +128,7 @@ class Lora(LinearAdapter):
         self._dense, stored = linear.dequantized, linear.quantized
         # Decided here, because torch 2.11 compiles no comparison of methods; in a tuple, so that the module stays the
         # linear's submodule.
-        held = isinstance(stored, QuantizedLinear) and linear.matmul == stored.product
+        held = stored is not None and linear.matmul == stored.product
         self._stored, self._matrix = (stored if held else None,), linear.matmul is F.linear
 
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -157,7 +157,7 @@ class Lora(LinearAdapter):
     def _base(self, weight: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...] | None:
         """Return layout and parts of a frozen matrix, if the inner product multiplies by one and does nothing else."""
         (stored,) = self._stored
-        if isinstance(stored, QuantizedLinear):
+        if stored is not None:
             return stored.layout, *stored.parameters()
         if weight is None or weight.requires_grad or not self._matrix:
             return None
@@ -265,13 +265,11 @@ def fits(linear: nn.Module) -> bool:
         return False
     product, adapter = linear.matmul, linear.adapter
     if adapter is not None:
-        if not isinstance(adapter, LinearAdapter) or product != adapter.product:
-            return False
-        if adapter.low_rank(torch.float32) is None:
+        if product != adapter.product or adapter.low_rank(torch.float32) is None:
             return False
         product = adapter.inner
     if linear.quantized is not None:
-        return isinstance(linear.quantized, QuantizedLinear) and product == linear.quantized.product
+        return product == linear.quantized.product
     return product is F.linear and not linear.weight.requires_grad
 
 
@@ -280,18 +278,14 @@ def feed(x: Tensor, h: Tensor, gate_up: Linear, down: Linear) -> Tensor:
     h = h.to(compute_dtype(h))
     small = (*_low(h, gate_up), *_low(h, down))
     (layout1, *parts1), (layout2, *parts2) = _weight(gate_up, h.dtype), _weight(down, h.dtype)
-    rooms = _room(gate_up), _room(down)
+    rooms = [Padding() if linear.adapter is None else linear.adapter.room for linear in (gate_up, down)]
     out: Tensor = _Feed.apply(x, h, *small, layout1, layout2, *rooms, *parts1, *parts2)  # type: ignore[no-untyped-call]
     return out
 
 
-def _room(linear: Linear) -> Padding:
-    return linear.adapter.room if isinstance(linear.adapter, LinearAdapter) else Padding()
-
-
 def _low(h: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
     """Return A (r, width) and U (rows, r) of the active adapter, in the type of h."""
-    if isinstance(linear.adapter, LinearAdapter) and linear.adapter.switch.on:
+    if linear.adapter is not None and linear.adapter.switch.on:
         low = linear.adapter.low_rank(h.dtype)
         assert low is not None
         return low
@@ -300,7 +294,7 @@ def _low(h: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
 
 def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return the layout of the weight, None if it is dense, and its parts."""
-    if isinstance(linear.quantized, QuantizedLinear):
+    if linear.quantized is not None:
         return linear.quantized.layout, *linear.quantized.parameters()
     return None, linear.weight.to(dtype)  # cast outside the Function, as in `Lora._base`
 
@@ -395,7 +389,7 @@ def make_room(block: Block, *, whole: bool = True) -> int:
 
 def pad_weight(linear: Linear, many: int, room: Padding, *, below: bool = True) -> bool:
     """Set the padding of a linear with an adapter, and pad its weight if it is dense; return whether it is."""
-    assert isinstance(linear.adapter, LinearAdapter)
+    assert linear.adapter is not None
     linear.adapter.room = room
     if linear.quantized is None:
         linear.weight.data = with_padding(linear.weight.data, many if below else 0, many)

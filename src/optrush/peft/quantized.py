@@ -54,7 +54,7 @@ class PackedLayout(NamedTuple):
 
 
 class QuantizedLinear(nn.Module):
-    """A linear's weight in another form; a `decoder.Stored`."""
+    """A linear's weight in another form."""
 
     def __init__(self, linear: Linear, form: Form, carrier: torch.dtype) -> None:
         super().__init__()
@@ -68,6 +68,7 @@ class QuantizedLinear(nn.Module):
         self.layout = PackedLayout(form.bits, len(form.sizes(1, 1)), rows_of, linear.groups, linear.in_features)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight (rows, width), in the linear's own order of rows."""
         return unpacked([*self.parameters()], self.layout, dtype, "export")
 
     def product(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
