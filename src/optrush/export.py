@@ -68,7 +68,7 @@ def write_adapter(trainer: Trainer, folder: Path) -> Path:
         try:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
-            io.write_adapter(fresh, trainer.model, trainer.weight_map, values, str(base))
+            io.save_adapter(fresh, trainer.model, trainer.weight_map, values, str(base))
             _replace(fresh, folder)
         except (OSError, SafetensorError) as e:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -459,7 +459,7 @@ def _writing(where: Path) -> Iterator[None]:
 
 def _write_adapter(found: Rebuilt, fresh: Path) -> dict[str, str]:
     trainer = found.trainer
-    io.write_adapter(
+    io.save_adapter(
         fresh,
         trainer.model,
         trainer.weight_map,

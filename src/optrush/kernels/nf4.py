@@ -29,7 +29,7 @@ from torch import Tensor
 BLOCK, NESTED = 64, 256
 CHUNK = 1 << 22  # values in float32 at a time during quantization
 LEAST = 1e-38  # for the reciprocal of a block of zeros
-STEPS = 65535.0  # of [-1, 1], see `_encode8`
+STEPS = 65535.0  # of [-1, 1], used by `_encode8`
 VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,

@@ -233,7 +233,7 @@ class Decoder(nn.Module):
         return len(self.blocks)
 
     def flops(self, tokens: int, attended: int) -> int:
-        """Return training FLOPs: see `ModelShape.flops`, and `frozen_flops` for weights that are not trained."""
+        """Return training FLOPs: as `ModelShape.flops`, less `frozen_flops` for weights that are not trained."""
         return self.shape.flops(tokens, attended) - self.frozen_flops * tokens
 
     def tie(self) -> None:

@@ -41,7 +41,7 @@ def adapters(model: Model) -> dict[str, LinearAdapter]:
     return {name: linear.adapter for name, linear in model.linears() if linear.adapter is not None}
 
 
-def write_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, Tensor], base: str) -> None:
+def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, Tensor], base: str) -> None:
     """Write both files into an existing folder.
 
     Args:
@@ -118,7 +118,7 @@ def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
             raise NeedsError(asked, f"{field} {there!r} in {CONFIG}, which is not known here", "start without")
 
 
-def read_adapter(
+def load_adapter(
     technique: str, folder: str, model: Model, recipe: WeightMap, trained: Collection[str]
 ) -> dict[str, Tensor]:
     """Read an adapter's tensors as whole parameters of a model with adapters, by canonical name.

@@ -55,7 +55,7 @@ def weight_of(
 
     Args:
         layout: None: `parts` is the weight itself, padded already.
-        use: see `quantized.dense`.
+        use: as in `quantized.dequantize_linear`.
     """
     if layout is None:
         return parts[0]
@@ -71,7 +71,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         """Take x (N, D), A (r, D), U (rows, r), bias (rows,) or None, of one type, backend, padding, and the weight.
 
-        Not by name: see `quantized._Product`. The weight, its layout and its parts, has no gradient.
+        Not by name: as in `quantized._Product`. The weight, its layout and its parts, has no gradient.
         """
         x, a, u, bias, by, room, layout, *parts = given
         ctx.layout, ctx.by, ctx.room = layout, by, room
@@ -304,7 +304,7 @@ class _Feed(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         """Take x and h (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, both rooms, all parts.
 
-        Not by name: see `quantized._Product`. Returns (..., D).
+        Not by name: as in `quantized._Product`. Returns (..., D).
         """
         x, h, a1, u1, a2, u2, layout1, layout2, room1, room2, *parts = given
         ctx.layouts, ctx.rooms, rows, use = (layout1, layout2), (room1, room2), h.flatten(0, -2), "forward"

@@ -105,13 +105,15 @@ class _Product(torch.autograd.Function):
 def unpacked(
     parts: Sequence[Tensor], layout: PackedLayout, dtype: torch.dtype, use: str, room: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """Call `dense` with a layout."""
-    made: Tensor = dense([*parts], layout.bits, [*layout.rows], layout.groups, layout.width, dtype, use, [*room])
+    """Call `dequantize_linear` with a layout."""
+    made: Tensor = dequantize_linear(
+        [*parts], layout.bits, [*layout.rows], layout.groups, layout.width, dtype, use, [*room]
+    )
     return made
 
 
 @torch.library.custom_op("optrush::dense", mutates_args=())
-def dense(
+def dequantize_linear(
     parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
     room: Sequence[int],
 ) -> Tensor:  # fmt: skip
@@ -136,7 +138,7 @@ def dense(
     return out
 
 
-@dense.register_fake
+@dequantize_linear.register_fake
 def _(
     parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
     room: Sequence[int],

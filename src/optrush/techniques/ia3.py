@@ -125,7 +125,7 @@ class Ia3(Technique):
             adapter = Adapter(linear, modules, names, switch, inputs)
             adapted.place(name, linear, adapter, recipe, adapter.fillers())
         if self.init is not None:
-            begun = io.read_adapter(self.name, self.init, model, recipe, ())
+            begun = io.load_adapter(self.name, self.init, model, recipe, ())
             recipe.fillers.update({name: partial(adapted.fill_from, whole) for name, whole in begun.items()})
         trainer.adapters_disabled = switch.off if self.init is None else None
         scaled = ", ".join(n for n in names if n in self.feedforward) or "none"

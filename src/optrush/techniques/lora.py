@@ -160,7 +160,7 @@ class Lora(Technique):
             adapter = Adapter(linear, modules, names, switch, settings, trainer.env.spec.mlp == "quack")
             adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, trainer.config.seed))
         if self.init is not None:
-            begun = io.read_adapter(self.name, self.init, model, recipe, trained)
+            begun = io.load_adapter(self.name, self.init, model, recipe, trained)
             recipe.fillers.update({name: partial(adapted.fill_from, whole) for name, whole in begun.items()})
         trainer.adapters_disabled = switch.off if self._removable else None
         trainer.fingerprints["adapters"] = (
