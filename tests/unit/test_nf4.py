@@ -11,7 +11,7 @@ import torch
 import interpreter
 from optrush.kernels import int8, nf4
 from optrush.models.decoder import Linear
-from optrush.peft.quantized import Form, QuantizedLinear
+from optrush.peft.quantized import Form, QuantizedLinear, unpacked
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 64), (48, 48), (7, 9), (3, 65), (1, 1), (1000, 100), (130, 896)]  # blocks that cross rows, odd ends
@@ -140,14 +140,10 @@ def test_rows_lie_where_the_linear_has_them(form, width, pieces):
             raw = part.flatten().view(torch.uint8)
             parts.append(torch.nn.functional.pad(raw, (0, raw.numel() % 2)).view(torch.bfloat16))
     layout = QuantizedLinear(linear, form, torch.bfloat16).layout
-    found = dequantize_linear(
-        parts, layout.bits, list(layout.rows), layout.groups, width, torch.float32, "test", [0, 0]
-    )
+    found = unpacked(parts, layout, torch.float32, "test")
     want = torch.cat(wanted, 1).flatten(0, 1)
     assert torch.equal(found, want)
-    within = dequantize_linear(
-        parts, layout.bits, list(layout.rows), layout.groups, width, torch.float32, "test", [3, 5]
-    )
+    within = unpacked(parts, layout, torch.float32, "test", (3, 5))
     assert within.shape == (len(want) + 3, width + 5) and torch.equal(within[:-3, :-5], want)
 
 
