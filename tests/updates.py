@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def compare(rounding: kernel.Rounding, aligned: bool, launcher: Any, device: str
     return many, different
 
 
-def edges(write: kernel.RoundedWrite, device: str = "cpu") -> Tensor:
+def edges(write: Callable[..., None], device: str = "cpu") -> Tensor:
     """Zeros, the least values, those about bfloat16's largest, inf and nan; each rounded with 64 draws."""
     raw = [0, 1, 0xFFFF, 0x7FFFFF, 0x800000, 0x7F7EFFFF, 0x7F7F0000, 0x7F7F0001, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
     x = torch.tensor([*raw, *(n - (1 << 31) for n in raw)], dtype=torch.int32).view(torch.float32).repeat(64).to(device)
@@ -118,7 +118,7 @@ def edges(write: kernel.RoundedWrite, device: str = "cpu") -> Tensor:
     return out.cpu()
 
 
-def compare_writes(launch: kernel.RoundedWrite) -> None:
+def compare_writes(launch: Callable[..., None]) -> None:
     """Stochastic writes by the reference and by a kernel: every bit, but of nan."""
     g = torch.Generator().manual_seed(1)
     for many in (1, 256, 1000):

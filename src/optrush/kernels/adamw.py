@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -250,24 +250,6 @@ def _updated(
 
 
 # --- Writes of float32 results by optimizers whose update consists of torch's operators: rounding and skipping.
-
-
-RoundedWrite = Callable[..., None]
-"""A function with the arguments of `write_stochastic`."""
-
-
-def write_rounded(
-    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0, *, rounding: str
-) -> None:
-    """Write as `write_stochastic`, by a kernel on a GPU, or with `rounding` nearest."""
-    if rounding == "nearest" or target.dtype == torch.float32:
-        target.copy_(torch.where(found_inf, target, value.view_as(target).to(target.dtype)))
-    elif target.is_cuda:
-        from optrush.kernels.adamw_triton import launch_stochastic  # a CPU build of torch has no triton
-
-        launch_stochastic(target, value, found_inf, key, shift, first)
-    else:
-        write_stochastic(target, value, found_inf, key, shift, first)
 
 
 def write_stochastic(

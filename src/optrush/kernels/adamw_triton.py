@@ -12,6 +12,7 @@ written by shifts. The kernel is bound by instructions as much as by bytes: coun
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -180,7 +181,7 @@ def _update(
                 _write(remainders, start, j, there, weight - nearest, bits, True, False, ALIGNED)
 
 
-class GroupLauncher:
+class GroupLauncher(ABC):
     """Base of kernels that update a group in one launch: tables on the device, and the small launch before the update.
 
     Tables are built once, so the tensors of the group must stay where they are.
@@ -227,9 +228,9 @@ class GroupLauncher:
         if programs := self.starts[last] - begin:
             self.launch(begin, programs, grads[0].dtype, lr, flag, all(a % ALIGNMENT == 0 for a in addresses))
 
+    @abstractmethod
     def launch(self, begin: int, programs: int, dtype: torch.dtype, lr: Tensor, flag: Tensor, aligned: bool) -> None:
         """Launch `programs` programs of the update from `begin` on; dtype, aligned: of the gradients."""
-        raise NotImplementedError
 
 
 class AdamWLauncher(GroupLauncher):
@@ -279,7 +280,7 @@ def _store(target, value, found_inf, key, size, first, SHIFT: tl.constexpr, BLOC
 def launch_stochastic(
     target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
 ) -> None:
-    """Write a bfloat16 target, as `adamw.RoundedWrite`."""
+    """Write a bfloat16 target, as `adamw.write_stochastic` does."""
     assert (target.dtype, value.dtype) == (torch.bfloat16, torch.float32)
     assert target.is_contiguous() and value.is_contiguous()
     if size := target.numel():

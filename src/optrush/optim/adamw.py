@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from optrush.config import Optim
 from optrush.kernels import adamw as kernel
-from optrush.kernels.adamw import Rounding, write_rounded
+from optrush.kernels.adamw import Rounding, write_stochastic
 
 
 class LocalParam(Protocol):
@@ -191,6 +191,20 @@ class AdamW:
         if i in self.remainders:
             states["compensation"] = self.remainders[i]
         return states
+
+
+def write_rounded(
+    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0, *, rounding: str
+) -> None:
+    """Write as `write_stochastic`, by a kernel on a GPU, or with `rounding` nearest."""
+    if rounding == "nearest" or target.dtype == torch.float32:
+        target.copy_(torch.where(found_inf, target, value.view_as(target).to(target.dtype)))
+    elif target.is_cuda:
+        from optrush.kernels.adamw_triton import launch_stochastic  # a CPU build of torch has no triton
+
+        launch_stochastic(target, value, found_inf, key, shift, first)
+    else:
+        write_stochastic(target, value, found_inf, key, shift, first)
 
 
 class MatrixOptimizer:

@@ -132,6 +132,7 @@ class Lora(LinearAdapter):
         self._stored, self._matrix = (stored if held else None,), linear.matmul is F.linear
 
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Implement `LinearAdapter.adapted`, as one function where nothing but U A x is added to a frozen matrix."""
         dtype = compute_dtype(x)
         low_rank, base = self.low_rank(dtype), self._base(weight, dtype)
         if low_rank is not None and base is not None:
