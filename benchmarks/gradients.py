@@ -64,7 +64,7 @@ def trained(config: Config, folder: Path) -> dict[str, Any]:
     with reading(trainer.batches):
         lines = worker.loop(trainer, plan).lines
     (folder / "model").mkdir()
-    weights.export(folder / "model", export.published_tensors(trainer), trainer.weight_map, trainer.hf)
+    weights.export_weights(folder / "model", export.published_tensors(trainer), trainer.weight_map, trainer.hf)
     if trainer.tokenizer is not None:
         trainer.tokenizer.save_pretrained(folder / "model")
     return {"steps": plan.total, "losses": [lines[0]["loss"], lines[-1]["loss"]]}

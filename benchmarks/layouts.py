@@ -35,7 +35,7 @@ OUT = Path(__file__).parent / "results" / "layouts.jsonl"
 def chats(n: int) -> np.ndarray:
     """Tokens of the first n conversations of the sample."""
     with tempfile.TemporaryDirectory() as folder:
-        tiny.write(Path(folder))
+        tiny.write_tiny(Path(folder))
         run = config("model: tiny\nobjective: sft\ndata: {sample: recipes}\noutput: x", "layouts.py")
         tokens = open_tokens(run, Path(folder))
         assert tokens is not None

@@ -47,7 +47,7 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model's folder, to be read only."""
-    tiny.write(folder := tmp_path_factory.mktemp("tiny"))
+    tiny.write_tiny(folder := tmp_path_factory.mktemp("tiny"))
     return folder
 
 

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from optrush.kernels import adamw
-from optrush.models.decoder import build
-from optrush.models.hf import HFModel, _from_config
+from optrush.models.decoder import build_decoder
+from optrush.models.hf import HFModel, _opened
 from optrush.models.shapes import native_obstacle
 from optrush.technique import Technique
 from optrush.techniques import ALL
@@ -308,11 +308,11 @@ def _unfilled(folder: Any, hf: Any, implementation: Any, dtype: torch.dtype, see
     """As `optrush.model.load.load`, with a recipe that fills nothing."""
     if implementation == "transformers" or native_obstacle(hf) is not None:
         with torch.device("meta"):
-            model: Any = HFModel(_from_config(hf, dtype))
+            model: Any = HFModel(_opened(None, hf, dtype))
         model.to_meta()
         model.restore_buffers = lambda device: _to_empty(model, device=device, buffers=True)
     else:
-        model = build(hf, dtype)
+        model = build_decoder(hf, dtype)
     return model, mock.Mock()
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from optrush.kernels import adamw as kernel
-from optrush.kernels import stochastic_rounding
 
 WHOLE = (slice(None),)
 
@@ -109,7 +108,7 @@ def compare(rounding: kernel.Rounding, aligned: bool, launcher: Any, device: str
     return many, different
 
 
-def edges(write: stochastic_rounding.RoundedWrite, device: str = "cpu") -> Tensor:
+def edges(write: Callable[..., None], device: str = "cpu") -> Tensor:
     """Zeros, the least values, those about bfloat16's largest, inf and nan; each rounded with 64 draws."""
     raw = [0, 1, 0xFFFF, 0x7FFFFF, 0x800000, 0x7F7EFFFF, 0x7F7F0000, 0x7F7F0001, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
     x = torch.tensor([*raw, *(n - (1 << 31) for n in raw)], dtype=torch.int32).view(torch.float32).repeat(64).to(device)
@@ -119,7 +118,7 @@ def edges(write: stochastic_rounding.RoundedWrite, device: str = "cpu") -> Tenso
     return out.cpu()
 
 
-def compare_writes(launch: stochastic_rounding.RoundedWrite) -> None:
+def compare_writes(launch: Callable[..., None]) -> None:
     """Stochastic writes by the reference and by a kernel: every bit, but of nan."""
     g = torch.Generator().manual_seed(1)
     for many in (1, 256, 1000):
@@ -129,19 +128,19 @@ def compare_writes(launch: stochastic_rounding.RoundedWrite) -> None:
         for shift, bad in ((0, False), (16, False), (0, True)):
             key = kernel.step_key(torch.tensor([kernel.key_words(many, "a")]), torch.tensor([3.0]))[0]
             sides = [torch.ones(many, dtype=torch.bfloat16) for _ in range(2)]
-            for side, write in zip(sides, (stochastic_rounding.write_stochastic, launch), strict=True):
+            for side, write in zip(sides, (kernel.write_stochastic, launch), strict=True):
                 write(side, value, torch.tensor(bad), key, shift, (1 << 33) + 77)
             torch.testing.assert_close(*sides, rtol=0, atol=0, equal_nan=True)
 
 
 if __name__ == "__main__":
-    from optrush.kernels import adamw_triton, stochastic_rounding_triton
+    from optrush.kernels import adamw_triton
 
-    stochastic_rounding_triton.BLOCK = 256
-    compare_writes(stochastic_rounding_triton.launch_stochastic)
+    adamw_triton.WRITE_BLOCK = 256
+    compare_writes(adamw_triton.launch_stochastic)
     torch.testing.assert_close(
-        edges(stochastic_rounding_triton.launch_stochastic),
-        edges(stochastic_rounding.write_stochastic),
+        edges(adamw_triton.launch_stochastic),
+        edges(kernel.write_stochastic),
         rtol=0,
         atol=0,
         equal_nan=True,

@@ -27,7 +27,7 @@ from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError
 from optrush.models.hf import load_plain
-from optrush.models.weights import Folder, export
+from optrush.models.weights import Folder, export_weights
 from optrush.peft import io
 from optrush.restore import Rebuilt, read_run, rebuild
 from optrush.trainer import run_dir
@@ -68,7 +68,7 @@ def write_adapter(trainer: Trainer, folder: Path) -> Path:
         try:
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
-            io.write(fresh, trainer.model, trainer.weight_map, values, str(base))
+            io.save_adapter(fresh, trainer.model, trainer.weight_map, values, str(base))
             _replace(fresh, folder)
         except (OSError, SafetensorError) as e:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -92,7 +92,7 @@ def _write_model(
 ) -> None:
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
-    export(fresh, tensors, trainer.weight_map, trainer.hf)
+    export_weights(fresh, tensors, trainer.weight_map, trainer.hf)
     if trainer.tokenizer is not None:
         trainer.tokenizer.save_pretrained(fresh)
     write_generation(trainer, fresh, source)
@@ -459,7 +459,7 @@ def _writing(where: Path) -> Iterator[None]:
 
 def _write_adapter(found: Rebuilt, fresh: Path) -> dict[str, str]:
     trainer = found.trainer
-    io.write(
+    io.save_adapter(
         fresh,
         trainer.model,
         trainer.weight_map,
@@ -479,7 +479,7 @@ def _write_merged(found: Rebuilt, fresh: Path, dtype: str | None, max_shard_byte
             written.update((hf, digest(part)) for hf, part in trainer.weight_map.split(name, kept))
             yield name, kept
 
-    export(fresh, tensors(), trainer.weight_map, trainer.hf, max_shard_bytes)
+    export_weights(fresh, tensors(), trainer.weight_map, trainer.hf, max_shard_bytes)
     if trainer.tokenizer is not None:
         trainer.tokenizer.save_pretrained(fresh)
     write_generation(trainer, fresh, found.base)

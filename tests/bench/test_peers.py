@@ -185,7 +185,7 @@ def test_they_begin_from_our_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """Written once, in a process of its own, and read back by transformers to what our own run begins with."""
     from transformers import AutoModelForCausalLM
 
-    from optrush.models.load import load
+    from optrush.models.hf import load
     from optrush.models.shapes import SHAPES
 
     hf = json.loads(Path("toy/config.json").read_text())

@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the built-in model is written, once for all tests."""
     folder = tmp_path_factory.mktemp("cache")
-    tiny.write(folder / "optrush" / "tiny-1")
+    tiny.write_tiny(folder / "optrush" / "tiny-1")
     return folder
 
 

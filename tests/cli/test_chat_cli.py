@@ -307,7 +307,7 @@ def test_no_code_that_a_folder_names(
     assert loaded.config._attn_implementation == "sdpa"
     weight = torch.zeros(2, 2)
     recipe = SimpleNamespace(entries={"w": 1}, buffers={}, split=lambda name, full: [(name, full)])
-    weights.export(here / "out", iter([("w", weight)]), recipe, {"model_type": "llama", **kernel})  # type: ignore[arg-type]
+    weights.export_weights(here / "out", iter([("w", weight)]), recipe, {"model_type": "llama", **kernel})  # type: ignore[arg-type]
     written = json.loads((here / "out" / "config.json").read_text())
     assert written["model_type"] == "llama" and not written.keys() & kernel.keys()
 

@@ -222,7 +222,7 @@ def test_models_that_read_the_pairs_otherwise_are_not_compared(call: Call, write
     write_rows(here / "pairs.jsonl", [{k: [{"role": "assistant", "content": v}] if k != "prompt" else v
                                        for k, v in row.items()} for row in rows()])  # fmt: skip
     config = write(**preferences(data={"sample": None, "path": "pairs.jsonl"}, output="trained"))
-    tiny.write(here / "other", seed=3)
+    tiny.write_tiny(here / "other", seed=3)
     assert call("eval", config, "--model", "other").code == 0
     (here / "other" / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
@@ -230,14 +230,14 @@ def test_models_that_read_the_pairs_otherwise_are_not_compared(call: Call, write
     found = call("eval", config, "--model", "other")
     asked = "`optrush eval` of `objective: dpo`"
     refused(found, asked, "other tokens for other than for tiny: another chat template", "CONFIG's", output="trained")
-    tiny.write(here / "third", seed=3)
+    tiny.write_tiny(here / "third", seed=3)
     tokenizer = json.loads((here / "third" / "tokenizer.json").read_text())
     merges = tokenizer["model"]["merges"]
     tokenizer["model"]["merges"] = merges[: len(merges) // 2]
     (here / "third" / "tokenizer.json").write_text(json.dumps(tokenizer))
     found = call("eval", config, "--model", "third")
     refused(found, asked, "another tokenizer", output="trained")
-    tiny.write(here / "fourth", seed=3)
+    tiny.write_tiny(here / "fourth", seed=3)
     made = AutoTokenizer.from_pretrained(here / "fourth")
     made.add_tokens(["<unseen>"], special_tokens=True)
     made.save_pretrained(here / "fourth")

@@ -34,7 +34,7 @@ def folder_of(family: str, tmp: Path, model: Path) -> Path:
     """A tiny model of this family with the built-in tokenizer and template."""
     folder = tmp / family
     if family in tiny.FAMILIES:
-        tiny.write(folder, family=family)
+        tiny.write_tiny(folder, family=family)
         return folder
     tokenizer = AutoTokenizer.from_pretrained(model)
     torch.manual_seed(0)
@@ -146,7 +146,7 @@ def test_too_long_rows_are_counted(call: Call, write: Write) -> None:
 
 
 def test_model_replaces_the_runs(call: Call, write: Write, here: Path) -> None:
-    tiny.write(here / "other", seed=3)
+    tiny.write_tiny(here / "other", seed=3)
     config = write()
     other = asked(call, config, "--model", "other")
     assert other["loss"] != asked(call, config)["loss"]

@@ -33,7 +33,7 @@ def test_the_update_is_skipped_and_the_run_goes_on(
 ) -> None:
     """Llama: the loss stays finite (its norm divides by infinity), the gradient does not. GPT-2: neither does."""
     monkeypatch.chdir(tmp_path)
-    tiny.write(Path("tokenizer"))
+    tiny.write_tiny(Path("tokenizer"))
     tokenizer = AutoTokenizer.from_pretrained("tokenizer")
     torch.manual_seed(0)
     if family == "llama":

@@ -397,7 +397,7 @@ def test_eval(call: Call, write: Write, here: Path) -> None:
 
 def test_a_model_in_the_way(call: Call, write: Write, here: Path) -> None:
     """The output's `model/` is what a run replaces: it may be neither what the run reads nor somebody's own."""
-    tiny.write(here / "out/model")
+    tiny.write_tiny(here / "out/model")
     before = {p: p.read_bytes() for p in (here / "out").rglob("*") if p.is_file()}
     found = call("train", write(model="out/model"))
     assert found.code == 2 and "lies where it writes" in found.err

@@ -34,17 +34,10 @@ DOCUMENTS = 64  # four steps an epoch, so that the second epoch has an order of 
 LR, WARMUP, DECAY, BETAS, EPS, CLIP = 3e-3, 0.25, 0.1, (0.9, 0.95), 1e-8, 1.0
 SGD_LR, MOMENTUM = 0.05, 0.9
 SIZES = {
-    "model_type": "llama",
-    "vocab_size": 80,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
+    "model_type": "llama", "vocab_size": 80, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64,
     "rope_theta": 1000.0,
-}
+}  # fmt: skip
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<user>", "<assistant>", "<end>")
 TEMPLATE = (
     "<bos>{% for m in messages %}{% if m.role == 'assistant' %}<assistant>"

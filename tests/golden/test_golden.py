@@ -32,14 +32,13 @@ DATA: dict[str, dict[str, Any]] = {
 }
 CUTS = [(packed, rows) for packed in ROWS for rows in ROWS[packed]]
 WAYS = [(name, *cut) for name in ("untied", "tied") for cut in CUTS] + [("chat", packed, 2) for packed in ROWS]
-# On two ranks each cutting takes one of the heads in turn; beside it the case in which ranks have the fewest targets
-# in common.
+# On two ranks every second cutting, heads in turn; and the case in which ranks have the fewest targets in common.
 SHARED = [
-    (("untied", "tied")[(i + j) % 2], *cut, data)
+    (("untied", "tied")[(i // 2 + j) % 2], *cut, data)
     for j, data in enumerate(("ddp", "fsdp2", "fsdp3"))
     for i, cut in enumerate(CUTS)
+    if (i + j) % 2 == 0
 ] + [("chat", packed, 2, data) for packed, data in ((True, "ddp"), (False, "fsdp2"), (True, "fsdp3"))]
-worst: dict[str, float] = {}
 
 
 def play(box: Path, name: str, packed: bool, rows: int, with_: dict[str, Any]) -> list[dict[str, Any]]:
@@ -58,15 +57,7 @@ def agrees(name: str, lines: list[dict[str, Any]]) -> None:
     for key, wanted in GOLDEN[name].items():
         for step, (line, want) in enumerate(zip(lines, wanted), 1):
             off = abs(line[key] - want) / want
-            worst[key] = max(worst.get(key, 0.0), off)
             assert off < CLOSE, f"{key} of step {step}: {line[key]}, golden {want}, {off:.1e} apart"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def tell():
-    """What a person reads with `pytest -s`."""
-    yield
-    print("\nfurthest from golden:", {k: f"{v:.1e}" for k, v in worst.items()})
 
 
 def test_the_script_still_writes_this(tmp_path):
@@ -127,5 +118,4 @@ def test_every_gradient(box, pair, reference, name, packed, data):
         assert grads.keys() == wanted.keys()
         for hf, want in wanted.items():
             off = apart(grads[hf], want)
-            worst["gradient"] = max(worst.get("gradient", 0.0), off)
             assert off < CLOSE, f"{hf}: {off:.1e} of its largest gradient"

@@ -14,13 +14,13 @@ import torch
 
 from optrush.data.batch import Documents
 from optrush.kernels import (
+    adamw,
     attention,
     cross_entropy,
     linear_cross_entropy,
     lora_matmul,
     rms_norm,
     rope,
-    stochastic_rounding,
     swiglu,
 )
 from optrush.kernels.attention import flash4
@@ -29,7 +29,7 @@ from optrush.kernels.linear_cross_entropy import scale_to_dtype
 from optrush.kernels.lora_matmul import Padding, with_padding
 from optrush.models.decoder import Linear
 from optrush.peft.adapter import AdapterToggle, place
-from optrush.peft.lora import Lora, Settings, lay
+from optrush.peft.lora import Lora, Settings, pad_weight
 from optrush.peft.quantized import Form, QuantizedLinear
 from optrush.technique import library
 
@@ -222,7 +222,7 @@ def test_adapters_in_the_products(compiled, autocast, base, names, rank):
         assert lora.fits(layer)
     for layer in ours:
         if base != "dense" and layer.adapter is not None:
-            assert lay(layer, 64, Padding(True), below=layer is ours[1]) == (base == "padded")
+            assert pad_weight(layer, 64, Padding(True), below=layer is ours[1]) == (base == "padded")
     x = torch.randn(2, N, D, device="cuda", requires_grad=True)
     want = swiglu.gated_mlp(x, 2 * x, *wide)
     wants = torch.autograd.grad(want, given(x, wide), g)
@@ -488,10 +488,10 @@ def test_scaled_beyond_32_bits():
 
 
 def test_stochastic_rounding_at_the_edges():
-    from optrush.kernels import stochastic_rounding_triton
+    from optrush.kernels import adamw_triton
 
     found, want = (
-        edges(stochastic_rounding_triton.launch_stochastic, "cuda"),
-        edges(stochastic_rounding.write_stochastic),
+        edges(adamw_triton.launch_stochastic, "cuda"),
+        edges(adamw.write_stochastic),
     )
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from optrush.config import parse_config
-from optrush.kernels import stochastic_rounding
-from optrush.kernels.adamw import key_words, step_key
+from optrush.kernels.adamw import key_words, step_key, write_stochastic
 from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.trainer import Trainer, set_step
@@ -34,7 +33,7 @@ NAMES = ("muon", "apollo:rank=16")
 
 @pytest.mark.parametrize("size", [1, 4096, 3 * 4096 + 5, 1 << 22])
 def test_the_kernel_has_the_references_bits(size):
-    from optrush.kernels.stochastic_rounding_triton import launch_stochastic
+    from optrush.kernels.adamw_triton import launch_stochastic
 
     value = torch.randn(size, generator=torch.Generator().manual_seed(size))
     value[::97] = float("inf")
@@ -43,7 +42,7 @@ def test_the_kernel_has_the_references_bits(size):
         sides = [torch.ones(size, dtype=torch.bfloat16, device=device) for device in ("cpu", "cuda", "cuda")]
         for side, write in zip(
             sides,
-            (stochastic_rounding.write_stochastic, stochastic_rounding.write_stochastic, launch_stochastic),
+            (write_stochastic, write_stochastic, launch_stochastic),
             strict=True,
         ):
             on = side.device

@@ -8,7 +8,7 @@ import torch
 from optrush.kernels import int8, nf4
 from optrush.models.decoder import Linear
 from optrush.models.weights import Memory, WeightEntry, WeightMap
-from optrush.peft.quantized import Form, quantise
+from optrush.peft.quantized import Form, quantize_model
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -27,7 +27,7 @@ def drawn(shape, dtype=torch.float32):
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_kernel_is_the_reference_to_the_bit(form, shape):
-    parts = form.quantise(drawn(shape))
+    parts = form.quantize(drawn(shape))
     module = nf4 if form.bits == 4 else int8
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         want, found = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype, device="cuda")
@@ -42,13 +42,13 @@ def test_bytes_are_those_of_bitsandbytes_on_the_device(shape):
     for dtype in (torch.bfloat16, torch.float32):
         values = drawn(shape, dtype).cuda()
         codes, state = bnb.quantize_4bit(values, compress_statistics=True, quant_type="nf4")
-        parts = nf4.quantize(values, True)
+        parts = nf4.quantize_nf4(values, True)
         # Where its kernel divides less exactly, a value on a border falls on the other side.
         assert (parts["codes"] != codes.view(-1)).sum() <= max(1, 1e-6 * codes.numel())
         assert torch.equal(parts["absmax"], state.absmax)
         assert torch.equal(parts["nested"], torch.cat((state.state2.absmax, state.offset[None])))
         out = torch.empty_like(values)
-        nf4.dequantize({**parts, "codes": codes.view(-1)}, out)
+        nf4.dequantize_nf4({**parts, "codes": codes.view(-1)}, out)
         assert torch.equal(out, bnb.dequantize_4bit(codes, state))
 
 
@@ -60,7 +60,7 @@ def test_a_linear_multiplies_by_what_its_bytes_stand_for(form, compiled):
     recipe = WeightMap(
         {"x.weight": WeightEntry((640, 256), (("g", 1), ("u", 1)), 320)}, Memory({n: drawn((320, 256)) for n in "gu"})
     )
-    quantise(type("Holder", (), {"linears": lambda self: [("x", linear)]})(), recipe, form, None)
+    quantize_model(type("Holder", (), {"linears": lambda self: [("x", linear)]})(), recipe, form, None)
     linear.to_empty(device="cuda")
     for name, p in linear.named_parameters(prefix="x"):
         recipe.fill(name, p.detach(), (0,))

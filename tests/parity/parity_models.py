@@ -14,44 +14,29 @@ from transformers.utils import logging as transformers_logging
 from optrush.data.batch import Batch, collate
 from optrush.data.schema import Document
 from optrush.models.shapes import HF
-from optrush.models.weights import WeightMap, export
+from optrush.models.weights import WeightMap, export_weights
 
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)
 
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "rope_theta": 1000.0,
-}
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16, "rope_theta": 1000.0,
+}  # fmt: skip
 SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 FAMILIES = {
     "llama": {**SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
     "llama-tied": {
-        **SIZES,
-        "model_type": "llama",
-        "tie_word_embeddings": True,
-        "num_key_value_heads": 1,
+        **SIZES, "model_type": "llama", "tie_word_embeddings": True, "num_key_value_heads": 1,
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
     },
     "mistral": {**SIZES, "model_type": "mistral", "sliding_window": None, "rope_theta": 5000.0},
     "qwen2": {**SIZES, "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {**SIZES, "model_type": "qwen3", "attention_bias": True, "num_key_value_heads": 4},
-}
+}  # fmt: skip
 
 
 def reference(sizes: dict, *, seed: int = 0) -> torch.nn.Module:
@@ -146,7 +131,7 @@ def compare_export(
     theirs: Any, ours: Any, recipe: WeightMap, hf: HF, folder: Path, max_shard_bytes: float = 5e9
 ) -> None:
     """Export, and load with transformers: equal bits under equal names."""
-    export(folder, ((n, p.data) for n, p in ours.named_parameters()), recipe, hf, max_shard_bytes)
+    export_weights(folder, ((n, p.data) for n, p in ours.named_parameters()), recipe, hf, max_shard_bytes)
     again, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     mine, expected = again.state_dict(), theirs.state_dict()

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from optrush.models.load import load
+from optrush.models.hf import load
 from optrush.models.source import Growth
-from optrush.models.weights import export
+from optrush.models.weights import export_weights
 
 from parity_models import FAMILIES, SIZES, compare_gradients, materialise, packed, reference, reference_loss, save
 
@@ -60,7 +60,7 @@ def test_logits_and_gradients(name, growth, tmp_path):
     loss.backward()
     mine.backward()
     assert compare_gradients(ours, recipe, theirs) >= 18
-    export(tmp_path / "new", ((n, p.detach()) for n, p in ours.named_parameters()), recipe, hf)
+    export_weights(tmp_path / "new", ((n, p.detach()) for n, p in ours.named_parameters()), recipe, hf)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "new", attn_implementation="eager")
     assert again.config.vocab_size == growth.vocab
     torch.testing.assert_close(reference_loss(again, batch)[0], logits, rtol=1e-5, atol=1e-5)

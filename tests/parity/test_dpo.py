@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -243,23 +244,16 @@ def agrees(box: Path, lines: list[dict[str, Any]], loss: str = "sigmoid") -> Non
             assert line[key] == pytest.approx(value, rel=CLOSE, abs=5e-5 if "reward" in key else 0), (line["step"], key)
 
 
-@pytest.mark.parametrize(("packed", "rows"), [(False, 8), (False, 4), (False, 2), (True, 4), (True, 2), (True, 1)])
+@pytest.mark.parametrize(("packed", "rows"), [(False, 8), (False, 2), (True, 4), (True, 1)])
 def test_every_cutting_is_the_same_run(folder, packed, rows):
     agrees(folder, play(folder, [], packed, rows, {}))
 
 
-@pytest.mark.parametrize(
-    ("packed", "rows", "data"),
-    [(False, 4, "ddp"), (False, 2, "fsdp"), (False, 1, "ddp"), (True, 2, "fsdp"), (True, 1, "ddp")],
-)
+@pytest.mark.parametrize(("packed", "rows", "data"), [(False, 2, "fsdp"), (False, 1, "ddp"), (True, 1, "ddp")])
 def test_two_ranks(folder, pair, packed, rows, data):
-    agrees(folder, pair(play, folder, [], packed, rows, {data: {}})[0])
-
-
-def test_two_ranks_make_the_reference_together(folder, pair):
-    """Another cache: nothing is there; each has half of the pairs, and both know all."""
-    sets = [f"data.cache={folder}/other"]
-    agrees(folder, pair(play, folder, sets, False, 2, {"ddp": {}})[0])
+    """With another cache, in which nothing is: each rank makes the reference of half of the pairs, both get all."""
+    shutil.rmtree(folder / "other", ignore_errors=True)
+    agrees(folder, pair(play, folder, [f"data.cache={folder}/other"], packed, rows, {data: {}})[0])
     kept = [np.load(path) for path in (folder / "other" / "reference").glob("*.npy")]
     assert len(kept) == 1 and kept[0].shape == (PAIRS, 2) and (kept[0] < -1).all()
 
@@ -287,12 +281,11 @@ def test_an_adapter_is_its_own_reference(folder):
     """With the adapter off, asked in every step, against log-probabilities made before: the same four steps."""
     runs = [
         play(folder, [f"dpo.reference={how}", "optim.lr=3e-2"], True, 2, {"lora": {"rank": 4}})
-        for how in ("adapter", "precomputed", "auto")
+        for how in ("adapter", "precomputed")
     ]
-    for line in zip(*runs, strict=True):
-        for key in ("loss", "grad_norm", *(FIGURES if line[0]["step"] > 1 else ())):
-            values = [m[key] for m in line]
-            assert values == pytest.approx([values[0]] * 3, rel=2e-5, abs=5e-5), (line[0]["step"], key)
+    for one, other in zip(*runs, strict=True):
+        for key in ("loss", "grad_norm", *(FIGURES if one["step"] > 1 else ())):
+            assert one[key] == pytest.approx(other[key], rel=2e-5, abs=5e-5), (one["step"], key)
     assert abs(runs[0][-1]["reward_margin"]) > 0.1, "it moves"
     trainer = filled(dpo_run(folder, lora={"rank": 4}))
     assert trainer.stream.reference is None, "auto takes the adapter"
@@ -364,7 +357,6 @@ def test_the_head_may_be_cut_over_ranks_while_the_reference_is_made(folder, pair
 
 
 def shared_reference(box: Path) -> np.ndarray:
-    """The reference under fsdp."""
     return filled(dpo_run(box, sets=[f"data.cache={box}/sharded"], fsdp={})).stream.reference
 
 

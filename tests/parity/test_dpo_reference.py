@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optrush.config import Config, parse_config
 from optrush.data.batch import Batch
-from optrush.models.weights import fingerprint
+from optrush.models.weights import weights_fingerprint as fingerprint
 from optrush.resolve import resolve
 from optrush.trainer import dpo_reference
 from optrush.trainer.trainer import Trainer

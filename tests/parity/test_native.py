@@ -10,25 +10,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from optrush.errors import CheckpointError, NeedsError
-from optrush.models.load import load
-from optrush.models.weights import export
+from optrush.models.hf import load
+from optrush.models.weights import export_weights
 
 from parity_models import FAMILIES, compare_alone, compare_export, compare_step, materialise, packed, reference, save
 
 
+def written(tmp_path_factory, name):
+    """(transformers model, folder, config.json) of one family."""
+    folder, model = tmp_path_factory.mktemp(name), reference(FAMILIES[name])
+    return model, folder, save(model, folder)
+
+
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request, tmp_path_factory):
-    """(transformers model, folder, config.json) of one family."""
-    folder = tmp_path_factory.mktemp(request.param)
-    model = reference(FAMILIES[request.param])
-    return model, folder, save(model, folder)
+    return written(tmp_path_factory, request.param)
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    model = reference(FAMILIES["llama"])
-    return model, folder, save(model, folder)
+    return written(tmp_path_factory, "llama")
 
 
 def native(folder, hf, dtype=torch.float32):
@@ -77,7 +78,8 @@ def test_sharded_folder(family, tmp_path):
     save(theirs, tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     one, _ = native(folder, hf)
-    many, _ = native(tmp_path, hf)
+    many, recipe = native(tmp_path, hf)
+    assert (many.head.weight is many.embedding.weight) == many.shape.tied == ("head.weight" not in recipe.entries)
     for (name, a), b in zip(one.named_parameters(), many.parameters(), strict=True):
         assert torch.equal(a, b), name
 
@@ -110,21 +112,21 @@ def test_export_reloads_to_the_bit(family, tmp_path, max_shard_bytes):
     back, _ = native(out, json.loads((out / "config.json").read_text()))
     assert all(torch.equal(a, b) for a, b in zip(back.parameters(), ours.parameters(), strict=True))
     with pytest.raises(CheckpointError, match="already holds"):
-        export(out, iter(()), recipe, hf)
+        export_weights(out, iter(()), recipe, hf)
 
 
 def test_export_writes_its_type_and_needs_every_parameter(llama, tmp_path):
     _, folder, hf = llama
     ours, recipe = native(folder, hf, torch.bfloat16)
     named = [(n, p.data) for n, p in ours.named_parameters()]
-    export(tmp_path / "a", iter(named), recipe, {k: v for k, v in hf.items() if k != "architectures"})
+    export_weights(tmp_path / "a", iter(named), recipe, {k: v for k, v in hf.items() if k != "architectures"})
     config = json.loads((tmp_path / "a" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and config["architectures"] == ["LlamaForCausalLM"]
     assert {t.dtype for t in load_file(tmp_path / "a" / "model.safetensors").values()} == {torch.bfloat16}
     with pytest.raises(CheckpointError, match=r"no values for norm.weight"):
-        export(tmp_path / "b", ((n, t) for n, t in named if n != "norm.weight"), recipe, hf)
+        export_weights(tmp_path / "b", ((n, t) for n, t in named if n != "norm.weight"), recipe, hf)
     with pytest.raises(CheckpointError, match="unknown or came twice"):
-        export(tmp_path / "c", iter([*named, named[0]]), recipe, hf)
+        export_weights(tmp_path / "c", iter([*named, named[0]]), recipe, hf)
 
 
 def test_draws_are_the_same_in_any_cut_and_class():
@@ -145,14 +147,6 @@ def test_draws_are_the_same_in_any_cut_and_class():
     assert mine["lm_head.weight"].std().item() == pytest.approx(0.5, rel=0.1)
     other, recipe3 = load(None, hf, "native", torch.float32, 4)
     assert not torch.equal(materialise(other, recipe3).head.weight, one.head.weight)
-
-
-def test_ties_survive_materialisation(tmp_path):
-    hf = FAMILIES["qwen2"]
-    ours, recipe = load(None, hf, "native", torch.float32, 0)
-    materialise(ours, recipe)
-    assert ours.head.weight is ours.embedding.weight
-    assert "head.weight" not in recipe.entries
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own tracer looks at it

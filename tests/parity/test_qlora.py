@@ -282,7 +282,7 @@ def test_through_transformers(folders, tmp_path):
 
 def repacked(tensors):
     """The head packed as well."""
-    made = nf4.quantize(tensors["lm_head.weight"], True)
+    made = nf4.quantize_nf4(tensors["lm_head.weight"], True)
     for end in (".quant_map", ".nested_quant_map"):
         tensors[f"lm_head.weight{end}"] = tensors[f"{Q}{end}"].clone()
     state = json.loads(bytes(tensors[STATE].tolist()))
@@ -297,7 +297,7 @@ def repacked(tensors):
 
 def single(tensors):
     """One tensor whose scales are not quantised among others whose are."""
-    made = nf4.quantize(torch.randn(json.loads(bytes(tensors[STATE].tolist()))["shape"]), False)
+    made = nf4.quantize_nf4(torch.randn(json.loads(bytes(tensors[STATE].tolist()))["shape"]), False)
     state = {k: v for k, v in json.loads(bytes(tensors[STATE].tolist())).items() if not k.startswith("nested")}
     tensors[STATE] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     for end in (".nested_absmax", ".nested_quant_map"):

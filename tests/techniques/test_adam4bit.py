@@ -58,12 +58,12 @@ def test_held_out_loss_at_a_small_rate(box, monkeypatch):
 def test_a_code_of_zero_does_not_learn_as_well(box, float32, monkeypatch):
     """A second moment whose least code is zero: the source's point."""
 
-    def decode(codes, scales, signed, bits, columns, inner=adam8bit.decode):
+    def decode(codes, scales, signed, bits, columns, inner=adam8bit.dequantize_blocks):
         found = inner(codes, scales, signed, bits, columns)
         if signed:
             return found
         least = scales.repeat_interleave(BLOCK[bits], -1)[:, :columns] / 16
         return torch.where(found <= least * 1.001, 0.0, found)
 
-    monkeypatch.setattr(adam8bit, "decode", decode)
+    monkeypatch.setattr(adam8bit, "dequantize_blocks", decode)
     assert held_out(box, SEEDS[0], adam4bit={}) > float32[0] + noise(float32)

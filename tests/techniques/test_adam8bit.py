@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim.adamw import adamw
 
-from optrush.kernels.adam8bit import BLOCK, decode, encode, levels
-from optrush.models.decoder import build
+from optrush.kernels.adam8bit import BLOCK, dequantize_blocks, levels, quantize_blocks
+from optrush.models.decoder import build_decoder
 from optrush.models.shapes import SHAPES
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 
@@ -59,7 +59,7 @@ def test_codes_are_the_nearest(bits, signed, columns):
     g, block = torch.Generator().manual_seed(1), BLOCK[bits]
     x = 10.0 ** (-bits * torch.rand(200, columns, generator=g)) * torch.randn(200, 1, generator=g).abs()
     x = x * torch.where(torch.rand(x.shape, generator=g) < 0.5, -1.0, 1.0) if signed else x
-    codes, scales = encode(x, signed, bits)
+    codes, scales = quantize_blocks(x, signed, bits)
     assert codes.shape == (200, -(-columns * bits // 8)) and scales.shape == (200, -(-columns // block))
     unit = (x / scales.repeat_interleave(block, 1)[:, :columns]).double()
     assert unit.abs().max() <= 1 + 1e-6, "blocks of 256 or 128 and a rest, none over a row's end"
@@ -71,7 +71,7 @@ def test_codes_are_the_nearest(bits, signed, columns):
     assert ((unit - found).abs() - best)[~lifted].max() < 1e-7, "but for rounding where two are as near"
     assert (bits, signed) != (8, False) or (codes[x > 0] > 0).all(), "no root of something is nothing"
     want = (found * scales.double().repeat_interleave(block, 1)[:, :columns]).float()
-    torch.testing.assert_close(decode(codes, scales, signed, bits, columns), want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(dequantize_blocks(codes, scales, signed, bits, columns), want, rtol=1e-6, atol=0)
 
 
 @either
@@ -83,7 +83,7 @@ def test_codes_survive(bits, signed):
         codes[:, ::64] = codes[:, ::64] & 0xF0 | (8 if signed else 15)  # the largest, in each block of 64 bytes
     columns = 512 * 8 // bits
     scales = torch.tensor([[1.0, 3e-9, 2e9, 0.7], [1e-30, 5.0, 1e-3, 1e3]]).repeat(1, 2)[:, : columns // BLOCK[bits]]
-    again, same = encode(decode(codes, scales, signed, bits, columns), signed, bits)
+    again, same = quantize_blocks(dequantize_blocks(codes, scales, signed, bits, columns), signed, bits)
     assert torch.equal(again, codes) and torch.allclose(same, scales, rtol=1e-6)
 
 
@@ -92,8 +92,8 @@ def test_nothing_is_nothing(bits):
     """A block of zeros is zero; of 4 bits no root is zero where its block has some."""
     for x in (torch.zeros(2, 300), torch.full((2, 300), 1e-38), torch.eye(2, 300)):
         for signed in (True, False):
-            codes, scales = encode(x, signed, bits)
-            found = decode(codes, scales, signed, bits, 300)
+            codes, scales = quantize_blocks(x, signed, bits)
+            found = dequantize_blocks(codes, scales, signed, bits, 300)
             assert torch.isfinite(scales).all()
             if bits == 8 or signed or not x.any():
                 assert torch.equal(found, (x == 1).float())
@@ -110,7 +110,9 @@ def decoded(state, name, signed, bits, columns):
     if "mean_scale" not in state:
         return state[name].clone()
     codes, scales = state[name], state[f"{name}_scale"]
-    rows = decode(codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, scales.shape[-1]), signed, bits, columns)
+    rows = dequantize_blocks(
+        codes.reshape(-1, codes.shape[-1]), scales.reshape(-1, scales.shape[-1]), signed, bits, columns
+    )
     return (rows if signed else rows.square()).view(*codes.shape[:-1], columns)
 
 
@@ -145,7 +147,7 @@ def test_equals_torch_on_the_decoded_moments(bits):
                 torch.testing.assert_close(square, s, rtol=1e-5, atol=1e-9)
                 continue
             for name, x, signed in (("mean", m, True), ("square", s.sqrt(), False)):
-                codes = encode(x.reshape(-1, x.shape[-1]), signed, bits)[0]
+                codes = quantize_blocks(x.reshape(-1, x.shape[-1]), signed, bits)[0]
                 assert (after[name].reshape(codes.shape) != codes).float().mean() < 1e-3, f"{t.name} {name}"
 
 
@@ -165,7 +167,7 @@ def test_which_moments_are_codes(bits, odd, cube):
 def test_bytes_a_parameter(shape, bits, each, more):
     params = [
         SimpleNamespace(name=n, local=p.detach(), decays=p.dim() > 1, full_shape=(*p.shape,), offset=(0,) * p.dim())
-        for n, p in build(SHAPES[shape], torch.bfloat16).named_parameters()
+        for n, p in build_decoder(SHAPES[shape], torch.bfloat16).named_parameters()
     ]
     states = [s for by in KINDS[bits](params, OPTIM).state().values() for s in by.values()]
     assert sum(s.nbytes for s in states) / sum(t.local.numel() for t in params) == pytest.approx(each, abs=more)

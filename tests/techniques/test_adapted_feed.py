@@ -326,7 +326,7 @@ def test_two_passes_before_one_goes_back():
     x, gate_up, down, _ = linears(PLACES[0])
     want = torch.autograd.grad(lora.feed(x, x, gate_up, down).sum(), x)
     for linear in (gate_up, down):
-        assert lora.lay(linear, 64, Padding(True), below=linear is down)
+        assert lora.pad_weight(linear, 64, Padding(True), below=linear is down)
     first, _ = lora.feed(x, x, gate_up, down), lora.feed(x, x, gate_up, down)
     torch.testing.assert_close(torch.autograd.grad(first.sum(), x), want)
 

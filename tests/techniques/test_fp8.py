@@ -16,7 +16,7 @@ from optrush.config import parse_config
 from optrush.errors import NeedsError, NoEffectError
 from optrush.hardware import NAMED
 from optrush.kernels import float8
-from optrush.models.decoder import build as decoder
+from optrush.models.decoder import build_decoder as decoder
 from optrush.models.shapes import SHAPES
 from optrush.planner import search
 from optrush.resolve import resolve

@@ -341,7 +341,7 @@ def test_shards_begin_as_the_whole(box, pair):
 
 
 def filled_by_nobody(folder, hf, implementation, dtype, seed, growth=None):
-    model = memory.build(hf, dtype)
+    model = memory.build_decoder(hf, dtype)
     recipe = WeightMap(native_entries(model), Memory({}))
     object.__setattr__(recipe, "fill", lambda *_: None)
     return model, recipe

@@ -12,11 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from optrush.errors import ConfigError, NeedsError
-from optrush.kernels import stochastic_rounding
-from optrush.kernels.adamw import key_words, random_bits, round_stochastic, step_key
-from optrush.kernels.newton_schulz import COEFFICIENTS, orthogonal
+from optrush.kernels.adamw import key_words, random_bits, round_stochastic, step_key, write_stochastic
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.optim.muon import Muon, Pieces
+from optrush.optim.muon import COEFFICIENTS, Muon, Pieces, orthogonal
 from optrush.planner import search
 from optrush.planner.ledger import Line
 from optrush.resolve import resolve
@@ -182,14 +180,14 @@ def test_random_rounding_is_right_on_average_and_repeatable():
     value = torch.full((4, 1000), 1 + 1 / 512)  # a quarter of the way from 1 to the next bfloat16
     target = torch.ones(4, 1000, dtype=torch.bfloat16)
     key, good = step_key(torch.tensor([key_words(7, "a")]), torch.ones(1))[0], torch.tensor(False)
-    stochastic_rounding.write_stochastic(target, value, good, key)
+    write_stochastic(target, value, good, key)
     assert (target > 1).float().mean() == pytest.approx(0.25, abs=0.03)
     want = round_stochastic(value.view(-1), random_bits(key, torch.arange(4000))).view(4, 1000)
     assert torch.equal(target, want)
     again = torch.zeros_like(target)
-    stochastic_rounding.write_stochastic(again, value, good, key, 16)
+    write_stochastic(again, value, good, key, 16)
     assert not torch.equal(again, target), "other bits of the same draw"
-    stochastic_rounding.write_stochastic(again, value, torch.tensor(True), key)
+    write_stochastic(again, value, torch.tensor(True), key)
     assert not torch.equal(again, target), "skipped"
 
 

@@ -116,14 +116,14 @@ def test_beside_others(box, beside):
 def test_a_bias_that_is_trained_has_its_gradient(tmp_path):
     from optrush.models.decoder import Linear
     from optrush.models.weights import Memory, WeightEntry, WeightMap
-    from optrush.peft.quantized import Form, quantise
+    from optrush.peft.quantized import Form, quantize_model
 
     at = {"device": torch.device("meta"), "dtype": torch.float32}
     linear = Linear(48, (("gate", 1), ("up", 1)), groups=5, bias=True, **at)
     parts = {name: torch.randn(5, 48) for name in ("g", "u")}
     recipe = WeightMap({"x.weight": WeightEntry((10, 48), (("g", 1), ("u", 1)), 5)}, Memory(parts))
     holder = type("Holder", (), {"linears": lambda self: [("x", linear)]})()
-    assert quantise(holder, recipe, Form(4), None) == 1 and linear.weight is None
+    assert quantize_model(holder, recipe, Form(4), None) == 1 and linear.weight is None
     linear.to_empty(device="cpu")
     for name, p in linear.named_parameters(prefix="x"):
         if "bias" not in name:
@@ -382,5 +382,5 @@ def test_the_prediction_is_what_is_held(box):
         for _, linear in job.model.linears()
         for _, rows in linear.output_splits
     ]
-    exact = sum(sum(nf4.sizes(1, n, True).values()) for n in pieces)
+    exact = sum(sum(nf4.nf4_bytes(1, n, True).values()) for n in pieces)
     assert exact <= held <= exact + 2 * 3 * len(pieces) and held / values == pytest.approx(0.516, rel=0.02)

@@ -15,7 +15,7 @@ import interpreter
 from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.kernels import adam8bit as codes
-from optrush.models.decoder import build
+from optrush.models.decoder import build_decoder
 from optrush.models.shapes import SHAPES
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
 from optrush.optim.adamw import AdamW
@@ -291,7 +291,7 @@ def test_states_are_as_predicted(name, shape, precision):
     options = {n.replace("_", "-"): o for n, o in CASES[name].with_.items()}
     withs = [precision] * bool(precision) + [n + "".join(f":{k}={v}" for k, v in o.items()) for n, o in options.items()]
     plan = search.predict(parse_config(text, "test", (), withs), "h200", 1)
-    model = build(SHAPES[shape], torch.bfloat16 if precision else torch.float32)
+    model = build_decoder(SHAPES[shape], torch.bfloat16 if precision else torch.float32)
     params = [
         SimpleNamespace(name=n, local=p.detach(), decays=p.dim() > 1, full_shape=tuple(p.shape), offset=(0,) * p.dim())
         for n, p in model.named_parameters()

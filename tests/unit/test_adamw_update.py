@@ -223,6 +223,48 @@ def test_powers():
         assert kernel.power(base, counts).tolist() == pytest.approx([base ** int(n) for n in counts], rel=1e-12)
 
 
+# bfloat16 weights at small rates: AdamW at a rate of 1e-5 moves a weight by about 1e-5 a step; a unit of bfloat16 at
+# 0.02, a usual weight of a language model, is 1.2e-4.
+
+RATE, BETAS, EPS, SHAPE = 1e-5, (0.9, 0.999), 1e-8, (64, 512)
+
+
+@cache
+def moved_by(rounding):
+    """(weights at first and after each of 100 steps, the remainders at the end), by gradients with noise about a
+    constant of the same size, other for each weight, as in training; rounding: None is float64 AdamW."""
+    start = (0.02 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))).bfloat16()
+    group = group_of(rounding or "nearest", [SHAPE], betas=BETAS, decay=0.0)
+    group.weights[0].copy_(start)
+    loop, path = kernel.ReferenceUpdate(group), [start.double()]
+    draw = torch.Generator().manual_seed(2)
+    constant, m, v = torch.randn(SHAPE, generator=draw), torch.zeros(SHAPE).double(), torch.zeros(SHAPE).double()
+    for t in range(1, 101):
+        grad = (constant + torch.randn(SHAPE, generator=draw)).bfloat16()
+        if rounding is not None:
+            loop([grad], torch.tensor(RATE), torch.tensor(1.0), torch.tensor(False))
+            path.append(group.weights[0].double())
+            continue
+        g = grad.double()
+        m, v = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g * g
+        path.append(path[-1] - RATE * (m / (1 - BETAS[0] ** t)) / ((v / (1 - BETAS[1] ** t)).sqrt() + EPS))
+    return path, 0.0 if group.remainders is None else group.remainders[0].double()
+
+
+@pytest.mark.parametrize(("rounding", "share"), [("nearest", 0.85), ("stochastic", 0.0), ("kahan", 0.0)])
+def test_which_share_never_moves(rounding, share):
+    """To the nearest most weights never change; rounded stochastically, and with Kahan summation, hardly any."""
+    first, *rest = moved_by(rounding)[0]
+    never = torch.stack([w == first for w in rest]).all(0)
+    assert never.double().mean().item() == pytest.approx(share, abs=0.05)
+
+
+def test_kahan_follows_float64():
+    (path, kept), (exact, _) = moved_by("kahan"), moved_by(None)
+    way = exact[-1] - exact[0]
+    assert (path[-1] + kept - exact[-1]).norm() < 0.01 * way.norm()
+
+
 # The Triton kernel.
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from optrush.errors import NeedsError
 from optrush.kernels.cross_entropy import chunk_loss, chunked_cross_entropy, cross_entropy
 
 torch.set_num_threads(1)
@@ -16,8 +15,7 @@ CASES = {
     "bias": {"bias": True},
     "softcap": {"softcap": 1.5},
     "scale": {"scale": 0.3},
-    "weights": {"weights": True},
-    "all": {"bias": True, "softcap": 2.0, "scale": 1.7, "weights": True},
+    "all": {"bias": True, "softcap": 2.0, "scale": 1.7},
 }
 
 
@@ -35,18 +33,15 @@ def problem(case, dtype=torch.float64, *, seed=0):
     options = dict(CASES[case])
     if options.pop("bias", False):
         options["bias"] = draw(V).requires_grad_()
-    if options.pop("weights", False):
-        options["weights"] = torch.rand(N, generator=g) * 3 - 1
     return hidden, weight, labels, options
 
 
-def oracle(hidden, weight, labels, *, bias=None, scale=1.0, softcap=None, weights=None):
+def oracle(hidden, weight, labels, *, bias=None, scale=1.0, softcap=None):
     """By row, in float64, from torch's own loss."""
     z = hidden.double() @ weight.double().T
     z = (z if bias is None else z + bias.double()) * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    losses = F.cross_entropy(z, labels, ignore_index=-100, reduction="none")
-    return losses if weights is None else losses * weights.double()
+    return F.cross_entropy(z, labels, ignore_index=-100, reduction="none")
 
 
 def gradients(loss, hidden, weight, options):
@@ -76,14 +71,13 @@ def test_against_float64(kernel, case, dtype, reduce):
 @pytest.mark.parametrize("kernel", [cross_entropy, chunked])
 @pytest.mark.parametrize("reduce", ["sum", "token"])
 def test_ignored_rows_give_exactly_nothing(kernel, reduce):
-    """Whatever they hold: NaN hidden values, infinite weights."""
+    """Whatever they hold: NaN hidden values."""
     hidden, weight, labels, options = problem("all", torch.float32)
     ignored = labels == -100
     clean = kernel(hidden, weight, labels, reduce=reduce, **options)
     clean_grads = gradients(clean.sum(), hidden, weight, options)
     with torch.no_grad():
         hidden[ignored] = float("nan")
-        options["weights"][ignored] = float("inf")
     dirty = kernel(hidden, weight, labels, reduce=reduce, **options)
     assert torch.equal(clean, dirty)
     if reduce == "token":
@@ -179,10 +173,3 @@ def test_sum_gives_its_gradients_once():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward only"):
         loss.backward()
-
-
-@pytest.mark.parametrize("kernel", [cross_entropy, chunked])
-def test_a_vocabulary_part_is_refused(kernel):
-    hidden, weight, labels, _ = problem("plain")
-    with pytest.raises(NeedsError, match="cut over ranks"):
-        kernel(hidden, weight, labels, part=object())

@@ -11,7 +11,7 @@ import torch
 import interpreter
 from optrush.kernels import int8, nf4
 from optrush.models.decoder import Linear
-from optrush.peft.quantized import Form, QuantizedLinear, dense
+from optrush.peft.quantized import Form, QuantizedLinear, unpacked
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 64), (48, 48), (7, 9), (3, 65), (1, 1), (1000, 100), (130, 896)]  # blocks that cross rows, odd ends
@@ -54,24 +54,24 @@ def test_bytes_and_values_are_those_of_bitsandbytes(bnb, shape, double):
     for dtype in DTYPES:
         values = drawn(shape, dtype)
         codes, state = bnb.quantize_4bit(values, compress_statistics=double, quant_type="nf4")
-        parts = nf4.quantize(values, double)
+        parts = nf4.quantize_nf4(values, double)
         assert torch.equal(parts["codes"], codes.view(-1)) and torch.equal(parts["absmax"], state.absmax)
         if double:
             assert torch.equal(parts["nested"], torch.cat((state.state2.absmax, state.offset[None])))
         out = torch.empty(shape, dtype=dtype)
-        nf4.dequantize(parts, out)
+        nf4.dequantize_nf4(parts, out)
         assert torch.equal(out.view(-1), back(bnb, codes, state, dtype))
-        assert {n: p.numel() * p.element_size() for n, p in parts.items()} == nf4.sizes(*shape, double)
+        assert {n: p.numel() * p.element_size() for n, p in parts.items()} == nf4.nf4_bytes(*shape, double)
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s != (1, 1)], ids=str)
 def test_bytes_of_a_row_are_those_of_bitsandbytes(bnb, shape):
     values = drawn(shape)
     codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(values.clone())
-    parts = int8.quantize(values)
+    parts = int8.quantize_int8(values)
     assert torch.equal(parts["codes"], codes) and torch.equal(parts["scales"], scales)
     out = torch.empty(shape)
-    int8.dequantize(parts, out)
+    int8.dequantize_int8(parts, out)
     assert torch.equal(out, torch.ops.bitsandbytes.int8_vectorwise_dequant(codes, scales))
 
 
@@ -79,17 +79,21 @@ def test_zeros_stay_zeros():
     for shape in SHAPES:
         for form in (Form(4, True), Form(4, False), Form(8)):
             out = torch.ones(shape)
-            (nf4 if form.bits == 4 else int8).dequantize(form.quantise(torch.zeros(shape)), out)
+            dequantize(form, form.quantize(torch.zeros(shape)), out)
             assert not out.any()
 
 
 # The arithmetic, against one of its own.
 
 
+def dequantize(form, parts, out):
+    (nf4.dequantize_nf4 if form.bits == 4 else int8.dequantize_int8)(parts, out)
+
+
 def test_the_nearest_of_sixteen():
     values = drawn((40, 80), seed=3)
     out = torch.empty(values.shape)
-    nf4.dequantize(nf4.quantize(values, False), out)
+    nf4.dequantize_nf4(nf4.quantize_nf4(values, False), out)
     flat = values.double().numpy().reshape(-1, 64)
     most = np.abs(flat).max(1, keepdims=True)
     table = np.array(nf4.VALUES)
@@ -102,18 +106,18 @@ def test_what_double_costs_and_saves():
     errors = []
     for double in (False, True):
         out = torch.empty(values.shape)
-        nf4.dequantize(nf4.quantize(values, double), out)
+        nf4.dequantize_nf4(nf4.quantize_nf4(values, double), out)
         errors.append(((out - values).norm() / values.norm()).item())
     assert errors[0] < errors[1] < 1.02 * errors[0] and 0.05 < errors[0] < 0.15
-    bits = [8 * sum(nf4.sizes(4096, 4096, double).values()) / 4096**2 for double in (False, True)]
+    bits = [8 * sum(nf4.nf4_bytes(4096, 4096, double).values()) / 4096**2 for double in (False, True)]
     assert bits == pytest.approx([4.5, 4.127], abs=1e-3)
 
 
 def test_chunks_change_nothing(monkeypatch):
     values = drawn((37, 91))
-    want = nf4.quantize(values, True)
+    want = nf4.quantize_nf4(values, True)
     monkeypatch.setattr(nf4, "CHUNK", 256)
-    assert all(torch.equal(part, want[name]) for name, part in nf4.quantize(values, True).items())
+    assert all(torch.equal(part, want[name]) for name, part in nf4.quantize_nf4(values, True).items())
 
 
 # The operator: pieces of a fused linear, each where its rows are.
@@ -128,18 +132,18 @@ def test_rows_lie_where_the_linear_has_them(form, width, pieces):
     parts, wanted = [], []
     for i, (_, rows) in enumerate(pieces):
         values = drawn((groups * rows, width), seed=i)
-        made = form.quantise(values)
+        made = form.quantize(values)
         out = torch.empty(values.shape)
-        (nf4 if form.bits == 4 else int8).dequantize(made, out)
+        dequantize(form, made, out)
         wanted.append(out.view(groups, rows, width))
         for part in made.values():
             raw = part.flatten().view(torch.uint8)
             parts.append(torch.nn.functional.pad(raw, (0, raw.numel() % 2)).view(torch.bfloat16))
     layout = QuantizedLinear(linear, form, torch.bfloat16).layout
-    found = dense(parts, layout.bits, list(layout.rows), layout.groups, width, torch.float32, "test", [0, 0])
+    found = unpacked(parts, layout, torch.float32, "test")
     want = torch.cat(wanted, 1).flatten(0, 1)
     assert torch.equal(found, want)
-    within = dense(parts, layout.bits, list(layout.rows), layout.groups, width, torch.float32, "test", [3, 5])
+    within = unpacked(parts, layout, torch.float32, "test", (3, 5))
     assert within.shape == (len(want) + 3, width + 5) and torch.equal(within[:-3, :-5], want)
 
 
@@ -147,7 +151,7 @@ def test_rows_lie_where_the_linear_has_them(form, width, pieces):
 
 
 def interpreted():
-    from optrush.kernels import int8_triton, nf4_triton
+    from optrush.kernels import dequantize_triton
 
     tables = nf4.table(torch.device("cpu")), nf4.dynamic_map(torch.device("cpu"))
     for shape in (*SHAPES[:4], (12, 896), (130, 64), (3, 1088), (2, 2112)):  # the last two: several programs a row
@@ -155,19 +159,19 @@ def interpreted():
         # Not bfloat16: the interpreter cuts where a GPU rounds to the nearest. tests/gpu has it.
         for dtype in (torch.float32, torch.float16):
             for name, form in (("nf4", Form(4, True)), ("nf4", Form(4, False)), ("int8", Form(8))):
-                parts, want = form.quantise(values), torch.empty(shape, dtype=dtype)
-                (nf4 if name == "nf4" else int8).dequantize(parts, want)
+                parts, want = form.quantize(values), torch.empty(shape, dtype=dtype)
+                dequantize(form, parts, want)
                 wide = torch.full((shape[0], 3, shape[1]), 7.0, dtype=dtype)  # rows of others between
                 target = wide[:, 1:2]
                 if name == "nf4":
-                    nf4_triton.launch_nf4(parts["codes"], parts["absmax"], parts.get("nested"), target, *tables)
+                    dequantize_triton.launch_nf4(parts["codes"], parts["absmax"], parts.get("nested"), target, *tables)
                 else:
-                    int8_triton.launch_int8(parts["codes"], parts["scales"], target)
+                    dequantize_triton.launch_int8(parts["codes"], parts["scales"], target)
                 assert torch.equal(target[:, 0], want), (shape, dtype, form)
                 if name == "nf4":  # codes that begin within a word
                     codes = torch.nn.functional.pad(parts["codes"], (1, 0))[1:]
                     again = torch.empty_like(want)
-                    nf4_triton.launch_nf4(codes, parts["absmax"], parts.get("nested"), again, *tables)
+                    dequantize_triton.launch_nf4(codes, parts["absmax"], parts.get("nested"), again, *tables)
                     assert torch.equal(again, want), (shape, dtype, form)
                 assert (wide[:, [0, 2]] == 7).all(), "it writes where it should"
     print("equal")

@@ -8,14 +8,9 @@ from optrush.errors import ConfigError, NeedsError
 from optrush.models.shapes import SHAPES, ModelShape, RopeShape, native_obstacle, refuse_foreign
 
 TINY = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-}
+    "model_type": "llama", "vocab_size": 100, "hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -40,11 +35,6 @@ def test_flops_a_token(name, T, gflop):
     assert ModelShape.read(SHAPES[name]).flops(T, T * T) / T / 1e9 == pytest.approx(gflop, rel=1e-3)
 
 
-def test_flops_of_packed_documents_are_those_of_each():
-    shape = ModelShape.read(TINY)
-    assert shape.flops(30, 100 + 400) == shape.flops(10, 100) + shape.flops(20, 400)
-
-
 def test_read_fills_what_is_silent():
     shape = ModelShape.read(TINY)
     assert (shape.head_width, shape.kv_heads, shape.tied, shape.norm_eps) == (2, 2, False, 1e-6)
@@ -59,6 +49,7 @@ def test_read_fills_what_is_silent():
     assert biased.o_bias and biased.mlp_bias
 
 
+QWEN3 = {"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": True}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -121,15 +112,7 @@ def test_obstacles(given, found):
         ({"model_type": "qwen2", "sliding_window": 64}, None),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 3}, None),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 64),
-        (
-            {
-                "model_type": "qwen3",
-                "sliding_window": 64,
-                "use_sliding_window": True,
-                "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            },
-            64,
-        ),
+        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}, 64),
         ({"model_type": "llama", "sliding_window": 64}, None),
     ],
 )

@@ -20,7 +20,7 @@ def contents(folder):
 
 def test_two_writings_are_the_same_bytes_and_another_seed_changes_the_weights_alone(tmp_path, tiny_folder):
     for name, seed in (("b", 0), ("c", 1)):
-        tiny.write(tmp_path / name, seed)
+        tiny.write_tiny(tmp_path / name, seed)
     a, b, c = (contents(folder) for folder in (tiny_folder, tmp_path / "b", tmp_path / "c"))
     assert a == b
     assert {name for name in a if a[name] != c[name]} == {"model.safetensors"}
@@ -32,7 +32,7 @@ def test_two_writings_are_the_same_bytes_and_another_seed_changes_the_weights_al
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_it_loads_as_any_checkpoint_does(tmp_path, family):
     before = torch.random.get_rng_state()
-    tiny.write(tmp_path, family=family)
+    tiny.write_tiny(tmp_path, family=family)
     assert torch.equal(torch.random.get_rng_state(), before)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -70,16 +70,3 @@ def test_recipes_are_deterministic_many_and_of_many_lengths(tmp_path):
     assert [[(m.role, m.content) for m in row.messages] for row in rows] == [
         [(m["role"], m["content"]) for m in conversation] for conversation in islice(made, 100)
     ]
-
-
-def test_no_meat_for_vegans():
-    meat = {"chicken", "bacon", "salmon", "prawns", "pork", "lamb", "beef", "cod"}
-    milk = {"butter", "cream", "halloumi", "paneer", "cheese", "parmesan", "yoghurt"}
-    asked = 0
-    for conversation in conversations(600, seed=5):
-        turns = [message["content"] for message in conversation if message["role"] != "system"]
-        if "vegan" in turns[0]:
-            asked += 1
-            named = "\n".join(line for line in turns[1].splitlines() if line.startswith("- "))
-            assert not (meat | milk) & set(named.replace(",", "").split()), named
-    assert asked > 20

@@ -71,8 +71,8 @@ def write(hf: Mapping[str, Any], dtype: str, seed: int, device: str, target: Pat
     """Write the folder, completely or not at all."""
     import torch
 
-    from optrush.models.load import load
-    from optrush.models.weights import export
+    from optrush.models.hf import load
+    from optrush.models.weights import export_weights
 
     model, recipe = load(None, hf, None, getattr(torch, dtype), seed)
 
@@ -84,7 +84,7 @@ def write(hf: Mapping[str, Any], dtype: str, seed: int, device: str, target: Pat
 
     fresh = Path(tempfile.mkdtemp(prefix="fresh-", dir=target.parent))
     try:
-        export(fresh, drawn(), recipe, hf)
+        export_weights(fresh, drawn(), recipe, hf)
         name_tokens(int(hf["vocab_size"]), fresh)
         fresh.chmod(0o755)  # a temporary folder is its owner's alone
         try:

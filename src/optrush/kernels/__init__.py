@@ -1,1 +1,17 @@
-"""Operators, one a file: X.py has the plain reference and the dispatch, X_triton.py and X_quack.py the kernels."""
+"""Kernels, one operator a module, each with a plain reference; here the types in which operators compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the type of matrix products of x: autocast's where it is on, else x's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def widen(x: Tensor) -> Tensor:
+    """Cast x to float32, or leave float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -22,15 +22,13 @@ the even column in the low half, the odd one in the high half, which is 0 where 
                    those of the dynamic map in three decades, from 1e-3 to 1: 1, 2 and 4 equal parts, the middle of each
     root's code    n = 0 ... 15: (n + 1) / 16, so none is zero
 
-With 4 bits the quantization error of the mean is fed back: lost from the mean, it would have changed the weight in
-later steps by lr * beta1 / (1 - beta1) times itself over the denominator, if these stay constant. It changes the weight
-at once instead, because the nearest of so few codes has the same error step after step: a change of less than half the
-distance to the next code never shows.
+With 4 bits the quantization error of the mean is fed back, because the nearest of so few codes has the same error step
+after step: a change of less than half the distance to the next code never shows. Lost from the mean, it would have
+changed the weight in later steps by lr * beta1 / (1 - beta1) times itself over the denominator. That is done at once.
 
 Differs from the source: there the error is lost; the scale of the second moment is its block's alone, where there each
-value takes the smaller of its row's and its column's largest square. In a simulation of running means over normally
-distributed gradients of different sizes (beta2 0.95 to 0.999, sizes within a block spread by 0.5 to 3 powers of e)
-steps from roots were nearer to float32's than steps from squares in each case.
+value takes the smaller of its row's and its column's largest square. In simulations (beta2 0.95 to 0.999, sizes within
+a block spread by 0.5 to 3 powers of e) steps from roots were always nearer to float32's than steps from squares.
 
 Codes are the nearest. The update runs in float32; the Triton kernel (adam8bit_triton.py) returns the same bits.
 """
@@ -53,9 +51,8 @@ BLOCK: dict[Bits, int] = {8: 256, 4: 128}  # values under one scale
 DECADES = 7
 LEAST_SCALE = 1e-35  # of a block: below it all values are zero, because its reciprocal exceeds float32
 CHUNK = 1 << 20  # elements that the reference holds in float32 at a time
-# 8 bits, the same float32 numbers in the kernel: where decades 1 to 6 begin; what scales decade i to [0.1, 1); codes in
-# a unit there; half the least magnitude, below which a code is zero; by sign, the middle between the last magnitude
-# and 1.
+# 8 bits, the same float32 numbers in the kernel: where decades 1 to 6 begin; factors that scale decade i to [0.1, 1);
+# codes in a unit there; half the least magnitude, below which a code is zero; the middle between the last one and 1.
 STARTS = tuple(10.0 ** (i - DECADES) for i in range(1, DECADES))
 UP = tuple(10.0 ** (DECADES - 1 - i) for i in range(DECADES))
 PER_PART = 1 / 0.9
@@ -88,7 +85,7 @@ def levels(bits: Bits, signed: bool, device: torch.device) -> Tensor:
     return torch.tensor([0.0, *positive, *negative], dtype=torch.float32, device=device)
 
 
-def encode(x: Tensor, signed: bool, bits: Bits) -> tuple[Tensor, Tensor]:
+def quantize_blocks(x: Tensor, signed: bool, bits: Bits) -> tuple[Tensor, Tensor]:
     """Return the nearest codes and the scales of the blocks; of two equally near codes either, as in the kernel.
 
     Args:
@@ -137,8 +134,8 @@ def _codes_4bit(unit: Tensor, signed: bool) -> Tensor:
     return torch.where(unit < 0, -code.clamp(max=7), code) & 15
 
 
-def decode(codes: Tensor, scales: Tensor, signed: bool, bits: Bits, columns: int) -> Tensor:
-    """Return the (R, columns) float32 values of what `encode` returns."""
+def dequantize_blocks(codes: Tensor, scales: Tensor, signed: bool, bits: Bits, columns: int) -> Tensor:
+    """Return the (R, columns) float32 values of what `quantize_blocks` returns."""
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)[:, :columns]
     found = levels(bits, signed, codes.device)[codes.int()]
@@ -187,13 +184,7 @@ class QuantizedGroup:
 def adam8bit_update(
     group: QuantizedGroup, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
 ) -> None:
-    """Update the parameters `first` ... `first + len(grads)` once, some rows at a time; no device synchronization.
-
-    Args:
-        grads: (R, C) each, contiguous, bfloat16 or float32, multiplied by `grad_scale`.
-        lr: () float32, like `grad_scale`.
-        found_inf: () bool; where True nothing changes, no count either.
-    """
+    """Implement `GroupUpdate`, some rows at a time; grads: (R, C) each."""
     last = first + len(grads)
     keys = group.params.count_update(first, last, found_inf)
     factors = group.params.step_factors(first, last, group.betas, lr, grad_scale)
@@ -218,15 +209,17 @@ def _updated(
     keep, size, root, inverse = factors
     mean, square, bits, columns = moments.mean, moments.square, group.bits, old.shape[1]
     if moments.scales is not None:
-        mean = decode(mean, moments.scales[0], True, bits, columns)
-        square = decode(square, moments.scales[1], False, bits, columns).square()
+        mean = dequantize_blocks(mean, moments.scales[0], True, bits, columns)
+        square = dequantize_blocks(square, moments.scales[1], False, bits, columns).square()
     grad = grad.float() * inverse
     mean = mean + (grad - mean) * (1.0 - group.betas[0])
     square = square * group.betas[1] + (grad * grad) * (1.0 - group.betas[1])
     deviation, push = sqrt(square), size * mean
-    coded = () if moments.scales is None else (encode(mean, True, bits), encode(deviation, False, bits))
+    coded = (
+        () if moments.scales is None else (quantize_blocks(mean, True, bits), quantize_blocks(deviation, False, bits))
+    )
     if coded and bits == 4:
-        push = push + feedback * (mean - decode(*coded[0], True, bits, columns))
+        push = push + feedback * (mean - dequantize_blocks(*coded[0], True, bits, columns))
     weight = old.float() * keep - push / (deviation * root + group.eps)
     if old.dtype == torch.bfloat16 and group.rounding == "stochastic":
         yield round_stochastic(weight, random_bits(key, index))

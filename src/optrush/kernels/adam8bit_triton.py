@@ -1,16 +1,10 @@
 """AdamW update with 8-bit or 4-bit moments, all parameters of a group in one launch of a Triton kernel.
 
-adam8bit.py has the formats and the reference; the bits are the same. Imported where it is launched only: torch ships
-Triton where there is a CUDA device. Triton's interpreter runs it on a CPU in the tests.
-
-A program updates tiles of whole blocks, each within a warp: it reads codes, scales, weights and gradients once, and
-writes codes, scales and weights once. The small launch of adamw_triton.py runs before it; neither synchronizes with the
-host.
+adam8bit.py has the formats and the reference; the bits are the same. Imported as adamw_triton.py is, whose small launch
+runs before it. A program updates tiles of whole blocks, each within a warp, and reads and writes every value once.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
@@ -31,7 +25,7 @@ from optrush.kernels.adam8bit import (
     levels,
 )
 from optrush.kernels.adamw_triton import ALIGNMENT, GroupLauncher, _mix, _pointer, _read, _write
-from optrush.kernels.nf4_triton import lookup
+from optrush.kernels.dequantize_triton import lookup
 
 # Elements of one program, of one parameter (its lookups are few compared with them), and elements at a time: 8 a
 # thread.
@@ -226,7 +220,7 @@ class QuantizedLauncher(GroupLauncher):
             addresses = [t.data_ptr() for t in (w, *moments.tensors(), w, w)[:5]]
             rows.append([*addresses, total, blocks_per_row(w.shape[1], bits), w.shape[1], *span, 0, 0])
         assert all(len(r) == COLUMNS for r in rows)
-        super().__init__(group.params, group.weights, [-(-n // (PART // block)) for n in totals], rows)
+        super().__init__(group.params, group.betas, group.weights, [-(-n // (PART // block)) for n in totals], rows)
         self.coded = group.moments[0].scales is not None
         self.halves = self.coded and bits == 4
         self.whole = all(w.shape[1] % block == 0 for w in group.weights)
@@ -234,20 +228,13 @@ class QuantizedLauncher(GroupLauncher):
         signed = [True] if self.halves else [True, False]
         self.values = torch.cat([levels(4 if self.halves else 8, s, device) for s in signed])
 
-    @torch.no_grad()
-    def __call__(
-        self, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
-    ) -> None:
-        """Implement `GroupUpdate`."""
-        group, block, flag = self.group, self.block, found_inf.view(torch.uint8)
-        aligned = self.prepare(group.betas, grads, lr, grad_scale, flag, first)
-        begin = self.starts[first]
-        if programs := self.starts[first + len(grads)] - begin:
-            _update[(programs,)](
-                self.owners, self.firsts, self.table, self.values, self.grads, self.numbers, self.keys, lr, flag, begin,
-                group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.feedback, group.eps,
-                RANDOM=group.rounding == "stochastic" and group.weights[0].dtype == torch.bfloat16,
-                WIDE=group.weights[0].dtype == torch.float32, WIDE_GRADS=grads[0].dtype == torch.float32,
-                CODES=self.coded, HALVES=self.halves, WHOLE=self.whole, CUT=self.cut, ALIGNED=self.aligned and aligned,
-                PART=PART // block, TILE=TILE // block, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
-            )  # fmt: skip
+    def launch(self, begin: int, programs: int, dtype: torch.dtype, lr: Tensor, flag: Tensor, aligned: bool) -> None:
+        group, block = self.group, self.block
+        _update[(programs,)](
+            self.owners, self.firsts, self.table, self.values, self.grads, self.numbers, self.keys, lr, flag, begin,
+            group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.feedback, group.eps,
+            RANDOM=group.rounding == "stochastic" and group.weights[0].dtype == torch.bfloat16,
+            WIDE=group.weights[0].dtype == torch.float32, WIDE_GRADS=dtype == torch.float32,
+            CODES=self.coded, HALVES=self.halves, WHOLE=self.whole, CUT=self.cut, ALIGNED=self.aligned and aligned,
+            PART=PART // block, TILE=TILE // block, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -2,15 +2,14 @@
 
 A bfloat16 has 8 significant bits: rounded to the nearest, a weight changes only if its update exceeds 1/512 to 1/256 of
 it. `stochastic` rounds up or down with the probability that makes the expected value exact. `kahan` stores the rounding
-error of a weight in a second bfloat16 and adds it to the next update. The moments have the same problem: one step
-changes the mean square by at most 1 - beta2 of itself, which for beta2 = 0.999 is always less than half a unit, so
-rounded to the nearest it can grow and never shrink. With `stochastic` and with `kahan` the moments, and the
-compensation of kahan, are therefore rounded stochastically; with `nearest` nothing is. float32 weights are written
-unrounded.
+error of a weight in a second bfloat16 and adds it to the next update. The moments have the same problem: with beta2 =
+0.999 a step changes the mean square by less than half a unit, so rounded to the nearest it can grow and never shrink.
+With `stochastic` and `kahan` the moments, and the compensation of kahan, are therefore rounded stochastically; with
+`nearest` nothing is. float32 weights are written unrounded.
 
 Random bits are a pure function of (seed, the parameter's name, its count of updates, the element's index in the full
-parameter). There is no generator, so ranks, shards, resumed runs, a CPU and a GPU draw the same bits. Every operation
-is rounded separately, in the order of the Triton kernel (adamw_triton.py): the two agree to the bit.
+parameter), so ranks, shards, resumed runs, a CPU and a GPU draw the same bits. Every operation is rounded separately,
+in the order of the Triton kernel (adamw_triton.py): the two agree to the bit.
 
 Sources: AdamW: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101. Stochastic rounding of bfloat16 weights:
 Zamirai et al., https://arxiv.org/abs/2010.06192. The hash is lowbias32 by Chris Wellons (public domain),
@@ -50,13 +49,7 @@ class ShardSpan(NamedTuple):
 
 
 def shard_span(full_shape: Sequence[int], shape: Sequence[int], offset: Sequence[int]) -> ShardSpan:
-    """Return the span of a box of a tensor that is cut along its first dimension, one other, or both.
-
-    Args:
-        full_shape: shape of the full tensor.
-        shape: shape of the box.
-        offset: index in the full tensor where the box begins.
-    """
+    """Return the span of a box at `offset` of a tensor that is cut along its first dimension, one other, or both."""
     cut = [d for d, (n, m) in enumerate(zip(shape, full_shape, strict=True)) if n != m]
     last = cut[-1] if cut else 0
     assert set(cut) <= {0, last}, f"a piece {tuple(shape)} of {tuple(full_shape)}: cut in the middle too"
@@ -93,11 +86,8 @@ def random_bits(key: Tensor, index: Tensor) -> Tensor:
 def round_stochastic(x: Tensor, bits: Tensor) -> Tensor:
     """Round float32 to bfloat16, up with a probability proportional to the distance from the lower neighbor.
 
-    16 random bits are added below the last one of bfloat16, then the lower half is cut off. Finite values stay finite,
-    inf and nan stay inf and nan, and a value that bfloat16 represents is unchanged.
-
-    Args:
-        bits: integers, of which the lowest 16 bits are used.
+    The lowest 16 of `bits` are added below the last bit of bfloat16, then the lower half is cut off. Finite values stay
+    finite, inf and nan stay inf and nan, and a value that bfloat16 represents is unchanged.
     """
     raw = x.view(torch.int32)
     moved = (raw + (bits & 0xFFFF).int()) & -0x10000
@@ -160,7 +150,6 @@ class AdamWGroup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights."""
         return self.weights[0].dtype
 
 
@@ -196,10 +185,8 @@ class GroupUpdate(Protocol):
     ) -> None:
         """Update the group's parameters `first` ... `first + len(grads)` once, without a device synchronization.
 
-        Args:
-            grads: contiguous, bfloat16 or float32, multiplied by `grad_scale`.
-            lr: () float32, like `grad_scale`.
-            found_inf: () bool; where True nothing changes, no count either.
+        grads: contiguous, bfloat16 or float32, multiplied by `grad_scale` () float32, like `lr`; found_inf: () bool,
+        where True nothing changes, no count either.
         """
         ...
 
@@ -218,9 +205,8 @@ class ReferenceUpdate:
         keys = group.params.count_update(first, last, found_inf)
         factors = group.params.step_factors(first, last, group.betas, lr, grad_scale)
         for k, grad in enumerate(grads):
-            tensors = [group.weights[first + k], group.means[first + k], group.squares[first + k]]
-            tensors += [group.remainders[first + k]] if group.remainders is not None else []
-            flat = [t.view(-1) for t in [*tensors, grad]]
+            states = [group.weights, group.means, group.squares, *([group.remainders] if group.remainders else [])]
+            flat = [t.view(-1) for t in (*(each[first + k] for each in states), grad)]
             size = CHUNK[device.type]
             for at in range(0, grad.numel(), size):
                 *old, part = (t[at : at + size] for t in flat)
@@ -261,3 +247,26 @@ def _updated(
     yield round_stochastic(square, more) if narrow else square
     if group.rounding == "kahan":
         yield round_stochastic(weight - nearest.float(), bits)
+
+
+# --- Writes of float32 results by optimizers whose update consists of torch's operators: rounding and skipping.
+
+
+def write_stochastic(
+    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
+) -> None:
+    """Write a whole tensor, rounded up or down with the probability that preserves the expected value.
+
+    Args:
+        target: bfloat16, contiguous; not written where `found_inf` () is True.
+        value: as many elements, contiguous, float32.
+        key: (2,) int64, a row of `step_key`.
+        shift: 0 or 16: which 16 of the 32 random bits are used.
+        first: index in the full parameter of the target's first element; the target is a run of elements.
+    """
+    flat, values, size = target.view(-1), value.view(-1), CHUNK[target.device.type]
+    for at in range(0, flat.numel(), size):
+        old = flat[at : at + size]
+        index = torch.arange(first + at, first + at + old.numel(), device=old.device)
+        new = round_stochastic(values[at : at + size], random_bits(key, index) >> shift)
+        old.copy_(torch.where(found_inf, old, new))

@@ -1,11 +1,10 @@
 """AdamW update of bfloat16 or float32 weights in one launch of a Triton kernel; the reference is in adamw.py.
 
-Imported where it is launched only: torch ships Triton where there is a CUDA device. Triton's interpreter runs it on a
-CPU in the tests.
+Imported where it is launched only, because only CUDA builds of torch have Triton; in the tests its interpreter runs it.
 
-A small launch before it advances the counts and computes each parameter's factors and keys, so that all blocks of a
-parameter read the same. Neither launch synchronizes with the host: rate, divisor and the skip flag are read on the
-device, and the gradients' addresses, which differ from step to step, are sent through pinned memory.
+A small launch before it advances the counts and computes each parameter's factors and keys. Neither launch synchronizes
+with the host: rate, divisor and the skip flag are read on the device, and the gradients' addresses, which differ from
+step to step, are sent through pinned memory.
 
 The bits are the reference's: fused multiply-add is turned off, root and quotient are correctly rounded, and bfloat16 is
 written by shifts. The kernel is bound by instructions as much as by bytes: count those of the loop when changing it.
@@ -13,6 +12,7 @@ written by shifts. The kernel is bound by instructions as much as by bytes: coun
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +25,7 @@ from optrush.kernels.adamw import COUNT_BITS, FACTORS, SECOND_KEY, AdamWGroup, P
 PART = 16384  # elements of one program, of one parameter: its lookups are few compared with them
 BLOCK = 1024  # elements at a time: 8 a thread, 16 bytes of bfloat16, the widest access
 WARPS = 4
+WRITE_BLOCK, WRITE_WARPS = 4096, 8  # of `launch_stochastic`
 LANES = 128  # parameters of one program of the small launch
 ALIGNMENT = 16  # bytes, for the widest access
 
@@ -180,7 +181,7 @@ def _update(
                 _write(remainders, start, j, there, weight - nearest, bits, True, False, ALIGNED)
 
 
-class GroupLauncher:
+class GroupLauncher(ABC):
     """Base of kernels that update a group in one launch: tables on the device, and the small launch before the update.
 
     Tables are built once, so the tensors of the group must stay where they are.
@@ -189,11 +190,12 @@ class GroupLauncher:
     """
 
     def __init__(
-        self, params: ParamTable, weights: Sequence[Tensor], programs: list[int], rows: list[list[int]]
-    ) -> None:
+        self, params: ParamTable, betas: tuple[float, float], weights: Sequence[Tensor], programs: list[int],
+        rows: list[list[int]],
+    ) -> None:  # fmt: skip
         """programs: of the update, for each parameter. rows: of addresses, sizes and spans, one a parameter."""
         device, n = params.counts.device, len(weights)
-        self.params = params
+        self.params, self.betas = params, betas
         self.starts = [sum(programs[:k]) for k in range(n + 1)]
         owners = [k for k, each in enumerate(programs) for _ in range(each)]
         self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
@@ -205,18 +207,13 @@ class GroupLauncher:
         self.cut = any(span.width != w.numel() for span, w in zip(params.spans, weights))
         self.sent = [0] * n  # the addresses of gradients that the device has
 
-    def prepare(
-        self,
-        betas: tuple[float, float],
-        grads: Sequence[Tensor],
-        lr: Tensor,
-        grad_scale: Tensor,
-        flag: Tensor,
-        first: int,
-    ) -> bool:
-        """Advance counts, compute factors and keys, send addresses; return whether all gradients are ALIGNMENT."""
+    @torch.no_grad()
+    def __call__(
+        self, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
+    ) -> None:
+        """Implement `GroupUpdate`: advance counts, compute factors and keys, send addresses, launch."""
         assert all(g.dtype == grads[0].dtype and g.is_contiguous() for g in grads)
-        addresses, last = [g.data_ptr() for g in grads], first + len(grads)
+        addresses, last, flag = [g.data_ptr() for g in grads], first + len(grads), found_inf.view(torch.uint8)
         if self.sent[first:last] != addresses:
             # New pinned memory each time: torch reuses it only after the copy under way has read it.
             box = torch.tensor(addresses, dtype=torch.int64, pin_memory=self.grads.is_cuda)
@@ -225,9 +222,15 @@ class GroupLauncher:
         p = self.params
         _prepare[(-(-len(grads) // LANES),)](
             p.counts, p.decays, p.words, lr, grad_scale, flag, self.numbers, self.keys, first, last,
-            *betas, LANES, num_warps=4, enable_fp_fusion=False,
+            *self.betas, LANES, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-        return all(a % ALIGNMENT == 0 for a in addresses)
+        begin = self.starts[first]
+        if programs := self.starts[last] - begin:
+            self.launch(begin, programs, grads[0].dtype, lr, flag, all(a % ALIGNMENT == 0 for a in addresses))
+
+    @abstractmethod
+    def launch(self, begin: int, programs: int, dtype: torch.dtype, lr: Tensor, flag: Tensor, aligned: bool) -> None:
+        """Launch `programs` programs of the update from `begin` on; dtype, aligned: of the gradients."""
 
 
 class AdamWLauncher(GroupLauncher):
@@ -242,24 +245,45 @@ class AdamWLauncher(GroupLauncher):
             [*(t.data_ptr() for t in of_one), n, *span]
             for of_one, n, span in zip(tensors, sizes, group.params.spans, strict=True)
         ]
-        super().__init__(group.params, group.weights, [-(-n // PART) for n in sizes], rows)
+        super().__init__(group.params, group.betas, group.weights, [-(-n // PART) for n in sizes], rows)
         self.aligned = all(n % ALIGNMENT == 0 for n in sizes) and all(p % ALIGNMENT == 0 for r in rows for p in r[:4])
 
-    @torch.no_grad()
-    def __call__(
-        self, grads: Sequence[Tensor], lr: Tensor, grad_scale: Tensor, found_inf: Tensor, first: int = 0
-    ) -> None:
-        """Implement `GroupUpdate`."""
-        group, flag = self.group, found_inf.view(torch.uint8)
-        aligned = self.prepare(group.betas, grads, lr, grad_scale, flag, first)
-        begin = self.starts[first]
-        if programs := self.starts[first + len(grads)] - begin:
-            _update[(programs,)](
-                self.owners, self.firsts, self.table, self.grads, self.numbers, self.keys, flag, begin,
-                group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.eps,
-                RANDOM=group.rounding != "nearest", KAHAN=group.rounding == "kahan",
-                WIDE_WEIGHTS=group.dtype == torch.float32, WIDE_GRADS=grads[0].dtype == torch.float32,
-                WIDE_STATES=group.means[0].dtype == torch.float32,
-                CUT=self.cut, ALIGNED=self.aligned and aligned, PART=PART, BLOCK=BLOCK, num_warps=WARPS,
-                enable_fp_fusion=False,
-            )  # fmt: skip
+    def launch(self, begin: int, programs: int, dtype: torch.dtype, lr: Tensor, flag: Tensor, aligned: bool) -> None:
+        group = self.group
+        _update[(programs,)](
+            self.owners, self.firsts, self.table, self.grads, self.numbers, self.keys, flag, begin,
+            group.betas[1], 1.0 - group.betas[0], 1.0 - group.betas[1], group.eps,
+            RANDOM=group.rounding != "nearest", KAHAN=group.rounding == "kahan",
+            WIDE_WEIGHTS=group.dtype == torch.float32, WIDE_GRADS=dtype == torch.float32,
+            WIDE_STATES=group.means[0].dtype == torch.float32,
+            CUT=self.cut, ALIGNED=self.aligned and aligned, PART=PART, BLOCK=BLOCK, num_warps=WARPS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+# --- Stochastic rounding of one tensor in one launch. By torch's operators the random bits alone would move some 600
+# bytes an element.
+
+
+@triton.jit(do_not_specialize=["size", "first"])
+def _store(target, value, found_inf, key, size, first, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Write BLOCK elements of `size`; target: the bits of bfloat16; value: from arithmetic, whose nan stays one."""
+    if tl.load(found_inf) == 0:
+        j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        there = j < size
+        x = tl.load(value + j, mask=there, other=0.0)
+        bits = _mix((first + j).to(tl.uint32) ^ tl.load(key).to(tl.uint32))
+        bits = _mix(bits ^ tl.load(key + 1).to(tl.uint32)) >> SHIFT
+        tl.store(target + j, _stochastic(x, bits), mask=there)
+
+
+def launch_stochastic(
+    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0
+) -> None:
+    """Write a bfloat16 target, as `adamw.write_stochastic` does."""
+    assert (target.dtype, value.dtype) == (torch.bfloat16, torch.float32)
+    assert target.is_contiguous() and value.is_contiguous()
+    if size := target.numel():
+        bits, flag = target.view(torch.uint16), found_inf.view(torch.uint8)
+        grid = (triton.cdiv(size, WRITE_BLOCK),)
+        _store[grid](bits, value, flag, key, size, first, shift, WRITE_BLOCK, num_warps=WRITE_WARPS)

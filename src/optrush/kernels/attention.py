@@ -12,9 +12,9 @@ with scores scaled by E^-0.5; query head h reads key/value head h // (H / K).
 
 Isolation. No value of one document reaches another's outputs: a masked token has probability exactly 0, so changed
 values of document A leave every bit of B. But 0 * NaN is NaN: in p @ v, and in the backward in ds @ k and ds^T @ q. So
-`masked` and `sdpa` replace tokens that are not finite by zeros before any product, and afterwards set the outputs that
-may read them (same document, not earlier) to NaN: a bad value stays in its own document, and always reaches that
-document's loss. With one document a row, rows are independent and none of this is needed.
+`masked` and `sdpa` replace tokens that are not finite by zeros before any product, and then set the outputs that may
+read them (same document, not earlier) to NaN: a bad value stays in its own document, and always reaches that document's
+loss. With one document a row, rows are independent and this is not needed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,11 @@ from optrush.kernels.lora_matmul import empty_padded
 # --- FlashAttention 4 for Hopper and later as two custom operators, so that a compiled block stays one graph.
 #
 # Source: https://github.com/Dao-AILab/flash-attention (flash_attn/cute), Zadouri et al.,
-# https://arxiv.org/abs/2603.05451. Only the package's functions are called, none of its hooks into torch, which change
-# the whole process.
+# https://arxiv.org/abs/2603.05451, without the package's hooks into torch, which change the whole process.
 #
 # bfloat16 or float16 on CUDA, capability 9.0 and up; grouped heads are read unexpanded. Rows of one document are passed
 # as dense rows, packed rows as documents.starts. Saves q, k, v, the output and a float32 number a row and head. The
-# backward adds with atomics, in order with torch's deterministic algorithms. Checked against `masked` in tests/gpu.
+# backward adds with atomics, in order with torch's deterministic algorithms.
 
 
 WIDE = 128  # values a head
@@ -53,9 +52,7 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, padding: in
     Raises:
         NeedsError: not on CUDA, or neither bfloat16 nor float16.
     """
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
-        found, do = f"{q.dtype} on {q.device.type}", "use bfloat16 or float16 on a CUDA device, or sdpa attention"
-        raise NeedsError("flash-attn-4", found, do)
+    _demand_cuda("flash-attn-4", q)
     B, T, H, E = q.shape
     if documents.single:
         out: Tensor = _forward(q, k, v, None, T, padding)[0]
@@ -64,6 +61,12 @@ def flash4(q: Tensor, k: Tensor, v: Tensor, documents: Documents, *, padding: in
     q, k, v = (x.reshape(B * T, -1, E) for x in (q, k, v))
     out = _forward(q, k, v, documents.starts, T, padding)[0]
     return out.view(B, T, H, E)
+
+
+def _demand_cuda(kernel: str, q: Tensor) -> None:
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+        do = "use bfloat16 or float16 on a CUDA device, or sdpa attention"
+        raise NeedsError(kernel, f"{q.dtype} on {q.device.type}", do)
 
 
 @cache
@@ -153,8 +156,7 @@ def visible_tokens(documents: Documents) -> Tensor:
 
 def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """Compute the reference: full scores, float32 softmax. Saves (B, H, T, T) probabilities; any device, float type."""
-    visible = visible_tokens(documents)
-    return _isolated(_masked, q, k, v, visible)
+    return _isolated(_masked, q, k, v, visible_tokens(documents))
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
@@ -173,10 +175,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
 
 
 def _groups(q: Tensor) -> bool:
-    """Return whether torch has a kernel that groups query heads without full scores: on CUDA only flash attention does.
-
-    fp16 is for devices that are too old for it.
-    """
+    """Return whether torch groups query heads without full scores: on CUDA only flash attention, so not in fp16."""
     return not q.is_cuda or q.dtype == torch.bfloat16
 
 
@@ -186,12 +185,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     Raises:
         NeedsError: not on CUDA, or neither bfloat16 nor float16.
     """
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
-        raise NeedsError(
-            "variable-length attention",
-            f"{q.dtype} on {q.device.type}",
-            "use bfloat16 or float16 on a CUDA device, or sdpa attention",
-        )
+    _demand_cuda("variable-length attention", q)
     from optrush.kernels.attention_varlen import GROUPS, attend
 
     if not GROUPS:
@@ -207,9 +201,8 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
         RuntimeError: torch's, where cuDNN has no kernel for these shapes, type or device.
     """
     if not documents.single:
-        raise NeedsError(
-            "cuDNN attention", "rows of several documents", "use varlen or sdpa attention, or one document a row"
-        )
+        do = "use varlen or sdpa attention, or one document a row"
+        raise NeedsError("cuDNN attention", "rows of several documents", do)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     # The operator itself, not the dispatcher, so nothing else can run instead.
     out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)[0]
@@ -246,7 +239,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    # Heads are repeated here: with a mask, only torch's slowest kernel groups them itself.
+    # Heads are repeated, because with a mask only torch's slowest kernel groups them itself.
     k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None]).transpose(1, 2)

@@ -2,14 +2,12 @@
 
 Legend: N rows (tokens), D width, V vocabulary. With z = hidden @ weight.T + bias and y = softcap * tanh(scale * z /
 softcap) (y = scale * z without a softcap), a row's loss is logsumexp(y) - y[label]. Rows labelled -100 have exactly 0
-loss and no gradient, whatever their hidden values are. All of it is float32 after the matrix product (float64 where the
-inputs are float64); under autocast the product has autocast's type.
+loss and no gradient, whatever their hidden values are. All is float32 after the matrix product (float64 for float64).
 
 `cross_entropy` stores (N, V) logits: in float32 one for the backward pass, and three in it. `chunked_cross_entropy`
-stores (chunk, V). The classes are what the head's `nll` slot takes: one function with its settings.
-Source: the idea of computing the gradients in the forward pass is of Liger Kernel (arXiv:2410.10989) and Cut Your
-Losses (arXiv:2411.09009). Differs from the source: dW is summed in float32, a token reduction recomputes logits in the
-backward.
+stores (chunk, V). The head's `nll` slot takes the classes: one function with its settings.
+Source: gradients in the forward pass as in Liger Kernel (arXiv:2410.10989) and Cut Your Losses (arXiv:2411.09009).
+Differs from the source: dW is summed in float32, a token reduction recomputes logits in the backward.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ from torch import Tensor
 
 from optrush.data.batch import IGNORE
 from optrush.errors import NeedsError
+from optrush.kernels import compute_dtype, widen
 
 Reduce = Literal["sum", "token"]
 ChunkLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor]]
@@ -38,7 +37,7 @@ class LossKernel(Protocol):
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None, scale: float,
-        softcap: float | None, part: object | None, weights: Tensor | None, reduce: Reduce,
+        softcap: float | None, reduce: Reduce,
     ) -> Tensor: ...  # fmt: skip
 
     def compiled(self, options: dict[str, Any]) -> LossKernel:
@@ -98,15 +97,11 @@ class Package(_Kernel):
         return Chunked(options=self.options, chunk=self.chunk)
 
     def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
-        """Implement `LossKernel`.
-
-        Raises:
-            NeedsError: losses by token, or weighted tokens.
-        """
+        """Implement `LossKernel`; raise NeedsError for losses by token."""
         if not (torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)):
             return self._evaluation(hidden, weight, labels, **kwargs)
-        if kwargs["reduce"] != "sum" or kwargs["weights"] is not None:
-            found = "an objective with weighted tokens or with one loss a token"
+        if kwargs["reduce"] != "sum":
+            found = "an objective with one loss a token"
             raise NeedsError(f"{self.function.__name__}'s loss kernel", found, "take fused-loss:impl=chunked")
         return self.function(hidden, weight, labels, self.chunk)
 
@@ -115,8 +110,7 @@ def liger(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """Compute linear layer and cross-entropy by Liger's Triton kernel, with the gradients in the forward pass.
 
     hidden (N, D), weight (V, D), labels (N,) int64 -> () float32, the sum over labels that are not -100. Liger chooses
-    its own chunks, of about N * D / V rows: `chunk` is ignored. Sums are in float32. No bias, scale, softcap or row
-    weights.
+    chunks of about N * D / V rows: `chunk` is ignored. Sums are in float32. No bias, scale or softcap.
     Source: https://github.com/linkedin/Liger-Kernel, Hsu et al., https://arxiv.org/abs/2410.10989.
     """
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
@@ -131,7 +125,7 @@ def liger(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
 
 def cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
-    softcap: float | None = None, part: object | None = None, weights: Tensor | None = None, reduce: Reduce = "sum",
+    softcap: float | None = None, reduce: Reduce = "sum",
 ) -> Tensor:  # fmt: skip
     """Compute every logit at once: the plain reference.
 
@@ -142,25 +136,17 @@ def cross_entropy(
         bias: (V,) or None.
         scale: factor of the logits.
         softcap: bound of the logits by a tanh, after the scale.
-        part: must be None: this kernel needs the whole vocabulary.
-        weights: (N,) float factors of the rows, constants (no gradient reaches them).
-        reduce: 'sum' or 'token'.
 
     Returns:
         float32 (), the sum of the rows' losses; with reduce='token' (N,).
-
-    Raises:
-        NeedsError: `part` is given.
     """
-    _refuse(part)
-    losses = _losses(hidden, weight, bias, labels, weights, scale, softcap)
+    losses = _losses(hidden, weight, bias, labels, scale, softcap)
     return losses.sum() if reduce == "sum" else losses
 
 
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
-    softcap: float | None = None, part: object | None = None, weights: Tensor | None = None, reduce: Reduce = "sum",
-    chunk: int = 2048, inner: ChunkLoss | None = None,
+    softcap: float | None = None, reduce: Reduce = "sum", chunk: int = 2048, inner: ChunkLoss | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `cross_entropy` with at most (chunk, V) logits at once; arguments, shapes and errors as there.
 
@@ -173,19 +159,13 @@ def chunked_cross_entropy(
         chunk: most rows at a time; chunks are of equal size, so that no small last chunk costs a shape of its own.
         inner: replaces `chunk_loss`, e.g. by torch.compile of it.
     """
-    _refuse(part)
-    weights = None if weights is None else weights.detach()
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))):
-        pieces = [
-            _losses(hidden[a:b], weight, bias, labels[a:b], None if weights is None else weights[a:b], scale, softcap)
-            for a, b in _chunks(len(hidden), chunk)
-        ]
-        losses = torch.cat(pieces) if pieces else _losses(hidden, weight, bias, labels, weights, scale, softcap)
-        return losses.sum() if reduce == "sum" else losses
-    settings = _Settings(scale, softcap, chunk, inner or chunk_loss, _compute_dtype(hidden))
-    function = _Summed if reduce == "sum" else _ByToken
-    result: Tensor = function.apply(hidden, weight, bias, labels, weights, settings)  # type: ignore[no-untyped-call]
-    return result
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    settings = _Settings(scale, softcap, chunk, inner or chunk_loss, compute_dtype(hidden))
+    if learns and reduce == "sum":
+        total: Tensor = _Summed.apply(hidden, weight, bias, labels, settings)  # type: ignore[no-untyped-call]
+        return total
+    losses: Tensor = _ByToken.apply(hidden, weight, bias, labels, settings)  # type: ignore[no-untyped-call]
+    return losses.sum() if reduce == "sum" else losses
 
 
 def chunk_loss(
@@ -203,7 +183,7 @@ def chunk_loss(
     """
     learnt = labels != IGNORE
     z = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)  # (n, V)
-    y = z.to(_wide(z.dtype)) * scale
+    y = widen(z) * scale
     slope: Tensor | float = scale
     if softcap is not None:
         t = torch.tanh(y / softcap)
@@ -217,20 +197,17 @@ def chunk_loss(
 
 
 def _losses(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None, scale: float,
-    softcap: float | None,
-) -> Tensor:  # fmt: skip
-    learnt = labels != IGNORE
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float, softcap: float | None
+) -> Tensor:
     # An ignored row's hidden values become 0: in the backward 0 * NaN would reach the weight's gradient.
-    y = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)
-    y = y.to(_wide(y.dtype))  # one name for all of them: another would keep its tensor until the loss is computed
+    y = F.linear(hidden.masked_fill((labels == IGNORE)[:, None], 0), weight, bias)
+    y = widen(y)  # one name for all of them: another would keep its tensor until the loss is computed
     if scale != 1.0:
         y = y * scale
     if softcap is not None:
         y = torch.tanh(y / softcap) * softcap
     # torch's own saves one (N, V) for the backward and needs three there; logsumexp and a gather would need five.
-    losses = F.cross_entropy(y, labels, ignore_index=IGNORE, reduction="none")  # (N,), 0 where ignored
-    return losses if weights is None else losses * torch.where(learnt, weights.detach(), 0)
+    return F.cross_entropy(y, labels, ignore_index=IGNORE, reduction="none")  # (N,), 0 where ignored
 
 
 class _Settings(NamedTuple):
@@ -245,14 +222,12 @@ class _Summed(torch.autograd.Function):
     """Sum of losses; all gradients are computed while the chunk's logits exist."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
-        settings: _Settings,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        hidden, weight, bias, labels, settings = given
         wide = _wide(settings.dtype)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         # Cast now: between here and the backward the activations are at their peak.
-        factors = _factors(labels, weights, wide)
+        factors = (labels != IGNORE).to(wide)
         ctx.gradients = _gradients(ctx.needs_input_grad, hidden, weight, bias, labels, factors, settings, total)
         return total
 
@@ -261,41 +236,38 @@ class _Summed(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("chunked_cross_entropy(reduce='sum') scales its gradients in place: one backward only")
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if t is None else t.mul_(incoming[0]) for t in gradients), None, None, None
+        return *(None if t is None else t.mul_(incoming[0]) for t in gradients), None, None
 
 
 class _ByToken(torch.autograd.Function):
     """Losses by row; the backward recomputes each chunk's logits."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, weights: Tensor | None,
-        settings: _Settings,
-    ) -> Tensor:  # fmt: skip
-        ctx.save_for_backward(hidden, weight, bias, labels, weights)
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        hidden, weight, bias, labels, settings = given
+        ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.settings, dtype = settings, settings.dtype
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         out = torch.empty(len(hidden), dtype=_wide(dtype), device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for first, last in _chunks(len(hidden), settings.chunk):
-                part = None if weights is None else weights[first:last]
                 h = hidden[first:last].to(dtype)
-                out[first:last] = _losses(h, w, b, labels[first:last], part, settings.scale, settings.softcap)
+                out[first:last] = _losses(h, w, b, labels[first:last], settings.scale, settings.softcap)
         return out
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, weights = ctx.saved_tensors
-        factors = _factors(labels, weights, _wide(ctx.settings.dtype)) * incoming[0]
+        hidden, weight, bias, labels = ctx.saved_tensors
+        factors = torch.where(labels != IGNORE, incoming[0], 0)
         gradients = _gradients(ctx.needs_input_grad, hidden, weight, bias, labels, factors, ctx.settings)
-        return *gradients, None, None, None
+        return *gradients, None, None
 
 
 def _gradients(
     needs: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor,
     settings: _Settings, total: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Compute the gradients of sum(factors * losses) by chunks, of hidden, weight and bias; add that sum to `total`."""
+    """Compute the gradients of sum(factors * losses) by chunks: hidden, weight, bias; add the losses to `total`."""
     wide, dtype = _wide(settings.dtype), settings.dtype
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     dh = torch.zeros_like(hidden) if needs[0] else None
@@ -307,7 +279,7 @@ def _gradients(
             losses, dz = settings.inner(h, w, b, part, rows, settings.scale, settings.softcap)
             learnt = part != IGNORE
             if total is not None:
-                total += torch.where(learnt, losses * rows, 0).sum()
+                total += losses.sum()
             if dh is not None:
                 dh[first:last] = torch.where(learnt[:, None], dz @ w, 0)
             if dw is not None:
@@ -321,12 +293,6 @@ def _gradients(
     return dh, None if dw is None else dw.to(weight.dtype), None if bias is None or db is None else db.to(bias.dtype)
 
 
-def _factors(labels: Tensor, weights: Tensor | None, wide: torch.dtype) -> Tensor:
-    """Return (N,): the rows' weights, 0 where ignored (whatever the weight there is)."""
-    learnt = (labels != IGNORE).to(wide)
-    return learnt if weights is None else torch.where(labels != IGNORE, weights.to(wide), 0)
-
-
 def _chunks(n: int, chunk: int) -> Iterator[tuple[int, int]]:
     if n == 0:
         return
@@ -337,18 +303,3 @@ def _chunks(n: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the type of the matrix products: autocast's where it is on, else hidden's."""
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
-def _refuse(part: object | None) -> None:
-    if part is not None:
-        raise NeedsError(
-            "a head whose vocabulary is cut over ranks",
-            "a loss kernel that needs the whole vocabulary",
-            "use a kernel that takes a vocabulary part, or leave the head whole",
-        )

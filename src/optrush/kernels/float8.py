@@ -22,23 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optrush.kernels import compute_dtype
+
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 TINY = 1e-30  # an operand of zeros has a factor too, and a finite one
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute torch.nn.functional.linear with the products in 8 bits.
+    """Compute torch.nn.functional.linear of x (..., K), weight (N, K), bias (N,) or None, with products in 8 bits.
 
-    Args:
-        x: (..., K) of a floating type; under autocast both are cast first, like any linear's.
-        weight: (N, K).
-        bias: (N,) or None; added in the type of the products.
-
-    Returns:
-        (..., N) in that type.
+    The result (..., N) has the type of the products; under autocast x and weight are cast first. The bias is added in
+    that type.
     """
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = compute_dtype(x)
     flat = x.reshape(-1, x.shape[-1]).to(dtype)
     y: Tensor = _Linear.apply(flat, weight.to(dtype))  # type: ignore[no-untyped-call]
     if bias is not None:

@@ -5,7 +5,7 @@
 
     value = code * scale * (1 / 127), each operation rounded to float32, then once to the output's type
 
-Only the weight has 8 bits: products run in the type of their inputs. int8_triton.py returns the same bits.
+Only the weight has 8 bits: products run in the type of their inputs. dequantize_triton.py returns the same bits.
 
 Source: Dettmers et al., https://arxiv.org/abs/2208.07339, its vector-wise quantization of weights; the bytes are those
 of bitsandbytes 0.50 (https://github.com/bitsandbytes-foundation/bitsandbytes).
@@ -23,12 +23,12 @@ MOST = 127.0
 PART = 1 / MOST
 
 
-def sizes(rows: int, width: int) -> dict[str, int]:
+def int8_bytes(rows: int, width: int) -> dict[str, int]:
     """Return the bytes of each part of a tensor."""
     return {"codes": rows * width, "scales": 4 * rows}
 
 
-def quantize(values: Tensor) -> dict[str, Tensor]:
+def quantize_int8(values: Tensor) -> dict[str, Tensor]:
     """Quantize a matrix of any floating type; return its parts."""
     wide = values.float()
     scales = wide.abs().amax(1)
@@ -36,16 +36,14 @@ def quantize(values: Tensor) -> dict[str, Tensor]:
     return {"codes": (wide * factor[:, None]).round_().to(torch.int8), "scales": scales}
 
 
-def dequantize(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
-    """Dequantize into `out`.
+def dequantize_int8(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
+    """Dequantize the flat parts of `quantize_int8`, each perhaps longer than needed, into `out` of any floating type.
 
-    Args:
-        parts: of `quantize`, in its order and flat; each may be longer than needed.
-        out: (rows, width), or (groups, rows of a group, width), of any floating type; contiguous rows.
+    out: (rows, width), or (groups, rows of a group, width); contiguous rows.
     """
     codes, scales = parts.values() if isinstance(parts, Mapping) else parts
     if out.is_cuda:
-        from optrush.kernels.int8_triton import launch_int8
+        from optrush.kernels.dequantize_triton import launch_int8
 
         launch_int8(codes, scales, out)
         return

@@ -13,12 +13,10 @@ forward pass, the weight's summed in float32, and multiplied by the factor in th
 
 bf16 represents 2^-126 to 2^127, so a loss is right up to 132 nats, and its gradients up to about 110, where X / S times
 the incoming factor underflows; a larger loss is infinite, which is detected. Exponentials 43 nats below the label's
-logit lose digits and become 0. A loss near 0 is right to the rounding of the logit: it may be a hundred-thousandth
-below.
+logit lose digits and become 0. A loss near 0 is right to the rounding of the logit, so it may be slightly negative.
 
-Source: the epilogue is written for QuACK's products (https://github.com/Dao-AILab/quack, epilogue/frontend.py), whose
-own loss (linear_cross_entropy.py) writes exponents relative to maxima of tiles, and so needs products that scale E
-while reading it.
+Source: an epilogue for QuACK's products (https://github.com/Dao-AILab/quack, epilogue/frontend.py), whose own loss has
+exponents relative to maxima of tiles, and so needs products that scale E while reading it.
 
 Legend: N rows (tokens), D width, V vocabulary.
 """
@@ -33,6 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from optrush.data.batch import IGNORE
+from optrush.kernels import compute_dtype
 from optrush.kernels.lora_matmul import matmul_to_dtype
 
 SHIFT = 64.0  # binary places by which exponents are moved down: a label's own is 2^-64
@@ -44,7 +43,7 @@ def quack(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> Tensor:
     """hidden (N, D), weight (V, D), labels (N,) int64 -> () float32, the sum over labels that are not -100.
 
     Other labels are from 0 to V - 1, which is not checked. bfloat16 (autocast's too) on capability 9.0; V and
-    chunk multiples of 128. No bias, scale, softcap or row weights. Allocates (chunk, V) bfloat16. One backward
+    chunk multiples of 128. No bias, scale or softcap. Allocates (chunk, V) bfloat16. One backward
     only; without `torch.is_grad_enabled` no gradient is computed.
     """
     learns = torch.is_grad_enabled()  # inside a Function it is off
@@ -57,7 +56,7 @@ class _Loss(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int, learns: bool) -> Tensor:
         kind, N = hidden.device.type, len(hidden)
         h_needs, w_needs = (learns and needs for needs in ctx.needs_input_grad[:2])
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        dtype = compute_dtype(hidden)
         h, w = hidden.to(dtype).contiguous(), weight.to(dtype)  # loads need rows that begin at 16 bytes
         size = rows_per_chunk(N, chunk)
         e = h.new_empty(min(N, size), len(w))
@@ -130,9 +129,9 @@ def _add(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
 def label_offsets(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Return z_label log2 e + SHIFT, (n,) float32, infinite where ignored; x (n, D), weight (V, D), labels (n,)."""
     if x.is_cuda:
-        from optrush.kernels import linear_cross_entropy_triton
+        from optrush.kernels.linear_cross_entropy_triton import launch_label_offsets
 
-        return linear_cross_entropy_triton.launch_label_offsets(x, weight, labels, LOG2E, SHIFT)
+        return launch_label_offsets(x, weight, labels, LOG2E, SHIFT)
     z = (x.float() * weight[labels.where(labels != IGNORE, 0)].float()).sum(1)
     return torch.where(labels == IGNORE, math.inf, z * LOG2E + SHIFT)
 
@@ -186,12 +185,8 @@ def scale_rows(x: Tensor, rows: Tensor, factor: Tensor, out: Tensor) -> Tensor:
 def scale_to_dtype(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute x * factor in `dtype`: the product in float32, rounded once. Where x has that type, x is overwritten.
 
-    torch's product with a number on the device is one of its slower kernels, takes the number in the tensor's type (in
-    bfloat16 eight of its bits), and needs a second pass for another type.
-
-    Args:
-        x: contiguous, of a floating type up to float32.
-        factor: one float32, on x's device.
+    x: contiguous, of a floating type up to float32; factor: one float32, on x's device. torch's product is slower,
+    rounds the factor to the tensor's type, and needs a second pass for another type.
     """
     if x.is_cuda:
         from optrush.kernels.linear_cross_entropy_triton import launch_scale

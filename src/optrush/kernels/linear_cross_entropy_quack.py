@@ -25,22 +25,15 @@ def _exponents(acc, offset):
     return {"D": e, "sums": e}
 
 
-def exp_logits_product(
-    x: Tensor, weight: Tensor, offset: Tensor, out: Tensor, columns: int | None = None, turns: bool = True
-) -> Tensor:
-    """Implement `linear_cross_entropy.exp_logits`.
+def exp_logits_product(x: Tensor, weight: Tensor, offset: Tensor, out: Tensor) -> Tensor:
+    """Implement `linear_cross_entropy.exp_logits`: two groups of warps, one multiplies while the other writes.
 
-    Args:
-        columns: of a tile; None: the fastest (docs/log). They divide V: values behind a matrix's last column would be
-            summed as well.
-        turns: two groups of warps, of which one multiplies while the other writes.
+    The columns of a tile, the fastest (docs/log), divide V: values behind a matrix's last column would be summed, too.
     """
-    if columns is None:
-        columns = 192 if len(weight) % 192 == 0 else 128
+    columns = 192 if len(weight) % 192 == 0 else 128
     sums = torch.empty(len(x), len(weight) // columns, dtype=torch.float32, device=x.device)
-    rows = 256 if columns < 256 and not turns else 128
     operands = {"offset": offset, "sums": sums}
-    _exponents.gemm(x, weight, out, epi_args=operands, tile_M=rows, tile_N=columns, cluster_M=2, pingpong=turns)
+    _exponents.gemm(x, weight, out, epi_args=operands, tile_M=128, tile_N=columns, cluster_M=2, pingpong=True)
     return sums
 
 
@@ -55,12 +48,6 @@ def transposed_product(e: Tensor, x: Tensor) -> Tensor:
 def _transposed() -> GemmConfig:
     """Return tiles of 256 (D) x 192 (V), whose pairs share reads of x; one object: QuACK compares by identity."""
     return GemmConfig(
-        tile_m=256,
-        tile_n=192,
-        pingpong=False,
-        cluster_m=1,
-        cluster_n=2,
-        swap_ab=True,
-        is_dynamic_persistent=False,
+        tile_m=256, tile_n=192, pingpong=False, cluster_m=1, cluster_n=2, swap_ab=True, is_dynamic_persistent=False,
         device_capacity=9,
-    )
+    )  # fmt: skip

@@ -1,8 +1,8 @@
 """Products of a linear with a low-rank adapter, x W + (x A) U: padded matrices, and products by cuBLAS or QuACK.
 
-Padding is rows and columns behind a matrix in the same storage, where an adapter's small matrix is written next to it.
-[W | U] is one matrix for a product if U is stored behind W, and so is [x | A x]. Writing U there costs U's bytes;
-without padding W is copied, once a product. Padding is scratch memory: each product writes its own matrix there.
+Padding is rows and columns behind a matrix in the same storage: [W | U] is one matrix for a product if U is stored
+behind W, and so is [x | A x]. Writing U there costs U's bytes; without padding W is copied, once a product. Padding is
+scratch memory: each product writes its own matrix there.
 
 A padded matrix is a view whose rows are further apart than they are wide, and the only view of its storage. The latter
 cannot be detected, so the caller must pass `padded=True`.
@@ -91,7 +91,7 @@ def _whole(weight: Tensor) -> Tensor | None:
     values = weight.untyped_storage().nbytes() // weight.element_size()
     if one != 1 or pitch <= weight.shape[1] or weight.storage_offset() or values % pitch:
         return None
-    # Of its data: writing to the padding must not count as a change of the weight, which the backward may have saved.
+    # Of its data, so that writing to the padding is no change of the weight, which the backward may have saved.
     return weight.data.as_strided((values // pitch, pitch), (pitch, 1))
 
 

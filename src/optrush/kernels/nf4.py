@@ -11,7 +11,7 @@ one of 16 fixed numbers times its block's scale, the largest magnitude in the bl
                                          the mean of all scales
 
 So 4 + 8 / 64 + 32 / (64 * 256) = 4.127 bits a value, or 4.5 without double. All arithmetic is float32 with every
-operation rounded, and one rounding to the output's type: nf4_triton.py returns the same bits.
+operation rounded, and one rounding to the output's type: dequantize_triton.py returns the same bits.
 
 Source: Dettmers et al., https://arxiv.org/abs/2305.14314; the numbers and the layout are those of bitsandbytes 0.50
 (https://github.com/bitsandbytes-foundation/bitsandbytes), whose bytes are equal on the same kind of device.
@@ -29,7 +29,7 @@ from torch import Tensor
 BLOCK, NESTED = 64, 256
 CHUNK = 1 << 22  # values in float32 at a time during quantization
 LEAST = 1e-38  # for the reciprocal of a block of zeros
-STEPS = 65535.0  # of [-1, 1], see `_encode8`
+STEPS = 65535.0  # of [-1, 1], used by `_encode8`
 VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -58,7 +58,7 @@ def dynamic_map(device: torch.device) -> Tensor:
     return torch.tensor(sorted(levels), device=device)
 
 
-def sizes(rows: int, width: int, double: bool) -> dict[str, int]:
+def nf4_bytes(rows: int, width: int, double: bool) -> dict[str, int]:
     """Return the bytes of each part of a tensor."""
     blocks = math.ceil(rows * width / BLOCK)
     codes = math.ceil(rows * width / 2)
@@ -67,7 +67,7 @@ def sizes(rows: int, width: int, double: bool) -> dict[str, int]:
     return {"codes": codes, "absmax": blocks, "nested": 4 * (math.ceil(blocks / NESTED) + 1)}
 
 
-def quantize(values: Tensor, double: bool) -> dict[str, Tensor]:
+def quantize_nf4(values: Tensor, double: bool) -> dict[str, Tensor]:
     """Quantize a tensor of any floating type and shape; return its parts."""
     flat = values.reshape(-1)
     encoded = [_encode4(flat[at : at + CHUNK].float()) for at in range(0, flat.numel(), CHUNK)]
@@ -114,30 +114,23 @@ def _middles(rising: Tensor) -> Tensor:
     return (rising[:-1] + rising[1:]) / 2
 
 
-def scales(absmax: Tensor, nested: Tensor | None) -> Tensor:
-    """Return the scales, (blocks,) float32, whether they are quantized once more or not."""
-    if nested is None:
-        return absmax
-    of_block = nested[:-1].repeat_interleave(NESTED)[: absmax.numel()]
-    return dynamic_map(absmax.device)[absmax.int()] * of_block + nested[-1]
+def dequantize_nf4(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
+    """Dequantize the parts of `quantize_nf4`, each perhaps longer than needed, into `out` of any floating type.
 
-
-def dequantize(parts: Mapping[str, Tensor] | Sequence[Tensor], out: Tensor) -> None:
-    """Dequantize into `out`.
-
-    Args:
-        parts: of `quantize`, in its order; each may be longer than needed.
-        out: of the tensor's number of values and any floating type; contiguous in its last dimension.
+    out: of the tensor's number of values; contiguous in its last dimension.
     """
     codes, absmax, *rest = parts.values() if isinstance(parts, Mapping) else parts
     nested = rest[0] if rest else None
     if out.is_cuda:
-        from optrush.kernels.nf4_triton import launch_nf4
+        from optrush.kernels.dequantize_triton import launch_nf4
 
         launch_nf4(codes, absmax, nested, out, table(out.device), dynamic_map(out.device))
         return
     n = out.numel()
     pairs = torch.cartesian_prod(table(out.device), table(out.device))  # (256, 2)
     values = pairs[codes[: -(-n // 2)].int()].view(-1)[:n]  # (n,)
-    of_value = scales(absmax, nested)[: -(-n // BLOCK)].repeat_interleave(BLOCK)[:n]
+    if nested is not None:
+        of_block = nested[:-1].repeat_interleave(NESTED)[: absmax.numel()]
+        absmax = dynamic_map(absmax.device)[absmax.int()] * of_block + nested[-1]
+    of_value = absmax[: -(-n // BLOCK)].repeat_interleave(BLOCK)[:n]
     out.copy_((values * of_value).view(out.shape))

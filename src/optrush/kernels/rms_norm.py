@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optrush.kernels import compute_dtype, widen
 from optrush.kernels.lora_matmul import copied_padded, empty_padded
 
 Norm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
@@ -28,7 +29,7 @@ Norm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
 def add_rms_norm(x: Tensor, branch: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Implement `Norm` by torch's operators."""
     x = x if branch is None else x + branch
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = widen(x)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return x, weight * wide.to(x.dtype)
 
@@ -40,10 +41,8 @@ def fused_add_rms_norm(
 
     padding, grad_padding: columns of padding (lora_matmul.py) of the output, and of the branch's gradient.
     """
-    kind = x.device.type
-    dtype = torch.promote_types(x.dtype, weight.dtype)
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    on = torch.is_autocast_enabled(x.device.type)
+    dtype = compute_dtype(x) if on else torch.promote_types(x.dtype, weight.dtype)
     if branch is None:
         normed: Tensor
         x, normed = _Norm.apply(x, weight, eps, dtype, padding)  # type: ignore[no-untyped-call]
@@ -54,9 +53,8 @@ def fused_add_rms_norm(
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, padding: int
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        x, weight, eps, dtype, padding = given
         normed, scale = norm(x, weight, eps, dtype, padding)
         ctx.save_for_backward(x, weight, scale)
         return x.view_as(x), normed
@@ -69,16 +67,8 @@ class _Norm(torch.autograd.Function):
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        branch: Tensor,
-        weight: Tensor,
-        eps: float,
-        dtype: torch.dtype,
-        padding: int,
-        grad_padding: int,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        x, branch, weight, eps, dtype, padding, grad_padding = given
         total, normed, scale = add_norm(x, branch, weight, eps, dtype, padding)
         ctx.save_for_backward(total, weight, scale)
         ctx.types, ctx.grad_padding = (x.dtype, branch.dtype), grad_padding
@@ -87,9 +77,8 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         first, second = ctx.types
-        dx, dw = norm_backward(
-            *ctx.saved_tensors, *incoming, ctx.needs_input_grad[2], ctx.grad_padding if first == second else 0
-        )
+        padding = ctx.grad_padding if first == second else 0
+        dx, dw = norm_backward(*ctx.saved_tensors, *incoming, ctx.needs_input_grad[2], padding)
         branch = dx if first == second else copied_padded(dx, ctx.grad_padding, second)
         return dx.to(first), branch, dw if ctx.needs_input_grad[2] else None, None, None, None, None
 
@@ -102,7 +91,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, padding: int
 
         _, normed, scale = rms_norm_forward(x, None, weight, eps, dtype, padding)
         return normed, scale
-    wide = _wide(x)
+    wide = widen(x)
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return copied_padded((weight * (wide * scale).to(x.dtype)).to(dtype), padding), scale.flatten()
 
@@ -138,22 +127,18 @@ def _(
 def norm_backward(
     x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, needs_dw: bool, padding: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of x (..., D), in its type, and of the weight (D,), or (0,) where it is frozen.
+    """Compute the gradients of x (..., D), in its type and padded, and of the weight (D,), or (0,) where it is frozen.
 
-    Args:
-        x, scale: input of the norm, 1 / rms (N,).
-        past: gradient that reaches x past the norm (..., D).
-        grad: gradient of the normalized output (..., D).
-        padding: columns of padding of the gradient of x.
+    x, scale: input of the norm, 1 / rms (N,); past: gradient that reaches x past the norm; grad: that of the output.
     """
     if x.is_cuda:
         from optrush.kernels.rms_norm_triton import rms_norm_backward
 
         return rms_norm_backward(x, weight, scale, past, grad, needs_dw, padding)
     scale = scale.view(*x.shape[:-1], 1)
-    unit, inner = _wide(x) * scale, _wide(grad) * weight
+    unit, inner = widen(x) * scale, widen(grad) * weight
     dx = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True)) + past
-    dw = (_wide(grad) * unit.to(x.dtype)).flatten(0, -2).sum(0) if needs_dw else weight.new_empty(0)
+    dw = (widen(grad) * unit.to(x.dtype)).flatten(0, -2).sum(0) if needs_dw else weight.new_empty(0)
     return copied_padded(dx.to(x.dtype), padding), dw.to(weight.dtype)
 
 
@@ -162,10 +147,6 @@ def _(
     x: Tensor, weight: Tensor, scale: Tensor, past: Tensor, grad: Tensor, needs_dw: bool, padding: int = 0
 ) -> tuple[Tensor, Tensor]:
     return empty_padded(x, *x.shape, columns=padding), weight.new_empty(len(weight) if needs_dw else 0)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scales(x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optrush.kernels import widen
 from optrush.kernels.lora_matmul import copied_padded, empty_padded
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, H, E), k and v (B, T, K, E)
@@ -72,7 +73,7 @@ def rotation(qkv: Tensor, cos: Tensor, sin: Tensor) -> Heads:
         from optrush.kernels.rope_triton import rope_forward
 
         return rope_forward(qkv, cos, sin)
-    q, k, v = split_and_rotate(_wide(qkv), cos, sin, None, None)
+    q, k, v = split_and_rotate(widen(qkv), cos, sin, None, None)
     return q.to(qkv.dtype), k.to(qkv.dtype), v.to(qkv.dtype, copy=True)
 
 
@@ -92,7 +93,7 @@ def rotation_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tens
         return rope_backward(dq, dk, dv, cos, sin, _empty(dq, dk, padding))
     # The transpose of a rotation: the halves of the sine swapped, with the other sign.
     inverse = -sin.roll(sin.shape[-1] // 2, -1)
-    dq, dk = rotate(_wide(dq), cos, inverse), rotate(_wide(dk), cos, inverse)
+    dq, dk = rotate(widen(dq), cos, inverse), rotate(widen(dk), cos, inverse)
     B, T, K, E = dk.shape
     dq = dq.view(B, T, K, dq.shape[2] // K, E)
     d_qkv = torch.cat((dq, dk[:, :, :, None], dv[:, :, :, None]), 3).to(dv.dtype)
@@ -109,7 +110,3 @@ def _empty(dq: Tensor, dk: Tensor, padding: int) -> Tensor:
     B, T, K, E = dk.shape
     group = dq.shape[2] // K + 2
     return empty_padded(dq, B, T, K * group * E, columns=padding).view(B, T, K, group, E)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optrush.kernels import widen
+
 Mlp = Callable[[Tensor, Tensor, Any, Any], Tensor]
 """(the stream x (..., D), h normalized from it (..., D), gate_up, down) -> x + down(silu(gate) * up) (..., D)
 
@@ -57,8 +59,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gradient: Tensor = swiglu_backward(gate_up, incoming[0])[0]
+        gradient: Tensor = swiglu_backward(*ctx.saved_tensors, incoming[0])[0]
         return gradient
 
 
@@ -75,9 +76,8 @@ class _Down(torch.autograd.Function):
         grad = incoming[0]  # (..., D)
         with torch.autocast(grad.device.type, enabled=False):
             d_gate_up, product = swiglu_backward(gate_up, grad @ weight)
-            d_weight = None
-            if ctx.needs_input_grad[1]:
-                d_weight = grad.flatten(0, -2).t() @ product.flatten(0, -2)
+            learns = ctx.needs_input_grad[1]
+            d_weight = grad.flatten(0, -2).t() @ product.flatten(0, -2) if learns else None
         return d_gate_up, d_weight
 
 
@@ -88,7 +88,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
         from optrush.kernels.swiglu_triton import launch_swiglu_forward
 
         return launch_swiglu_forward(gate_up)
-    gate, up = _wide(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
+    gate, up = widen(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
@@ -104,8 +104,8 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         from optrush.kernels.swiglu_triton import launch_swiglu_backward
 
         return launch_swiglu_backward(gate_up, grad)
-    gate, up = _wide(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
-    wide = _wide(grad)
+    gate, up = widen(gate_up).view(*gate_up.shape[:-1], -1, 2).unbind(-1)
+    wide = widen(grad)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     d_gate = wide * up * (sigmoid + silu * (1 - sigmoid))
@@ -116,7 +116,3 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
 @swiglu_backward.register_fake
 def _(gate_up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     return gate_up.new_empty(gate_up.shape), gate_up.new_empty(grad.shape)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

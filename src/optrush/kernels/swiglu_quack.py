@@ -18,14 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from optrush.kernels import compute_dtype
 from optrush.kernels.lora_matmul import concat_in_padding, empty_padded, matmul_to_dtype, plus_product
 
 
 def quack_mlp(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """Implement `swiglu.Mlp` for a `gate_up` and a `down` that are plain matrices."""
-    kind = h.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-    weights = gate_up.weight, down.weight
+    dtype, weights = compute_dtype(h), (gate_up.weight, down.weight)
     # Cast outside the Function, in autograd's graph: activation offloading recognizes a parameter's copy by it.
     narrow = (t.to(dtype) for t in (h, *weights))
     wide = weights if gate_up.weight.dtype != dtype else ()  # the compiler refuses a tensor given twice
@@ -36,8 +35,7 @@ def quack_mlp(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tens
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        """x, h (..., D), gate_up (2 F, D), down (D, F) in the type of h, and the weights that both are cast from, if
-        so.
+        """Take x, h (..., D), gate_up (2 F, D), down (D, F) in the type of h, and the weights before the cast, if any.
 
         Then the gradients go to those weights, without rounding to the type of h. Returns (..., D).
         """
@@ -76,14 +74,9 @@ def _tile(rows: int, columns: int, *, turns: bool) -> Any:
     from quack.gemm_config import GemmConfig
 
     return GemmConfig(
-        tile_m=rows,
-        tile_n=columns,
-        pingpong=turns,
-        cluster_m=2 if turns else 1,
-        cluster_n=1 if turns else 2,
-        is_dynamic_persistent=False,
-        device_capacity=9,
-    )
+        tile_m=rows, tile_n=columns, pingpong=turns, cluster_m=2 if turns else 1, cluster_n=1 if turns else 2,
+        is_dynamic_persistent=False, device_capacity=9,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("optrush::gated", mutates_args=(), device_types="cuda")
@@ -100,14 +93,11 @@ def gated_matmul(
     # The epilogue writes half as many values again as its tile has. With turns and dynamic scheduling it overlaps with
     # other tiles' products: at the 1B shape 5 % less time than with larger tiles. Where more is summed for each value
     # larger tiles are faster: 0.3 % of an 8B step (docs/log).
+    config = _tile(256, 192, turns=False) if weight.shape[1] >= WIDE else _tile(128, 192, turns=True)
     pairs, product = gemm_gated(
-        concat_in_padding(x, z, 1, padded_x),
-        concat_in_padding(weight, u, 1, padded).t(),
-        activation="swiglu",
-        postact_out=_product(x, weight, padding),
-        config=_tile(256, 192, turns=False) if weight.shape[1] >= WIDE else _tile(128, 192, turns=True),
-        dynamic_scheduler=True,
-    )
+        concat_in_padding(x, z, 1, padded_x), concat_in_padding(weight, u, 1, padded).t(), activation="swiglu",
+        postact_out=_product(x, weight, padding), config=config, dynamic_scheduler=True,
+    )  # fmt: skip
     return pairs, product
 
 
@@ -133,14 +123,11 @@ def gated_matmul_backward(
     # The epilogue moves five times as many values as its tile has. With turns and dynamic scheduling it overlaps with
     # other tiles' products: a quarter less time at the 1B shape (docs/log). Where more is summed for each value a
     # larger tile is faster: 4 % at the 8B shape.
+    config = _tile(128, 192 if weight.shape[0] >= WIDE else 128, turns=True)
     d_pairs, product = gemm_dgated(
-        grad.contiguous(),
-        concat_in_padding(weight, below, 0, padded),
-        pairs,
-        activation="swiglu",
-        config=_tile(128, 192 if weight.shape[0] >= WIDE else 128, turns=True),
+        grad.contiguous(), concat_in_padding(weight, below, 0, padded), pairs, activation="swiglu", config=config,
         dynamic_scheduler=True,
-    )
+    )  # fmt: skip
     return d_pairs, product
 
 

@@ -9,9 +9,9 @@ Not moved: parameters and views or casts of them, the arguments that all blocks 
 `least` bytes, and the last `keep` blocks, which are needed first. A storage that is saved several times, or by several
 views, is moved once.
 
-There are two streams: the caller's, and one for copies. Device memory is allocated and freed on the caller's stream
-only, which waits for the copy before it frees; a copy waits for the caller's earlier work. The allocator can therefore
-reuse the memory at once (`record_stream` would delay that until the host polls an event).
+Device memory is allocated and freed on the caller's stream only, which waits for the copy before it frees; a copy, on a
+stream of its own, waits for the caller's earlier work. The allocator can therefore reuse the memory at once
+(`record_stream` would delay that until the host polls an event).
 """
 
 from __future__ import annotations
@@ -83,11 +83,7 @@ class Pages:
         self.allocated = 0  # pages
 
     def take(self) -> Tensor:
-        """Return a page.
-
-        Raises:
-            NeedsError: the host has no memory left.
-        """
+        """Return a page; raise NeedsError if the host has no memory left."""
         if self.free:
             return self.free.pop()
         try:
@@ -163,13 +159,11 @@ class OnDevice(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What autograd stores for a tensor that is moved: its storage, and its layout in it."""
+    """What autograd stores for a tensor that is moved: its storage, type, and arguments of `Tensor.set_`."""
 
     storage: SavedStorage
     dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    view: tuple[int, torch.Size, tuple[int, ...]]
 
 
 class Offload:
@@ -206,13 +200,12 @@ class Offload:
     def _pack(self, store: BlockStore, t: Tensor) -> OnDevice | Moved:
         if not store.moves or not self._movable(store, t):
             return OnDevice(store, t.detach())  # an output would refer to its own node
-        storage = t.untyped_storage()
-        ref = store.storages.get(storage.data_ptr())
-        saved_storage = None if ref is None else ref()
+        at = t.untyped_storage().data_ptr()
+        saved_storage = store.storages[at]() if at in store.storages else None
         if saved_storage is None:
             saved_storage = SavedStorage(store, t)
-            store.storages[storage.data_ptr()] = weakref.ref(saved_storage)
-        return Moved(saved_storage, t.dtype, t.shape, t.stride(), int(t.storage_offset()))
+            store.storages[at] = weakref.ref(saved_storage)
+        return Moved(saved_storage, t.dtype, (int(t.storage_offset()), t.shape, t.stride()))
 
     def _movable(self, store: BlockStore, t: Tensor) -> bool:
         if type(t) is not Tensor or t.device.type != self.lane.kind or t.layout is not torch.strided:
@@ -258,7 +251,7 @@ class Offload:
             return saved.tensor
         assert saved.storage.device is not None
         whole = torch.empty(0, dtype=saved.dtype, device=saved.storage.device_of)
-        return whole.set_(saved.storage.device.untyped_storage(), saved.offset, saved.shape, saved.stride)
+        return whole.set_(saved.storage.device.untyped_storage(), *saved.view)
 
     def _fetch(self, store: BlockStore) -> None:
         """Start the copies of storages that are on the host only."""

@@ -3,24 +3,23 @@
 Legend, used everywhere: B rows, T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head
 width, V vocabulary, L layers.
 
-What differs from the published models is the layout of two weights, never the mathematics. The query, key and value
-rows of one key/value head lie together (K, H/K + 2, E), and gate and up rows alternate (F, 2): so a cut along the
-first dimension gives every piece whole heads and whole gate/up pairs. A linear names its `pieces`, for whoever needs
-them apart (export, adapters, optimizers that look at one matrix).
+Differs from the published models in the layout of two weights, never in the mathematics. The query, key and value rows
+of one key/value head are adjacent (K, H/K + 2, E), and gate and up rows alternate (F, 2): a cut along the first
+dimension gives every shard whole heads and whole gate/up pairs. A linear lists its pieces (`output_splits`) for export,
+adapters, and optimizers of single matrices.
 
 The padding id is an ordinary token: transformers gives its embedding row no gradient when pad_token_id is set, here it
-learns like any other, since padding is never a target and never read.
+is trained like any other, since padding is never a target and never read.
 
-Built on the meta device and without buffers: nothing is lost when real memory is given to it. Techniques change it
-through its slots (`through`, `block.separate`, `block.attend`, `block.feed`, `linear.product`, `head.nll`, `head.part`)
-and by swapping instances.
+Built on the meta device and without buffers, so allocating memory loses nothing. Techniques change it through its slots
+(`block_call`, `block.split_and_rope`, `block.attention`, `block.mlp`, `norm.impl`, `linear.matmul`, `head.nll`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,44 +27,32 @@ from torch import Tensor, nn
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.kernels import attention, rms_norm, rope, swiglu
+from optrush.kernels import attention, rms_norm, rope, swiglu, widen
 from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
 from optrush.models.shapes import HF, ModelShape, RopeShape
+
+if TYPE_CHECKING:
+    from optrush.peft.adapter import LinearAdapter
+    from optrush.peft.quantized import QuantizedLinear
 
 Pieces = tuple[tuple[str, int], ...]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x (..., width), weight (rows, width), bias (rows,) or None) -> (..., rows)"""
 
 
-class Stored(Protocol):
-    """A submodule of a linear that holds its weight in another form, as plain frozen parameters; `weight` is None."""
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """(rows, width), in the linear's own order of rows."""
-        ...
-
-
-class AdapterModule(Protocol):
-    """A submodule of a linear that holds what an adapter learns beside the weight."""
-
-    def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """float32 (rows, width) and (rows,) of the linear -> those of a linear that does the same without adapter."""
-        ...
-
-
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The default of the `through` slot: just calls."""
+    """The default of the `block_call` slot."""
     return function(*args, **kwargs)
 
 
 class Linear(nn.Linear):
     """A linear whose output rows are `groups` groups of `pieces`, each piece a role and its rows in one group.
 
-    What multiplies is `product`, which adapters wrap and stored weights replace.
+    Adapters wrap its `matmul`, and quantized weights replace it; `weight` is None then.
     """
 
-    quantized: Stored | None
-    adapter: AdapterModule | None
+    quantized: QuantizedLinear | None
+    adapter: LinearAdapter | None
 
     def __init__(
         self, width: int, pieces: Pieces, *, groups: int = 1, bias: bool, device: torch.device, dtype: torch.dtype
@@ -77,7 +64,7 @@ class Linear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, role: str) -> Linear:
-        """The same linear, its parameters taken over, as one piece."""
+        """Return the same linear with the same parameters, as one piece."""
         at = {"device": torch.device("meta"), "dtype": linear.weight.dtype}
         new = cls(linear.in_features, ((role, linear.out_features),), bias=linear.bias is not None, **at)  # type: ignore[arg-type]
         new.weight, new.bias = linear.weight, linear.bias
@@ -88,7 +75,7 @@ class Linear(nn.Linear):
         return self.matmul(x, self.weight, self.bias)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """The weight (rows, width), however it is stored."""
+        """Return the weight (rows, width) from any form of storage."""
         return self.weight.to(dtype) if self.quantized is None else self.quantized.dense(dtype)
 
 
@@ -109,12 +96,12 @@ class RMSNorm(nn.Module):
         return self.add_and_norm(x)[1]
 
     def add_and_norm(self, x: Tensor, branch: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The residual stream x (..., D) with what a branch adds to it, and that normed."""
+        """Add a branch's output to the residual stream x (..., D); return the sum, and the sum normalized."""
         return self.impl(x, branch, self.weight, self.eps)
 
 
 def frequencies(rope: RopeShape, head_width: int) -> Tensor:
-    """(E/2,) float32 radians a position, on the CPU. Source: arXiv:2104.09864; 'llama3' from Llama 3.1's own code:
+    """Return (E/2,) float32 radians a position, on the CPU. Source: arXiv:2104.09864; 'llama3' from Llama 3.1's code:
     waves longer than the original context are slowed by `factor`, short ones kept, those between mixed."""
     exponent = torch.arange(0, head_width, 2, dtype=torch.float32, device="cpu") / head_width
     inverse = 1.0 / (rope.theta**exponent)
@@ -164,7 +151,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The output layer with its loss. It is called, never read: wrappers gather its weight when it is."""
+    """The output layer with its loss. Call it instead of reading its weight: sharding gathers the weight in a call."""
 
     bias: nn.Parameter | None  # (V,)
 
@@ -176,29 +163,26 @@ class Head(nn.Module):
         self.scale = 1.0
         self.softcap: float | None = None
         self.nll: LossKernel = Whole()
-        self.part: Any = None
 
-    def forward(self, hidden: Tensor, labels: Tensor, weights: Tensor | None = None, reduce: Reduce = "sum") -> Tensor:
-        """hidden (B, T, D), labels (B, T), weights (B, T) or None -> float32 () or, by token, (B, T)."""
+    def forward(self, hidden: Tensor, labels: Tensor, reduce: Reduce = "sum") -> Tensor:
+        """hidden (B, T, D), labels (B, T) -> float32 () or, by token, (B, T)."""
         losses = self.nll(
             hidden.flatten(0, 1), self.weight, labels.flatten(), bias=self.bias, scale=self.scale,
-            softcap=self.softcap, part=self.part, weights=None if weights is None else weights.flatten(),
-            reduce=reduce,
+            softcap=self.softcap, reduce=reduce,
         )  # fmt: skip
         return losses if reduce == "sum" else losses.view(labels.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., D) -> (..., V) float32 at least. Reads the weight: whole heads only."""
-        z = F.linear(hidden, self.weight, self.bias)
-        y = z.to(torch.promote_types(z.dtype, torch.float32)) * self.scale
+        y = widen(F.linear(hidden, self.weight, self.bias)) * self.scale
         return y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and the last norm; the head lies beside them and is called by the objective."""
+    """Embedding, blocks and the last norm; the head is a submodule that the objective calls."""
 
-    supports_packing = True  # documents of one row do not see each other
-    frozen_flops = 0  # `spared`, once all is built: it walks all modules, and steps ask for FLOPs row by row
+    supports_packing = True  # documents of one row do not attend to each other
+    frozen_flops = 0  # the function's result once all is built: it walks all modules, and `flops` runs for each row
 
     def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -211,7 +195,7 @@ class Decoder(nn.Module):
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
         self.ties: tuple[tuple[str, str], ...] = (("head.weight", "embedding.weight"),) if shape.tied else ()
         self.block_call: Callable[..., Any] = call
-        # Kept once a device, outside the parameters and buffers: made on the host like the published models do (a
+        # Kept once a device, outside the parameters and buffers: computed on the host as the published models do (a
         # device's own pow differs in the last bit), and copying it every step would stop a graph capture.
         self._frequencies: dict[torch.device, Tensor] = {}
 
@@ -234,17 +218,13 @@ class Decoder(nn.Module):
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
     def linears(self) -> Iterator[tuple[str, Linear]]:
-        """Every linear of the blocks by its name, e.g. 'blocks.0.qkv'; the head is not one of them."""
+        """Yield every linear of the blocks by its name, e.g. 'blocks.0.qkv'; the head is not one of them."""
         for name, module in self.named_modules():
             if isinstance(module, Linear):
                 yield name, module
 
     def set_attention(self, name: str) -> int:
-        """Put a function of `kernels.attention` into every block's slot; how many blocks changed.
-
-        Raises:
-            NeedsError: no attention of that name.
-        """
+        """Put a function of `kernels.attention` into every block; return the number of blocks. NeedsError: no such."""
         if name not in attention.ATTENTIONS:
             raise NeedsError(f"attention {name!r}", f"known: {', '.join(attention.ATTENTIONS)}", "choose one of them")
         for block in self.blocks.values():
@@ -253,42 +233,38 @@ class Decoder(nn.Module):
         return len(self.blocks)
 
     def flops(self, tokens: int, attended: int) -> int:
-        """Training FLOPs: see `ModelShape.flops`, and `spared` for weights that are not trained."""
+        """Return training FLOPs: as `ModelShape.flops`, less `frozen_flops` for weights that are not trained."""
         return self.shape.flops(tokens, attended) - self.frozen_flops * tokens
 
     def tie(self) -> None:
-        """Make every alias in `ties` its parameter again: allocating memory gives each its own."""
+        """Restore every alias in `ties`: allocating memory gives each its own parameter."""
         redo_ties(self, self.ties)
 
     def restore_buffers(self, device: torch.device) -> None:
-        """Nothing: this model has no buffers."""
+        """Do nothing: this model has no buffers."""
 
 
 def frozen_flops(model: Any) -> int:
-    """FLOPs a token that a model with frozen or adapted linears needs less than 6 for each weight of its matrices.
+    """Return the FLOPs a token that a model with frozen or adapted linears saves of 6 for each weight of its matrices.
 
-    A frozen weight has no gradient of its own: 4 instead of 6; what an adapter adds counts 6 (docs/notation.md).
+    A frozen weight has no gradient of its own: 4 instead of 6; an adapter's weights count 6 (docs/notation.md).
     """
     flop = 0 if model.head.weight.requires_grad else 2 * model.head.weight.numel()
     for _, linear in model.linears():
         if linear.quantized is not None or not linear.weight.requires_grad:
             flop += 2 * linear.in_features * linear.out_features
-        if isinstance(linear.adapter, nn.Module):
+        if linear.adapter is not None:
             flop -= 6 * sum(p.numel() for p in linear.adapter.parameters() if p.dim() > 1)
     return flop
 
 
 def redo_ties(model: nn.Module, ties: tuple[tuple[str, str], ...]) -> None:
-    """For each (alias, name): set the alias to the parameter of that name."""
+    """Set each alias of (alias, name) to the parameter of that name."""
     for alias, name in ties:
         owner, _, last = alias.rpartition(".")
         setattr(model.get_submodule(owner), last, model.get_parameter(name))
 
 
-def build(hf: HF, dtype: torch.dtype) -> Decoder:
-    """A decoder for a config.json, on the meta device.
-
-    Raises:
-        NeedsError, ConfigError: as `ModelShape.read`.
-    """
+def build_decoder(hf: HF, dtype: torch.dtype) -> Decoder:
+    """Build a decoder for a config.json, on the meta device; raise as `ModelShape.read` does."""
     return Decoder(ModelShape.read(hf), device=torch.device("meta"), dtype=dtype)

@@ -1,11 +1,10 @@
-"""Run any causal language model of transformers behind the interface of our own decoder.
+"""Load a model and its weights: our own decoder, or any causal language model of transformers behind its interface.
 
 The published modules compute, unchanged; our part is the interface around them: hidden states instead of logits, a head
 that is called, a `block_call` slot around every block, weights that can be sharded. transformers separates packed
 documents by their restarting positions, but only without an attention mask and without a cache, and only in models that
-pass positions to its mask builder. `adapt` therefore runs every model on the CPU first and compares (`probe_model`). A
-model with an unknown head, or in which documents attend to each other, is refused before anything is trained, with the
-difference in the error.
+pass positions to its mask builder. `adapt` therefore runs every model on the CPU first and compares (`probe_model`):
+one with an unknown head, or in which documents attend to each other, is refused, with the difference in the error.
 
 Canonical names are transformers' own, except the head's: `head.weight`, `head.bias`.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError
-from optrush.models.decoder import Head, Linear, call, redo_ties
-from optrush.models.shapes import HF
-from optrush.models.weights import Folder, Memory, Source, WeightEntry, WeightMap, enlarge, random_init, widened
+from optrush.models import weights
+from optrush.models.decoder import Decoder, Head, Linear, build_decoder, call, redo_ties
+from optrush.models.shapes import HF, native_obstacle, refuse_foreign
+from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
@@ -35,9 +35,7 @@ PROBE_LENGTHS = (7, 1, 5, 11)  # documents of the probe's packed row
 PROBE_LOGIT = 60.0  # hidden states are scaled until logits are this large, which makes a softcap visible
 ATTENTIONS = {"masked": "eager", "sdpa": "sdpa"}  # our name: transformers' name
 ALONE = "optrush_sdpa"  # name of `_alone` in transformers' registries
-NUMBERED = frozenset(
-    {None, "default", "linear", "llama3", "yarn"}
-)  # rotations that do not depend on the length of the row
+NUMBERED = frozenset({None, "default", "linear", "llama3", "yarn"})  # rotations independent of the row's length
 
 
 class HFModel(nn.Module):
@@ -68,19 +66,17 @@ class HFModel(nn.Module):
         self._attention_flags: dict[str, Any] = {}  # arguments of the attention function for such rows
         self._numbered = _numbered(config)
         self._blocks = _block_list(backbone, self.prefix, config)  # number -> path
-        for path in self._blocks.values():
-            self._own_linears(path)
-        for name in self._blocks:
-            self._reroute(self.blocks[name])
-        # Counted before a technique stores them in another form or adds adapters.
+        for block in self.blocks.values():
+            self._own_linears(block)
+            self._reroute(block)
+        # Counted before a technique quantizes them or adds adapters.
         matrices = (p for block in self.blocks.values() for p in block.parameters() if p.ndim > 1)
         self._block_matrices = sum(p.numel() for p in matrices)
         self.ties = _ties(self)
         self._buffers_on_host: dict[tuple[str, str], Tensor] = {}
 
-    def _own_linears(self, path: str) -> None:
+    def _own_linears(self, block: nn.Module) -> None:
         """Replace each nn.Linear of a block by ours, which has slots; other classes of linears, as GPT-2's, stay."""
-        block = self.get_submodule(path)
         for name, module in list(block.named_modules()):
             if type(module) is nn.Linear:
                 owner, _, role = name.rpartition(".")
@@ -120,8 +116,8 @@ class HFModel(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, documents: Documents) -> Tensor:
         """Return the hidden states after the last norm (B, T, D) of tokens and positions (B, T).
 
-        transformers separates packed documents where `positions` restart. Without them, where every row holds one
-        document, it also numbers the padding, which no document attends to, and needs no mask.
+        transformers separates packed documents where `positions` restart. Rows of one document need none, and no mask:
+        transformers then numbers the padding as well, which no document attends to.
         """
         alone = documents.single and tokens.shape[1] <= self._numbered
         out = self._trunk(
@@ -145,17 +141,13 @@ class HFModel(nn.Module):
             NeedsError: another name, or sdpa where scores are capped (transformers' sdpa leaves the cap out).
         """
         if name not in ATTENTIONS:
-            raise NeedsError(
-                f"attention {name!r} in a transformers model",
-                f"the adapter has {', '.join(ATTENTIONS)}",
-                "choose one of them, or a model of a family that our own decoder represents",
-            )
-        if name == "sdpa" and getattr(self.config, "attn_logit_softcapping", None) is not None:
-            raise NeedsError(
-                f"sdpa attention in a {self.config.model_type} model",
-                f"attn_logit_softcapping {self.config.attn_logit_softcapping}, which sdpa would leave out",
-                "use masked attention",
-            )
+            do = "choose one of them, or a model of a family that our own decoder represents"
+            found = f"the adapter has {', '.join(ATTENTIONS)}"
+            raise NeedsError(f"attention {name!r} in a transformers model", found, do)
+        cap = getattr(self.config, "attn_logit_softcapping", None)
+        if name == "sdpa" and cap is not None:
+            found = f"attn_logit_softcapping {cap}, which sdpa would leave out"
+            raise NeedsError(f"sdpa attention in a {self.config.model_type} model", found, "use masked attention")
         self._trunk.set_attn_implementation(ATTENTIONS[name])
         self._attention_flags = {}
         if name == "sdpa" and self.maskless:
@@ -207,11 +199,8 @@ class HFModel(nn.Module):
 
 def unsupported(config: Any, found: str) -> NeedsError:
     """Return the error that refuses a model."""
-    return NeedsError(
-        f"a model of type {config.model_type!r} through transformers",
-        found,
-        "choose a model of another family; llama, mistral, qwen2 and qwen3 have a decoder here",
-    )
+    do = "choose a model of another family; llama, mistral, qwen2 and qwen3 have a decoder here"
+    return NeedsError(f"a model of type {config.model_type!r} through transformers", found, do)
 
 
 def adapt(
@@ -226,9 +215,9 @@ def adapt(
         NeedsError: transformers does not support it, the weights do not fit, or the probe found a difference.
     """
     published = hf if growth is None else {**hf, "vocab_size": growth.rows}
-    hf_model = _from_config(hf, dtype) if folder is None else _from_folder(folder, published, dtype)
+    hf_model = _opened(folder, published if folder else hf, dtype)
     if growth is not None and folder is not None:
-        enlarge(hf_model, growth)
+        weights.enlarge(hf_model, growth)
     names = {id(p): name for name, p in hf_model.named_parameters()}
     adapter = HFModel(hf_model)
     entries: dict[str, WeightEntry] = {}
@@ -236,40 +225,33 @@ def adapt(
         if parameter.ndim == 0:
             raise unsupported(adapter.config, f"a parameter without dimensions ({name})")
         entries[name] = WeightEntry(tuple(parameter.shape), ((names[id(parameter)], parameter.shape[0]),))
-    source = None if folder is not None else _draw(adapter, entries, hf, seed, growth)
+    drawn = _draw(adapter, entries, hf, seed, growth) if folder is None else None
     probe_model(adapter, hf_model, dtype)
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
     buffers = {name: hf_model.state_dict()[name].clone() for name in sorted(persistent)}
-    values = adapter.to_meta()
-    if source is not None:
-        return adapter, WeightMap(entries, source, buffers)
-    held = {entries[name].pieces[0][0]: value for name, value in values.items()}
-    return adapter, WeightMap(entries, Memory(held), buffers)
+    held = {entries[name].pieces[0][0]: value for name, value in adapter.to_meta().items()}
+    return adapter, WeightMap(entries, drawn or Memory(held), buffers)
 
 
-def _config(hf: HF) -> Any:
-    from transformers import CONFIG_MAPPING
+def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
+    """Return transformers' model of a folder, or with matrices that are not drawn, on the CPU in eval mode."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     kind = str(hf.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise NeedsError(
-            f"a model of type {kind!r}",
-            "transformers does not know it without running code from the model's folder",
-            "choose a model that transformers itself knows, or update transformers",
-        )
-    return CONFIG_MAPPING[kind].from_dict(dict(hf))
-
-
-def _from_config(hf: HF, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    config, auto = _config(hf), cast(Any, AutoModelForCausalLM)
+        found = "transformers does not know it without running code from the model's folder"
+        do = "choose a model that transformers itself knows, or update transformers"
+        raise NeedsError(f"a model of type {kind!r}", found, do)
+    config, auto = CONFIG_MAPPING[kind].from_dict(dict(hf)), cast(Any, AutoModelForCausalLM)
+    if folder is not None:
+        Folder(folder)  # refuses pickles, and an index that refers to other folders
     try:
+        if folder is not None:
+            return _pretrained(folder, config, dtype, "eager")
         with _Undrawn():
-            model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
-    except ValueError as error:
+            return auto.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    except (ValueError, OSError, RuntimeError) as error:
         raise unsupported(config, str(error).splitlines()[0]) from None
-    return model.eval()
 
 
 class _Undrawn(TorchFunctionMode):
@@ -285,15 +267,6 @@ class _Undrawn(TorchFunctionMode):
                 matrix.detach().view(-1)[:: max(matrix.numel() - 1, 1)] = float("nan")
                 return matrix
         return function(*args, **kwargs)
-
-
-def _from_folder(folder: Path, hf: HF, dtype: torch.dtype) -> Any:
-    config = _config(hf)
-    Folder(folder)  # refuses pickles, and an index that refers to other folders
-    try:
-        return _pretrained(folder, config, dtype, "eager")
-    except (ValueError, OSError, RuntimeError) as error:
-        raise unsupported(config, str(error).splitlines()[0]) from None
 
 
 def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: str) -> Any:
@@ -312,7 +285,7 @@ def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: 
     return model.eval()
 
 
-def _draw(adapter: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, growth: Growth | None) -> Source:
+def _draw(adapter: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, growth: Growth | None) -> WeightSource:
     """Replace the values of a new model by the random draw that all model classes share.
 
     What transformers initializes to a constant (norms to 1, or to 0 where a family adds 1; biases) stays constant.
@@ -322,7 +295,7 @@ def _draw(adapter: HFModel, entries: dict[str, WeightEntry], hf: HF, seed: int, 
         low, high = parameter.data.aminmax()
         if low == high or parameter.ndim < 2:
             constants[entries[name].pieces[0][0]] = float(low)
-    source = widened(random_init(hf, seed, constants), adapter, entries, growth)
+    source = weights.widened(weights.random_init(hf, seed, constants), adapter, entries, growth)
     recipe = WeightMap(entries, source)
     for name, parameter in adapter.named_parameters():
         recipe.fill(name, parameter.data, (0,) * parameter.ndim)
@@ -364,14 +337,9 @@ def _block_list(backbone: nn.Module, prefix: str, config: Any) -> dict[str, str]
 
 def _ties(module: nn.Module) -> tuple[tuple[str, str], ...]:
     """Return (alias, first name) of every parameter that is registered twice."""
-    first: dict[int, str] = {}
-    ties = []
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if id(parameter) in first:
-            ties.append((name, first[id(parameter)]))
-        else:
-            first[id(parameter)] = name
-    return tuple(ties)
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = ((name, first[id(p)]) for name, p in module.named_parameters(remove_duplicate=False))
+    return tuple((alias, name) for alias, name in names if alias != name)
 
 
 # --- the comparison before training: the model on the CPU
@@ -379,14 +347,11 @@ def _ties(module: nn.Module) -> tuple[tuple[str, str], ...]:
 
 @torch.no_grad()
 def probe_model(adapter: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
-    """Compare on the CPU: a packed row with its documents one by one, and our head with the model's own logits.
+    """Compare on the CPU a packed row with its documents alone, and our head with the model's logits; NeedsError.
 
     Packed and single documents agree to rounding only, which in bfloat16 could hide a small leak; therefore the first
     document is also changed, which must not change any bit of the others. sdpa without a mask is compared with masked
     attention, and only sets `maskless`.
-
-    Raises:
-        NeedsError: one of them differs.
     """
     was, close = adapter.training, 1e-4 if dtype in (torch.float32, torch.float64) else 5e-2
     adapter.eval()
@@ -402,9 +367,8 @@ def probe_model(adapter: HFModel, hf_model: Any, dtype: torch.dtype) -> None:
     changed, first = tokens.clone(), spans[0][1]
     changed[:, :first] = (changed[:, :first] + 1) % adapter.head.weight.shape[0]
     others = adapter(changed, positions, documents)[:, first:]
-    _compare(
-        adapter.config, "documents in a row with a changed document, before and after,", others, hidden[:, first:], 0.0
-    )
+    what = "documents in a row with a changed document, before and after,"
+    _compare(adapter.config, what, others, hidden[:, first:], 0.0)
     largest = F.linear(hidden, adapter.head.weight).float().abs().max().clamp_min(1e-6).item()
     # At 0 only a bias remains, 1 is the model itself, and a softcap is visible only in large logits.
     for factor in (0.0, 1.0, PROBE_LOGIT / largest):
@@ -470,11 +434,46 @@ def _apart(ours: Tensor, theirs: Tensor) -> float:
     return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6)).item()
 
 
-# --- a folder as transformers loads it: for chat and generation, and to verify an export
+# --- the two ways to load a model
+
+
+def load(
+    folder: Path | None, hf: HF, implementation: Literal["native", "transformers"] | None, dtype: torch.dtype,
+    seed: int, growth: Growth | None = None,
+) -> tuple[Decoder | HFModel, WeightMap]:  # fmt: skip
+    """Build a model on the meta device, and the map of its weights.
+
+    Args:
+        folder: of safetensors and config.json; None draws random weights from `seed`.
+        hf: the config.json, perhaps edited; the folder's is ignored.
+        implementation: None takes our own decoder wherever it represents the model, else transformers'.
+        growth: new tokens; `hf` has the larger vocabulary already, the folder does not.
+
+    Raises:
+        NeedsError: the model is not supported, or the weights do not fit it.
+        ConfigError: config.json is not complete.
+    """
+    refuse_foreign(hf)
+    if implementation == "transformers" or (implementation is None and native_obstacle(hf) is not None):
+        if folder is not None:
+            weights.refuse_packed(folder)
+        return adapt(folder, hf, dtype, seed, growth)
+    model = build_decoder(hf, dtype)
+    entries = weights.native_entries(model)
+    if folder is None:
+        drawn = weights.random_init(hf, seed, weights.native_constants(entries))
+        return model, WeightMap(entries, weights.widened(drawn, model, entries, growth))
+    stored = weights.open_weights(folder)
+    needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
+    if growth is not None:
+        needed |= {name: (growth.rows, *needed[name][1:]) for name in weights.vocabulary_names(model, entries)}
+    tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.shape.tied else {}
+    stored.check(needed, tied)
+    return model, WeightMap(entries, weights.widened(stored, model, entries, growth))
 
 
 def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """Load transformers' own model of a folder, in eval mode.
+    """Load transformers' own model of a folder, in eval mode: for generation, and to verify an export.
 
     Args:
         dtype: None: as stored.

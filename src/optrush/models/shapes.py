@@ -6,7 +6,7 @@ The planner needs this module on a machine without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,45 +75,28 @@ class ModelShape:
             ConfigError: a size is missing or does not divide.
         """
         refuse_foreign(hf)
-        obstacle = native_obstacle(hf)
-        if obstacle is not None:
-            raise NeedsError(
-                f"a model of type {hf.get('model_type')!r} in our own decoder",
-                obstacle,
-                "set `implementation: transformers`, or choose a llama, mistral, qwen2 or qwen3 model "
-                f"with a RoPE type among {', '.join(ROPE_KINDS)}",
-            )
+        if (obstacle := native_obstacle(hf)) is not None:
+            do = "set `implementation: transformers`, or choose a llama, mistral, qwen2 or qwen3 model "
+            do += f"with a RoPE type among {', '.join(ROPE_KINDS)}"
+            raise NeedsError(f"a model of type {hf.get('model_type')!r} in our own decoder", obstacle, do)
         family = str(hf["model_type"])
         full = {**_DEFAULTS[family], **hf}
         width, heads = _size(hf, "hidden_size"), _size(hf, "num_attention_heads")
         kv_heads = heads if full["num_key_value_heads"] is None else _size(full, "num_key_value_heads")
         head_width = full["head_dim"] or width // heads
         if heads % kv_heads or head_width % 2 or (full["head_dim"] is None and width % heads):
-            raise ConfigError(
-                f"a {family} model from config.json",
-                f"hidden_size {width}, num_attention_heads {heads}, num_key_value_heads {kv_heads}, "
-                f"head_dim {full['head_dim']}",
-                "heads must be a multiple of key/value heads, head_dim even, and hidden_size a multiple of heads",
-            )
+            found = f"hidden_size {width}, num_attention_heads {heads}, num_key_value_heads {kv_heads}, "
+            found += f"head_dim {full['head_dim']}"
+            do = "heads must be a multiple of key/value heads, head_dim even, and hidden_size a multiple of heads"
+            raise ConfigError(f"a {family} model from config.json", found, do)
         bias = bool(hf.get("attention_bias", False)) and family in ("llama", "qwen3")
         return cls(
-            family=family,
-            layers=_size(hf, "num_hidden_layers"),
-            width=width,
-            heads=heads,
-            kv_heads=int(kv_heads),
-            head_width=int(head_width),
-            ff_width=_size(hf, "intermediate_size"),
-            vocab=_size(hf, "vocab_size"),
-            tied=bool(hf.get("tie_word_embeddings", False)),
-            qkv_bias=bias or family == "qwen2",
-            o_bias=bias,
-            mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
-            qk_norm=family == "qwen3",
-            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
-            rope=_rope(full),
-            window=_window(full),
-        )
+            family=family, layers=_size(hf, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
+            head_width=int(head_width), ff_width=_size(hf, "intermediate_size"), vocab=_size(hf, "vocab_size"),
+            tied=bool(hf.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2", o_bias=bias,
+            mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama", qk_norm=family == "qwen3",
+            norm_eps=float(hf.get("rms_norm_eps", 1e-6)), rope=_rope(full), window=_window(full),
+        )  # fmt: skip
 
     @property
     def matrix_parameters(self) -> int:
@@ -146,11 +129,11 @@ class ModelShape:
         Our decoder has no window; up to its length a window masks nothing, and our decoder is exact.
         """
         if self.window is not None and self.window < T:
-            raise NeedsError(
-                f"rows of {T} tokens",
-                f"a sliding window of {self.window} tokens in the {self.family} model, which our decoder does not cut",
-                f"use rows of at most {self.window} tokens, or `implementation: transformers`",
+            found = (
+                f"a sliding window of {self.window} tokens in the {self.family} model, which our decoder does not cut"
             )
+            do = f"use rows of at most {self.window} tokens, or `implementation: transformers`"
+            raise NeedsError(f"rows of {T} tokens", found, do)
 
 
 def _size(hf: HF, key: str) -> int:
@@ -178,19 +161,11 @@ def _rope(hf: HF) -> RopeShape:
     for key in needed:
         if not isinstance(given.get(key), int | float):
             raise ConfigError(f"RoPE type {kind!r}", f"{key} is {given.get(key)!r}", f"give {key} a number")
-    if kind == "default":
-        return RopeShape("default", theta)
-    if kind == "linear":
-        return RopeShape("linear", theta, float(given["factor"]))
+    factors = {key: float(given[key]) for key in needed}
+    if kind != "llama3":
+        return RopeShape(kind, theta, **factors)  # type: ignore[arg-type]
     original = hf.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
-    return RopeShape(
-        "llama3",
-        theta,
-        float(given["factor"]),
-        float(given["low_freq_factor"]),
-        float(given["high_freq_factor"]),
-        int(original or hf["max_position_embeddings"]),
-    )
+    return RopeShape(kind, theta, **factors, original_max=int(original or hf["max_position_embeddings"]))
 
 
 def _window(full: HF) -> int | None:
@@ -213,37 +188,26 @@ def native_obstacle(hf: HF) -> str | None:
     Raises:
         NeedsError: a RoPE type in one of our families that transformers does not have either.
     """
-    return next(_obstacles(hf), None)
-
-
-def _obstacles(hf: HF) -> Iterator[str]:
     family = hf.get("model_type")
     if family not in ARCHITECTURES:
-        yield f"model_type {family!r}, where our decoder has {', '.join(ARCHITECTURES)}"
-        return
-    rope = _rope_dict(hf)
+        return f"model_type {family!r}, where our decoder has {', '.join(ARCHITECTURES)}"
+    rope, kind = _rope_dict(hf), _rope_kind(hf)
     if any(isinstance(value, Mapping) for value in rope.values()):
-        yield "RoPE parameters that differ between layers"
-        return
-    kind = _rope_kind(hf)
+        return "RoPE parameters that differ between layers"
     if kind in FOREIGN_ROPE_KINDS:
-        yield f"RoPE type {kind!r}, where our decoder has {', '.join(ROPE_KINDS)}"
-    elif kind not in ROPE_KINDS:
-        raise NeedsError(
-            f"RoPE type {kind!r} in a {family} model",
-            f"known here: {', '.join(ROPE_KINDS)}; known to transformers too: {', '.join(FOREIGN_ROPE_KINDS)}",
-            "correct rope_type in config.json",
-        )
+        return f"RoPE type {kind!r}, where our decoder has {', '.join(ROPE_KINDS)}"
+    if kind not in ROPE_KINDS:
+        found = f"known here: {', '.join(ROPE_KINDS)}; known to transformers too: {', '.join(FOREIGN_ROPE_KINDS)}"
+        raise NeedsError(f"RoPE type {kind!r} in a {family} model", found, "correct rope_type in config.json")
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        yield f"partial_rotary_factor {partial}: only a part of each head is rotated"
+        return f"partial_rotary_factor {partial}: only a part of each head is rotated"
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-        yield f"hidden_act {hf['hidden_act']!r}, where our decoder has silu"
+        return f"hidden_act {hf['hidden_act']!r}, where our decoder has silu"
     if hf.get("attention_dropout"):
-        yield f"attention_dropout {hf['attention_dropout']}, which our decoder does not have"
+        return f"attention_dropout {hf['attention_dropout']}, which our decoder does not have"
     odd = sorted(set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
-    if odd:
-        yield f"layer types {', '.join(map(repr, odd))}"
+    return f"layer types {', '.join(map(repr, odd))}" if odd else None
 
 
 def refuse_foreign(hf: HF) -> None:
@@ -268,46 +232,25 @@ def refuse_foreign(hf: HF) -> None:
         config = hf["quantization_config"]
         method = config.get("quant_method", "unnamed") if isinstance(config, dict) else f"of no mapping, {config!r}"
         do = "start from the unquantised checkpoint; a technique quantises the frozen base while it is loaded"
-        raise NeedsError(
-            asked,
-            f"weights quantised on disk (quantization_config, method {method})",
-            "add --with nf4 --with lora" if method == "bitsandbytes" else do,
-        )
+        do = "add --with nf4 --with lora" if method == "bitsandbytes" else do
+        raise NeedsError(asked, f"weights quantised on disk (quantization_config, method {method})", do)
 
 
 def _llama(
     width: int, ff_width: int, heads: int, layers: int, rope_factor: float, *, tied: bool, **more: Any
 ) -> dict[str, Any]:
+    rope = {
+        "factor": rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    }  # fmt: skip
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 128000,
-        "dtype": "bfloat16",
-        "eos_token_id": 128001,
-        "hidden_act": "silu",
-        "hidden_size": width,
-        "initializer_range": 0.02,
-        "intermediate_size": ff_width,
-        "max_position_embeddings": 131072,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": rope_factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": tied,
-        "vocab_size": 128256,
-        **more,
-    }
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 128000, "dtype": "bfloat16", "eos_token_id": 128001, "hidden_act": "silu",
+        "hidden_size": width, "initializer_range": 0.02, "intermediate_size": ff_width,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": heads,
+        "num_hidden_layers": layers, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": rope,
+        "rope_theta": 500000.0, "tie_word_embeddings": tied, "vocab_size": 128256, **more,
+    }  # fmt: skip
 
 
 # Published configurations, by the name that `shape:` takes.
@@ -319,26 +262,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _llama(4096, 14336, 32, 32, 8.0, tied=False),
     "llama-3.1-70b": _llama(8192, 28672, 64, 80, 8.0, tied=False),
     "qwen2.5-0.5b": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "dtype": "bfloat16",
-        "eos_token_id": 151643,
-        "hidden_act": "silu",
-        "hidden_size": 896,
-        "initializer_range": 0.02,
-        "intermediate_size": 4864,
-        "max_position_embeddings": 32768,
-        "max_window_layers": 24,
-        "model_type": "qwen2",
-        "num_attention_heads": 14,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 32768,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "dtype": "bfloat16",
+        "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02,
+        "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2",
+        "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_sliding_window": False,
         "vocab_size": 151936,
     },
-}
+}  # fmt: skip

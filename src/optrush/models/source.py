@@ -61,7 +61,7 @@ def _tiny() -> Path:
 
         cache.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix="tiny-", dir=cache))
-        tiny.write(fresh)
+        tiny.write_tiny(fresh)
         try:
             fresh.rename(folder)
         except OSError:

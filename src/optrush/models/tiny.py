@@ -30,7 +30,7 @@ TEMPLATE = (
 POSITIONS = 4096
 
 
-def write(folder: Path, seed: int = 0, family: str = "llama") -> None:
+def write_tiny(folder: Path, seed: int = 0, family: str = "llama") -> None:
     """Write config, weights, tokenizer with chat template, and generation config; the same bytes for the same seed."""
     assert family in FAMILIES, f"{family} is none of {FAMILIES}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,50 +53,29 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = decoders.ByteLevel()
     special = [PAD, BOS, EOS, START, END]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     texts = (turn["content"] for talk in islice(conversations(2000, seed=0), 2000) for turn in talk)
     engine.train_from_iterator(texts, trainer)
-    engine.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=True),
-            processors.TemplateProcessing(
-                single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, special.index(BOS))]
-            ),
-        ]
+    template = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, special.index(BOS))]
     )
+    engine.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), template])
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=engine,
-        bos_token=BOS,
-        eos_token=EOS,
-        pad_token=PAD,
-        additional_special_tokens=[START, END],
-        chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=POSITIONS,
-    )
+        tokenizer_object=engine, bos_token=BOS, eos_token=EOS, pad_token=PAD, chat_template=TEMPLATE,
+        additional_special_tokens=[START, END], clean_up_tokenization_spaces=False, model_max_length=POSITIONS,
+    )  # fmt: skip
 
 
 def _model(seed: int, family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     config = AutoConfig.for_model(
-        family,
-        vocab_size=VOCABULARY,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        family, vocab_size=VOCABULARY, hidden_size=192, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=32, max_position_embeddings=POSITIONS,
+        tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-    )
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]

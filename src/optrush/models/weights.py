@@ -1,10 +1,9 @@
 """Load and export the values of a model's parameters: maps to Hugging Face tensors, folders of safetensors.
 
-A parameter has one canonical name (the model's own). Its `WeightEntry` lists the Hugging Face tensors that it consists
-of: one, copied; or several, interleaved in groups (a fused qkv, a gate/up pair). A `WeightMap` can therefore fill any
-rectangle of a parameter and reads only the rows it needs, which is how a shard is loaded without the whole; `split` is
-the inverse, for export. Values come from a folder (`Folder`, `Packed`), a random draw (`RandomInit`) or host memory
-(`Memory`).
+A parameter has one canonical name (the model's own). Its `WeightEntry` lists its Hugging Face tensors: one, copied; or
+several, interleaved in groups (a fused qkv, a gate/up pair). So a `WeightMap` fills any rectangle of a parameter and
+reads only the rows it needs: a shard is loaded without the whole. `split` is the inverse, for export. Values come from
+a folder (`Folder`, `PackedFolder`), a random draw (`RandomInit`) or host memory (`Memory`).
 
 Nothing is unpickled: a folder without safetensors is refused.
 """
@@ -34,7 +33,6 @@ from optrush.models.shapes import ARCHITECTURES, HF
 if TYPE_CHECKING:
     from optrush.models.source import Growth
 
-
 Shape = tuple[int, ...]
 Initializer = Callable[[Tensor, Shape], None]
 """Fills a tensor with the rectangle of one parameter that begins at an offset and has the tensor's shape."""
@@ -43,7 +41,7 @@ CHUNK_rows = 32768  # rows read at a time, where all rows of an embedding or hea
 EDGE_bytes = 4096  # at either end of a tensor, in a fingerprint
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Rows of tensors by Hugging Face name."""
 
     def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
@@ -60,8 +58,7 @@ class Folder:
         self._open: dict[str, Any] = {}
 
     def _index(self) -> dict[str, str]:
-        asked = f"the weights in {self.folder}"
-        index = self.folder / INDEX
+        asked, index = f"the weights in {self.folder}", self.folder / INDEX
         if index.is_file():
             try:
                 listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -70,9 +67,8 @@ class Folder:
                 raise NeedsError(asked, f"{INDEX} is not an index ({error})", "download the folder again") from None
             for file in set(files.values()):
                 if re.fullmatch(r"[^/\\]+\.safetensors", file) is None or not (self.folder / file).is_file():
-                    raise NeedsError(
-                        asked, f"{INDEX} names {file!r}, no safetensors file of this folder", "download it again"
-                    )
+                    found = f"{INDEX} names {file!r}, no safetensors file of this folder"
+                    raise NeedsError(asked, found, "download it again")
             return files
         if (self.folder / SINGLE).is_file():
             with self._handle_of(SINGLE) as handle:
@@ -104,14 +100,9 @@ class Folder:
         return values
 
     def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
-        """Check that the folder has every needed tensor in its shape, and no other but harmless ones.
+        """Raise NeedsError unless the folder has the needed tensors in these shapes, and no other but harmless ones.
 
-        Args:
-            needed: shapes by name.
-            duplicates: names that may be stored again, each an exact copy of a needed one (a tied head).
-
-        Raises:
-            NeedsError: naming the tensor and the file.
+        duplicates: names that may be stored as well, each an exact copy of a needed one (a tied head).
         """
         for name, shape in needed.items():
             found = f"no such tensor in {self.folder}"
@@ -126,28 +117,28 @@ class Folder:
                 continue  # in old checkpoints, and redundant with config.json
             original = duplicates.get(name)
             if original is None or not self._equal(name, original):
-                what = "a tensor that this model does not have"
-                raise NeedsError(
-                    f"the weights in {self.folder}",
-                    f"{name} in {self.files[name]}: " + (f"differs from {original}" if original else what),
-                    "set tie_word_embeddings to false in config.json" if original else "check config.json",
-                )
+                found = f"differs from {original}" if original else "a tensor that this model does not have"
+                do = "set tie_word_embeddings to false in config.json" if original else "check config.json"
+                raise NeedsError(f"the weights in {self.folder}", f"{name} in {self.files[name]}: {found}", do)
 
     def _equal(self, a: str, b: str) -> bool:
-        shape, cpu = self.shape(a), torch.device("cpu")
-        starts = range(0, shape[0] if shape else 0, CHUNK_rows)
-        return shape == self.shape(b) and all(
-            torch.equal(self.rows(a, i, i + CHUNK_rows, shape, cpu), self.rows(b, i, i + CHUNK_rows, shape, cpu))
-            for i in starts
-        )
+        shape, one, other = self.shape(a), self._slice(a), self._slice(b)
+        chunks = [slice(at, at + CHUNK_rows) for at in range(0, shape[0] if shape else 0, CHUNK_rows)]
+        return shape == self.shape(b) and all(torch.equal(one[c], other[c]) for c in chunks)
+
+
+def seeded_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """Return a generator that depends on (seed, name) only."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
 
 
 @dataclass(frozen=True)
 class RandomInit:
     """Random weights: a normal draw for matrices, constants for the tensors in `constants` (norms, biases).
 
-    Each tensor is drawn whole in float32 on the target device from a generator of its own, seeded by (seed, name): the
-    values are independent of sharding and of the model class, on devices of one kind.
+    Each tensor is drawn whole in float32 on the target device from a generator of its own (`seeded_generator`): values
+    are independent of sharding and of the model class, on devices of one kind.
     """
 
     seed: int
@@ -157,8 +148,7 @@ class RandomInit:
     def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
         if name in self.constants:
             return torch.full((last - first, *shape[1:]), self.constants[name], device=device)
-        digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)
+        generator = seeded_generator(self.seed, name, device)
         return torch.empty(shape, device=device).normal_(0.0, self.std, generator=generator)[first:last]
 
 
@@ -188,23 +178,20 @@ class WeightEntry:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """The source of every parameter's values, by canonical name.
+    """The source of every parameter's values, by canonical name: what is read, and what an export writes.
 
-    `entries` list what is read, and what an export writes. Parameters that techniques add to the published model (of
-    adapters, of weights stored in another form) have a filler instead.
+    Parameters that techniques add to the published model (of adapters, of quantized weights) have a filler instead.
     """
 
     entries: dict[str, WeightEntry]
-    source: Source
+    source: WeightSource
     buffers: dict[str, Tensor] = field(default_factory=dict)  # persistent ones, by Hugging Face name: exported as is
     fillers: dict[str, Initializer] = field(default_factory=dict)  # by canonical name
 
     def fill(self, name: str, local: Tensor, offset: Shape) -> None:
         """Fill `local` with the rectangle of parameter `name` that begins at `offset` and has `local`'s shape.
 
-        Args:
-            local: allocated, any device and floating type; may be empty.
-            offset: one start per dimension, in the coordinates of the whole parameter.
+        local: any device and floating type; may be empty. offset: one start a dimension, in the whole parameter.
         """
         if name in self.fillers:
             if local.numel():
@@ -233,8 +220,7 @@ class WeightMap:
         for (name, shape), (_, n) in zip(entry.hf_shapes(), entry.pieces, strict=True):
             values = self.source.rows(name, g0 * n, g1 * n, shape, device)
             parts.append(values.reshape(g1 - g0, n, *shape[1:]))
-        together = torch.cat(parts, 1).flatten(0, 1)
-        return together[first - g0 * rows : last - g0 * rows]
+        return torch.cat(parts, 1).flatten(0, 1)[first - g0 * rows : last - g0 * rows]
 
     def split(self, name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face tensors of a whole parameter: the inverse of `fill`."""
@@ -271,26 +257,23 @@ def native_entries(model: Decoder) -> dict[str, WeightEntry]:
     entries: dict[str, WeightEntry] = {}
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
-        shape = tuple(parameter.shape)
+        shape, module = tuple(parameter.shape), model.get_submodule(owner)
         if owner in _OUTER_NAMES:
-            entries[name] = WeightEntry(shape, ((f"{_OUTER_NAMES[owner]}.{kind}", shape[0]),))
-            continue
-        _, number, part = owner.split(".")
-        names = [f"model.layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
-        module = model.get_submodule(owner)
-        if isinstance(module, Linear):
-            rows = [n for _, n in module.output_splits]
-            entries[name] = WeightEntry(shape, tuple(zip(names, rows, strict=True)), module.groups)
+            names = [f"{_OUTER_NAMES[owner]}.{kind}"]
         else:
-            entries[name] = WeightEntry(shape, ((names[0], shape[0]),))
+            _, number, part = owner.split(".")
+            names = [f"model.layers.{number}.{hf}.{kind}" for hf in _BLOCK_NAMES[part]]
+        rows, groups = [shape[0]], 1
+        if isinstance(module, Linear):
+            rows, groups = [n for _, n in module.output_splits], module.groups
+        entries[name] = WeightEntry(shape, tuple(zip(names, rows, strict=True)), groups)
     return entries
 
 
-def fingerprint(folder: Path | None, seed: int) -> str:
-    """Return a hash that identifies a folder's values by a sample of every tensor; of random weights the seed.
+def weights_fingerprint(folder: Path | None, seed: int) -> str:
+    """Return a hash of a sample of a folder's values; of random weights the seed. For weights that are not saved.
 
-    A resumed run compares it for weights that are not trained and therefore not saved. It covers name, size and header
-    of each file, every 64th MiB, and the first and last 4 KiB of each tensor, and misses differences elsewhere.
+    It covers name, size and header of each file, every 64th MiB, and the first and last 4 KiB of each tensor.
     """
     if folder is None:
         return f"drawn, seed {seed}"
@@ -303,10 +286,8 @@ def fingerprint(folder: Path | None, seed: int) -> str:
             header = file.read(begins - 8)
             sha.update(header)
             tensors = [t["data_offsets"] for name, t in json.loads(header).items() if name != "__metadata__"]
-            pieces = [(at, 1 << 20) for at in range(0, size, 64 << 20)]
-            pieces += [
-                (begins + at, EDGE_bytes) for first, end in tensors for at in (first, max(first, end - EDGE_bytes))
-            ]
+            edges = [at for first, end in tensors for at in (first, max(first, end - EDGE_bytes))]
+            pieces = [(at, 1 << 20) for at in range(0, size, 64 << 20)] + [(begins + at, EDGE_bytes) for at in edges]
             for at, length in sorted(pieces):
                 file.seek(at)
                 sha.update(file.read(length))
@@ -332,7 +313,7 @@ def native_constants(entries: Mapping[str, WeightEntry]) -> dict[str, float]:
 
 # --- export: config.json and safetensors in transformers' layout, written tensor by tensor
 
-# Of config.json: the old name of `dtype`; and the choice of attention, which may refer to code on the hub.
+# Keys of config.json: the old name of `dtype`; and the choice of attention, which may refer to code on the hub.
 LEFT_OUT = ("torch_dtype", "attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 
 
@@ -375,16 +356,15 @@ class _Shards:
         (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def export(
+def export_weights(
     folder: Path, tensors: Iterator[tuple[str, Tensor]], recipe: WeightMap, hf: HF, max_shard_bytes: float = 5e9
 ) -> None:
     """Write a folder that transformers' AutoModelForCausalLM loads: config.json and safetensors, in its own layout.
 
     Args:
         folder: created if missing; must not contain weights.
-        tensors: every parameter by canonical name, whole, on the CPU, aliases left out; consumed one at a time.
-        recipe: of the model that they belong to.
-        hf: its config.json; "dtype" becomes the type that most of the bytes have.
+        tensors: every parameter by canonical name, whole, on the CPU, without aliases; consumed one at a time.
+        hf: the model's config.json; "dtype" becomes the type that most of the bytes have.
         max_shard_bytes: begin a new file rather than exceed this, unless one tensor alone does.
 
     Raises:
@@ -392,8 +372,7 @@ def export(
     """
     folder.mkdir(parents=True, exist_ok=True)
     asked = f"export to {folder}"
-    there = sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name)
-    if there:
+    if there := sorted(p.name for p in folder.iterdir() if ".safetensors" in p.name):
         raise CheckpointError(asked, f"it already holds {there[0]}", "choose an empty folder")
     shards, missing = _Shards(folder, max_shard_bytes), set(recipe.entries)
     for name, full in tensors:
@@ -417,16 +396,16 @@ def export(
 
 # --- new tokens: their rows of embedding and head are the mean of the rows of the existing tokens
 #
-# Source: Hewitt 2021, https://nlp.stanford.edu/~johnhew/vocab-expansion.html: with random rows, new tokens can take
-# most of the probability before any training; with the mean of the old rows, n of them among V take at most about n / V
-# of it. Differs from the source: rows without a token, which pad published embeddings, do not count in the mean; and
-# are overwritten where a new token gets one of them.
+# Source: Hewitt 2021, https://nlp.stanford.edu/~johnhew/vocab-expansion.html: before any training, new tokens with
+# random rows can take most of the probability; n of them among V with the mean of the old rows at most about n / V.
+# Differs from the source: rows without a token, which pad published embeddings, do not count in the mean; and are
+# overwritten where a new token gets one of them.
 
 
 class WithNewTokens:
     """A source that adds the rows of new tokens to embedding and head, under any sharding."""
 
-    def __init__(self, source: Source, names: frozenset[str], growth: Growth) -> None:
+    def __init__(self, source: WeightSource, names: frozenset[str], growth: Growth) -> None:
         self.source, self.names, self.growth = source, names, growth
         self._means: dict[str, Tensor] = {}
 
@@ -454,7 +433,7 @@ class WithNewTokens:
         return self._means[name]
 
 
-def widened(source: Source, model: Any, entries: dict[str, WeightEntry], growth: Growth | None) -> Source:
+def widened(source: WeightSource, model: Any, entries: dict[str, WeightEntry], growth: Growth | None) -> WeightSource:
     """Return the source with rows for new tokens, if there are any."""
     return source if growth is None else WithNewTokens(source, vocabulary_names(model, entries), growth)
 
@@ -466,8 +445,7 @@ def refuse_frozen(model: Any, recipe: WeightMap, growth: Growth) -> None:
     if not growth.tokens or not rows:
         return
     modules = [recipe.entries[name].pieces[0][0].rsplit(".", 2)[-2] for name in rows]
-    if len(both) == 1:  # a tied head
-        modules.append("lm_head")
+    modules += ["lm_head"] if len(both) == 1 else []  # a tied head
     found = f"{' and '.join(modules)} frozen: the new rows would stay what they are, the mean of the others"
     do = f"train them in addition to the adapters (save: [{', '.join(modules)}])"
     raise NeedsError(f"`model.add_tokens: [{', '.join(growth.tokens)}]`", found, do)
@@ -492,39 +470,30 @@ def enlarge(hf_model: Any, growth: Growth) -> None:
 
 # --- folders of 4-bit weights: quantized by bitsandbytes, saved by transformers, read without dequantization
 #
-# Next to a tensor `x.weight`, packed as uint8 (n, 1), there are `x.weight.absmax`, `.quant_map`, with double
-# quantization `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4`: the bytes of a JSON text
-# with the shape, the sizes of blocks and the offset. config.json has a `quantization_config`. Only a technique that
-# stores weights in this form can read them.
+# A tensor `x.weight`, packed as uint8 (n, 1), has `x.weight.absmax`, `.quant_map`, with double quantization
+# `.nested_absmax` and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4`: JSON with the shape, the sizes of
+# blocks and the offset. Only a technique that stores weights in this form can read them.
 
 MARK = ".quant_state.bitsandbytes__"
 MAP, NESTED_MAP = ".quant_map", ".nested_quant_map"
 PARTS = {"codes": "", "absmax": ".absmax", "nested": ".nested_absmax"}  # of kernels/nf4.py: suffix of the name
 
 
-def open_weights(folder: Path) -> Folder | Packed:
-    """Open a folder of dense or of 4-bit weights.
-
-    Raises:
-        NeedsError: as `Folder` and `Packed`.
-    """
+def open_weights(folder: Path) -> Folder | PackedFolder:
+    """Open a folder of dense or of 4-bit weights; raise NeedsError as `Folder` and `PackedFolder` do."""
     opened = Folder(folder)
-    return Packed(opened) if any(MARK in name for name in opened.files) else opened
+    return PackedFolder(opened) if any(MARK in name for name in opened.files) else opened
 
 
 def refuse_packed(folder: Path) -> None:
     """Raise NeedsError if the weights are packed, which models in transformers cannot load here."""
-    if isinstance(open_weights(folder), Packed):
+    if isinstance(open_weights(folder), PackedFolder):
         found = "a model that runs through transformers, where weights are dense until they are loaded"
         raise NeedsError(f"the packed weights in {folder}", found, "start from the unquantised checkpoint, --with nf4")
 
 
-class Packed:
-    """A source with some packed tensors, which have parts instead of rows.
-
-    Raises:
-        NeedsError: they are packed in another format than that of kernels/nf4.py.
-    """
+class PackedFolder:
+    """A source with some packed tensors, which have parts instead of rows; NeedsError unless their format is ours."""
 
     def __init__(self, everything: Folder) -> None:
         self.everything = everything
@@ -535,11 +504,7 @@ class Packed:
         self.dense.files = {n: f for n, f in everything.files.items() if n not in sides | set(marks.values())}
 
     def check(self, needed: Mapping[str, Shape], duplicates: Mapping[str, str]) -> None:
-        """Check as `Folder.check` does; the shape of a packed tensor is that of its dense values.
-
-        Raises:
-            NeedsError: naming the tensor.
-        """
+        """Check as `Folder.check` does; the shape of a packed tensor is that of its dense values."""
         for name, state in self.states.items():
             shape = tuple(state["shape"])
             if needed.get(name) != shape:
@@ -549,29 +514,21 @@ class Packed:
         self.dense.check({n: s for n, s in needed.items() if n not in self.states}, duplicates)
 
     def rows(self, name: str, first: int, last: int, shape: Shape, device: torch.device) -> Tensor:
-        """Return rows of a tensor that is not packed.
-
-        Raises:
-            NeedsError: it is packed.
-        """
+        """Return rows of a tensor; raise NeedsError if it is packed."""
         if name in self.states:
             found = f"{name} is packed in 4 bits"
             raise NeedsError(f"dense weights from {self.dense.folder}", found, "add --with nf4 --with lora")
         return self.dense.rows(name, first, last, shape, device)
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Return the parts of a packed tensor by the names of `nf4.quantise`.
-
-        Raises:
-            NeedsError: one is missing, or has another size or type.
-        """
+        """Return a packed tensor's parts by `nf4.quantize_nf4`'s names; NeedsError for one of another size or type."""
         state, files = self.states[name], self.everything.files
         found = {part: self._read(name + end).reshape(-1) for part, end in PARTS.items() if name + end in files}
         if "nested" in found:
             offset = torch.tensor([state["nested_offset"]], dtype=torch.float32)
             found["nested"] = torch.cat((found["nested"], offset)).to(found["nested"].dtype)  # checked below
         nested = "nested_offset" in state
-        for part, size in nf4.sizes(state["rows"], state["width"], nested).items():
+        for part, size in nf4.nf4_bytes(state["rows"], state["width"], nested).items():
             kind = torch.uint8 if part == "codes" or (nested and part == "absmax") else torch.float32
             if part not in found or found[part].numel() * found[part].element_size() != size:
                 asked = f"{size} bytes of {name}{PARTS[part]} in {self.dense.folder}"

@@ -35,8 +35,7 @@ Untrained = Callable[[], AbstractContextManager[None]]
 def score(head: nn.Module, settings: Dpo, figures: Mapping[str, Tensor], hidden: Tensor, batch: Batch) -> Tensor:
     """Compute the summed loss of the batch's pairs: hidden (B, T, D) -> () float32.
 
-    Args:
-        figures: of each of FIGURES a () tensor, to which the batch's sum is added.
+    figures: of each of FIGURES a () tensor, to which the batch's sum is added.
     """
     there = batch.extra["pairs"]
     ratios = log_probabilities(head, hidden, batch) - batch.extra["reference"]  # (B, P, 2)
@@ -49,8 +48,8 @@ def score(head: nn.Module, settings: Dpo, figures: Mapping[str, Tensor], hidden:
         z, e = settings.beta * (chosen - rejected), settings.label_smoothing
         losses = -(1 - e) * F.logsigmoid(z) - e * F.logsigmoid(-z)
     rewards = settings.beta * ratios.detach()
-    won = rewards[..., 0] > rewards[..., 1]
-    values_of = (rewards[..., 0], rewards[..., 1], won, rewards[..., 0] - rewards[..., 1])
+    first, second = rewards.unbind(-1)
+    values_of = (first, second, first > second, first - second)
     for name, values in zip(FIGURES, values_of, strict=True):
         figures[name].add_(torch.where(there, values, 0).sum())
     return torch.where(there, losses, 0).sum()

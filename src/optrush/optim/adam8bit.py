@@ -41,9 +41,9 @@ class Adam8bit:
         kinds: dict[tuple[bool, torch.dtype], list[int]] = {}
         for i, t in enumerate(self.trained):
             kinds.setdefault((self._quantizes(t), t.local.dtype), []).append(i)
-        self.groups = [
-            self._group([self.trained[i] for i in at], optim, seed, quantized) for (quantized, _), at in kinds.items()
-        ]
+        self.groups: list[QuantizedGroup] = []
+        for (quantized, _), at in kinds.items():
+            self.groups.append(self._group([self.trained[i] for i in at], optim, seed, quantized))
         self.place = {i: (g, k) for g, at in enumerate(kinds.values()) for k, i in enumerate(at)}
         self.updates = [_update(group) for group in self.groups]
 
@@ -65,13 +65,10 @@ class Adam8bit:
     def param_state(self, i: int) -> dict[str, Tensor]:
         g, k = self.place[i]
         moments, shape = self.groups[g].moments[k], self.trained[i].local.shape
-        names = ("mean", "square", "mean_scale", "square_scale")
-        quantized = moments.scales is not None
-        states = {
-            n: s.view(*shape[:-1], s.shape[-1]) if quantized else s.view(shape)
-            for n, s in zip(names, moments.tensors())
-        }
-        return states | {"count": self.groups[g].params.counts[k]}
+        states = {"count": self.groups[g].params.counts[k]}
+        for name, state in zip(("mean", "square", "mean_scale", "square_scale"), moments.tensors()):
+            states[name] = state.view(shape if moments.scales is None else (*shape[:-1], state.shape[-1]))
+        return states
 
     def _quantizes(self, t: LocalParam) -> bool:
         """Return whether a parameter's moments are quantized.
@@ -88,16 +85,11 @@ class Adam8bit:
 
     def _group(self, trained: Sequence[LocalParam], optim: Optim, seed: int, quantized: bool) -> QuantizedGroup:
         assert self.rounding != "kahan"
-        weights = [_rows(t.local) if quantized else t.local.view(1, -1) for t in trained]
-        return QuantizedGroup(
-            weights=weights,
-            moments=[self._moments(t, w, quantized) for t, w in zip(trained, weights)],
-            params=param_table(trained, optim, seed),
-            betas=optim.betas,
-            eps=torch.tensor(optim.eps).item(),
-            rounding=self.rounding,
-            bits=self.bits,
-        )
+        local = [t.local for t in trained]
+        weights = [w.view(math.prod(w.shape[:-1]), w.shape[-1]) if quantized else w.view(1, -1) for w in local]
+        moments = [self._moments(t, w, quantized) for t, w in zip(trained, weights)]
+        params, eps = param_table(trained, optim, seed), torch.tensor(optim.eps).item()
+        return QuantizedGroup(weights, moments, params, optim.betas, eps, self.rounding, self.bits)
 
     def _moments(self, t: LocalParam, weight: Tensor, quantized: bool) -> Moments:
         R, C = weight.shape
@@ -115,11 +107,6 @@ class Adam4bit(Adam8bit):
     """
 
     bits = 4
-
-
-def _rows(t: Tensor) -> Tensor:
-    """Return a view (R, C); R may be 0."""
-    return t.view(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def _update(group: QuantizedGroup) -> GroupUpdate:

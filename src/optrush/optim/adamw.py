@@ -8,6 +8,7 @@ rounded to the nearest, or where one launch on a GPU updates all.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,8 +17,7 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from optrush.config import Optim
 from optrush.kernels import adamw as kernel
-from optrush.kernels.adamw import Rounding
-from optrush.kernels.stochastic_rounding import rounded_write
+from optrush.kernels.adamw import Rounding, write_stochastic
 
 
 class LocalParam(Protocol):
@@ -140,15 +140,11 @@ class AdamW:
         if rounding == "kahan":
             self.remainders = dict(zip(at, self._states_like(at)))
         group = kernel.AdamWGroup(
-            weights=[t.local for t in trained],
-            means=[self.mean[i] for i in at],
-            squares=[self.square[i] for i in at],
+            weights=[t.local for t in trained], means=[self.mean[i] for i in at], squares=[self.square[i] for i in at],
             remainders=[self.remainders[i] for i in at] if rounding == "kahan" else None,
-            params=param_table(trained, self.optim, seed),
-            betas=self.optim.betas,
-            eps=torch.tensor(self.optim.eps).item(),
-            rounding=rounding,
-        )
+            params=param_table(trained, self.optim, seed), betas=self.optim.betas,
+            eps=torch.tensor(self.optim.eps).item(), rounding=rounding,
+        )  # fmt: skip
         for i, count in zip(at, group.params.counts):
             self.count[i] = count  # a view: the group counts
         if not group.params.counts.is_cuda:
@@ -181,15 +177,10 @@ class AdamW:
                 continue
             with torch.no_grad():
                 torch_adamw(
-                    [self.trained[i].local for i in at],
-                    [grads[i] for i in at],
-                    [self.mean[i] for i in at],
-                    [self.square[i] for i in at],
-                    [],
-                    [self.count[i] for i in at],
-                    foreach=False, fused=self.fused, grad_scale=grad_scale, found_inf=found_inf,
-                    amsgrad=False, beta1=o.betas[0], beta2=o.betas[1], lr=lr,
-                    weight_decay=o.weight_decay if decays else 0.0, eps=o.eps, maximize=False,
+                    [self.trained[i].local for i in at], [grads[i] for i in at], [self.mean[i] for i in at],
+                    [self.square[i] for i in at], [], [self.count[i] for i in at], foreach=False, fused=self.fused,
+                    grad_scale=grad_scale, found_inf=found_inf, amsgrad=False, beta1=o.betas[0], beta2=o.betas[1],
+                    lr=lr, weight_decay=o.weight_decay if decays else 0.0, eps=o.eps, maximize=False,
                 )  # fmt: skip
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -200,6 +191,20 @@ class AdamW:
         if i in self.remainders:
             states["compensation"] = self.remainders[i]
         return states
+
+
+def write_rounded(
+    target: Tensor, value: Tensor, found_inf: Tensor, key: Tensor, shift: int = 0, first: int = 0, *, rounding: str
+) -> None:
+    """Write as `write_stochastic`, by a kernel on a GPU, or with `rounding` nearest."""
+    if rounding == "nearest" or target.dtype == torch.float32:
+        target.copy_(torch.where(found_inf, target, value.view_as(target).to(target.dtype)))
+    elif target.is_cuda:
+        from optrush.kernels.adamw_triton import launch_stochastic  # a CPU build of torch has no triton
+
+        launch_stochastic(target, value, found_inf, key, shift, first)
+    else:
+        write_stochastic(target, value, found_inf, key, shift, first)
 
 
 class MatrixOptimizer:
@@ -217,7 +222,7 @@ class MatrixOptimizer:
         rest = [i for i in range(len(self.trained)) if i not in matrices]
         self.rest = {i: k for k, i in enumerate(rest)}
         self.adamw = AdamW([self.trained[i] for i in rest], optim, fused=True, rounding=rounding, seed=seed)
-        self.write = rounded_write(rounding, self.trained[0].local.device)
+        self.write = partial(write_rounded, rounding=rounding)
 
     def step_rest(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, chosen: Iterable[int]) -> None:
         """Run AdamW on the chosen parameters that are not the subclass's."""

@@ -2,7 +2,7 @@
 
 A fused matrix of ours is several matrices of the published model (`Pieces`), each orthogonalized by itself: together
 they would be another matrix, with other singular vectors. States and weights stay fused; only the iterations run on the
-pieces.
+pieces. Matrices are orthogonalized approximately by Newton-Schulz iterations: products only, many matrices at once.
 
 Sources: Jordan et al., https://kellerjordan.github.io/posts/muon/; the step's size, by which learning rate and weight
 decay of AdamW carry over: Liu et al., https://arxiv.org/abs/2502.16982.
@@ -19,10 +19,32 @@ from torch import Tensor
 
 from optrush.config import Optim
 from optrush.kernels.adamw import ParamTable, Rounding, contiguous_ranges
-from optrush.kernels.newton_schulz import orthogonal
 from optrush.optim.adamw import LocalParam, MatrixOptimizer, param_table
 
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+LEAST_NORM = 1e-7  # of a matrix; below it the result is scaled down instead of amplifying noise
 LIKE_ADAMW = 0.2  # the approximate root mean square of AdamW's update, in units of the rate
+
+
+def orthogonal(x: Tensor, iterations: int = 5) -> Tensor:
+    """Return every matrix of (n, R, C) with its singular values near 1, in x's dtype.
+
+    Each iteration applies the odd polynomial A s + B s^3 + C s^5 to every singular value s and keeps the singular
+    vectors. Five bring all values that are not tiny near 1 (0.68 to 1.13), where they oscillate: the coefficients trade
+    convergence for a steep start.
+    Work: 2 r (2 r c + r^2) FLOP an iteration and matrix, r the smaller and c the larger side.
+    """
+    a, b, c = COEFFICIENTS
+    tall = x.shape[1] > x.shape[2]
+    x = x.mT if tall else x  # (n, r, c)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)  # (n, 1, 1)
+    x = x / norm.clamp(min=LEAST_NORM).to(x.dtype)  # no singular value above about 1
+    for _ in range(iterations):
+        gram = x @ x.mT  # (n, r, r)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # (n, r, r)
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # (n, r, c)
+    return x.mT if tall else x
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,6 @@ class Pieces:
 class ShapeGroup:
     """Matrices of one shape with equal pieces, which are updated together."""
 
-    at: list[int]  # indices among the trained
     weights: list[Tensor]  # (R, C) each, contiguous
     momenta: list[Tensor]
     params: ParamTable
@@ -71,10 +92,9 @@ class Muon(MatrixOptimizer):
         self.groups = []
         for at in kinds.values():
             members = [self.trained[i] for i in at]
-            weights = [t.local for t in members]
+            weights, params = [t.local for t in members], param_table(members, optim, seed)
             momenta = [torch.zeros_like(w) for w in weights]
-            pieces = matrices[members[0].name]
-            self.groups.append(ShapeGroup(at, weights, momenta, param_table(members, optim, seed), pieces))
+            self.groups.append(ShapeGroup(weights, momenta, params, matrices[members[0].name]))
         device = self.groups[0].params.counts.device
         narrow = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         self.products = torch.bfloat16 if narrow else torch.float32

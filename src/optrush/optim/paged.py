@@ -1,17 +1,15 @@
 """Optimizer states in host memory, streamed through the device in pieces, prefetched one piece ahead of the update.
 
-The optimizer is unaware of it. It is built over rows of parameters instead of whole parameters, which it updates like
-shards (same name, same full shape, their offset in it), so its bits are those of the unpaged optimizer. Its state
-allocator returns memory in one of two slots on the device: piece k has slot k % 2 to itself while it is there. Then the
-optimizer steps one piece after the other:
+The optimizer is unaware of it. It updates rows of parameters like shards (same name, same full shape, their offset in
+it), so its bits are those of the unpaged optimizer. Its state allocator returns memory in one of two slots on the
+device: piece k has slot k % 2 to itself while it is there. Then the optimizer steps one piece after the other:
 
     the caller's stream   update k - 1            | update k                | update k + 1
     inward                  states k to slot k % 2  | states k + 1 ...
     outward                                         | states k - 1 back to the host | ...
 
-The first dimension of a state is the parameter's, so rows of a parameter have rows of its states: on the host they form
-one tensor a state, which checkpoints read and write. Values without dimensions (counts), and the states of small
-parameters, stay on the device.
+Rows of a parameter have rows of its states: on the host they form one tensor a state, which checkpoints read and write.
+Values without dimensions (counts), and the states of small parameters, stay on the device.
 
 A slot is written after the copies that read it, because the caller's stream has waited for them, and read after the
 copies that fill it. A skipped update copies the states back unchanged.
@@ -64,32 +62,19 @@ class ParamRows:
     """Some rows of a parameter, which an optimizer updates like a shard."""
 
     of: LocalParam
-    first: int
-    last: int
-
-    @property
-    def name(self) -> str:
-        return self.of.name
-
-    @property
-    def decays(self) -> bool:
-        return self.of.decays
+    rows: slice
+    name: str
+    decays: bool
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]
 
     @property
     def local(self) -> Tensor:
-        return self.of.local[self.first : self.last]
+        return self.of.local[self.rows]
 
     @property
     def grad(self) -> Tensor | None:
-        return None if (grad := self.of.grad) is None else grad[self.first : self.last]
-
-    @property
-    def full_shape(self) -> tuple[int, ...]:
-        return self.of.full_shape
-
-    @property
-    def offset(self) -> tuple[int, ...]:
-        return (self.of.offset[0] + self.first, *self.of.offset[1:])
+        return None if (grad := self.of.grad) is None else grad[self.rows]
 
 
 class Paged:
@@ -99,16 +84,9 @@ class Paged:
     """
 
     def __init__(
-        self,
-        trained: Sequence[LocalParam],
-        factory: OptimizerFactory,
-        inward: Bus,
-        outward: Bus,
-        *,
-        room_bytes: int | None = None,
-        piece: int,
-        least: int,
-    ) -> None:
+        self, trained: Sequence[LocalParam], factory: OptimizerFactory, inward: Bus, outward: Bus, *, piece: int,
+        least: int, room_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             room_bytes: limit of this process's host memory; None: unknown.
@@ -169,20 +147,16 @@ class Paged:
                     self.counts[1].extend([state] * (len(rows) - 1))
                 else:
                     shape = (t.local.shape[0], *state.shape[1:])
-                    page = self._page(math.prod(shape) * state.itemsize, needed)
-                    self.pages.append(page)
-                    self.host[-1][name] = page.view(state.dtype).view(shape)
+                    try:
+                        self.pages.append(self.outward.page(math.prod(shape) * state.itemsize))
+                    except (RuntimeError, OSError) as error:
+                        raise _refusal(needed, str(error).partition("\n")[0]) from None
+                    self.host[-1][name] = self.pages[-1].view(state.dtype).view(shape)
                     parts = torch.split(self.host[-1][name], [states[i][name].shape[0] for i in rows])
                     for i, part in zip(rows, parts, strict=True):
                         slot = self.slots[self.piece[i] % 2]
                         assert states[i][name].untyped_storage().data_ptr() == slot.data_ptr(), f"{t.name}: {name}"
                         self.pairs[i].append((states[i][name], part))
-
-    def _page(self, size: int, needed: int) -> Tensor:
-        try:
-            return self.outward.page(size)
-        except (RuntimeError, OSError) as error:
-            raise _refusal(needed, str(error).partition("\n")[0]) from None
 
     def step(self, lr: Tensor, grad_scale: Tensor, found_inf: Tensor, only: Sequence[int] | None = None) -> None:
         """Implement `Optimizer`, piece by piece; the next piece is prefetched before a piece is updated."""
@@ -233,7 +207,8 @@ def _rows(t: LocalParam, piece: int, least: int) -> Iterator[LocalParam]:
     step = 1 if size // shape[0] % EVEN == 0 else ROWS
     at_once = max(step, piece * shape[0] // size // step * step)
     for first in range(0, shape[0], at_once):
-        yield ParamRows(t, first, min(first + at_once, shape[0]))
+        offset = (t.offset[0] + first, *t.offset[1:])
+        yield ParamRows(t, slice(first, min(first + at_once, shape[0])), t.name, t.decays, t.full_shape, offset)
 
 
 def _pieces(rows: Sequence[LocalParam], piece: int) -> dict[int, int]:

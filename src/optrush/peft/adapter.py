@@ -1,9 +1,13 @@
-"""Adapters beside the linears of a frozen model: where they go, what stays frozen, and the switch that turns them off.
+"""Place adapters at the linears of a frozen model, freeze it, and switch adapters off. IA3, the simplest adapter.
 
-An adapter is a module under `linear.adapter`. It wraps the linear's `product`, whatever that is by then, and never
-looks at `linear.weight`, which a base stored in another form has not. Its parameters are float32 and have canonical
-names (`blocks.0.qkv.adapter.a`). A linear of several pieces (the decoder's qkv and gate/up) has one adapter for those
-of its pieces that were chosen, which Hugging Face's names say (`q_proj`).
+An adapter is a module under `linear.adapter`. It wraps the linear's `matmul` and never reads `linear.weight`, because a
+quantized base has none. Its parameters are float32 and have canonical names (`blocks.0.qkv.adapter.a`). A linear of
+several pieces (the decoder's qkv and gate/up) has one adapter for its chosen pieces, given by Hugging Face's names
+(`q_proj`).
+
+IA3: learned factors of a linear's output, or of its input. They multiply in float32 and the result is cast to the type
+of the product: in bfloat16 a factor near 1 would change in steps of 1/256.
+Source: https://arxiv.org/abs/2205.05638
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +25,23 @@ from optrush.errors import NeedsError
 from optrush.kernels.lora_matmul import Padding
 from optrush.models.decoder import Linear
 from optrush.models.weights import Initializer, Shape, WeightMap
-from optrush.peft.ledger import EMBEDDING, HEAD, last, named, whole
+from optrush.peft.ledger import EMBEDDING, HEAD, last, require_names, whole
 
 if TYPE_CHECKING:
     from optrush.models.decoder import Decoder
     from optrush.models.hf import HFModel
 
-    Model = Decoder | HFModel
+    Model: TypeAlias = Decoder | HFModel
 
 
 class AdapterToggle:
-    """Whether adapters act: one for all of a model."""
+    """Whether the adapters of a model are active; one object for all of them."""
 
     on = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model is what it was before training."""
+        """Disable adapters: within the context the model is the one before training."""
         self.on = False
         try:
             yield
@@ -44,17 +49,16 @@ class AdapterToggle:
             self.on = True
 
 
-class Beside(nn.Module, ABC):
-    """Base of adapters: which rows of a linear one is about, and the product that it wraps.
+class LinearAdapter(nn.Module, ABC):
+    """Base of adapters: the rows of a linear that one adapts, and the product that it wraps.
 
-    The rows of a linear are `groups` groups of its pieces; its chosen rows are the same without the pieces that have no
-    adapter.
+    The rows of a linear are `groups` groups of its pieces; the chosen rows are those of the pieces with an adapter.
     """
 
     room = Padding()
 
     def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle) -> None:
-        """modules: Hugging Face's, one a piece; names: the last parts of those that are chosen."""
+        """modules: Hugging Face's, one a piece; names: the last parts of the chosen ones."""
         super().__init__()
         self.groups, self.sizes = linear.groups, [rows for _, rows in linear.output_splits]
         self.width, self.rows = linear.in_features, linear.out_features
@@ -65,39 +69,39 @@ class Beside(nn.Module, ABC):
         self.inner, self.switch = linear.matmul, switch
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x (..., width) -> (..., rows): what the linear multiplies by from now on."""
+        """x (..., width) -> (..., rows): replaces the linear's `matmul`."""
         return self.adapted(x, weight, bias) if self.switch.on else self.inner(x, weight, bias)
 
     @abstractmethod
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The inner product with what was learnt."""
+        """Compute the inner product with the adapter."""
 
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
-        """A (r, width) and U (rows, r), where all it does is to add U A x; None: it does something else."""
+        """Return A (r, width) and U (rows, r) if the adapter adds U A x and does nothing else; else None."""
         return None
 
     @abstractmethod
     def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See `decoder.Adapted`."""
+        """Return weight (rows, width) and bias (rows,), float32, of a linear that needs no adapter."""
 
     @abstractmethod
     def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """PEFT's names and tensors of whole parameters, by our names of them."""
+        """Yield PEFT's names and tensors of whole parameters, given by our names."""
 
     @abstractmethod
     def taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `published`."""
+        """Invert `published`."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Its part of PEFT's adapter_config.json."""
+        """Return the adapter's fields of PEFT's adapter_config.json."""
 
     def apart(self, t: Tensor) -> list[Tensor]:
-        """(chosen rows, ...) -> of each chosen piece (groups, its rows, ...)."""
+        """(chosen rows, ...) -> for each chosen piece (groups, its rows, ...)."""
         return list(torch.split(t.view(self.groups, -1, *t.shape[1:]), self.chosen_sizes, 1))
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:
-        """Of each chosen piece (groups x its rows, ...) -> (chosen rows, ...)."""
+        """For each chosen piece (groups x its rows, ...) -> (chosen rows, ...)."""
         shaped = [p.reshape(self.groups, n, *p.shape[1:]) for p, n in zip(parts, self.chosen_sizes, strict=True)]
         return torch.cat(shaped, 1).flatten(0, 1)
 
@@ -116,20 +120,64 @@ class Beside(nn.Module, ABC):
         return torch.cat(parts, 1).flatten()
 
 
+class Ia3(LinearAdapter):
+    """feedforward: the chosen modules' input is scaled; else their output, with the bias."""
+
+    def __init__(
+        self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle, feedforward: bool
+    ) -> None:
+        super().__init__(linear, modules, names, switch)
+        assert not feedforward or len(self.sizes) == 1, "pieces of one linear share their input"
+        size = self.width if feedforward else self.chosen_rows
+        self.feedforward = feedforward
+        self.scale = nn.Parameter(torch.empty(size, device="meta", dtype=torch.float32))  # (width,) or (chosen rows,)
+
+    def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.feedforward:
+            return self.inner((x * self.scale).to(x.dtype), weight, bias)
+        y = self.inner(x, weight, bias)
+        return (y * self.spread(self.scale)).to(y.dtype)
+
+    @torch.no_grad()
+    def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.feedforward:
+            return weight * self.scale.float(), bias
+        rows = self.spread(self.scale.float())
+        return weight * rows[:, None], None if bias is None else bias * rows
+
+    def published(self, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        parts = [whole["scale"][None]] if self.feedforward else [p.reshape(-1, 1) for p in self.apart(whole["scale"])]
+        yield from ((f"{module}.ia3_l", t) for module, t in zip(self.hf, parts, strict=True))
+
+    def taken(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = [tensors[f"{module}.ia3_l"].flatten() for module in self.hf]
+        return {"scale": found[0] if self.feedforward else self.together(found)}
+
+    def settings(self) -> dict[str, Any]:
+        return {"peft_type": "IA3", "fan_in_fan_out": False, "init_ia3_weights": True}
+
+    def fillers(self) -> Iterator[tuple[str, Initializer]]:
+        """Yield the initial values of the parameters."""
+        yield "scale", partial(fill_constant, 1.0)
+
+
+# --- Where adapters go.
+
+
 def known(model: Model, recipe: WeightMap) -> list[str]:
-    """Names that adapters may go to: the last parts of the modules of the blocks' linears."""
+    """Return the names that adapters may target: the last parts of the modules of the blocks' linears."""
     return list(dict.fromkeys(last(m) for name, _ in model.linears() for m in _modules(recipe, f"{name}.weight")))
 
 
 def outside(model: Model, recipe: WeightMap) -> dict[str, str]:
-    """Hugging Face's module of every parameter that no linear of the blocks has; a tied head is its embedding's."""
+    """Return Hugging Face's module of each parameter outside the blocks' linears; for a tied head, the embedding."""
     linears = {name for name, _ in model.linears()}
     free = [name for name in recipe.entries if name.rpartition(".")[0] not in linears]
     return {name: _modules(recipe, name)[0] for name in free}
 
 
 def places(model: Model, recipe: WeightMap, names: Collection[str]) -> list[tuple[str, Linear, list[str]]]:
-    """(canonical name, linear, Hugging Face's modules, one a piece) of each linear that has some of these names."""
+    """Return (canonical name, linear, Hugging Face's modules, one a piece) of each linear with some of these names."""
     found = [(name, linear, _modules(recipe, f"{name}.weight")) for name, linear in model.linears()]
     return [each for each in found if {last(m) for m in each[2]} & {*names}]
 
@@ -138,25 +186,23 @@ def _modules(recipe: WeightMap, parameter: str) -> list[str]:
     return [hf.rpartition(".")[0] for hf, _ in recipe.entries[parameter].pieces]
 
 
-def check(technique: str, model: Model, recipe: WeightMap, targets: str | Sequence[str], save: Sequence[str]) -> None:
-    """Refuses names that this model has not.
-
-    Raises:
-        NeedsError: in its three lines.
-    """
+def check_targets(
+    technique: str, model: Model, recipe: WeightMap, targets: str | Sequence[str], save: Sequence[str]
+) -> None:
+    """Raise NeedsError for names that the model does not have."""
     others = {last(module) for module in outside(model, recipe).values()}
     others |= {HEAD} if model.ties and EMBEDDING in others else set()
-    needs = [named(technique, "targets", targets, known(model, recipe))]
+    needs = [require_names(technique, "targets", targets, known(model, recipe))]
     for need in [*needs, *whole(technique, save, others, bool(model.ties))]:
         if not need.met:
             raise NeedsError(need.asked, need.found, need.do)
 
 
-def freeze(model: Model, recipe: WeightMap, save: Collection[str], precision: torch.dtype | None) -> set[str]:
-    """Nothing but the modules `save` learns; canonical names of their parameters.
+def freeze_base(model: Model, recipe: WeightMap, save: Collection[str], precision: torch.dtype | None) -> set[str]:
+    """Freeze everything except the modules `save`; return the canonical names of their parameters.
 
-    Frozen float32 matrices of linears, embedding and head take the products' type, to which each use would cast them;
-    what the embedding gives keeps its type.
+    Frozen float32 matrices of linears, embedding and head are cast to the products' type `precision`, to which each use
+    would cast them; the embedding's output keeps its type.
     """
     trained = {name for name, module in outside(model, recipe).items() if last(module) in save}
     for name, p in model.named_parameters():
@@ -169,7 +215,7 @@ def freeze(model: Model, recipe: WeightMap, save: Collection[str], precision: to
         assert isinstance(weight, nn.Parameter)
         if weight.requires_grad or weight.dtype != torch.float32:
             continue
-        if module is model.embedding:  # first of the hooks: what another makes of its output stays as it is
+        if module is model.embedding:  # before other hooks, so that their results keep their type
             module.register_forward_hook(lambda module, inputs, out: out.float(), prepend=True)
         module.weight = nn.Parameter(weight.to(precision), requires_grad=False)
     model.tie()
@@ -177,25 +223,18 @@ def freeze(model: Model, recipe: WeightMap, save: Collection[str], precision: to
 
 
 def place(
-    name: str, linear: Linear, adapter: Beside, recipe: WeightMap, fillers: Iterable[tuple[str, Initializer]]
+    name: str, linear: Linear, adapter: LinearAdapter, recipe: WeightMap, fillers: Iterable[tuple[str, Initializer]]
 ) -> None:
-    """Puts an adapter beside the linear of that name, with the first values of its parameters."""
+    """Attach an adapter to the linear of that name, with the initial values of its parameters."""
     linear.adapter = adapter
     linear.matmul = adapter.product
     recipe.fillers.update({f"{name}.adapter.{own}": fill for own, fill in fillers})
 
 
-def filled(values: Tensor) -> Initializer:
-    """Fills any rectangle from the whole."""
-
-    def fill(local: Tensor, offset: Shape) -> None:
-        local.copy_(values[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
-
-    return fill
+def fill_from(values: Tensor, local: Tensor, offset: Shape) -> None:
+    """Fill a rectangle with its part of the whole `values`."""
+    local.copy_(values[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
 
 
-def constant(value: float) -> Initializer:
-    def fill(local: Tensor, offset: Shape) -> None:
-        local.fill_(value)
-
-    return fill
+def fill_constant(value: float, local: Tensor, offset: Shape) -> None:
+    local.fill_(value)

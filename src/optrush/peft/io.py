@@ -1,7 +1,7 @@
-"""Adapters as PEFT keeps them: a folder of adapter_config.json and adapter_model.safetensors, written and read.
+"""Write and read adapters in PEFT's format: a folder of adapter_config.json and adapter_model.safetensors.
 
-Reading the configuration asks no torch, so that what does not fit is refused before anything is built. Pickled adapters
-(adapter_model.bin) are refused: they could run code when read.
+The configuration is read without torch, so that a mismatch is refused before anything is built. Pickled adapters
+(adapter_model.bin) are refused, because they could run code when read.
 
 Source: the format is PEFT's, https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from optrush.models.weights import WeightMap
-    from optrush.peft.adapter import Beside, Model
+    from optrush.peft.adapter import LinearAdapter, Model
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
-# Of PEFT's fields (version 0.21) those that do not say what the tensors mean, or that the tensors show.
+# Fields of PEFT (version 0.21) that do not change the meaning of the tensors, or that the tensors show.
 SILENT = frozenset({
     "auto_mapping", "base_model_name_or_path", "feedforward_modules", "inference_mode", "layers_pattern",
     "lora_dropout", "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision",
     "target_modules", "task_type",
 })  # fmt: skip
-# What others may say beside nothing (null, false, empty). Other first values mean another base: PiSSA changes it.
+# Accepted values of other fields, besides null, false and empty. Other initializations, as PiSSA, change the base.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",), "init_lora_weights": (True, "gaussian"), "init_ia3_weights": (True,),
 }  # fmt: skip
 
 
-def adapters(model: Model) -> dict[str, Beside]:
-    """The adapters of a model by the canonical names of their linears; none where it is trained itself."""
-    return {name: linear.adapter for name, linear in model.linears() if linear.adapter is not None}  # type: ignore[misc]
+def adapters(model: Model) -> dict[str, LinearAdapter]:
+    """Return the adapters of a model by the canonical names of their linears."""
+    return {name: linear.adapter for name, linear in model.linears() if linear.adapter is not None}
 
 
-def write(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, Tensor], base: str) -> None:
-    """Writes both files into a folder that is there.
+def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, Tensor], base: str) -> None:
+    """Write both files into an existing folder.
 
     Args:
-        trained: all that the model has learnt by canonical name, whole, on the CPU; modules trained whole too.
-        base: the model that they belong to, as PEFT is to find it.
+        trained: every trained parameter by canonical name, whole, on the CPU.
+        base: the base model's name or path, for PEFT.
     """
     from safetensors.torch import save_file
 
@@ -60,7 +60,7 @@ def write(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, T
         found |= {key: t.contiguous().clone() for key, t in adapter.published(mine)}
     for parameter, module in modules.items():
         if parameter in trained:
-            # PEFT takes all modules whose names end so: `norm` would be every norm.
+            # PEFT selects all modules with this ending: `norm` would be every norm.
             alone = all(last(m) == last(module) for m in modules.values() if m.endswith(last(module)))
             saved.add(last(module) if alone else module)
             found |= {key: trained[parameter].clone() for key in _whole(model, parameter, module)}
@@ -80,7 +80,7 @@ def write(folder: Path, model: Model, recipe: WeightMap, trained: Mapping[str, T
 
 
 def _whole(model: Model, parameter: str, module: str) -> Iterator[str]:
-    """Names under which a parameter trained whole is kept: a tied weight under both of its modules'."""
+    """Yield the names of a parameter trained whole: a tied weight has those of both modules."""
     kind = parameter.rpartition(".")[2]
     yield f"{module}.{kind}"
     if model.ties and last(module) == EMBEDDING:
@@ -88,13 +88,13 @@ def _whole(model: Model, parameter: str, module: str) -> Iterator[str]:
 
 
 def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
-    """Holds an adapter's configuration against the one of a run; asks no torch.
+    """Compare an adapter's configuration with that of a run; without torch.
 
     Args:
-        wanted: PEFT's fields and what the run has there.
+        wanted: PEFT's fields and their values in the run.
 
     Raises:
-        NeedsError: the file and the field that does not fit.
+        NeedsError: naming the file and the field that differs.
     """
     asked, path = f"`{technique}:init={folder}`", Path(folder) / CONFIG
     if not path.is_file():
@@ -118,14 +118,16 @@ def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
             raise NeedsError(asked, f"{field} {there!r} in {CONFIG}, which is not known here", "start without")
 
 
-def read(technique: str, folder: str, model: Model, recipe: WeightMap, trained: Collection[str]) -> dict[str, Tensor]:
-    """An adapter's tensors as whole parameters of a model that has adapters, by canonical name.
+def load_adapter(
+    technique: str, folder: str, model: Model, recipe: WeightMap, trained: Collection[str]
+) -> dict[str, Tensor]:
+    """Read an adapter's tensors as whole parameters of a model with adapters, by canonical name.
 
     Args:
         trained: canonical names of parameters trained whole.
 
     Raises:
-        NeedsError: a tensor that is missing, too many, or of another shape.
+        NeedsError: a tensor is missing, unknown, or of another shape.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

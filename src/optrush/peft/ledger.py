@@ -1,6 +1,6 @@
-"""What adapters share that needs no torch: names of the linears they go to, and the ledger of a frozen model. Pure.
+"""Predict the memory and work of a frozen model with adapters, and resolve the names of linears to adapt. Pure.
 
-Names are Hugging Face's, the last part of a module's: `q_proj`. A linear of our decoder holds several of them.
+Names are Hugging Face's, the last part of a module's name: `q_proj`. A linear of our decoder contains several of them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LINEARS = tuple(name for names in PIECES.values() for name in names)
 EVERY = ("auto", "all-linear")
 SETS = {"attention": LINEARS[:4], "mlp": LINEARS[4:]}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
-TILE = 64  # an adapter's rows lie beside a weight's in whole tiles of a product; fewer, and a compiler pads, and copies
+TILE = 64  # an adapter's rows fill whole tiles of a product behind a weight; else a compiler would pad, and copy
 WHOLE = (EMBEDDING, HEAD, "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 
 
 def tiles(many: int) -> int:
-    """So many, and what is missing to whole tiles."""
+    """Round up to whole tiles."""
     return many + -many % TILE
 
 
@@ -42,20 +42,20 @@ def last(module: str) -> str:
 
 
 def chosen(asked: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
-    """The names that `targets` means in a model whose linears have these."""
+    """Return the names that `targets` selects in a model with linears of these names."""
     if isinstance(asked, str):
         return tuple(known) if asked in EVERY else SETS.get(asked, (asked,))
     return tuple(asked)
 
 
 def targeted(targets: str | Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield each linear of our decoder that `targets` names, and of how many of its pieces."""
+    """Yield each linear of our decoder that `targets` names, and the number of its pieces."""
     names = {*chosen(targets, LINEARS)}
     yield from ((linear, count) for linear, pieces in PIECES.items() if (count := len(names & {*pieces})))
 
 
-def named(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Requirement:
-    """Whether a model has what an option names."""
+def require_names(technique: str, option: str, asked: str | Sequence[str], known: Collection[str]) -> Requirement:
+    """Require that a model has what an option names."""
     names = chosen(asked, known)
     wrong = next((n for n in names if n not in known), None)
     found, do = f"no {'linear' if option == 'targets' else 'such module'} is called {wrong}", ""
@@ -68,17 +68,17 @@ def named(technique: str, option: str, asked: str | Sequence[str], known: Collec
 
 
 def whole(technique: str, save: Sequence[str], known: Collection[str], tied: bool) -> Iterator[Requirement]:
-    """Whether modules that are to be trained whole are there, and not one half of a tied pair."""
+    """Require that the modules to train whole exist, and are not one half of a tied pair."""
     if save:
-        yield named(technique, "save", save, known)
+        yield require_names(technique, "save", save, known)
     alone = {EMBEDDING, HEAD} & set(save)
     found = "embedding and head are one weight in this model"
     asked = f"`{technique}:save=[{', '.join(save)}]`"
     yield Requirement(not tied or len(alone) != 1, asked, found, f"name both, {EMBEDDING} and {HEAD}, or neither")
 
 
-def sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
-    """(width, rows of each piece) of a block's linears."""
+def linear_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
+    """Return (width, rows of each piece) of a block's linears."""
     s, q, kv = shape, shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     return {
         "qkv": (s.width, {"q_proj": q, "k_proj": kv, "v_proj": kv}),
@@ -91,18 +91,18 @@ def sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
 def predict_frozen(
     env: Environment, save: Sequence[str], learnt: Sequence[int], keep: Collection[str], added: Collection[str] = ()
 ) -> Iterator[Rule]:
-    """Rules for a frozen model beside whose linears adapters learn.
+    """Yield the rules for a frozen model with adapters.
 
     Args:
-        save: modules trained whole; of norms the few values are not counted.
-        learnt: values of each parameter that a block's adapters have; of a model of unknown shape nobody asks.
-        keep: linears of a block whose adapters keep what enters them.
+        save: modules trained whole; the few values of norms are not counted.
+        learnt: values of each parameter of a block's adapters; unused for a model of unknown shape.
+        keep: linears of a block whose adapters save the input.
         added: linears of a block to whose output adapters add.
     """
     trained = {"embedding": EMBEDDING in save, "head": HEAD in save}
     why, stays = "frozen: no gradient, no state", "frozen: held in the products' type, and so never cast"
     yield freeze_rule(f"[!a{''.join(name[0] for name, learns in trained.items() if learns)}]*", why)
-    if Part.LINEARS not in env.claimed:  # else their owner says how they are stored
+    if Part.LINEARS not in env.claimed:  # else the technique that stores them has rules
         yield live("weights.blocks", stays, role="product")
     if not trained["embedding"]:
         yield live("weights.embedding", stays, role="product")
@@ -125,28 +125,28 @@ def predict_frozen(
 
 
 def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
-    """A frozen product does not keep what enters it; an adapter may."""
+    """Yield that a frozen product does not save its input; an adapter may."""
     yield live("saved.normed", "no frozen product keeps what enters it", gone=True)
     if "down" not in keep:
         yield live("saved.product", "no frozen product keeps what enters it", gone=True)
-    if "o" not in keep and Part.ATTENTION not in env.claimed:  # kernels keep what they gave
+    if "o" not in keep and Part.ATTENTION not in env.claimed:  # kernels save their output
         yield live("saved.attended", "no frozen product keeps what enters it", gone=True)
-    L, widths = env.blocks, {name: width for name, (width, _) in sizes(shape).items()}
+    L, widths = env.blocks, {name: width for name, (width, _) in linear_sizes(shape).items()}
     for name in sorted(set(keep) - {"o", "down"}):
         why = f"what enters {name}, kept for its adapter"
         yield add(Line(f"saved.enters.{name}", why, L * widths[name], "product", "saved", True, L))
 
 
 def _added(env: Environment, shape: ModelShape, added: Collection[str]) -> Iterator[Rule]:
-    """Work of adding, for each linear, if only as 0: who owns its product may do the adding, too."""
-    for name, (_, pieces) in sizes(shape).items():
+    """Yield the work of adding for each linear, even 0, because a technique that owns its product may add there."""
+    for name, (_, pieces) in linear_sizes(shape).items():
         values = 2.0 * env.blocks * sum(pieces.values()) * (name in added)
         why = "what a linear gave, read and written"
         yield add(WorkItem(f"forward.added.{name}", why, "token", values=values, role="product"))
 
 
 def _learnt(env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequence[int]) -> Iterator[Rule]:
-    """Lines of what is trained, and the update's share."""
+    """Yield the lines of what is trained, and the update's share."""
     L, values = env.blocks, env.blocks * sum(learnt)
     beside = s.vocab * s.width * (any(outer) if s.tied else sum(outer))
     why = f"{values:,} parameters of adapters, in float32"
@@ -171,23 +171,18 @@ def _learnt(env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequ
         )  # fmt: skip
 
 
-# --- What techniques share that hold frozen linears in fewer bits: lines of the ledger, needs of the kernels. Pure.
+# --- Frozen linears in fewer bits: lines of the ledger, requirements of the kernels.
 
 
 def demand_compilers(technique: str, device: Device) -> None:
-    """For a stage: refuses a CUDA device for which this machine cannot build our Triton kernels; a CPU needs none.
-
-    Raises:
-        NeedsError: what is missing.
-    """
+    """Raise NeedsError for a CUDA device for which this machine cannot build our Triton kernels; a CPU needs none."""
     for need in compilers(device) if device.kind == "cuda" else ():
         if not need.met:
             raise NeedsError(need.asked.replace("torch.compile", f"`{technique}`"), need.found, need.do)
 
 
 def predict_quantized(env: Environment, width_bytes: float) -> Iterator[Rule]:
-    """Rules for blocks whose weights take `width_bytes` each; the few values of their norms are counted as if theirs
-    did too."""
+    """Yield the rules for blocks whose weights take `width_bytes` each; their norms' few values are counted alike."""
     why = f"frozen, in {8 * width_bytes:.3f} bits each"
     yield retype({"stored": width_bytes}, why)
     yield live("weights.blocks", why, role="stored")

@@ -1,20 +1,18 @@
 """Low-rank adapters of a linear (LoRA, with rsLoRA's scaling and DoRA's magnitudes): W x + s B A x.
 
-Of the chosen pieces of a fused linear, the matrices A (rank x width) lie one below the other, so that one product makes
-all of A x; B lies in the linear's order of rows, and is laid out with zeros, a column for each row of A, so that one
-product adds all of B A x to what the linear gave. Products are in the type of the linear's output; the parameters are
-float32.
+The matrices A (rank x width) of a fused linear's chosen pieces are stacked, so one product computes all of A x. B is in
+the linear's order of rows and is padded with zeros to one column for each row of A, so one product adds all of B A x.
+Products are in the type of the linear's output; the parameters are float32.
 
-DoRA scales each row of the sum to a learnt length: m (W + s B A) x / |W + s B A|. The lengths are no part of the
-gradient (section 4.3 of the paper) and are found without the sum: |w + s b A|^2 = |w|^2 + 2 s b.(A w) + s^2 b A A^T b.
+DoRA scales each row of the sum to a learned length: m (W + s B A) x / |W + s B A|. The lengths are constants for the
+gradient (section 4.3 of the paper), computed without the sum: |w + s b A|^2 = |w|^2 + 2 s b.(A w) + s^2 b A A^T b.
 
 Source: https://arxiv.org/abs/2106.09685 (LoRA), https://arxiv.org/abs/2312.03732 (rsLoRA),
-https://arxiv.org/abs/2402.09353 (DoRA). The first values are PEFT's.
+https://arxiv.org/abs/2402.09353 (DoRA). The initial values are PEFT's.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from optrush.kernels import rms_norm, rope
+from optrush.kernels import compute_dtype, rms_norm, rope
 from optrush.kernels.attention import flash4
 from optrush.kernels.lora_matmul import (
     ALIGNED,
@@ -34,55 +32,48 @@ from optrush.kernels.lora_matmul import (
     low_rank,
     low_rank_gradients,
     with_padding,
-)
+)  # fmt: skip
 from optrush.kernels.swiglu_quack import gated_matmul, gated_matmul_backward
 from optrush.models.decoder import Block, Linear
-from optrush.models.weights import Initializer, Shape, WeightMap
-from optrush.peft.adapter import AdapterToggle, Beside, constant
+from optrush.models.weights import Initializer, Shape, WeightMap, seeded_generator
+from optrush.peft.adapter import AdapterToggle, LinearAdapter, fill_constant
 from optrush.peft.ledger import TILE, tiles
-from optrush.peft.quantized import Layout, QuantizedLinear, unpacked
+from optrush.peft.quantized import PackedLayout, unpacked
 
-# --- A frozen linear with a low-rank sum beside it as one function, W x + U A x, both ways.
+# --- A frozen linear with a low-rank sum as one function, W x + U A x, forward and backward.
 #
-# Kept for the backward pass: the input, A x, the small matrices, and what the weight is made of; no weight that was
-# made dense.
+# Saved for the backward pass: the input, A x, the small matrices, and the stored form of the weight; no weight that was
+# dequantized.
 #
 # Legend: r rows of A; U is B with its factor.
 
 
-def dense(layout: Layout | None, parts: Sequence[Tensor], dtype: torch.dtype, use: str) -> Tensor:
-    """The weight itself, or what a stored one stands for; `use`: see `quantised.dense`."""
-    return parts[0] if layout is None else unpacked(parts, layout, dtype, use)
-
-
 def weight_of(
-    layout: Layout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int, room: Padding
+    layout: PackedLayout | None, parts: Sequence[Tensor], use: str, narrow: Tensor, dim: int, room: Padding
 ) -> Tensor:
-    """As `dense`; where it shall have room, a stored one has it for `narrow` below it (0) or right of it (1)."""
-    many = tiles(narrow.shape[dim])
-    if layout is None or not (many and room.weight):
-        return dense(layout, parts, narrow.dtype, use)
+    """Return a dense weight; where `room` demands it, padded for `narrow` below it (dim 0) or to its right (1).
+
+    Args:
+        layout: None: `parts` is the weight itself, padded already.
+        use: as in `quantized.dequantize_linear`.
+    """
+    if layout is None:
+        return parts[0]
+    many = tiles(narrow.shape[dim]) if room.weight else 0
+    if not many:
+        return unpacked(parts, layout, narrow.dtype, use)
     wide = unpacked(parts, layout, narrow.dtype, use, (0, many) if dim else (many, TILE))
     return wide[:, :-many] if dim else wide[:-many, :-TILE]
-
-
-def linear(
-    x: Tensor, a: Tensor, u: Tensor, bias: Tensor | None, layout: Layout | None, parts: Sequence[Tensor],
-    by: MatmulBackend, room: Padding,
-) -> Tensor:  # fmt: skip
-    """x (..., D), A (r, D), U (rows, r), bias (rows,) or None, the weight's layout and parts -> (..., rows).
-
-    All of one type; the weight has no gradient. by: who multiplies by the weight.
-    """
-    y: Tensor = _Linear.apply(x.flatten(0, -2), a, u, bias, layout, by, room, *parts)  # type: ignore[no-untyped-call]
-    return y.view(*x.shape[:-1], -1)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """Not by name: see `quantised._Product`."""
-        x, a, u, bias, layout, by, room, *parts = given
+        """Take x (N, D), A (r, D), U (rows, r), bias (rows,) or None, of one type, backend, padding, and the weight.
+
+        Not by name: as in `quantized._Product`. The weight, its layout and its parts, has no gradient.
+        """
+        x, a, u, bias, by, room, layout, *parts = given
         ctx.layout, ctx.by, ctx.room = layout, by, room
         with torch.autocast(x.device.type, enabled=False):
             weight = weight_of(layout, parts, "forward", u, 1, room)
@@ -92,7 +83,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        x, z, a, u, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
+        x, z, a, u, *parts = ctx.saved_tensors  # read once, as torch's checkpoints require
         grad, d_x, d_bias = incoming[0], None, None  # (N, rows)
         with torch.autocast(grad.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
@@ -119,14 +110,14 @@ class Settings:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
-class Lora(Beside):
+class Lora(LinearAdapter):
     """Legend: r rank, n chosen pieces, D the linear's width."""
 
     def __init__(
         self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle, settings: Settings,
         quack: bool = False,
     ) -> None:  # fmt: skip
-        """quack: QuACK's kernels multiply by the frozen weight, where its sizes allow."""
+        """quack: multiply by the frozen weight with QuACK's kernels, where its sizes allow."""
         super().__init__(linear, modules, names, switch)
         self.s, n = settings, len(self.hf)
         self.by: MatmulBackend = "quack" if quack and self.width % ALIGNED == self.rows % ALIGNED == 0 else "cublas"
@@ -135,17 +126,20 @@ class Lora(Beside):
         self.b = nn.Parameter(torch.empty(self.chosen_rows, settings.rank, **at))  # (chosen rows, r)
         self.magnitude = nn.Parameter(torch.empty(self.chosen_rows, **at)) if settings.dora else None
         self._dense, stored = linear.dequantized, linear.quantized
-        # Settled here, for torch 2.11 compiles no comparison of methods; in a tuple, for the module is the linear's.
-        held = isinstance(stored, QuantizedLinear) and linear.matmul == stored.product
+        # Decided here, because torch 2.11 compiles no comparison of methods; in a tuple, so that the module stays the
+        # linear's submodule.
+        held = stored is not None and linear.matmul == stored.product
         self._stored, self._matrix = (stored if held else None,), linear.matmul is F.linear
 
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        """Implement `LinearAdapter.adapted`, as one function where nothing but U A x is added to a frozen matrix."""
+        dtype = compute_dtype(x)
         low_rank, base = self.low_rank(dtype), self._base(weight, dtype)
         if low_rank is not None and base is not None:
             bias = None if bias is None else bias.to(dtype)
-            return linear(x.to(dtype), *low_rank, bias, *base, self.by, self.room)
+            flat = x.to(dtype).flatten(0, -2)
+            out: Tensor = _Linear.apply(flat, *low_rank, bias, self.by, self.room, *base)  # type: ignore[no-untyped-call]
+            return out.view(*x.shape[:-1], -1)
         y = self.inner(x, weight, None if self.s.dora else bias)
         low = F.dropout(x.to(y.dtype), self.s.dropout, self.training) if self.s.dropout else x.to(y.dtype)
         h = F.linear(low, self.a.to(y.dtype)).flatten(0, -2)  # (N, n r)
@@ -161,18 +155,18 @@ class Lora(Beside):
             return None
         return self.a.to(dtype), (self.up(self.b.dtype) * self.s.scaling).to(dtype)  # rounded once
 
-    def _base(self, weight: Tensor | None, dtype: torch.dtype) -> tuple[Layout | None, list[Tensor]] | None:
-        """Layout and parts of a frozen matrix that the inner product multiplies by; None: it does something else."""
+    def _base(self, weight: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...] | None:
+        """Return layout and parts of a frozen matrix, if the inner product multiplies by one and does nothing else."""
         (stored,) = self._stored
-        if isinstance(stored, QuantizedLinear):
-            return stored.layout, [*stored.parameters()]
+        if stored is not None:
+            return stored.layout, *stored.parameters()
         if weight is None or weight.requires_grad or not self._matrix:
             return None
-        # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
-        return None, [weight.to(dtype)]
+        # Cast outside the Function, in autograd's graph: activation offloading recognizes a parameter's copy by it.
+        return None, weight.to(dtype)
 
     def up(self, dtype: torch.dtype) -> Tensor:
-        """B as a matrix from all of A x to all rows: (rows, n r)."""
+        """Return B as a matrix from all of A x to all rows: (rows, n r)."""
         b, r, n = self.b.to(dtype), self.s.rank, len(self.hf)
         if len(self.sizes) == 1:
             return b
@@ -187,7 +181,7 @@ class Lora(Beside):
 
     @torch.no_grad()
     def lengths(self, dense: Tensor) -> Tensor:
-        """(rows,) float32 at least: of each row of W + s B A, for a weight (rows, D)."""
+        """Return the length of each row of W + s B A for a weight (rows, D): (rows,) float32 at least."""
         wide, s = torch.promote_types(dense.dtype, torch.float32), self.s.scaling
         with torch.autocast(dense.device.type, enabled=False):
             a, up = self.a.to(wide), self.up(wide)
@@ -219,157 +213,132 @@ class Lora(Beside):
         return found | ({"magnitude": self.together(of("lora_magnitude_vector"))} if self.s.dora else {})
 
     def settings(self) -> dict[str, Any]:
+        alpha = int(self.s.alpha) if self.s.alpha == int(self.s.alpha) else self.s.alpha  # as PEFT writes it
         return {
-            "peft_type": "LORA", "r": self.s.rank, "lora_alpha": whole_number(self.s.alpha),
-            "lora_dropout": self.s.dropout, "use_rslora": self.s.rslora, "use_dora": self.s.dora, "bias": "none",
-            "fan_in_fan_out": False, "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {},
+            "peft_type": "LORA", "r": self.s.rank, "lora_alpha": alpha, "lora_dropout": self.s.dropout,
+            "use_rslora": self.s.rslora, "use_dora": self.s.dora, "bias": "none", "fan_in_fan_out": False,
+            "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {},
         }  # fmt: skip
 
     def fillers(self, name: str, linear: Linear, recipe: WeightMap, seed: int) -> Iterator[tuple[str, Initializer]]:
-        """First values of its parameters; name: the linear's."""
-        yield "a", self._drawn(seed)
-        yield "b", constant(0.0)
+        """Yield the initial values of the parameters; name: the linear's."""
+        yield "a", partial(self._fill_a, seed)
+        yield "b", partial(fill_constant, 0.0)
         if self.magnitude is not None:
             held = torch.float32 if linear.quantized is not None else linear.weight.dtype
-            yield "magnitude", self._measured(recipe, f"{name}.weight", held)
+            yield "magnitude", partial(self._fill_magnitude, recipe, f"{name}.weight", held)
 
-    def _drawn(self, seed: int) -> Initializer:
-        """As kaiming_uniform_ with a = sqrt(5), each piece from its own name: equal whatever is fused or cut."""
+    def _fill_a(self, seed: int, local: Tensor, offset: Shape) -> None:
+        """Draw as kaiming_uniform_ with a = sqrt(5), each piece seeded by its own name, so independent of fusing."""
+        parts, bound = [], self.width**-0.5
+        for module in self.hf:
+            whole = torch.empty(self.s.rank, self.width, device=local.device)
+            generator = seeded_generator(seed, f"{module}.lora_A", local.device)
+            parts.append(whole.uniform_(-bound, bound, generator=generator))
+        rows, columns = (slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
+        local.copy_(torch.cat(parts)[rows, columns])
 
-        def fill(local: Tensor, offset: Shape) -> None:
-            parts, bound = [], self.width**-0.5
-            for module in self.hf:
-                digest = hashlib.blake2b(f"{seed}:{module}.lora_A".encode(), digest_size=8).digest()
-                generator = torch.Generator(local.device).manual_seed(int.from_bytes(digest, "big") >> 1)
-                whole = torch.empty(self.s.rank, self.width, device=local.device)
-                parts.append(whole.uniform_(-bound, bound, generator=generator))
-            rows, columns = (slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
-            local.copy_(torch.cat(parts)[rows, columns])
-
-        return fill
-
-    def _measured(self, recipe: WeightMap, weight: str, dtype: torch.dtype) -> Initializer:
-        """Lengths of the rows of the weight in that type; of one stored in another form, of what it stands for."""
-
-        def fill(local: Tensor, offset: Shape) -> None:
-            each, group = sum(self.chosen_sizes), sum(self.sizes)
-            first, last = offset[0] // each, -(-(offset[0] + len(local)) // each)  # groups that hold these rows
-            rows = torch.empty((last - first) * group, self.width, device=local.device, dtype=dtype)
-            recipe.fill(weight, rows, (first * group, 0))
-            found = torch.linalg.vector_norm(self.pick(rows), dim=1, dtype=torch.float32)
-            local.copy_(found[offset[0] - first * each :][: len(local)])
-
-        return fill
+    def _fill_magnitude(self, recipe: WeightMap, weight: str, dtype: torch.dtype, local: Tensor, offset: Shape) -> None:
+        """Measure the rows of the weight in that type; of a quantized one, its dequantized values."""
+        each, group = sum(self.chosen_sizes), sum(self.sizes)
+        first, last = offset[0] // each, -(-(offset[0] + len(local)) // each)  # groups that hold these rows
+        rows = torch.empty((last - first) * group, self.width, device=local.device, dtype=dtype)
+        recipe.fill(weight, rows, (first * group, 0))
+        found = torch.linalg.vector_norm(self.pick(rows), dim=1, dtype=torch.float32)
+        local.copy_(found[offset[0] - first * each :][: len(local)])
 
 
-def whole_number(value: float) -> float | int:
-    """PEFT writes its alpha as a whole number, where it is one."""
-    return int(value) if value == int(value) else value
-
-
-# --- The feed-forward part of frozen linears with its activation inside the products, their adapters in the same
-# products.
+# --- The feed-forward part of frozen linears, with the activation and the adapters inside its products.
 #
-# A low-rank sum is more columns of a product: W x + U (A x) is [W | U] by [x | A x]. So the product that makes gate and
-# up, and writes their activation from its epilogue, adds the adapter's part too, and the one that makes the
-# activation's gradient sums over the down product and its adapter: nothing is read and written for adapters but narrow
-# matrices.
+# A low-rank sum is more columns of a product: W x + U (A x) is [W | U] by [x | A x]. So the product that computes gate
+# and up, and their activation in its epilogue, also adds the adapter, and the product that computes the activation's
+# gradient sums over the down product and its adapter: adapters read and write narrow matrices only.
 #
-# Kept for the backward pass: gate and up, A x of each adapter, the small matrices, and the input where gate_up has an
-# adapter; not the activation, not what lies side by side, no weight that was made dense.
+# Saved for the backward pass: gate and up, A x of each adapter, the small matrices, and the input where gate_up has an
+# adapter; neither the activation, nor concatenated matrices, nor a weight that was dequantized.
 #
-# Legend: r rows of the A of one linear, 0 where no adapter acts; U is B with its factor.
+# Legend: r rows of the A of one linear, 0 without an active adapter; U is B with its factor.
 
 
 def fits(linear: nn.Module) -> bool:
-    """Whether a linear is a frozen matrix, dense or stored, with a low-rank sum beside it or nothing."""
+    """Return whether a linear is a frozen matrix, dense or quantized, with a low-rank adapter or none."""
     if type(linear) is not Linear or linear.bias is not None:
         return False
-    product, beside = linear.matmul, linear.adapter
-    if beside is not None:
-        if not isinstance(beside, Beside) or product != beside.product or beside.low_rank(torch.float32) is None:
+    product, adapter = linear.matmul, linear.adapter
+    if adapter is not None:
+        if product != adapter.product or adapter.low_rank(torch.float32) is None:
             return False
-        product = beside.inner
+        product = adapter.inner
     if linear.quantized is not None:
-        return isinstance(linear.quantized, QuantizedLinear) and product == linear.quantized.product
+        return product == linear.quantized.product
     return product is F.linear and not linear.weight.requires_grad
 
 
 def feed(x: Tensor, h: Tensor, gate_up: Linear, down: Linear) -> Tensor:
-    """As `swiglu.Mlp`, for linears that `fits` says are fit."""
-    kind = h.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
-    h = h.to(dtype)
+    """Implement `swiglu.Mlp` for linears that `fits` accepts."""
+    h = h.to(compute_dtype(h))
     small = (*_low(h, gate_up), *_low(h, down))
-    (layout1, *parts1), (layout2, *parts2) = _weight(gate_up, dtype), _weight(down, dtype)
-    rooms = _room(gate_up), _room(down)
+    (layout1, *parts1), (layout2, *parts2) = _weight(gate_up, h.dtype), _weight(down, h.dtype)
+    rooms = [Padding() if linear.adapter is None else linear.adapter.room for linear in (gate_up, down)]
     out: Tensor = _Feed.apply(x, h, *small, layout1, layout2, *rooms, *parts1, *parts2)  # type: ignore[no-untyped-call]
     return out
 
 
-def _room(linear: Linear) -> Padding:
-    return linear.adapter.room if isinstance(linear.adapter, Beside) else Padding()
-
-
 def _low(h: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
-    """A (r, width) and U (rows, r) of what acts beside a linear now, in the type of h."""
-    beside = linear.adapter
-    if isinstance(beside, Beside) and beside.switch.on:
-        low = beside.low_rank(h.dtype)
+    """Return A (r, width) and U (rows, r) of the active adapter, in the type of h."""
+    if linear.adapter is not None and linear.adapter.switch.on:
+        low = linear.adapter.low_rank(h.dtype)
         assert low is not None
         return low
     return h.new_empty(0, linear.in_features), h.new_empty(linear.out_features, 0)
 
 
 def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
-    """What the weight is made of: its layout, or None and the weight itself."""
-    if isinstance(linear.quantized, QuantizedLinear):
+    """Return the layout of the weight, None if it is dense, and its parts."""
+    if linear.quantized is not None:
         return linear.quantized.layout, *linear.quantized.parameters()
-    # Cast out here, where autograd sees it: what moves saved tensors knows a parameter's copy by that.
-    return None, linear.weight.to(dtype)
+    return None, linear.weight.to(dtype)  # cast outside the Function, as in `Lora._base`
 
 
 class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """given: x and h (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, both rooms, all parts
-        -> (..., D).
+        """Take x and h (..., D), a1 (r, D), u1 (2 F, r), a2 (r, F), u2 (D, r), both layouts, both rooms, all parts.
 
-        Not by name: see `quantised._Product`.
+        Not by name: as in `quantized._Product`. Returns (..., D).
         """
         x, h, a1, u1, a2, u2, layout1, layout2, room1, room2, *parts = given
         ctx.layouts, ctx.rooms, rows, use = (layout1, layout2), (room1, room2), h.flatten(0, -2), "forward"
         with torch.autocast(h.device.type, enabled=False):
-            first, second = _split(ctx.layouts, parts)
+            first, second = _split(layout1, parts)
             z1 = rows @ a1.t()  # (N, r)
             upper, many = weight_of(layout1, first, use, u1, 1, room1), tiles(len(a2)) * room2.weight
             pairs, product = gated_matmul(rows, upper, z1, u1, room1.x, room1.weight, many)
             lower = weight_of(layout2, second, use, u2, 1, room2)
-            out, z2 = low_rank(
-                product, lower.t(), a2.t(), u2.t(), "quack", padded=room2.weight, padded_x=True
-            )  # (N, D), (N, r)
+            padded = {"padded": room2.weight, "padded_x": True}
+            out, z2 = low_rank(product, lower.t(), a2.t(), u2.t(), "quack", **padded)  # (N, D), (N, r)
         ctx.save_for_backward(h if len(a1) else None, z1, z2, pairs, a1, u1, a2, u2, *parts)
-        total: Tensor = x + out.view_as(x)  # by the product it costs as much on 8B (docs/log)
+        total: Tensor = x + out.view_as(x)  # inside the product it costs as much on 8B (docs/log)
         return total
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        h, z1, z2, pairs, a1, u1, a2, u2, *parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
+        h, z1, z2, pairs, a1, u1, a2, u2, *parts = ctx.saved_tensors  # read once, as torch's checkpoints require
         (layout1, layout2), (room1, room2) = ctx.layouts, ctx.rooms
         grad, use, d_h = incoming[0].flatten(0, -2).to(pairs.dtype), "backward", None  # (N, D)
         with torch.autocast(grad.device.type, enabled=False):
-            first, second = _split(ctx.layouts, parts)
+            first, second = _split(layout1, parts)
             d_z2 = grad @ u2  # (N, r)
-            down = weight_of(layout2, second, use, a2, 0, room2)
-            d_pairs, product = gated_matmul_backward(
-                concat_padded(grad, d_z2, 1), down, pairs, a2, room2.weight
-            )  # (N, 2 F), (N, F)
-            del down
+            down, wide = weight_of(layout2, second, use, a2, 0, room2), concat_padded(grad, d_z2, 1)
+            d_pairs, product = gated_matmul_backward(wide, down, pairs, a2, room2.weight)  # (N, 2 F), (N, F)
+            del down, wide
             d_a2, d_u2, d_u1 = d_z2.t() @ product, grad.t() @ z2, d_pairs.t() @ z1
-            if ctx.needs_input_grad[1] and len(a1) and room1.weight:
-                d_h, d_z1 = low_rank_gradients(d_pairs, weight_of(layout1, first, use, u1, 1, room1), u1, a1)
-            elif ctx.needs_input_grad[1]:  # (N, D), (N, r)
-                d_h, d_z1 = low_rank(d_pairs, dense(layout1, first, grad.dtype, use), u1, a1, "quack")
+            if ctx.needs_input_grad[1]:  # (N, D), (N, r)
+                upper = weight_of(layout1, first, use, u1, 1, room1)
+                if len(a1) and room1.weight:
+                    d_h, d_z1 = low_rank_gradients(d_pairs, upper, u1, a1)
+                else:
+                    d_h, d_z1 = low_rank(d_pairs, upper, u1, a1, "quack")
             else:
                 d_z1 = d_pairs @ u1
             d_a1 = None if h is None else d_z1.t() @ h.flatten(0, -2)
@@ -377,21 +346,23 @@ class _Feed(torch.autograd.Function):
         return incoming[0], d_h, d_a1, d_u1, d_a2, d_u2, *[None] * (4 + len(parts))
 
 
-def _split(layouts: Sequence[Layout | None], parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """What each of both weights is made of."""
-    n = 1 if layouts[0] is None else layouts[0].parts * len(layouts[0].rows)
+def _split(layout: PackedLayout | None, parts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Split the parts of two weights; layout: of the first."""
+    n = 1 if layout is None else layout.parts * len(layout.rows)
     return parts[:n], parts[n:]
 
 
-# --- Room in a block for its adapters' small matrices: behind frozen weights, and beside what the products read.
+# --- Padding in a block for its adapters' small matrices: behind frozen weights, and behind the inputs of products.
 #
-# Asked for where QuACK multiplies (`adapter.by`). Dense weights are laid anew; those that are stored in fewer bits have
-# room whenever they are made dense. Kernels of our own that write what a product reads leave room there; where another
-# one writes it, it is copied.
+# Used where QuACK multiplies (`adapter.by`). Dense weights are copied with padding; quantized ones get it whenever they
+# are dequantized. Our own kernels leave padding in the inputs that they write; inputs of other kernels are copied.
 
 
 def make_room(block: Block, *, whole: bool = True) -> int:
-    """How many slots and dense weights of a block changed. Weights must have bytes; whole: not sharded."""
+    """Pad a block; return the number of slots and dense weights that changed.
+
+    Weights must have memory; whole: not sharded.
+    """
     linears = block.qkv, block.o, block.gate_up, block.down
     qkv, o, gate_up, _ = columns = [_columns(linear, whole) for linear in linears]
     changed = 0
@@ -409,17 +380,17 @@ def make_room(block: Block, *, whole: bool = True) -> int:
     if turns and qkv:
         block.split_and_rope = partial(rope.fused_split_and_rotate, grad_padding=qkv)
         changed += 1
-    # The gradient of gate and up needs none: its product makes d_z, too (kernels/products.py).
+    # The gradient of gate and up needs none, because its product computes d_z, too (kernels/lora_matmul.py).
     rooms = Padding(True, before, turns), Padding(True, attends, after), Padding(True, after), Padding(True, True)
     for linear, many, room in zip(linears, columns, rooms, strict=True):
         if many:
-            changed += lay(linear, many, room, below=linear is not block.gate_up)
+            changed += pad_weight(linear, many, room, below=linear is not block.gate_up)
     return changed
 
 
-def lay(linear: Linear, many: int, room: Padding, *, below: bool = True) -> bool:
-    """Tells a linear with an adapter what room there is, and lays a dense weight where there is; whether it did."""
-    assert isinstance(linear.adapter, Beside)
+def pad_weight(linear: Linear, many: int, room: Padding, *, below: bool = True) -> bool:
+    """Set the padding of a linear with an adapter, and pad its weight if it is dense; return whether it is."""
+    assert linear.adapter is not None
     linear.adapter.room = room
     if linear.quantized is None:
         linear.weight.data = with_padding(linear.weight.data, many if below else 0, many)
@@ -427,7 +398,7 @@ def lay(linear: Linear, many: int, room: Padding, *, below: bool = True) -> bool
 
 
 def _columns(linear: Linear, whole: bool) -> int:
-    """Rows of A in whole tiles, of a linear that QuACK multiplies by in one product with a low-rank sum; else 0."""
+    """Return the rows of A in whole tiles, where QuACK multiplies by weight and adapter at once; else 0."""
     adapter = linear.adapter
     if not isinstance(adapter, Lora) or adapter.by != "quack" or linear.bias is not None:
         return 0

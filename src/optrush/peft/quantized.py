@@ -1,13 +1,13 @@
-"""Linears whose frozen weight is held in 4 or 8 bits, and made dense where it multiplies: modules, products, filling.
+"""Linears whose frozen weight is stored in 4 or 8 bits and dequantized for each product: modules, products, filling.
 
-`linear.quantized` holds, for each piece of a linear (q, k, v; gate, up), what its published tensor was quantized to, as
-plain frozen parameters, e.g. `blocks.0.qkv.quantized.q.codes`. They are bytes, viewed as a 16-bit float type: FSDP2
-gathers parameters: before torch 2.13 it refuses those of integers, and its policy would cast float32 scales. What
-it never casts is the type that products have, so it is that one (bfloat16 where they are float32). Nobody reads them as
-numbers. A cut anywhere is right, for only the gathered whole is ever decoded.
+`linear.quantized` holds, for each piece of a linear (q, k, v; gate, up), the quantized parts of its published tensor as
+plain frozen parameters, e.g. `blocks.0.qkv.quantized.q.codes`. They are bytes viewed as a 16-bit float type, because
+FSDP2 before torch 2.13 refuses to gather parameters of integers, and its policy would cast float32 scales. It never
+casts the type of the products, so that type is used (bfloat16 if it is float32). Any sharding is correct, because only
+the gathered whole is decoded.
 
-The dense weight of one linear lives while it multiplies: forward, and again backward for the gradient of the input. It
-is not saved in between, and neither is the input: a frozen weight has no gradient.
+The dense weight of a linear exists during its product only: in the forward pass, and again in the backward pass for the
+gradient of the input. It is not saved in between, and neither is the input: a frozen weight has no gradient.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from optrush.errors import NeedsError
-from optrush.kernels import int8, nf4
+from optrush.kernels import compute_dtype, int8, nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.hf import HFModel
-from optrush.models.weights import Packed, Shape, Source, WeightEntry, WeightMap, WithNewTokens
+from optrush.models.weights import PackedFolder, Shape, WeightEntry, WeightMap, WeightSource, WithNewTokens
 
 
 @dataclass(frozen=True)
 class Form:
-    """How weights are held: the parts of a matrix, their bytes, and back."""
+    """A quantized form of matrices: the parts of a matrix and their bytes."""
 
     bits: int  # 4: kernels/nf4.py, 8: kernels/int8.py
-    double: bool = False  # scales of 4-bit weights are quantised too
+    double: bool = False  # scales of 4-bit weights are quantized, too
 
     def sizes(self, rows: int, width: int) -> dict[str, int]:
-        """Bytes of each part."""
-        return nf4.sizes(rows, width, self.double) if self.bits == 4 else int8.sizes(rows, width)
+        """Return the bytes of each part."""
+        return nf4.nf4_bytes(rows, width, self.double) if self.bits == 4 else int8.int8_bytes(rows, width)
 
-    def quantise(self, values: Tensor) -> dict[str, Tensor]:
-        return nf4.quantize(values, self.double) if self.bits == 4 else int8.quantize(values)
+    def quantize(self, values: Tensor) -> dict[str, Tensor]:
+        return nf4.quantize_nf4(values, self.double) if self.bits == 4 else int8.quantize_int8(values)
 
 
-class Layout(NamedTuple):
-    """What a dense weight is made by: constants of a compiled graph."""
+class PackedLayout(NamedTuple):
+    """The composition of a dense weight: constants of a compiled graph."""
 
     bits: int
     parts: int  # of each piece
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
 
 
 class QuantizedLinear(nn.Module):
-    """A linear's weight in another form; a `model.decoder.Stored`."""
+    """A linear's weight in another form."""
 
     def __init__(self, linear: Linear, form: Form, carrier: torch.dtype) -> None:
         super().__init__()
@@ -65,16 +65,15 @@ class QuantizedLinear(nn.Module):
                 piece.register_parameter(name, nn.Parameter(held, requires_grad=False))
             self.add_module(role, piece)
         rows_of = tuple(rows for _, rows in linear.output_splits)
-        self.layout = Layout(form.bits, len(form.sizes(1, 1)), rows_of, linear.groups, linear.in_features)
+        self.layout = PackedLayout(form.bits, len(form.sizes(1, 1)), rows_of, linear.groups, linear.in_features)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """(rows, width), in the linear's own order of rows."""
+        """Return the weight (rows, width), in the linear's own order of rows."""
         return unpacked([*self.parameters()], self.layout, dtype, "export")
 
     def product(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """The linear's `product`; under autocast in its type, like any linear's."""
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        """Implement the linear's `matmul`; under autocast in its type."""
+        dtype = compute_dtype(x)
         bias = None if bias is None else bias.to(dtype)
         y: Tensor = _Product.apply(x.to(dtype), bias, self.layout, *self.parameters())  # type: ignore[no-untyped-call]
         return y
@@ -83,9 +82,9 @@ class QuantizedLinear(nn.Module):
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        """given: x, bias or None, the layout, the parts.
+        """Take x, bias or None, the layout, the parts.
 
-        Not by name: without gradients torch.compile leaves `ctx` out of a call of as many arguments as there are names.
+        Not by name: without gradients torch.compile omits `ctx` from a call of as many arguments as there are names.
         """
         x, bias, layout, *parts = given
         ctx.layout = layout
@@ -95,7 +94,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         grad, dx, db = incoming[0], None, None  # (..., rows)
-        parts = ctx.saved_tensors  # asked for once, as torch's checkpoints want it
+        parts = ctx.saved_tensors  # read once, as torch's checkpoints require
         if ctx.needs_input_grad[0]:
             dx = grad @ unpacked(parts, ctx.layout, grad.dtype, "backward")
         if ctx.needs_input_grad[1]:
@@ -104,25 +103,27 @@ class _Product(torch.autograd.Function):
 
 
 def unpacked(
-    parts: Sequence[Tensor], layout: Layout, dtype: torch.dtype, use: str, room: tuple[int, int] = (0, 0)
+    parts: Sequence[Tensor], layout: PackedLayout, dtype: torch.dtype, use: str, room: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """See `dense`."""
-    made: Tensor = dense([*parts], layout.bits, [*layout.rows], layout.groups, layout.width, dtype, use, [*room])
+    """Call `dequantize_linear` with a layout."""
+    made: Tensor = dequantize_linear(
+        [*parts], layout.bits, [*layout.rows], layout.groups, layout.width, dtype, use, [*room]
+    )
     return made
 
 
 @torch.library.custom_op("optrush::dense", mutates_args=())
-def dense(
+def dequantize_linear(
     parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
     room: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """The dense weight (rows, width) of a linear. One operator, so that a compiler keeps nothing of its inside.
+    """Dequantize the weight (rows, width) of a linear. One operator, so that a compiler saves nothing of its inside.
 
     Args:
         parts: of each piece in turn, bytes as views of any type.
         rows: of each piece in one group.
-        use: what for. A compiler makes one call of two that are equal, and would keep the weight from one to the other.
-        room: rows and columns behind the weight that are there, for the caller to fill.
+        use: the purpose. A compiler merges two equal calls, and would keep the weight from one to the other.
+        room: rows and columns behind the weight, which the caller fills.
     """
     many = groups * sum(rows)
     out = torch.empty(many + room[0], width + room[1], dtype=dtype, device=parts[0].device)
@@ -131,15 +132,13 @@ def dense(
     for i, target in enumerate(torch.split(grouped, list(rows), 1)):
         first, *rest = (p.detach().view(torch.uint8) for p in parts[each * i : each * (i + 1)])
         if bits == 8:
-            int8.dequantize((first.view(torch.int8), rest[0].view(torch.float32)), target)
-        elif len(rest) == 2:
-            nf4.dequantize((first, rest[0], rest[1].view(torch.float32)), target)
-        else:
-            nf4.dequantize((first, rest[0].view(torch.float32)), target)
+            int8.dequantize_int8((first.view(torch.int8), rest[0].view(torch.float32)), target)
+        else:  # the last part is float32: the scales, or with double quantization the scales of their codes
+            nf4.dequantize_nf4((first, *rest[:-1], rest[-1].view(torch.float32)), target)
     return out
 
 
-@dense.register_fake
+@dequantize_linear.register_fake
 def _(
     parts: Sequence[Tensor], bits: int, rows: Sequence[int], groups: int, width: int, dtype: torch.dtype, use: str,
     room: Sequence[int],
@@ -147,18 +146,18 @@ def _(
     return parts[0].new_empty((groups * sum(rows) + room[0], width + room[1]), dtype=dtype)
 
 
-def quantise(model: Decoder | HFModel, recipe: WeightMap, form: Form, precision: torch.dtype | None) -> int:
-    """Replace the weights of all linears of the blocks, on the meta device; how many linears changed.
+def quantize_model(model: Decoder | HFModel, recipe: WeightMap, form: Form, precision: torch.dtype | None) -> int:
+    """Quantize the weights of all linears of the blocks, on the meta device; return how many linears changed.
 
     Args:
-        recipe: of the dense weights; is taught how to fill what replaces them.
-        precision: of products, where it is another than the weights'.
+        recipe: of the dense weights; gets the fillers of the quantized ones.
+        precision: type of the products, if it is not that of the weights.
     """
     reader = _Reader(recipe, form)
-    _check(model, recipe, reader.source, form)
+    _check_packed(model, recipe, reader.source, form)
     carrier = torch.float16 if precision == torch.float16 else torch.bfloat16
-    changed = 0
-    for name, linear in list(model.linears()):
+    linears = list(model.linears())
+    for name, linear in linears:
         stored = QuantizedLinear(linear, form, carrier)
         entry = recipe.entries[f"{name}.weight"]
         for (role, _), (hf, shape) in zip(linear.output_splits, entry.hf_shapes(), strict=True):
@@ -167,13 +166,12 @@ def quantise(model: Decoder | HFModel, recipe: WeightMap, form: Form, precision:
         recipe.fillers[f"{name}.weight"] = partial(reader.weight, entry, stored.layout)
         linear.weight = None  # type: ignore[assignment]
         linear.quantized, linear.matmul = stored, stored.product
-        changed += 1
-    return changed
+    return len(linears)
 
 
-def _check(model: Decoder | HFModel, recipe: WeightMap, source: Source, form: Form) -> None:
-    """Raises NeedsError where a folder has packed what is no weight of a block's linear, or in another form."""
-    if not isinstance(source, Packed):
+def _check_packed(model: Decoder | HFModel, recipe: WeightMap, source: WeightSource, form: Form) -> None:
+    """Raise NeedsError if a folder's packed tensors are not weights of the blocks' linears, or have another form."""
+    if not isinstance(source, PackedFolder):
         return
     linears = {hf for name, _ in model.linears() for hf, _ in recipe.entries[f"{name}.weight"].pieces}
     for name in sorted(set(source.states) - linears):
@@ -189,8 +187,8 @@ def _check(model: Decoder | HFModel, recipe: WeightMap, source: Source, form: Fo
 
 
 class _Reader:
-    """Fills parts of quantised tensors. One tensor is held at a time, and always read whole, however little of it a
-    rank has: the offset of its scales is a mean over all of it."""
+    """Fills parts of quantized tensors. It holds one tensor at a time, and reads it whole even for a small shard,
+    because the offset of its scales is a mean over all of it."""
 
     def __init__(self, recipe: WeightMap, form: Form) -> None:
         self.source = recipe.source.source if isinstance(recipe.source, WithNewTokens) else recipe.source
@@ -198,25 +196,25 @@ class _Reader:
         self.name, self.parts = "", dict[str, Tensor]()
 
     def part(self, hf: str, shape: Shape, part: str, local: Tensor, offset: Shape) -> None:
-        """A `model.weights.Filler` of one part of the tensor that is published as `hf`."""
+        """Fill one part of the published tensor `hf`."""
         if self.name != hf:
-            self.parts = {}  # before the next is read
+            self.parts = {}  # freed before the next tensor is read
             self.name, self.parts = hf, self._read(hf, shape, local.device)
         found, held = self.parts[part][2 * offset[0] :][: 2 * local.numel()], local.view(torch.uint8)
         held[: found.numel()].copy_(found)
         held[found.numel() :].zero_()  # where the number of bytes is odd
-        if part == list(self.parts)[-1]:  # they are asked for in this order
+        if part == list(self.parts)[-1]:  # parts are filled in this order
             self.name, self.parts = "", {}
 
-    def weight(self, entry: WeightEntry, layout: Layout, local: Tensor, offset: Shape) -> None:
-        """A filler of the dense weight, for whoever measures it: the values that the parts stand for."""
+    def weight(self, entry: WeightEntry, layout: PackedLayout, local: Tensor, offset: Shape) -> None:
+        """Fill with the dequantized weight, for measurements of it."""
         parts = [p for hf, shape in entry.hf_shapes() for p in self._read(hf, shape, local.device).values()]
         rectangle = tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))
         local.copy_(unpacked(parts, layout, torch.float32, "fill")[rectangle])
 
     def _read(self, hf: str, shape: Shape, device: torch.device) -> dict[str, Tensor]:
-        if isinstance(self.source, Packed) and hf in self.source.states:
+        if isinstance(self.source, PackedFolder) and hf in self.source.states:
             parts = self.source.parts(hf)
         else:
-            parts = self.form.quantise(self.source.rows(hf, 0, shape[0], shape, device).to(device))
+            parts = self.form.quantize(self.source.rows(hf, 0, shape[0], shape, device).to(device))
         return {name: value.to(device).flatten().view(torch.uint8) for name, value in parts.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optrush.errors import NeedsError
-from optrush.peft.ledger import demand_compilers, sizes, tiles
+from optrush.peft.ledger import demand_compilers, linear_sizes, tiles
 from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
 from optrush.technique import (
     Environment,
@@ -240,7 +240,7 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     bare = Part.PARAM_SHARDING in env.claimed and not quantized  # no weight is padded
     ways: tuple[tuple[Literal["forward", "backward"], dict[str, str]], ...]
     ways = ("forward", INPUTS), ("backward", GRADIENTS)
-    for name, (width, pieces) in sizes(shape).items():
+    for name, (width, pieces) in linear_sizes(shape).items():
         many, rows = tiles(spec.linears[name].adapter_rows), sum(pieces.values())
         feeds, biased = name in ("gate_up", "down"), {"qkv": shape.qkv_bias, "o": shape.o_bias}.get(name, False)
         if not many or biased or (bare and not feeds):

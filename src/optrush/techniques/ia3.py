@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from optrush.peft import io, ledger
@@ -55,7 +56,7 @@ class Ia3(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         if env.native:
-            yield ledger.named(self.name, "targets", self._targets(ledger.LINEARS), ledger.LINEARS)
+            yield ledger.require_names(self.name, "targets", self._targets(ledger.LINEARS), ledger.LINEARS)
             yield from self._apart(ledger.PIECES.values(), self._targets(ledger.LINEARS))
             yield self._within(ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS))
         if self.init is not None:
@@ -85,7 +86,7 @@ class Ia3(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         learnt: list[int] = []
         keep, left, names = set(), 0, {*ledger.chosen(self._targets(ledger.LINEARS), ledger.LINEARS)}
-        for linear, (width, pieces) in {} if env.shape is None else ledger.sizes(env.shape).items():
+        for linear, (width, pieces) in {} if env.shape is None else ledger.linear_sizes(env.shape).items():
             mine = {name: n for name, n in pieces.items() if name in names}
             if not mine:
                 continue
@@ -105,7 +106,7 @@ class Ia3(Technique):
     def peft(self, trainer: Trainer) -> int:
         from optrush.errors import NeedsError
         from optrush.peft import adapter as adapted
-        from optrush.peft.ia3 import Ia3 as Adapter
+        from optrush.peft.adapter import Ia3 as Adapter
 
         model, recipe = trainer.model, trainer.weight_map
         known = adapted.known(model, recipe)
@@ -113,19 +114,19 @@ class Ia3(Technique):
         if targets == "auto":
             found = f"linears of other names: {', '.join(known)}"
             raise NeedsError("`ia3:targets=auto`", found, "name them: targets, and of these feedforward")
-        adapted.check(self.name, model, recipe, targets, ())
+        adapted.check_targets(self.name, model, recipe, targets, ())
         names = ledger.chosen(targets, known)
         if not (need := self._within(names)).met:
             raise NeedsError(need.asked, need.found, need.do)
-        adapted.freeze(model, recipe, (), trainer.precision)
+        adapted.freeze_base(model, recipe, (), trainer.precision)
         switch, places = adapted.AdapterToggle(), adapted.places(model, recipe, names)
         for name, linear, modules in places:
             inputs = bool({ledger.last(m) for m in modules} & {*names} & {*self.feedforward})
             adapter = Adapter(linear, modules, names, switch, inputs)
             adapted.place(name, linear, adapter, recipe, adapter.fillers())
         if self.init is not None:
-            begun = io.read(self.name, self.init, model, recipe, ())
-            recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
+            begun = io.load_adapter(self.name, self.init, model, recipe, ())
+            recipe.fillers.update({name: partial(adapted.fill_from, whole) for name, whole in begun.items()})
         trainer.adapters_disabled = switch.off if self.init is None else None
         scaled = ", ".join(n for n in names if n in self.feedforward) or "none"
         trainer.fingerprints["adapters"] = f"ia3 of {', '.join(names)}, inputs of {scaled}"

@@ -48,6 +48,6 @@ class Int8(Technique):
 
     def peft(self, trainer: Trainer) -> int:
         ledger.demand_compilers(self.name, trainer.env.device)
-        from optrush.peft.quantized import Form, quantise
+        from optrush.peft.quantized import Form, quantize_model
 
-        return quantise(trainer.model, trainer.weight_map, Form(8), trainer.precision)
+        return quantize_model(trainer.model, trainer.weight_map, Form(8), trainer.precision)

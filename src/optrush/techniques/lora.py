@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -64,7 +65,7 @@ class Lora(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         if env.native:  # others tell the names of their linears when they are there
-            yield ledger.named(self.name, "targets", self.targets, ledger.LINEARS)
+            yield ledger.require_names(self.name, "targets", self.targets, ledger.LINEARS)
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
         yield Requirement(
@@ -96,7 +97,7 @@ class Lora(Technique):
         learnt: list[int] = []
         laid, keep, low, rows, r = 0, set(), 0, 0, self.rank
         weights, crossed = 0, 0
-        for linear, (width, pieces) in {} if env.shape is None else ledger.sizes(env.shape).items():
+        for linear, (width, pieces) in {} if env.shape is None else ledger.linear_sizes(env.shape).items():
             mine = [n for name, n in pieces.items() if name in ledger.chosen(self.targets, ledger.LINEARS)]
             if not mine:
                 continue
@@ -152,8 +153,8 @@ class Lora(Technique):
 
         model, recipe = trainer.model, trainer.weight_map
         names = ledger.chosen(self.targets, adapted.known(model, recipe))
-        adapted.check(self.name, model, recipe, self.targets, self.save)
-        trained = adapted.freeze(model, recipe, self.save, trainer.precision)
+        adapted.check_targets(self.name, model, recipe, self.targets, self.save)
+        trained = adapted.freeze_base(model, recipe, self.save, trainer.precision)
         settings, switch = (
             Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora),
             adapted.AdapterToggle(),
@@ -163,8 +164,8 @@ class Lora(Technique):
             adapter = Adapter(linear, modules, names, switch, settings, trainer.env.spec.mlp == "quack")
             adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, trainer.config.seed))
         if self.init is not None:
-            begun = io.read(self.name, self.init, model, recipe, trained)
-            recipe.fillers.update({name: adapted.filled(whole) for name, whole in begun.items()})
+            begun = io.load_adapter(self.name, self.init, model, recipe, trained)
+            recipe.fillers.update({name: partial(adapted.fill_from, whole) for name, whole in begun.items()})
         trainer.adapters_disabled = switch.off if self._removable else None
         trainer.fingerprints["adapters"] = (
             f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"

@@ -73,6 +73,6 @@ class Nf4(Technique):
 
     def peft(self, trainer: Trainer) -> int:
         ledger.demand_compilers(self.name, trainer.env.device)
-        from optrush.peft.quantized import Form, quantise
+        from optrush.peft.quantized import Form, quantize_model
 
-        return quantise(trainer.model, trainer.weight_map, Form(4, self.double), trainer.precision)
+        return quantize_model(trainer.model, trainer.weight_map, Form(4, self.double), trainer.precision)

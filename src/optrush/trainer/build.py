@@ -23,8 +23,8 @@ from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
-from optrush.models.load import load
-from optrush.models.weights import fingerprint, refuse_frozen
+from optrush.models.hf import load
+from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import FIGURES, check_layout, dpo, next_token
 from optrush.optim.adamw import AdamW
 from optrush.resolve import ResolvedConfig
@@ -147,7 +147,7 @@ def _build(
             packed=model.supports_packing,
         )  # fmt: skip
     if config.dpo is not None or not all(p.requires_grad for p in model.parameters()):
-        trainer.fingerprints["base"] = fingerprint(prepared.folder, config.seed)
+        trainer.fingerprints["base"] = weights_fingerprint(prepared.folder, config.seed)
     materialise(trainer)
     if training:
         stage("optimizer")

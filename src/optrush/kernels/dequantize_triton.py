@@ -1,12 +1,12 @@
-"""Dequantize 4-bit weights in one launch of a Triton kernel; nf4.py has the format and the reference.
+"""Dequantize 4-bit or 8-bit weights in one launch; nf4.py and int8.py have the formats and the references.
 
-Imported where it is launched only: torch ships Triton where there is a CUDA device. Triton's interpreter runs it on a
-CPU in the tests. Codes and scales are read once, the dense weight is written once, in place: rows of the destination
-may be those of one piece of a fused linear, with the rows of others between them.
+Imported where it is launched only, because only CUDA builds of torch have Triton; in the tests its interpreter runs it.
+Codes and scales are read once, the dense weight is written once, in place: rows of the destination may be those of one
+piece of a fused linear, with the rows of others between them.
 
-Where no block crosses a row, a program processes a piece of one row and reads eight values a word. Words are in one
-dimension, each with its scale, so that neighboring threads store neighboring values: with blocks and words as two
-dimensions the compiler gave each thread of a warp another block, which took three times as long.
+Where no 4-bit block crosses a row, a program processes a piece of one row and reads eight values a word. Words are in
+one dimension, each with its scale, so that neighboring threads store neighboring values: with two dimensions the
+compiler gave each thread of a warp another block, which took three times as long.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from torch import Tensor
 BLOCK, NESTED = 64, 256  # values of a block, blocks of a nested one: nf4.py
 BLOCKS, LEAST = 64, 16  # of one program, at most and at least: 4096 and 1024 values
 WORD = 8  # values of 4 bytes
+TILE = 2048  # 8-bit values of one program, at most: of one row, so that there is no division
 
-_BLOCK, _NESTED = tl.constexpr(BLOCK), tl.constexpr(NESTED)  # globals of a kernel must be its constants
+# Globals of a kernel must be its constants.
+_BLOCK, _NESTED = tl.constexpr(BLOCK), tl.constexpr(NESTED)
+_PART = tl.constexpr(1 / 127)  # int8.PART
 
 
 @triton.jit
@@ -68,7 +71,7 @@ def _by_rows(
 
 
 @triton.jit
-def _dequantise(
+def _dequantize_blocks(
     codes, absmax, nested, table, map8, out, n, width, in_group, group_stride, row_stride, last,
     DOUBLE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +95,7 @@ def _dequantise(
 def launch_nf4(
     codes: Tensor, absmax: Tensor, nested: Tensor | None, out: Tensor, table: Tensor, dynamic_map: Tensor
 ) -> None:
-    """Implement `nf4.dequantize`; out: (rows, width), or (groups, rows of a group, width); tables: nf4's."""
+    """Implement `nf4.dequantize_nf4`; out: (rows, width), or (groups, rows of a group, width); tables: nf4's."""
     grouped = out if out.dim() == 3 else out[None]
     assert grouped.stride(2) == 1
     groups, in_group, width = grouped.shape
@@ -112,7 +115,30 @@ def launch_nf4(
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return
-    _dequantise[(triton.cdiv(blocks, BLOCKS),)](
+    _dequantize_blocks[(triton.cdiv(blocks, BLOCKS),)](
         codes, *scales, *lookups, grouped, n, width, *places,
         DOUBLE=nested is not None, BLOCKS=BLOCKS, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_int8(codes, scales, out, width, in_group, group_stride, row_stride, TILE: tl.constexpr):
+    row, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    there = column < width
+    code = tl.load(codes + row.to(tl.int64) * width + column, mask=there, other=0).to(tl.float32)
+    value = code * tl.load(scales + row) * _PART
+    to = out + (row // in_group).to(tl.int64) * group_stride + (row % in_group).to(tl.int64) * row_stride
+    tl.store(to + column, value.to(out.dtype.element_ty), mask=there)
+
+
+@torch.no_grad()
+def launch_int8(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Implement `int8.dequantize_int8`."""
+    grouped = out if out.dim() == 3 else out[None]
+    assert grouped.stride(2) == 1
+    groups, in_group, width = grouped.shape
+    tile = min(TILE, triton.next_power_of_2(width))
+    _dequantize_int8[(groups * in_group, triton.cdiv(width, tile))](
+        codes, scales, grouped, width, in_group, grouped.stride(0), grouped.stride(1), TILE=tile,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
