@@ -26,11 +26,12 @@ from optrush.technique import (
     ModelSpec,
     Part,
     Technique,
-    demand,
     in_order,
     instantiate,
+    missing,
+    refuse_unmet,
+    rows_of_batch,
     settle,
-    sizes,
     unmet,
 )
 from optrush.techniques import ALL
@@ -69,9 +70,9 @@ def resolve(
     if config.objective == "dpo":
         config = config.model_copy(update={"dpo": config.dpo or Dpo()})
     techniques = in_order(instantiate(classes, config.with_))
-    check(config)
+    check_fields(config)
     ranks = launched()[1] if ranks is None else ranks
-    rows, micro_rows = sizes(config, ranks)
+    rows, micro_rows = rows_of_batch(config, ranks)
     folder, hf = locate(config, weights=device is None)
     growth = grow(config, folder, hf)
     if growth is not None:
@@ -114,7 +115,7 @@ def resolve(
     check_reference(env)
     if here:  # before hours of tokenising; a plan may suppose another machine
         for technique in techniques:
-            demand(technique)
+            refuse_unmet(missing(technique))
     return ResolvedConfig(_sized(config, env), techniques, env, folder, hf, tuple(edits), growth)
 
 
@@ -127,8 +128,7 @@ def resized(prepared: ResolvedConfig, rows: int) -> ResolvedConfig:
     env = dataclasses.replace(prepared.env, micro_rows=rows)
     # Who plays a smaller card was asked about the whole one, and would take its share of the share.
     others = [t for t in prepared.techniques if Part.MEMORY not in t.claims]
-    for need in unmet(others, env):
-        raise NeedsError(need.asked, need.found, need.do)
+    refuse_unmet(unmet(others, env))
     return dataclasses.replace(prepared, config=_sized(prepared.config, env), env=env)
 
 
@@ -160,7 +160,7 @@ def _device(ranks: int) -> Device:
     return devices[0] if devices else hardware.CPU
 
 
-def check(config: Config) -> None:
+def check_fields(config: Config) -> None:
     """The rules between the fields of `data:` and the objective; reads nothing.
 
     Raises:
@@ -233,7 +233,7 @@ def check_reference(env: Environment) -> None:
     raise NeedsError("`dpo.reference: adapter`", found, do)
 
 
-def dense(config: Config, classes: Sequence[type[Technique]] = ALL) -> tuple[Config, list[str]]:
+def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -> tuple[Config, list[str]]:
     """The run for a model that was trained and exported, whose weights are whole, with adapters in them.
 
     Returns:

@@ -11,8 +11,8 @@ from optrush import hardware, technique
 from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.planner import search
-from optrush.technique import demand_triton
 from optrush.techniques import ALL
+from optrush.techniques.bf16 import Bf16
 from optrush.trainer.checkpoint import Meta, find, restore, save
 
 from golden.sgd import Sgd
@@ -151,15 +151,15 @@ def test_an_optimizer_that_cannot_is_refused(box):
 
 def test_a_machine_without_triton_is_refused(monkeypatch):
     card = hardware.NAMED["h200"]
-    demand_triton("x", hardware.CPU)
+    Bf16().demand_triton(hardware.CPU)
     monkeypatch.setattr(technique, "library", lambda name: None)
     with pytest.raises(NeedsError, match="triton is not installed") as error:
-        demand_triton("bf16", card)
+        Bf16().demand_triton(card)
     assert "`bf16`" in error.value.asked and "pip install triton" in error.value.do
     monkeypatch.setattr(technique, "library", lambda name: "3.6.0")
     monkeypatch.setattr(technique, "installed", lambda *names: None)
     with pytest.raises(NeedsError, match="no C compiler") as error:
-        demand_triton("bf16", dataclasses.replace(card, name="other"))
+        Bf16().demand_triton(dataclasses.replace(card, name="other"))
     assert "install gcc" in error.value.do
 
 

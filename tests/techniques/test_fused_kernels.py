@@ -21,7 +21,7 @@ from optrush.kernels import rms_norm, rope, swiglu
 from optrush.kernels.lora_matmul import copied_padded, empty_padded
 from optrush.planner import search
 from optrush.resolve import resolve
-from optrush.technique import Technique, demand_triton
+from optrush.technique import Technique
 from optrush.techniques.fused_kernels import FusedKernels
 
 from golden.make_golden import CASES, SIZES, T
@@ -108,9 +108,9 @@ def test_refused(box, tmp_path, monkeypatch):
     with pytest.raises(NeedsError, match="rotates queries and keys as the product makes them"):
         resolve(golden_run(box, sets=[f"model.path={folder}"], fused_kernels=ROPE))
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
-    demand_triton("fused-kernels", CPU)
+    FusedKernels().demand_triton(CPU)
     with pytest.raises(NeedsError, match="`fused-kernels` runs a Triton kernel"):
-        demand_triton("fused-kernels", named("h200")[0])
+        FusedKernels().demand_triton(named("h200")[0])
 
 
 # --- the activation
