@@ -166,7 +166,7 @@ class Environment:
 
     def needs_own_matrices(self, technique: str, whose: str) -> Iterator[Requirement]:
         """Yield the requirements of an optimizer that steps whole matrices of the model itself."""
-        asked, do = f"`{technique}` updates {whose} own matrices", "take fused-adamw or adam8bit instead"
+        asked, do = f"`{technique}` updates {whose} own matrices", "take --with fused-adamw or --with adam8bit instead"
         found = "a technique that freezes them and trains others in their place"
         yield Requirement(Part.TRAINED not in self.claimed, asked, found, do)
         asked, found = f"`{technique}` makes its states where the weights are", "a technique that keeps them elsewhere"

@@ -9,7 +9,7 @@ import torch
 
 from optrush import hardware, technique
 from optrush.config import parse_config
-from optrush.errors import NeedsError
+from optrush.errors import NeedsError, NoEffectError
 from optrush.planner import search
 from optrush.techniques import ALL
 from optrush.techniques.bf16 import Bf16
@@ -147,6 +147,14 @@ def test_an_optimizer_that_cannot_is_refused(box):
     assert "Momentum rounds to the nearest" in error.value.found and "another" in error.value.do
     job = assembled(golden_run(box, packed=True, sgd={}, bf16={"rounding": "nearest"}), (*ALL, Sgd))
     assert "rounded to the nearest" in job.describe()
+
+
+def test_no_remainders_of_float32_adapters(box):
+    """The base is frozen, so Kahan summation would change nothing; adapters next to trained bf16 weights keep it."""
+    with pytest.raises(NoEffectError, match="what is trained is float32") as error:
+        assembled(golden_run(box, packed=True, lora={}, **KAHAN))
+    assert error.value.asked == "`bf16:rounding=kahan`" and error.value.do == "leave rounding out: --with bf16"
+    assert assembled(golden_run(box, packed=True, lora={}, **OURS)).rounding == "stochastic"
 
 
 def test_a_machine_without_triton_is_refused(monkeypatch):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from optrush.errors import NoEffectError
 from optrush.planner.baseline import rounded_update
 from optrush.planner.ledger import Line, Role, Rule, Work, like, retype
 from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
@@ -67,3 +68,11 @@ class Bf16(Technique):
             self.demand_triton(trainer.env.device)
         trainer.model.to(torch.bfloat16)  # still on meta; buffers are restored in their own dtype
         return sum(1 for _ in trainer.model.parameters())
+
+    def optimizer(self, trainer: Trainer) -> int:
+        import torch
+
+        if self.rounding == "kahan" and all(t.local.dtype != torch.bfloat16 for t in trainer.trained):
+            found = "every bfloat16 weight is frozen, and what is trained is float32"
+            raise NoEffectError("`bf16:rounding=kahan`", found, "leave rounding out: --with bf16")
+        return 0

@@ -78,9 +78,8 @@ class Muon(Technique):
                 found[t.name] = Pieces(linear.groups, tuple(rows for _, rows in linear.output_splits))
         if not found:
             held = f"no trained linear in the blocks of this {trainer.hf['model_type']} model"
-            raise NeedsError(
-                "`muon` makes the blocks' matrices orthogonal", held, "take fused-adamw or adam8bit instead"
-            )
+            do = "take --with fused-adamw or --with adam8bit instead"
+            raise NeedsError("`muon` makes the blocks' matrices orthogonal", held, do)
         if any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
             self.demand_triton(trainer.env.device)
         options = {"matrices": found, "momentum": self.momentum, "iterations": self.iterations, "room": ROOM}
