@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import named
 from optrush.kernels import lora_matmul, swiglu, swiglu_quack
@@ -34,7 +33,7 @@ from techniques.test_lora import Now, filled_by_nobody
 
 import memory
 from golden.make_golden import SIZES, T
-from trials import assembled, first_gradients, furthest, golden_run, kept, micro, steps
+from trials import assembled, first_gradients, furthest, golden_run, kept, micro, shaped, steps
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch of its own
 D_, F_ = SIZES["hidden_size"], SIZES["intermediate_size"]
@@ -448,16 +447,8 @@ def adapter_names(trainer, which):
     ],
     ids=str,
 )
-def test_memory_is_what_was_said(tmp_path, withs, rows, times):
-    text = f"""
-model: {{shape: llama-3.2-1b}}
-objective: pretrain
-data: {{random: 32}}
-batch: {{seq: 1024, tokens: {rows * 1024 * times}, micro_tokens: {rows * 1024}}}
-train: {{steps: 4}}
-output: {tmp_path / "output"}
-"""
-    config = parse_config(text, "case", (), [*withs, "fused-kernels:mlp=quack"])
+def test_memory_is_what_was_said(withs, rows, times):
+    config = shaped("llama-3.2-1b", *withs, "fused-kernels:mlp=quack", rows=rows, seq=1024, windows=times)
     said = search.predict(config, "h200")
     with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(config, CLASSES) as job:
         assert inside(job)
@@ -474,17 +465,9 @@ output: {tmp_path / "output"}
 
 
 def test_what_it_predicts():
-    text = """
-model: {shape: llama-3.2-1b}
-objective: pretrain
-data: {random: 64}
-batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}
-output: unused
-with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
-"""
-
     def said(*withs):
-        return search.predict(parse_config(text, "x", (), withs), "h200")
+        usual = ("bf16", "attention", "compile", "fused-loss", "fused-adamw")
+        return search.predict(shaped("llama-3.2-1b", *usual, *withs, rows=16), "h200")
 
     def copied(said):
         found = {}
@@ -559,16 +542,8 @@ def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
 
 
 def test_no_search_takes_what_is_refused():
-    text = """
-model: {shape: llama-3.2-1b}
-objective: pretrain
-data: {random: 64}
-batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}
-output: unused
-with: {nf4: {}, lora: %s}
-"""
-    for options, quack in (("{}", True), ("{dropout: 0.1}", False), ("{dora: true}", False)):
-        found = search.search(parse_config(text % options, "x"), "h200")
+    for options, quack in (("lora", True), ("lora:dropout=0.1", False), ("lora:dora=true", False)):
+        found = search.search(shaped("llama-3.2-1b", "nf4", options, rows=16), "h200")
         blocks = [setting.with_.get("fused-kernels") for setting in found.settings]
         assert ({"mlp": "quack"} in blocks) == quack, options
 

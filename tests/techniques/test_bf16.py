@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from optrush import hardware, technique
-from optrush.config import parse_config
 from optrush.errors import NeedsError, NoEffectError
 from optrush.planner import search
 from optrush.techniques import ALL
@@ -17,13 +16,12 @@ from optrush.trainer.checkpoint import Meta, find, restore, save
 
 from golden.sgd import Sgd
 from heldout import float32, held_out, travelled, worse
-from trials import assembled, golden_run, steps, weights
+from trials import assembled, golden_run, shaped, steps, weights
 
 MARGINS = {"nearest": 0.03, "stochastic": 0.02, "kahan": 0.01}  # nats a token, of the mean over the seeds
 RANDOM = ["stochastic", "kahan"]
 OURS = {"bf16": {}}
 KAHAN = {"bf16": {"rounding": "kahan"}}
-LLAMA = "{model: {shape: llama-3.2-1b}, objective: pretrain, data: {random: 64}, batch: {seq: 2048}, output: o}"
 
 
 @pytest.mark.parametrize("rounding", MARGINS)
@@ -205,8 +203,8 @@ def test_these_tests_would_see_remainders_that_are_lost(box):
 
 @pytest.mark.parametrize("hardware", ["h200", "cpu"])
 def test_its_memory_is_predicted(hardware):
-    config = parse_config(LLAMA, "test", withs=["bf16"])
-    without = search.predict(config, hardware)
-    found = search.predict(parse_config(LLAMA, "test", withs=["bf16:rounding=kahan"]), hardware)
+    without, found = (
+        search.predict(shaped("llama-3.2-1b", with_), hardware) for with_ in ("bf16", "bf16:rounding=kahan")
+    )
     assert without.a_parameter == {"weights": 2, "gradients": 2, "states": 4}
     assert found.a_parameter == {"weights": 2, "gradients": 2, "states": 6}

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 
-from optrush.config import parse_config
 from optrush.errors import NeedsError, NoEffectError
 from optrush.hardware import NAMED
 from optrush.kernels import float8
@@ -24,7 +23,7 @@ from optrush.techniques.fp8 import MLP_SHARE, Fp8
 
 from golden.make_golden import SIZES, T
 from heldout import float32, held_out, worse
-from trials import apart, assembled, first_gradients, golden_run, micro, steps
+from trials import apart, assembled, first_gradients, golden_run, micro, shaped, steps
 
 LINEARS = {"qkv", "o", "gate_up", "down"}
 M, K, N = 48, 64, 96
@@ -292,14 +291,7 @@ def test_what_a_compiled_block_keeps(box, targets, norm, block, precision):
 
 def planned(name: str, with_: dict, targets: str) -> tuple[search.Prediction, search.Prediction]:
     """Without and with float8 products, of a published shape on an H200."""
-    text = f"""
-model: {{shape: {name}}}
-objective: pretrain
-data: {{random: 64}}
-batch: {{seq: 4096, tokens: 16384, micro_tokens: 16384}}
-output: unused
-"""
-    config = parse_config(text, "x").model_copy(update={"with_": with_})
+    config = shaped(name, rows=4, seq=4096).model_copy(update={"with_": with_})
     ours = config.model_copy(update={"with_": {**with_, "fp8": {"targets": targets}}})
     return search.predict(config, "h200"), search.predict(ours, "h200")
 
