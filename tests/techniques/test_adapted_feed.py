@@ -196,10 +196,8 @@ def test_same_loss_and_gradients(box, targets, beside):
     [("all-linear", {}), (["down_proj"], {"nf4": {}}), (["up_proj"], {"int8": {}, "recompute": {"every": 2}})],
     ids=str,
 )
-def test_compiled(box, targets, beside):
+def test_compiled(box, fresh, targets, beside):
     """Full graphs, of the first block, of the others, and with adapters off; a compiler keeps no more than we do."""
-    torch._dynamo.reset()
-    counters.clear()
     lora = {**LORA, "targets": targets}
     plain = learning(box, lora, rows=8, **beside)
     want_loss, want = first_gradients(plain)
@@ -217,16 +215,12 @@ def test_compiled(box, targets, beside):
     with job.adapters_disabled(), plain.adapters_disabled(), torch.no_grad():
         want_off, off = (each.loss(micro(each)).item() for each in (plain, job))
     assert off == pytest.approx(want_off, rel=1e-6) and off != pytest.approx(want_loss, rel=1e-3)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("beside", [{}, {"nf4": {}}, {"compile": {}}], ids=str)
 @pytest.mark.parametrize("stream", ["float32", "half"])
-def test_mixed_precision(box, stream, beside, monkeypatch):
+def test_mixed_precision(box, stream, beside, traced):
     """No further from float32's gradients than without it. Compiled without the code that would be written."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options, **kwargs: real(f, backend="aot_eager", **kwargs))
-    torch._dynamo.reset()
     _, right = first_gradients(learning(box, **{k: v for k, v in beside.items() if k != "compile"}))
     loss, ours = first_gradients(learning(box, amp={"stream": stream}, **QUACK, **beside))
     want, theirs = first_gradients(learning(box, amp={"stream": stream}, **beside))
@@ -234,7 +228,6 @@ def test_mixed_precision(box, stream, beside, monkeypatch):
     assert all(g.dtype == torch.float32 for g in ours.values())
     right, ours, theirs = (torch.cat([g[n].flatten() for n in right]) for g in (right, ours, theirs))
     assert (ours - right).norm() < 1.25 * (theirs - right).norm() < 0.1 * right.norm()
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("beside", [{}, {"nf4": {}}, {"recompute": {}}, FUSED], ids=str)
@@ -372,9 +365,8 @@ def test_what_is_no_room():
     [*((base, fused) for base in ({}, {"nf4": {}}, {"int8": {}}) for fused in ({}, FUSED)), ({}, {**FUSED, "amp": {}})],
     ids=str,
 )
-def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch):
+def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch, fresh):
     """Nor what a linear reads, forward or backward, where a kernel of ours wrote it: attention's result is not."""
-    torch._dynamo.reset()
     job = learning(box, **QUACK, **base, **fused, **({"compile": {}, "attention": {}} if compiled else {}))
 
     def frozen():
@@ -394,7 +386,6 @@ def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch):
     if fused:
         both = compiled and "amp" in fused  # a compiler casts the gradient of attention's result without room
         assert len(copied) == 16 * (1 + both), "two blocks, eight micro-batches"
-    torch._dynamo.reset()
 
 
 # What is kept.
@@ -591,11 +582,8 @@ def test_what_fits():
 
 
 @pytest.mark.parametrize("with_", [{}, {"bf16": {}}, {"amp": {}}, {"amp": {"stream": "half"}}], ids=str)
-def test_compiled_without_adapters(box, with_, monkeypatch):
+def test_compiled_without_adapters(box, with_, traced):
     """Compiled without the code that would be written; a compiler refuses a tensor that is given twice."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options, **kwargs: real(f, backend="aot_eager", **kwargs))
-    torch._dynamo.reset()
     want, right = first_gradients(assembled(golden_run(box, packed=True)))
     loss, grads = first_gradients(
         assembled(golden_run(box, packed=True, rows=8, compile={}, **QUACK, **with_), CLASSES)
@@ -603,7 +591,6 @@ def test_compiled_without_adapters(box, with_, monkeypatch):
     assert loss == pytest.approx(want, rel=1e-2 if with_ else 1e-6)
     for name, grad in grads.items():
         assert (grad - right[name]).norm() < (0.1 if with_ else 1e-5) * right[name].norm(), name
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("stream", ["float32", "half"])

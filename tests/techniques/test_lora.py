@@ -80,10 +80,8 @@ def test_same_gradients_beside(box, beside, dora):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-def test_compiled(box):
+def test_compiled(box, traced):
     """Full graphs: of the first block, into which no gradient goes back, and of all others; and with adapters off."""
-    torch._dynamo.reset()
-    counters.clear()
     want_loss, want = first_gradients(learning(box, lora={**SOME, "dora": True}))
     job = learning(box, lora={**SOME, "dora": True}, compile={}, attention={}, recompute={"every": 2})
     loss, grads = first_gradients(job)
@@ -93,19 +91,14 @@ def test_compiled(box):
     with job.adapters_disabled(), torch.no_grad():
         assert (job.loss(batch) / batch.n_terms).item() == pytest.approx(base, rel=1e-6)
     assert furthest(first_gradients(job)[1], want) > CLOSE, "the next step"
-    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("base", [{"int8": {}}, {"nf4": {"double": False}}], ids=str)
-def test_compiled_where_nothing_has_a_gradient(box, monkeypatch, base):
+def test_compiled_where_nothing_has_a_gradient(box, traced, base):
     """An evaluation, over weights stored in two parts each; without the code that a compiler writes."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options, **kwargs: real(f, backend="aot_eager", **kwargs))
-    torch._dynamo.reset()
     want, found = (evaluate_on(learning(box, **base, **more)) for more in ({}, {"compile": {}}))
     assert found == pytest.approx(want, rel=1e-6)
-    torch._dynamo.reset()
 
 
 class Now:

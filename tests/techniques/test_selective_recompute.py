@@ -24,12 +24,10 @@ FORMS = ({}, {"ops": "products"}, {"ops": "attention"})
 
 
 @pytest.fixture
-def fresh():
-    torch._dynamo.reset()
-    counters.clear()
+def once(fresh):
+    """A fresh compiler that may compile each graph once."""
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
@@ -145,7 +143,7 @@ def test_the_plan_knows_what_is_kept(case):
     ],
     ids=str,
 )
-def test_same_gradients_compiled(box, fresh, options, implementation, scope):
+def test_same_gradients_compiled(box, once, options, implementation, scope):
     """Equal blocks still share one graph, and later steps compile nothing."""
     sets, with_ = [f"model.implementation={implementation}"], {"attention": {}, "fused_loss": {"chunk": 64}}
     packed = implementation == "native"
@@ -185,7 +183,7 @@ def saved(box, scope: str = "blocks", **with_) -> int:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("scope", ["blocks", "model"])
-def test_compiled_blocks_keep_less(box, fresh, scope):
+def test_compiled_blocks_keep_less(box, once, scope):
     nothing = saved(box, scope)
     half, third = (saved(box, scope, selective_recompute={"budget": b}) for b in (0.6, 0.3))
     assert third < 0.6 * nothing and third < half < 0.85 * nothing, (nothing, half, third)
@@ -194,7 +192,7 @@ def test_compiled_blocks_keep_less(box, fresh, scope):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_whole_budget_is_no_budget(box, fresh):
+def test_a_whole_budget_is_no_budget(box, once):
     assert saved(box, selective_recompute={"budget": 1.0}) == saved(box)
 
 
@@ -226,7 +224,7 @@ def test_the_budget_is_for_these_blocks_only(box):
     [(0.7, {}), (0.6, {}), (0.5, {}), (0.4, {}), *((b, {"fused_kernels": {}}) for b in (0.9, 0.6, 0.5))],
     ids=str,
 )
-def test_the_plan_keeps_what_the_partitioner_keeps(box, fresh, monkeypatch, budget, withs):
+def test_the_plan_keeps_what_the_partitioner_keeps(box, once, monkeypatch, budget, withs):
     """Of a block of the 1B shape's proportions, in values of D a token."""
     D, T, L = 256, 128, 2
     small = {"hidden_size": D, "intermediate_size": 4 * D, "head_dim": 32, "num_attention_heads": 8, "vocab_size": 512}
