@@ -20,7 +20,7 @@ import torch
 
 from optrush.config import parse_config
 from optrush.resolve import resolve
-from optrush.technique import digest
+from optrush.technique import package_digest
 from optrush.trainer import distributed
 from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter
@@ -68,7 +68,7 @@ def main() -> None:
                 "grad_norms": [m["grad_norm"] for m in lines if "loss" in m],
                 "ranks": trainer.world.ranks,
                 "device": trainer.env.device.name,
-                "source": digest(),
+                "source": package_digest(),
                 "python": platform.python_version(),
             }
         ),

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,10 +30,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from optrush.config import Config
 from optrush.kernels import adamw
 from optrush.models.decoder import build_decoder
 from optrush.models.hf import HFModel, _opened
 from optrush.models.shapes import native_obstacle
+from optrush.planner import baseline, search
 from optrush.technique import Technique
 from optrush.techniques import ALL
 from optrush.trainer import build as assemble
@@ -274,6 +277,15 @@ def phases(mark: Callable[[str], None], trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         trainer.loss, trainer.loss_from_hidden, trainer.optimizer_step = loss, score, update
+
+
+def check_prediction(config: Config, rel: float = 0.05, classes: Sequence[type[Technique]] = ALL) -> Measured:
+    """Check the plan's peak on an H200 against a step's on tensors without bytes, and return what that held."""
+    said = search.predict(config, "h200").peak_bytes - baseline.CUBLAS_BYTES  # the one line that only a GPU has
+    with supposed(config, classes) as job:
+        found = track(job, 1, supposed=True)
+    assert said == pytest.approx(found.peak, rel=rel), str(found)
+    return found
 
 
 @contextmanager

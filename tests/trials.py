@@ -64,6 +64,15 @@ def golden_run(
     return parse_config(yaml.safe_dump(document), "golden.yaml", sets)
 
 
+def shaped(
+    shape: str, *withs: str, rows: int = 8, seq: int = 2048, windows: int = 1, sets: Sequence[str] = ()
+) -> Config:
+    """A run of a published shape on random tokens. rows: of a micro-batch; windows: micro-batches a step."""
+    text = f"{{model: {{shape: {shape}}}, objective: pretrain, data: {{random: 64}}, train: {{steps: 4}}, output: o}}"
+    batch = [f"batch.seq={seq}", f"batch.tokens={rows * seq * windows}", f"batch.micro_tokens={rows * seq}"]
+    return parse_config(text, "shaped", [*batch, *sets], withs)
+
+
 def metrics(config: Config, classes: Sequence[type[Technique]] = ALL) -> list[dict[str, Any]]:
     """Trains to the end and returns what metrics.jsonl says; empty on other ranks than the first."""
     from optrush.launch import launched

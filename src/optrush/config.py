@@ -271,15 +271,22 @@ RENAMED: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 
 
 def refuse_renamed(name: str, place: str) -> None:
-    """Refuse the name of a technique that is an option of another one now.
+    """Raise ConfigError for a technique that is an option of another one now, with the spelling that does the same.
 
-    Raises:
-        ConfigError: with the new spelling.
+    Args:
+        place: where the name stands: a flag and the name, or a description of its place in the YAML.
     """
     if name in RENAMED:
         new, options, _ = RENAMED[name]
-        option = ", ".join(f"{key}: {str(value).lower()}" for key, value in options.items())
-        raise ConfigError(place, f"now an option of `{new}`", f"write `{new}: {{{option}}}`")
+        if "mlp" not in options and new == "fused-kernels":  # its default is another one of its options
+            options = {"mlp": "none", **options}
+        spelled = {key: str(value).lower() for key, value in options.items()}
+        spelling = f"{new}: {{{', '.join(f'{key}: {value}' for key, value in spelled.items())}}}"
+        if place.startswith("--with "):
+            spelling = f"--with {new}:{','.join(f'{key}={value}' for key, value in spelled.items())}"
+        elif place.startswith("--without "):
+            spelling = f"--without {new}"
+        raise ConfigError(place, f"now an option of `{new}`", f"write `{spelling}`")
 
 
 def current_techniques(with_: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

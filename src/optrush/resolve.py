@@ -1,4 +1,4 @@
-"""Run -> Prepared: everything that can be refused before anything is built or written. Pure: the plan asks the same.
+"""Config -> ResolvedConfig: all that can be refused before anything is built or written. Pure: the plan uses it too.
 
 rules between fields -> the model's config.json -> the config stage -> needs and claims on the device
 """
@@ -26,11 +26,12 @@ from optrush.technique import (
     ModelSpec,
     Part,
     Technique,
-    demand,
     in_order,
     instantiate,
+    missing,
+    refuse_unmet,
+    rows_of_batch,
     settle,
-    sizes,
     unmet,
 )
 from optrush.techniques import ALL
@@ -38,9 +39,9 @@ from optrush.techniques import ALL
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A run whose every condition that can be checked without building anything holds."""
+    """A configuration that has passed every check that needs no model."""
 
-    config: Config  # its micro-batch is a number, also where `auto` was asked for
+    config: Config  # its micro-batch is a number, also where the file has `auto`
     techniques: list[Technique]
     env: Environment
     folder: Path | None
@@ -55,10 +56,10 @@ def resolve(
     ranks: int | None = None,
     device: Device | None = None,
 ) -> ResolvedConfig:
-    """Checks what can be checked before anything is built.
+    """Check what can be checked before anything is built.
 
     Args:
-        device: the device to prepare for, as the plan may suppose one; None: what this machine has, to train on.
+        device: the device to plan for; None: this machine's, to train on.
 
     Raises:
         UserError: in its three lines; nothing has been written.
@@ -69,9 +70,9 @@ def resolve(
     if config.objective == "dpo":
         config = config.model_copy(update={"dpo": config.dpo or Dpo()})
     techniques = in_order(instantiate(classes, config.with_))
-    check(config)
+    check_fields(config)
     ranks = launched()[1] if ranks is None else ranks
-    rows, micro_rows = sizes(config, ranks)
+    rows, micro_rows = rows_of_batch(config, ranks)
     folder, hf = locate(config, weights=device is None)
     growth = grow(config, folder, hf)
     if growth is not None:
@@ -94,46 +95,30 @@ def resolve(
         found = f"{device.name}, capability {device.capability}, which has no such products"
         raise NeedsError("`model.dtype: bfloat16`", found, "leave it out, and take --with amp:dtype=fp16")
     env = Environment(
-        device=device,
-        ranks=ranks,
-        seq=config.batch.seq,
-        rows=rows,
-        micro_rows=micro_rows,
-        clip=config.optim.clip,
-        dtype=config.model.dtype,
-        native=native,
-        blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0),
-        vocab=int(hf.get("vocab_size") or 0),
-        shape=shape,
-        spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads),
-        dpo=config.dpo,
-    )
+        device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
+        blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0), vocab=int(hf.get("vocab_size") or 0),
+        shape=shape, spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), dpo=config.dpo,
+    )  # fmt: skip
     if automatic:
         env = dataclasses.replace(env, micro_rows=choose_micro_batch(techniques, env, hf))
     env = settle(techniques, env, classes)
     check_reference(env)
-    if here:  # before hours of tokenising; a plan may suppose another machine
+    if here:  # before hours of tokenising
         for technique in techniques:
-            demand(technique)
+            refuse_unmet(missing(technique))
     return ResolvedConfig(_sized(config, env), techniques, env, folder, hf, tuple(edits), growth)
 
 
 def resized(prepared: ResolvedConfig, rows: int) -> ResolvedConfig:
-    """The same with another micro-batch.
-
-    Raises:
-        NeedsError: a technique cannot have it.
-    """
+    """Return the same with another micro-batch, or raise NeedsError if a technique does not allow it."""
     env = dataclasses.replace(prepared.env, micro_rows=rows)
-    # Who plays a smaller card was asked about the whole one, and would take its share of the share.
+    # The owner of MEMORY has already replaced the device by a smaller one, and would do so again.
     others = [t for t in prepared.techniques if Part.MEMORY not in t.claims]
-    for need in unmet(others, env):
-        raise NeedsError(need.asked, need.found, need.do)
+    refuse_unmet(unmet(others, env))
     return dataclasses.replace(prepared, config=_sized(prepared.config, env), env=env)
 
 
 def _sized(config: Config, env: Environment) -> Config:
-    """The run with the micro-batch of the setup."""
     tokens = env.micro_rows * env.seq
     if config.batch.micro_tokens == tokens or (config.batch.micro_tokens is None and tokens == env.seq):
         return config
@@ -141,7 +126,7 @@ def _sized(config: Config, env: Environment) -> Config:
 
 
 def _chooser(config: Config, classes: Sequence[type[Technique]]) -> Config:
-    """The run with a technique that owns the micro-batch: `auto` asks for one, which the file need not name."""
+    """Add a technique that owns the micro-batch, which `auto` needs and the file need not name."""
     owners = [c.name for c in classes if Part.MICRO_BATCH in c.claims]
     if not owners:
         do = f"give a multiple of {config.batch.seq}"
@@ -152,7 +137,7 @@ def _chooser(config: Config, classes: Sequence[type[Technique]]) -> Config:
 
 
 def _device(ranks: int) -> Device:
-    """This machine's, after the ranks it is to hold were counted."""
+    """Return this machine's device, or raise ConfigError if it has fewer than its ranks."""
     devices = hardware.probe()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if devices and here > len(devices):
@@ -160,12 +145,8 @@ def _device(ranks: int) -> Device:
     return devices[0] if devices else hardware.CPU
 
 
-def check(config: Config) -> None:
-    """The rules between the fields of `data:` and the objective; reads nothing.
-
-    Raises:
-        ConfigError: none or several of path, sample, random; random tokens where conversations are needed; a password.
-    """
+def check_fields(config: Config) -> None:
+    """Raise ConfigError for fields of `data:`, `model:` and the objective that contradict each other; reads nothing."""
     refuse_secrets(config)
     d = config.data
     if config.objective == "pretrain" and d.train_on == "last":
@@ -176,9 +157,8 @@ def check(config: Config) -> None:
         raise ConfigError("one of `data.path`, `data.sample`, `data.random`", found, "give exactly one")
     if d.random is not None:
         if config.objective != "pretrain":
-            raise ConfigError(
-                f"`objective: {config.objective}` on `data.random`", "random tokens", "objective: pretrain"
-            )
+            asked = f"`objective: {config.objective}` on `data.random`"
+            raise ConfigError(asked, "random tokens", "objective: pretrain")
         if isinstance(d.eval, str):
             raise ConfigError("`data.eval` from a file beside `data.random`", d.eval, "give a fraction")
     elif config.model.shape is not None and config.model.tokenizer is None:
@@ -193,11 +173,7 @@ def check(config: Config) -> None:
 
 
 def check_dpo(config: Config) -> None:
-    """The rules between `objective: dpo`, its block and the data; reads nothing.
-
-    Raises:
-        ConfigError: what another objective would not read, or pairs cannot have.
-    """
+    """Raise ConfigError for a `dpo` block that the objective ignores, or data that pairs cannot have; reads nothing."""
     asked, d, settings = f"`objective: {config.objective}`", config.data, config.dpo or Dpo()
     if config.objective != "dpo":
         if config.dpo is not None:
@@ -218,11 +194,7 @@ def check_dpo(config: Config) -> None:
 
 
 def check_reference(env: Environment) -> None:
-    """The rule between `dpo.reference` and who says what is trained.
-
-    Raises:
-        NeedsError: the untrained model is to be asked in every step, and nobody can undo the training.
-    """
+    """Raise NeedsError if `dpo.reference: adapter` is set and the model before training cannot be restored."""
     if env.dpo is None or env.dpo.reference != "adapter" or env.spec.adapters_removable:
         return
     found = "every weight is trained, and nothing keeps what it was"
@@ -233,12 +205,11 @@ def check_reference(env: Environment) -> None:
     raise NeedsError("`dpo.reference: adapter`", found, do)
 
 
-def dense(config: Config, classes: Sequence[type[Technique]] = ALL) -> tuple[Config, list[str]]:
-    """The run for a model that was trained and exported, whose weights are whole, with adapters in them.
+def without_adapters(config: Config, classes: Sequence[type[Technique]] = ALL) -> tuple[Config, list[str]]:
+    """Return the configuration for a trained and exported model, whose weights include its adapters.
 
     Returns:
-        It without the techniques that say what is trained, and those that ask for one that does: they would lay
-        adapters over what was learnt, and quantise it again; and their names.
+        It without the techniques that claim or want TRAINED, which would add adapters and quantise again; their names.
     """
     gone = [c.name for c in classes if Part.TRAINED in c.claims | c.wants and c.name in config.with_]
     kept = {name: options for name, options in config.with_.items() if name not in gone}

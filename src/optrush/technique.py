@@ -1,8 +1,8 @@
 """The seam: what an optimisation is, what it needs, what it owns, and in which order it acts. Pure, the plan needs it.
 
 A technique is one file with one frozen class, whose dataclass fields are its options, and one line of
-`techniques.ALL`. It acts before step 0 only, stage by stage, by replacing or wrapping the job's callables and slots;
-the training loop never learns its name. A part has one owner, the technique that claims it: so conflicts need no list.
+`techniques.ALL`. It acts before step 0 only, stage by stage, by replacing or wrapping callables and slots of the
+`Trainer`. A part has one owner, the technique that claims it, so conflicts need no list.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import enum
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
@@ -26,7 +27,9 @@ from optrush.planner.ledger import Rule
 
 if TYPE_CHECKING:
     from optrush.models.shapes import ModelShape
-    from optrush.trainer.trainer import Trainer
+    from optrush.trainer.trainer import Trainer as Trainer
+else:
+    Trainer = object  # techniques name it in annotations only: its module imports torch
 
 
 class Part(enum.Enum):
@@ -65,11 +68,21 @@ class Numerics(enum.Enum):
 
 LINEARS = ("qkv", "o", "gate_up", "down")  # of a block of our decoder
 
-# In the order of acting. The first two act before there is a Job, the others on it.
-STAGES = (
-    "process", "config", "data", "model", "peft", "parallelize", "loss", "recompute", "compile", "shard",
-    "optimizer", "wrap_step", "wrap_window",
-)  # fmt: skip
+# What a technique changes in each stage, in the order of the stages. The first two run before there is a Trainer.
+STAGES = {
+    "process": "environment and allocator, before torch and the process group are started",
+    "config": "the config.json dict, in place, before a model is built",
+    "data": "how rows become batches",
+    "model": "whole modules, on the meta device",
+    "peft": "quantized bases, adapters, freezing: on the linears that `model` settled",
+    "loss": "the head's kernel",
+    "recompute": "what is not saved for the backward pass",
+    "compile": "modules and kernels, compiled in place",
+    "shard": "placement of `trainer.fsdp_roots` over the data axis, still on the meta device",
+    "optimizer": "the optimizer over `trainer.trained`, which has bytes now",
+    "wrap_step": "what runs a window, and what follows it",
+    "wrap_window": "the finished window",
+}
 
 
 @dataclass(frozen=True)
@@ -122,9 +135,42 @@ class Environment:
     vocab: int = 0  # V; 0: unknown
     shape: ModelShape | None = None  # of a model of our own decoder
     dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
-    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     spec: ModelSpec = ModelSpec()
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
+
+    # What several techniques need of the environment.
+
+    def needs_gpu(self, technique: str, capability: tuple[int, int] = (0, 0)) -> Requirement:
+        """Return the requirement of a CUDA device of at least this compute capability."""
+        found = "a CPU only" if self.device.kind == CPU.kind else f"{self.device.name}, {self.device.capability}"
+        wanted = f"a CUDA device of capability {capability[0]}.{capability[1]}" if any(capability) else "a CUDA device"
+        met = self.device.kind == "cuda" and self.device.capability >= capability
+        return Requirement(met, f"`{technique}` needs {wanted}", found, "run it on one, or leave the technique out")
+
+    def needs_half(self, asked: str, instead: str = "") -> Requirement:
+        """Return the requirement of products in 16 bits."""
+        met = self.dtype == "bfloat16" or Part.PRECISION in self.claimed
+        do = "add --with amp or --with bf16" + (f", or {instead}" if instead else "")
+        return Requirement(met, asked, "weights and products in float32", do)
+
+    def needs_capability(self, capability: tuple[int, int], asked: str, do: str) -> Requirement:
+        """Return the requirement of at least this compute capability, if the device is a GPU."""
+        met = self.device.kind != "cuda" or self.device.capability >= capability
+        return Requirement(met, asked, f"{self.device.name}, capability {self.device.capability}", do)
+
+    def needs_no_kahan(self, technique: str) -> Requirement:
+        """Return the requirement of an optimizer that stores no remainders."""
+        found = "Kahan rounding, which adds what rounding took from a weight to its next update"
+        do = "take --with bf16:rounding=stochastic, or --with fused-adamw"
+        return Requirement(self.spec.rounding != "kahan", f"`{technique}` has no place for remainders", found, do)
+
+    def needs_own_matrices(self, technique: str, whose: str) -> Iterator[Requirement]:
+        """Yield the requirements of an optimizer that steps whole matrices of the model itself."""
+        asked, do = f"`{technique}` updates {whose} own matrices", "take --with fused-adamw or --with adam8bit instead"
+        found = "a technique that freezes them and trains others in their place"
+        yield Requirement(Part.TRAINED not in self.claimed, asked, found, do)
+        asked, found = f"`{technique}` makes its states where the weights are", "a technique that keeps them elsewhere"
+        yield Requirement(Part.STATES not in self.claimed, asked, found, do)
 
     @property
     def accumulation(self) -> int:
@@ -132,14 +178,14 @@ class Environment:
 
     @property
     def span(self) -> float:
-        """Return the tokens of a row that an attention reads which knows documents: T, of packed rows less."""
+        """Return how many tokens of a row an attention that separates documents reads: T, of packed rows fewer."""
         packed = {Part.BATCH_LAYOUT, Part.PACKED_ROWS} <= self.claimed and Part.ROW_WIDTH not in self.claimed
         return self.seq * (self.reach if packed else 1.0)
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Hold a condition, the fact found and the fix. `met` False stops the run before anything is written."""
+    """Hold a condition, the fact found and the fix. If `met` is False, nothing is run and nothing written."""
 
     met: bool
     asked: str
@@ -174,95 +220,71 @@ class Technique:
     summary: ClassVar[str]
     source: ClassVar[str]
     numerics: ClassVar[Numerics]
-    proof: ClassVar[str]  # the test that holds it to its numerics
-    verified_on: ClassVar[tuple[str, ...]]
+    proof: ClassVar[str]  # the test that holds it to its numerics: if not given, the one named like its module
+    verified_on: ClassVar[tuple[str, ...]] = ("cpu", "gpu")  # ("cpu",) where no test in tests/gpu covers it
     claims: ClassVar[frozenset[Part]] = frozenset()
     wants: ClassVar[frozenset[Part]] = frozenset()
-    sample: ClassVar[
-        Mapping[str, Any]
-    ] = {}  # options for a description of the technique, where the defaults alone are refused
+    searched: ClassVar[bool] = True  # False: the user decides, and a search neither adds nor removes the technique
+    sample: ClassVar[Mapping[str, Any]] = {}  # options for a description, where the defaults alone are refused
+
+    def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "proof"):
+            cls.proof = f"tests/techniques/test_{cls.__module__.rpartition('.')[2]}.py"
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         """Return the description of the model with what this technique changes in it."""
         return spec
-
-    def axes(self, env: Environment) -> dict[str, int]:
-        """Mesh axes this technique adds; what is left of the ranks is the data axis."""
-        return {}
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         """Yield conditions, each with the fact found and the fix. May not import torch."""
         yield from ()
 
     def card(self, device: Device) -> Device:
-        """The device as the run may use it: what the plan counts on."""
+        """Return the device as the run may use it, which the plan is computed for."""
         return device
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Rules on the ledger's lines and work, each with its reason. May not import torch."""
+        """Yield rules on the ledger's lines and work, each with its reason. May not import torch."""
         yield from ()
 
     def packages(self) -> tuple[tuple[str, str], ...]:
-        """(distribution, extra of optrush that installs it) of each package that these options call."""
+        """Return (distribution, extra of optrush that installs it) of each package that these options call."""
         return ()
 
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        """Yield options that a search should try on this device; the defaults, unless others may win. None at all:
-        the user decides, and no search leaves the technique out."""
-        yield {}
+        """Yield options that a search should try on this device: the defaults, unless others may win."""
+        if cls.searched:
+            yield {}
+
+    # The stages: each returns how many things it changed.
 
     def process(self, env: Environment) -> int:
-        """Before torch and the process group: environment, allocator."""
         return 0
 
     def config(self, hf: dict[str, Any]) -> int:
-        """Edits the config.json dict in place, before a model is built."""
         return 0
 
-    def data(self, job: Trainer) -> int:
-        """Rows into batches."""
+    def _unchanged(self, trainer: Trainer) -> int:
         return 0
 
-    def model(self, job: Trainer) -> int:
-        """Whole modules, on the meta device."""
-        return 0
+    data = model = peft = loss = recompute = compile = shard = optimizer = wrap_step = wrap_window = _unchanged
 
-    def peft(self, job: Trainer) -> int:
-        """Quantised bases, adapters, freezing: on the linears that `model` settled."""
-        return 0
+    # In the stages: what several techniques call.
 
-    def parallelize(self, job: Trainer) -> int:
-        """Pipeline parts, tensor-parallel weights: which modules this rank has."""
-        return 0
+    def demand_triton(self, device: Device, asked: str = "") -> None:
+        """Raise NeedsError if this machine cannot build our Triton kernels for a CUDA device; a CPU needs none."""
+        asked = f"`{asked or self.name}` runs a Triton kernel"
+        if device.kind == "cuda" and library("triton") is None:
+            raise NeedsError(asked, "triton is not installed", "python -m pip install triton")
+        if device.kind == "cuda" and installed(os.environ.get("CC"), *CC) is None:
+            raise NeedsError(asked, f"no C compiler: none of {', '.join(CC)}", "install gcc")
 
-    def loss(self, job: Trainer) -> int:
-        """The head's kernel."""
-        return 0
-
-    def recompute(self, job: Trainer) -> int:
-        """What is not saved for the backward pass."""
-        return 0
-
-    def compile(self, job: Trainer) -> int:
-        """Modules and kernels, in place."""
-        return 0
-
-    def shard(self, job: Trainer) -> int:
-        """Placement over the data axis, of `job.roots`; still on meta."""
-        return 0
-
-    def optimizer(self, job: Trainer) -> int:
-        """Over `job.trained`, which has bytes now."""
-        return 0
-
-    def wrap_step(self, job: Trainer) -> int:
-        """Replace or wrap what runs a window, and what follows it."""
-        return 0
-
-    def wrap_window(self, job: Trainer) -> int:
-        """Around the finished window."""
-        return 0
+    def set_optimizer(self, trainer: Trainer, optimizer: Callable[..., Any], **options: Any) -> int:
+        """Build the optimizer over `trainer.trained`, its states where the run stores them; return the changes: 1."""
+        options |= {"optim": trainer.config.optim, "rounding": trainer.rounding, "seed": trainer.config.seed}
+        trainer.optimizer = trainer.optimizer_factory(trainer.trained, partial(optimizer, **options))
+        return 1
 
 
 def instantiate(classes: Sequence[type[Technique]], wanted: Mapping[str, Mapping[str, Any]]) -> list[Technique]:
@@ -298,7 +320,7 @@ def _instance(cls: type[Technique], options: Mapping[str, Any]) -> Technique:
 
 
 def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[type[Technique]] = ()) -> Environment:
-    """Return the environment with its owners, axes and model, after claims, wants and needs were checked.
+    """Return the environment with its owners and model, after claims, wants and needs were checked.
 
     Args:
         classes: what could be added, for the advice.
@@ -320,17 +342,12 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
         spec = t.describe(spec)
     claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.dpo is not None else set())
     env = dataclasses.replace(env, claimed=claimed, spec=spec)
-    axes: dict[str, int] = {}
-    for t in techniques:
-        axes.update(t.axes(env))
-    env = dataclasses.replace(env, axes=axes)
     for t in techniques:
         for part in t.wants - env.claimed:
             able = " or ".join(f"--with {c.name}" for c in classes if part in c.claims)
             do = f"add {able}" if able else "add a technique that does"
             raise NeedsError(f"`{t.name}`", f"nobody owns {part.value}", do)
-        for need in unmet([t], env):
-            raise NeedsError(need.asked, need.found, need.do)
+        refuse_unmet(t.needs(env))
     for t in techniques:
         env = dataclasses.replace(env, device=t.card(env.device))
     if env.ranks > 1 and Part.DATA not in env.claimed:
@@ -341,8 +358,15 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
 
 
 def unmet(techniques: Sequence[Technique], env: Environment) -> Iterator[Requirement]:
-    """What techniques lack, in their order."""
+    """Return the requirements of techniques that are not met, in their order."""
     return (need for t in techniques for need in t.needs(env) if not need.met)
+
+
+def refuse_unmet(needs: Iterable[Requirement]) -> None:
+    """Raise NeedsError for the first requirement that is not met."""
+    for need in needs:
+        if not need.met:
+            raise NeedsError(need.asked, need.found, need.do)
 
 
 def in_order(techniques: Sequence[Technique]) -> list[Technique]:
@@ -350,7 +374,7 @@ def in_order(techniques: Sequence[Technique]) -> list[Technique]:
     return sorted(techniques, key=lambda t: not t.claims)
 
 
-def sizes(config: Config, ranks: int) -> tuple[int, int]:
+def rows_of_batch(config: Config, ranks: int) -> tuple[int, int]:
     """(rows of a step over all ranks, rows of one micro-batch; of `auto` the least, 1), or what does not divide.
 
     Raises:
@@ -382,39 +406,14 @@ def library(name: str) -> str | None:
 
 
 def missing(technique: Technique) -> Iterator[Requirement]:
-    """Packages that a technique calls and that are not here: no `needs`, for a plan may suppose another machine."""
+    """Yield packages that a technique calls and that are not installed. Not in `needs`: plans are for any machine."""
     for distribution, extra in technique.packages():
         if library(distribution) is None:
             found, do = f"the package {distribution} is not installed", f"python -m pip install 'optrush[{extra}]'"
             yield Requirement(False, f"`{technique.name}` as asked", found, do)
 
 
-def demand(technique: Technique) -> None:
-    """For a stage.
-
-    Raises:
-        NeedsError: the first package that is missing.
-    """
-    for need in missing(technique):
-        raise NeedsError(need.asked, need.found, need.do)
-
-
-def gpu(technique: str, env: Environment, capability: tuple[int, int] = (0, 0)) -> Requirement:
-    """The need for a CUDA device of at least this compute capability."""
-    found = "a CPU only" if env.device.kind == CPU.kind else f"{env.device.name}, {env.device.capability}"
-    wanted = f"a CUDA device of capability {capability[0]}.{capability[1]}" if capability > (0, 0) else "a CUDA device"
-    met = env.device.kind == "cuda" and env.device.capability >= capability
-    return Requirement(met, f"`{technique}` needs {wanted}", found, "run it on one, or leave the technique out")
-
-
-def forgetful(technique: str, env: Environment) -> Requirement:
-    """The need of an optimizer that keeps nothing of what it rounds away."""
-    found = "Kahan rounding, which adds what rounding took from a weight to its next update"
-    do = "take --with bf16:rounding=stochastic, or --with fused-adamw"
-    return Requirement(env.spec.rounding != "kahan", f"`{technique}` has no place for remainders", found, do)
-
-
-# --- What compiles code on this machine: checked in a stage, not in `needs`, since a plan may suppose another machine.
+# --- What compiles code on this machine: checked in a stage, not in `needs`, since a plan may be for another machine.
 
 
 COMPILERS = ("g++", "clang++", "c++")
@@ -422,45 +421,31 @@ CC = ("gcc", "clang", "cc")
 TRITON = (7, 0)  # the least capability that torch compiles for
 
 
-def digest() -> str:
-    """16 hexadecimal digits of all files of this package: what was measured or compiled with other code has others."""
+def package_digest() -> str:
+    """Return a digest of all files of this package, 16 hexadecimal digits."""
     found = hashlib.sha256()
     for path in sorted(Path(optrush.__file__).parent.rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
 
-def demand_triton(technique: str, device: Device) -> None:
-    """For a stage: refuses a CUDA device for which this machine cannot build our Triton kernels; a CPU needs none.
-
-    Raises:
-        NeedsError: what is missing.
-    """
-    asked = f"`{technique}` runs a Triton kernel"
-    if device.kind == "cuda" and library("triton") is None:
-        raise NeedsError(asked, "triton is not installed", "python -m pip install triton")
-    if device.kind == "cuda" and installed(os.environ.get("CC"), *CC) is None:
-        raise NeedsError(asked, f"no C compiler: none of {', '.join(CC)}", "install gcc")
-
-
 def compilers(device: Device) -> Iterator[Requirement]:
-    """What torch.compile calls."""
+    """Yield the requirements of torch.compile."""
     asked = f"torch.compile on {device.name if device.kind == 'cuda' else 'a CPU'}"
     if device.kind == "cuda":
         found = f"capability {device.capability[0]}.{device.capability[1]}"
         yield Requirement(device.capability >= TRITON, f"{asked}, from capability 7.0 on", found, "leave it out")
-        yield Requirement(
-            library("triton") is not None, asked, "triton is not installed", "python -m pip install triton"
-        )
+        triton = library("triton") is not None
+        yield Requirement(triton, asked, "triton is not installed", "python -m pip install triton")
         c = installed(os.environ.get("CC"), *CC)
         yield Requirement(c is not None, f"{asked} needs a C compiler", f"none of {', '.join(CC)}", "install gcc")
         return
-    wanted = os.environ.get("CXX", COMPILERS[0])  # what torch calls; it looks for no other
+    wanted = os.environ.get("CXX", COMPILERS[0])  # torch calls this one, and searches for no other
     other = installed(*COMPILERS)
     do = f"export CXX={other}" if other else "install g++ (Debian and Ubuntu: apt-get install g++)"
     yield Requirement(installed(wanted) is not None, f"{asked} needs a C++ compiler", f"no {wanted} on the PATH", do)
 
 
 def installed(*names: str | None) -> str | None:
-    """The path of the first of these programs that is there."""
+    """Return the path of the first of these programs that is on the PATH."""
     return next((path for name in names if name and (path := shutil.which(name))), None)

@@ -112,8 +112,8 @@ def test_examples_are_valid(example: Path) -> None:
 
 SPELLINGS = {
     "fused-block": "fused-kernels: {mlp: triton}",
-    "fused-norm": "fused-kernels: {norm: true}",
-    "fused-rotation": "fused-kernels: {rope: true}",
+    "fused-norm": "fused-kernels: {mlp: none, norm: true}",
+    "fused-rotation": "fused-kernels: {mlp: none, rope: true}",
     "max-autotune": "compile: {autotune: true}",
     "stochastic-rounding": "bf16: {rounding: stochastic}",
     "kahan": "bf16: {rounding: kahan}",
@@ -122,17 +122,20 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("name", RENAMED)
 def test_the_old_name_of_a_technique_is_refused_with_the_new_spelling(name: str) -> None:
-    old = run(f"with: {{{name}: }}\n")
-    for place, refused in (
-        (f"the technique `{name}`", lambda: instantiate(ALL, old.with_)),
-        (f"--with {name}", lambda: run(withs=[f"{name}:impl=triton"])),
-        (f"--without {name}", lambda: run(withouts=[name])),
+    old, new = run(f"with: {{{name}: }}\n"), RENAMED[name][0]
+    options = SPELLINGS[name].partition(": ")[2].strip("{}")
+    flag = f"--with {new}:{options.replace(', ', ',').replace(': ', '=')}"
+    for place, spelling, refused in (
+        (f"the technique `{name}`", SPELLINGS[name], lambda: instantiate(ALL, old.with_)),
+        (f"--with {name}", flag, lambda: run(withs=[f"{name}:impl=triton"])),
+        (f"--without {name}", f"--without {new}", lambda: run(withouts=[name])),
     ):
         with pytest.raises(ConfigError) as caught:
             refused()
-        assert caught.value.asked == place and caught.value.do == f"write `{SPELLINGS[name]}`"
-        assert caught.value.found == f"now an option of `{SPELLINGS[name].partition(':')[0]}`"
-    assert [t.name for t in instantiate(ALL, run(f"with: {{{SPELLINGS[name]}}}\n").with_)] == [RENAMED[name][0]]
+        assert caught.value.asked == place and caught.value.do == f"write `{spelling}`"
+        assert caught.value.found == f"now an option of `{new}`"
+    from_yaml = run(f"with: {{{SPELLINGS[name]}}}\n").with_
+    assert from_yaml == run(withs=[flag.removeprefix("--with ")]).with_ and {*from_yaml} == {new}
 
 
 def test_older_runs_have_the_techniques_of_today() -> None:

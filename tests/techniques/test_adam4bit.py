@@ -10,47 +10,39 @@ import torch
 
 from optrush.kernels import adam8bit
 from optrush.kernels.adam8bit import BLOCK
-from optrush.trainer.trainer import evaluate
 
-from golden.make_golden import T
-from heldout import documents
-from trials import assembled, golden_run, steps
+from heldout import held_out
 
-STEPS = 300
 SEEDS = (1, 2, 3)
 
 
-def held_out(box, seed, lr=1e-2, **with_):
+def last(box, seed, lr=1e-2, **with_):
     """Held-out loss after 300 steps."""
-    sets = [*documents(box), f"seed={seed}", f"train.steps={STEPS}", f"optim.lr={lr}"]
-    sets += [f"batch.tokens={T * 2}", f"batch.micro_tokens={T * 2}"]
-    trainer = assembled(golden_run(box, sets=sets, packing={}, **with_))
-    list(steps(trainer, STEPS))
-    return evaluate(trainer)[0]
+    return held_out(box, seed, (f"optim.lr={lr}",), n=300, rows=2, **with_)[1]
 
 
 @pytest.fixture(scope="module")
 def float32(box):
-    return [held_out(box, seed) for seed in SEEDS]
+    return [last(box, seed) for seed in SEEDS]
 
 
-def noise(last):
+def noise(losses):
     """Standard deviation over the seeds of the baseline: what another seed alone does to the loss."""
-    return torch.tensor(last).std().item()
+    return torch.tensor(losses).std().item()
 
 
 def test_held_out_loss_within_the_seeds_noise(box, float32):
     """300 steps, 3 seeds, the rate of other proofs: the mean is within the spread that seeds give float32 moments."""
-    off = [held_out(box, seed, adam4bit={}) - base for seed, base in zip(SEEDS, float32, strict=True)]
+    off = [last(box, seed, adam4bit={}) - base for seed, base in zip(SEEDS, float32, strict=True)]
     print("float32", float32, "noise", noise(float32), "worse by", off)
     assert any(off) and sum(off) / len(off) < noise(float32)
 
 
 def test_held_out_loss_at_a_small_rate(box, monkeypatch):
     """At 1e-3, where three seeds of float32 scatter by 0.009: as near, and not so without the feedback."""
-    base, ours = (held_out(box, SEEDS[0], 1e-3, **with_) for with_ in ({}, {"adam4bit": {}}))
+    base, ours = (last(box, SEEDS[0], 1e-3, **with_) for with_ in ({}, {"adam4bit": {}}))
     monkeypatch.setattr(adam8bit.QuantizedGroup, "feedback", 0.0)
-    without = held_out(box, SEEDS[0], 1e-3, adam4bit={})
+    without = last(box, SEEDS[0], 1e-3, adam4bit={})
     print("float32", base, "worse by", ours - base, "and without", without - base)
     assert abs(ours - base) < 0.009 and without - base > 0.04
 
@@ -66,4 +58,4 @@ def test_a_code_of_zero_does_not_learn_as_well(box, float32, monkeypatch):
         return torch.where(found <= least * 1.001, 0.0, found)
 
     monkeypatch.setattr(adam8bit, "dequantize_blocks", decode)
-    assert held_out(box, SEEDS[0], adam4bit={}) > float32[0] + noise(float32)
+    assert last(box, SEEDS[0], adam4bit={}) > float32[0] + noise(float32)

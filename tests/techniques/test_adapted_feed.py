@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import parse_hardware
 from optrush.kernels import lora_matmul, swiglu, swiglu_quack
@@ -34,7 +33,7 @@ from techniques.test_lora import Now, filled_by_nobody
 
 import memory
 from golden.make_golden import SIZES, T
-from trials import assembled, first_gradients, furthest, golden_run, kept, micro, steps
+from trials import assembled, first_gradients, furthest, golden_run, kept, micro, shaped, steps
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch of its own
 D_, F_ = SIZES["hidden_size"], SIZES["intermediate_size"]
@@ -197,10 +196,8 @@ def test_same_loss_and_gradients(box, targets, beside):
     [("all-linear", {}), (["down_proj"], {"nf4": {}}), (["up_proj"], {"int8": {}, "recompute": {"every": 2}})],
     ids=str,
 )
-def test_compiled(box, targets, beside):
+def test_compiled(box, fresh, targets, beside):
     """Full graphs, of the first block, of the others, and with adapters off; a compiler keeps no more than we do."""
-    torch._dynamo.reset()
-    counters.clear()
     lora = {**LORA, "targets": targets}
     plain = learning(box, lora, rows=8, **beside)
     want_loss, want = first_gradients(plain)
@@ -218,16 +215,12 @@ def test_compiled(box, targets, beside):
     with job.adapters_disabled(), plain.adapters_disabled(), torch.no_grad():
         want_off, off = (each.loss(micro(each)).item() for each in (plain, job))
     assert off == pytest.approx(want_off, rel=1e-6) and off != pytest.approx(want_loss, rel=1e-3)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("beside", [{}, {"nf4": {}}, {"compile": {}}], ids=str)
 @pytest.mark.parametrize("stream", ["float32", "half"])
-def test_mixed_precision(box, stream, beside, monkeypatch):
+def test_mixed_precision(box, stream, beside, traced):
     """No further from float32's gradients than without it. Compiled without the code that would be written."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options, **kwargs: real(f, backend="aot_eager", **kwargs))
-    torch._dynamo.reset()
     _, right = first_gradients(learning(box, **{k: v for k, v in beside.items() if k != "compile"}))
     loss, ours = first_gradients(learning(box, amp={"stream": stream}, **QUACK, **beside))
     want, theirs = first_gradients(learning(box, amp={"stream": stream}, **beside))
@@ -235,7 +228,6 @@ def test_mixed_precision(box, stream, beside, monkeypatch):
     assert all(g.dtype == torch.float32 for g in ours.values())
     right, ours, theirs = (torch.cat([g[n].flatten() for n in right]) for g in (right, ours, theirs))
     assert (ours - right).norm() < 1.25 * (theirs - right).norm() < 0.1 * right.norm()
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("beside", [{}, {"nf4": {}}, {"recompute": {}}, FUSED], ids=str)
@@ -373,9 +365,8 @@ def test_what_is_no_room():
     [*((base, fused) for base in ({}, {"nf4": {}}, {"int8": {}}) for fused in ({}, FUSED)), ({}, {**FUSED, "amp": {}})],
     ids=str,
 )
-def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch):
+def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch, fresh):
     """Nor what a linear reads, forward or backward, where a kernel of ours wrote it: attention's result is not."""
-    torch._dynamo.reset()
     job = learning(box, **QUACK, **base, **fused, **({"compile": {}, "attention": {}} if compiled else {}))
 
     def frozen():
@@ -395,7 +386,6 @@ def test_no_weight_is_copied(box, base, compiled, fused, monkeypatch):
     if fused:
         both = compiled and "amp" in fused  # a compiler casts the gradient of attention's result without room
         assert len(copied) == 16 * (1 + both), "two blocks, eight micro-batches"
-    torch._dynamo.reset()
 
 
 # What is kept.
@@ -448,16 +438,8 @@ def adapter_names(trainer, which):
     ],
     ids=str,
 )
-def test_memory_is_what_was_said(tmp_path, withs, rows, times):
-    text = f"""
-model: {{shape: llama-3.2-1b}}
-objective: pretrain
-data: {{random: 32}}
-batch: {{seq: 1024, tokens: {rows * 1024 * times}, micro_tokens: {rows * 1024}}}
-train: {{steps: 4}}
-output: {tmp_path / "output"}
-"""
-    config = parse_config(text, "case", (), [*withs, "fused-kernels:mlp=quack"])
+def test_memory_is_what_was_said(withs, rows, times):
+    config = shaped("llama-3.2-1b", *withs, "fused-kernels:mlp=quack", rows=rows, seq=1024, windows=times)
     said = search.predict(config, "h200")
     with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(config, CLASSES) as job:
         assert inside(job)
@@ -474,17 +456,9 @@ output: {tmp_path / "output"}
 
 
 def test_what_it_predicts():
-    text = """
-model: {shape: llama-3.2-1b}
-objective: pretrain
-data: {random: 64}
-batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}
-output: unused
-with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
-"""
-
     def said(*withs):
-        return search.predict(parse_config(text, "x", (), withs), "h200")
+        usual = ("bf16", "attention", "compile", "fused-loss", "fused-adamw")
+        return search.predict(shaped("llama-3.2-1b", *usual, *withs, rows=16), "h200")
 
     def copied(said):
         found = {}
@@ -559,16 +533,8 @@ def test_what_lays_matrices_side_by_side_is_asked_for(box, monkeypatch):
 
 
 def test_no_search_takes_what_is_refused():
-    text = """
-model: {shape: llama-3.2-1b}
-objective: pretrain
-data: {random: 64}
-batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}
-output: unused
-with: {nf4: {}, lora: %s}
-"""
-    for options, quack in (("{}", True), ("{dropout: 0.1}", False), ("{dora: true}", False)):
-        found = search.search(parse_config(text % options, "x"), "h200")
+    for options, quack in (("lora", True), ("lora:dropout=0.1", False), ("lora:dora=true", False)):
+        found = search.search(shaped("llama-3.2-1b", "nf4", options, rows=16), "h200")
         blocks = [setting.with_.get("fused-kernels") for setting in found.settings]
         assert ({"mlp": "quack"} in blocks) == quack, options
 
@@ -616,11 +582,8 @@ def test_what_fits():
 
 
 @pytest.mark.parametrize("with_", [{}, {"bf16": {}}, {"amp": {}}, {"amp": {"stream": "half"}}], ids=str)
-def test_compiled_without_adapters(box, with_, monkeypatch):
+def test_compiled_without_adapters(box, with_, traced):
     """Compiled without the code that would be written; a compiler refuses a tensor that is given twice."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options, **kwargs: real(f, backend="aot_eager", **kwargs))
-    torch._dynamo.reset()
     want, right = first_gradients(assembled(golden_run(box, packed=True)))
     loss, grads = first_gradients(
         assembled(golden_run(box, packed=True, rows=8, compile={}, **QUACK, **with_), CLASSES)
@@ -628,7 +591,6 @@ def test_compiled_without_adapters(box, with_, monkeypatch):
     assert loss == pytest.approx(want, rel=1e-2 if with_ else 1e-6)
     for name, grad in grads.items():
         assert (grad - right[name]).norm() < (0.1 if with_ else 1e-5) * right[name].norm(), name
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("stream", ["float32", "half"])

@@ -8,22 +8,20 @@ import pytest
 import torch
 
 from optrush import hardware, technique
-from optrush.config import parse_config
-from optrush.errors import NeedsError
+from optrush.errors import NeedsError, NoEffectError
 from optrush.planner import search
-from optrush.technique import demand_triton
 from optrush.techniques import ALL
+from optrush.techniques.bf16 import Bf16
 from optrush.trainer.checkpoint import Meta, find, restore, save
 
 from golden.sgd import Sgd
 from heldout import float32, held_out, travelled, worse
-from trials import assembled, golden_run, steps, weights
+from trials import assembled, golden_run, shaped, steps, weights
 
 MARGINS = {"nearest": 0.03, "stochastic": 0.02, "kahan": 0.01}  # nats a token, of the mean over the seeds
 RANDOM = ["stochastic", "kahan"]
 OURS = {"bf16": {}}
 KAHAN = {"bf16": {"rounding": "kahan"}}
-LLAMA = "{model: {shape: llama-3.2-1b}, objective: pretrain, data: {random: 64}, batch: {seq: 2048}, output: o}"
 
 
 @pytest.mark.parametrize("rounding", MARGINS)
@@ -149,17 +147,25 @@ def test_an_optimizer_that_cannot_is_refused(box):
     assert "rounded to the nearest" in job.describe()
 
 
+def test_no_remainders_of_float32_adapters(box):
+    """The base is frozen, so Kahan summation would change nothing; adapters next to trained bf16 weights keep it."""
+    with pytest.raises(NoEffectError, match="what is trained is float32") as error:
+        assembled(golden_run(box, packed=True, lora={}, **KAHAN))
+    assert error.value.asked == "`bf16:rounding=kahan`" and error.value.do == "leave rounding out: --with bf16"
+    assert assembled(golden_run(box, packed=True, lora={}, **OURS)).rounding == "stochastic"
+
+
 def test_a_machine_without_triton_is_refused(monkeypatch):
     card = hardware.NAMED["h200"]
-    demand_triton("x", hardware.CPU)
+    Bf16().demand_triton(hardware.CPU)
     monkeypatch.setattr(technique, "library", lambda name: None)
     with pytest.raises(NeedsError, match="triton is not installed") as error:
-        demand_triton("bf16", card)
+        Bf16().demand_triton(card)
     assert "`bf16`" in error.value.asked and "pip install triton" in error.value.do
     monkeypatch.setattr(technique, "library", lambda name: "3.6.0")
     monkeypatch.setattr(technique, "installed", lambda *names: None)
     with pytest.raises(NeedsError, match="no C compiler") as error:
-        demand_triton("bf16", dataclasses.replace(card, name="other"))
+        Bf16().demand_triton(dataclasses.replace(card, name="other"))
     assert "install gcc" in error.value.do
 
 
@@ -197,8 +203,8 @@ def test_these_tests_would_see_remainders_that_are_lost(box):
 
 @pytest.mark.parametrize("hardware", ["h200", "cpu"])
 def test_its_memory_is_predicted(hardware):
-    config = parse_config(LLAMA, "test", withs=["bf16"])
-    without = search.predict(config, hardware)
-    found = search.predict(parse_config(LLAMA, "test", withs=["bf16:rounding=kahan"]), hardware)
+    without, found = (
+        search.predict(shaped("llama-3.2-1b", with_), hardware) for with_ in ("bf16", "bf16:rounding=kahan")
+    )
     assert without.a_parameter == {"weights": 2, "gradients": 2, "states": 4}
     assert found.a_parameter == {"weights": 2, "gradients": 2, "states": 6}

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from optrush.errors import NeedsError
 from optrush.kernels import attention
 from optrush.resolve import resolve
-from optrush.technique import digest
+from optrush.technique import package_digest
 
 from golden.make_golden import SIZES, T
 from trials import apart, assembled, first_gradients, furthest, golden_run, micro, steps, wire
@@ -119,7 +119,7 @@ def test_an_attention_may_be_compiled_for_many_lengths(box, monkeypatch):
 
 def test_what_other_code_compiled_is_not_taken(box):
     """torch's files on the disk are known by the graph, and so by the names of operators, whatever these do."""
-    for before, want in (("", digest()), ("theirs", f"theirs {digest()}")):
+    for before, want in (("", package_digest()), ("theirs", f"theirs {package_digest()}")):
         with torch.compiler.config.patch(cache_key_tag=before):
             for _ in range(2):
                 assembled(golden_run(box, packed=True, compile={}))

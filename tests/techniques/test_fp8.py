@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 
-from optrush.config import parse_config
 from optrush.errors import NeedsError, NoEffectError
 from optrush.hardware import NAMED
 from optrush.kernels import float8
@@ -22,10 +20,10 @@ from optrush.planner import search
 from optrush.resolve import resolve
 from optrush.technique import Part
 from optrush.techniques.fp8 import MLP_SHARE, Fp8
-from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import SIZES, T
-from trials import apart, assembled, first_gradients, golden_run, micro, steps
+from heldout import float32, held_out, worse
+from trials import apart, assembled, first_gradients, golden_run, micro, shaped, steps
 
 LINEARS = {"qkv", "o", "gate_up", "down"}
 M, K, N = 48, 64, 96
@@ -174,43 +172,15 @@ def test_ranks_that_share_the_weights_agree_with_ranks_that_hold_them(box, pair)
         assert a == pytest.approx(b, rel=1e-3)
 
 
-MARGIN, SEEDS, STEPS = 0.03, (1, 2, 3), 40  # nats a token, of the mean over the seeds; a seed alone twice
+MARGIN = 0.03  # nats a token, of the mean over the seeds; a seed alone twice
 
 
-@pytest.fixture(scope="module")
-def counting(box):
-    """Documents that count on from a random word in strides of 1 to 3: learnt within a few steps."""
-    draw = np.random.RandomState(7)
-    for name, n in (("train8", 400), ("held8", 60)):
-        lines = []
-        for _ in range(n):
-            at, stride, length = draw.randint(0, 73), draw.randint(1, 4), draw.randint(10, 22)
-            lines.append(json.dumps({"text": " ".join(f"w{(at + stride * i) % 73}" for i in range(length))}))
-        (box / f"{name}.jsonl").write_text("\n".join(lines))
-    return box
-
-
-def held_out(box, seed, **with_):
-    sets = [
-        f"data.path={box}/train8.jsonl", f"data.eval={box}/held8.jsonl", f"seed={seed}", f"train.steps={STEPS}",
-        "optim.lr=1e-2", f"batch.tokens={T * 8}", f"batch.micro_tokens={T * 8}",
-    ]  # fmt: skip
-    job = assembled(golden_run(box, packed=True, sets=sets, **with_))
-    first = evaluate(job)[0]
-    list(steps(job, STEPS))
-    return first, evaluate(job)[0]
-
-
-def test_held_out_loss_over_seeds(counting):
-    base = [held_out(counting, seed) for seed in SEEDS]
-    ours = [held_out(counting, seed, fp8={}) for seed in SEEDS]
-    print("float32", base, "fp8", ours)
-    assert all(last < 0.6 * first for first, last in base), "it learns"
-    off = [b[1] - a[1] for a, b in zip(base, ours)]
+def test_held_out_loss_over_seeds(box):
+    off = worse(box, fp8={})
     assert sum(off) / len(off) < MARGIN and max(off) < 2 * MARGIN
 
 
-def test_fewer_bits_would_be_seen(counting, monkeypatch):
+def test_fewer_bits_would_be_seen(box, monkeypatch):
     """The margin can fail: with no bit of mantissa left in any operand, the loss is worse by more."""
     right = float8.rounded
 
@@ -221,8 +191,8 @@ def test_fewer_bits_would_be_seen(counting, monkeypatch):
         return (torch.trunc(wide / unit) * unit).to(dtype), back
 
     monkeypatch.setattr(float8, "rounded", coarse)
-    base, ours = held_out(counting, 1), held_out(counting, 1, fp8={})
-    assert ours[1] - base[1] > 2 * MARGIN
+    two_layers = (f"model.path={box}/untied",)
+    assert held_out(box, 1, two_layers, fp8={})[1] - float32(box, 1, two_layers)[1] > 2 * MARGIN
 
 
 # What it refuses, leaves and predicts.
@@ -321,14 +291,7 @@ def test_what_a_compiled_block_keeps(box, targets, norm, block, precision):
 
 def planned(name: str, with_: dict, targets: str) -> tuple[search.Prediction, search.Prediction]:
     """Without and with float8 products, of a published shape on an H200."""
-    text = f"""
-model: {{shape: {name}}}
-objective: pretrain
-data: {{random: 64}}
-batch: {{seq: 4096, tokens: 16384, micro_tokens: 16384}}
-output: unused
-"""
-    config = parse_config(text, "x").model_copy(update={"with_": with_})
+    config = shaped(name, rows=4, seq=4096).model_copy(update={"with_": with_})
     ours = config.model_copy(update={"with_": {**with_, "fp8": {"targets": targets}}})
     return search.predict(config, "h200"), search.predict(ours, "h200")
 

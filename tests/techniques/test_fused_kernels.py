@@ -14,18 +14,17 @@ from torch import nn
 
 import interpreter
 from optrush import technique
-from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, parse_hardware
 from optrush.kernels import rms_norm, rope, swiglu
 from optrush.kernels.lora_matmul import copied_padded, empty_padded
 from optrush.planner import search
 from optrush.resolve import resolve
-from optrush.technique import Technique, demand_triton
+from optrush.technique import Technique, missing, refuse_unmet
 from optrush.techniques.fused_kernels import FusedKernels
 
 from golden.make_golden import CASES, SIZES, T
-from trials import assembled, first_gradients, furthest, golden_run, kept
+from trials import assembled, first_gradients, furthest, golden_run, kept, shaped
 
 D, F, EPS = SIZES["hidden_size"], SIZES["intermediate_size"], 1e-5
 MLP, NORM, ROPE = {}, {"mlp": "none", "norm": True}, {"mlp": "none", "rope": True}  # one kernel each
@@ -108,9 +107,9 @@ def test_refused(box, tmp_path, monkeypatch):
     with pytest.raises(NeedsError, match="rotates queries and keys as the product makes them"):
         resolve(golden_run(box, sets=[f"model.path={folder}"], fused_kernels=ROPE))
     monkeypatch.setattr("optrush.technique.library", lambda name: None)
-    demand_triton("fused-kernels", CPU)
+    FusedKernels().demand_triton(CPU)
     with pytest.raises(NeedsError, match="`fused-kernels` runs a Triton kernel"):
-        demand_triton("fused-kernels", parse_hardware("h200")[0])
+        FusedKernels().demand_triton(parse_hardware("h200")[0])
 
 
 # --- the activation
@@ -183,8 +182,7 @@ def test_quack_is_refused_where_it_cannot_run(box, monkeypatch):
     ours = FusedKernels(mlp="quack")
     monkeypatch.setattr(technique, "library", lambda name: None)
     with pytest.raises(NeedsError, match=r"not installed(.|\n)*optrush\[kernels\]"):
-        ours.recompute(job)
-    monkeypatch.setattr(technique, "library", lambda name: "1")
+        refuse_unmet(missing(ours))
     assert ours.recompute(job) == len(job.model.blocks)
     job.model.blocks["0"].gate_up.matmul = torch.nn.functional.bilinear
     with pytest.raises(NeedsError, match="more than matrices"):
@@ -204,17 +202,9 @@ def test_gradients_of_the_norm_by_finite_differences(alone):
 
 
 def test_what_the_norm_is_predicted_to_save():
-    text = """
-model: {shape: llama-3.2-1b}
-objective: pretrain
-data: {random: 64}
-batch: {seq: 2048, tokens: 32768, micro_tokens: 32768}
-output: unused
-with: {attention: {}, compile: {}, fused-loss: {}, fused-kernels: {}}
-"""
-
     def said(*withs: str) -> float:
-        return search.predict(parse_config(text, "x", (), withs), "h200").peak_bytes
+        usual = ("attention", "compile", "fused-loss", "fused-kernels")
+        return search.predict(shaped("llama-3.2-1b", *usual, *withs, rows=16), "h200").peak_bytes
 
     for others, values in ((["bf16"], 0), (["amp:stream=half"], 0), (["amp"], 2), (["amp", "compile:scope=model"], 0)):
         assert said(*others, "fused-kernels:norm=true") - said(*others) == 16 * 32768 * 2048 * values

@@ -19,7 +19,7 @@ from optrush.kernels import cross_entropy, linear_cross_entropy
 from optrush.kernels.cross_entropy import Package
 from optrush.kernels.linear_cross_entropy import rows_per_chunk
 from optrush.resolve import resolve
-from optrush.technique import library, unmet
+from optrush.technique import library, missing, refuse_unmet, unmet
 from optrush.techniques.fused_loss import FusedLoss
 
 from golden.make_golden import CASES, SIZES, T
@@ -106,8 +106,7 @@ def test_refused_where_it_cannot_run(box, impl, monkeypatch):
     job = assembled(golden_run(box))
     monkeypatch.setattr(technique, "library", lambda name: None)
     with pytest.raises(NeedsError, match=r"not installed(.|\n)*optrush\[kernels\]"):
-        FusedLoss(impl=impl).loss(job)
-    monkeypatch.setattr(technique, "library", lambda name: "1")
+        refuse_unmet(missing(FusedLoss(impl=impl)))
     with monkeypatch.context() as patch:
         patch.setattr(technique, "library", lambda name: "1")
         patch.setattr(technique, "installed", lambda *names: None)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from optrush.errors import ConfigError
-from optrush.trainer.trainer import evaluate
 
 from golden import make_golden
 from golden.make_golden import CASES, T
-from trials import assembled, furthest, golden_run, published, steps, wire
+from heldout import documents, held_out
+from trials import assembled, furthest, golden_run, published, wire
 
 MARGIN = 0.1  # nats a token, of the mean over the seeds
 SEEDS = (1, 2)
@@ -85,41 +83,18 @@ def test_wrapping_leaves_nothing_too_long(box, how):
         assembled(golden_run(box, sets=[f"data.too_long={how}"], wrap={}))
 
 
-def held_out(box, seed, **with_):
-    sets = [
-        f"data.path={box}/run.jsonl", f"data.eval={box}/held-run.jsonl", "data.too_long=split", f"seed={seed}",
-        "train.steps=40", "optim.lr=1e-2", f"batch.tokens={T * 8}", f"batch.micro_tokens={T * 8}",
-    ]  # fmt: skip
-    job = assembled(golden_run(box, sets=sets, **with_))
-    first = evaluate(job)[0]
-    list(steps(job, 40))
-    return first, evaluate(job)[0]
-
-
-def write(box, least, most):
-    draw = np.random.RandomState(2)
-    for name, n in (("run", 400), ("held-run", 60)):
-        lines = []
-        for _ in range(n):
-            at, stride, length = draw.randint(0, 73), draw.randint(1, 4), draw.randint(least, most)
-            lines.append(json.dumps({"text": " ".join(f"w{(at + stride * i) % 73}" for i in range(length))}))
-        (box / f"{name}.jsonl").write_text("\n".join(lines))
-
-
-def worse(box):
-    packed = [held_out(box, seed, packing={}) for seed in SEEDS]
-    wrapped = [held_out(box, seed, wrap={}) for seed in SEEDS]
+def wrapping_is_worse(box, *words):
+    sets = (*documents(box, words), "data.too_long=split")
+    packed, wrapped = ([held_out(box, seed, sets, **{how: {}}) for seed in SEEDS] for how in ("packing", "wrap"))
     print("packing", packed, "wrap", wrapped)
     assert all(last < 0.6 * first for first, last in packed), "it learns"
     return np.mean([w[1] - p[1] for w, p in zip(wrapped, packed)])
 
 
 def test_wrapping_long_documents_learns_no_worse(box):
-    write(box, 2 * T, 6 * T)
-    assert worse(box) < MARGIN
+    assert wrapping_is_worse(box, 2 * T, 6 * T) < MARGIN
 
 
 def test_wrapping_short_documents_does(box):
     """Why chats are packed: a document that always had others before it in training is a stranger alone."""
-    write(box, 10, 22)
-    assert worse(box) > 0.3
+    assert wrapping_is_worse(box, 10, 22) > 0.3

@@ -18,7 +18,6 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from optrush.config import parse_config
 from optrush.errors import ConfigError, ConflictError, NeedsError
 from optrush.export import write_adapter
 from optrush.models import activation_offload
@@ -35,7 +34,7 @@ from optrush.trainer.trainer import evaluate
 
 import memory
 from golden.make_golden import CASES
-from trials import apart, assembled, first_gradients, furthest, golden_run, micro, steps, weights
+from trials import apart, assembled, first_gradients, furthest, golden_run, micro, shaped, steps, weights
 
 CLOSE = 1e-5
 SOME = {"targets": ["q_proj", "v_proj", "up_proj", "down_proj"], "rank": 4}
@@ -81,10 +80,8 @@ def test_same_gradients_beside(box, beside, dora):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
-def test_compiled(box):
+def test_compiled(box, traced):
     """Full graphs: of the first block, into which no gradient goes back, and of all others; and with adapters off."""
-    torch._dynamo.reset()
-    counters.clear()
     want_loss, want = first_gradients(learning(box, lora={**SOME, "dora": True}))
     job = learning(box, lora={**SOME, "dora": True}, compile={}, attention={}, recompute={"every": 2})
     loss, grads = first_gradients(job)
@@ -94,19 +91,14 @@ def test_compiled(box):
     with job.adapters_disabled(), torch.no_grad():
         assert (job.loss(batch) / batch.n_terms).item() == pytest.approx(base, rel=1e-6)
     assert furthest(first_gradients(job)[1], want) > CLOSE, "the next step"
-    torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("base", [{"int8": {}}, {"nf4": {"double": False}}], ids=str)
-def test_compiled_where_nothing_has_a_gradient(box, monkeypatch, base):
+def test_compiled_where_nothing_has_a_gradient(box, traced, base):
     """An evaluation, over weights stored in two parts each; without the code that a compiler writes."""
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options, **kwargs: real(f, backend="aot_eager", **kwargs))
-    torch._dynamo.reset()
     want, found = (evaluate_on(learning(box, **base, **more)) for more in ({}, {"compile": {}}))
     assert found == pytest.approx(want, rel=1e-6)
-    torch._dynamo.reset()
 
 
 class Now:
@@ -363,16 +355,8 @@ def filled_by_nobody(folder, hf, implementation, dtype, seed, growth=None):
         ("qwen2.5-0.5b", ["bf16", "fused-adamw", "attention", "fused-kernels", "lora"], 2, 1024, 2),
     ],
 )
-def test_memory_is_what_was_said(tmp_path, shape, withs, rows, T, times):
-    text = f"""
-model: {{shape: {shape}}}
-objective: pretrain
-data: {{random: 32}}
-batch: {{seq: {T}, tokens: {rows * T * times}, micro_tokens: {rows * T}}}
-train: {{steps: 4}}
-output: {tmp_path / "output"}
-"""
-    config = parse_config(text, "case", (), withs)
+def test_memory_is_what_was_said(shape, withs, rows, T, times):
+    config = shaped(shape, *withs, rows=rows, seq=T, windows=times)
     said = search.predict(config, "h200")
     with mock.patch.object(memory, "_unfilled", filled_by_nobody), memory.supposed(config) as job:
         states = sum(s.numel() for by in job.optimizer.state().values() for s in by.values() if s.dim())
@@ -386,30 +370,22 @@ output: {tmp_path / "output"}
     assert said.peak_bytes - baseline.CUBLAS_BYTES == pytest.approx(found.peak, rel=0.05)
 
 
-def test_speed_is_said(tmp_path):
-    text = """
-model: {shape: llama-3.1-8b}
-objective: pretrain
-data: {random: 64}
-batch: {seq: 4096, tokens: 8192, micro_tokens: 4096}
-output: unused
-with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}}
-"""
-    config = parse_config(text, "x")
-    plain = search.predict(config, "h200")
-    ours = search.predict(config.model_copy(update={"with_": {**config.with_, "lora": {}}}), "h200")
+def test_speed_is_said():
+    def predicted(*more, usual=("bf16", "attention", "compile", "fused-loss", "fused-adamw"), sets=()):
+        config = shaped("llama-3.1-8b", *usual, *more, rows=1, seq=4096, windows=2, sets=sets)
+        return search.predict(config, "h200")
+
+    plain, ours = predicted(), predicted("lora")
     assert 1.2 < ours.tokens_per_s / plain.tokens_per_s < 1.5
     assert ours.peak_bytes < 0.5 * plain.peak_bytes
     for more in ([], ["nf4"]):
-        without, dora = (
-            search.predict(parse_config(text, "x", (), [lora, *more]), "h200") for lora in ("lora", "lora:dora=true")
-        )
+        without, dora = (predicted(lora, *more) for lora in ("lora", "lora:dora=true"))
         added = {w.name for w in dora.work} - {w.name for w in without.work}
         stored = {"forward.measured.packed", "forward.measured.unpacked"} if more else set()
         assert added == {"forward.lengths", "forward.measured", "forward.scaled", "backward.scaled"} | stored
         assert 0.7 < dora.tokens_per_s / without.tokens_per_s < 0.99
-    again = parse_config(text, "x", ["model.implementation=transformers"], ["lora"], ["compile"])
-    assert search.predict(again, "h200").peak_bytes < plain.peak_bytes
+    usual, sets = ("bf16", "attention", "fused-loss", "fused-adamw"), ["model.implementation=transformers"]
+    assert predicted("lora", usual=usual, sets=sets).peak_bytes < plain.peak_bytes
 
 
 # Messages.
@@ -448,16 +424,11 @@ def test_one_owner_of_what_is_trained(box):
         resolve(golden_run(box, lora={}, ia3={}))
 
 
-def test_options_come_as_lists_and_on_the_command_line(box):
+def test_options_come_as_lists_and_on_the_command_line():
     (made,) = instantiate(ALL, {"lora": {"targets": ["q_proj"], "save": ["lm_head"], "rank": 2}})
     assert made == Lora(rank=2, targets=("q_proj",), save=("lm_head",))
-    config = parse_config(
-        (box / "x.yaml").read_text() if (box / "x.yaml").exists() else TEXT, "x", (), ["lora:rank=8,targets=mlp"]
-    )
+    config = shaped("llama-3.2-1b", "lora:rank=8,targets=mlp")
     assert instantiate(ALL, config.with_) == [Lora(rank=8, targets="mlp")]
-
-
-TEXT = "model: tiny\nobjective: pretrain\ndata: {random: 8}\noutput: x\n"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from optrush.config import dump_config, parse_config
+from optrush.config import dump_config
 from optrush.errors import ConflictError, NeedsError
 from optrush.export import write_model
 from optrush.hardware import NAMED
@@ -28,7 +28,7 @@ from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import SIZES
 from memory import Tracker, known
-from trials import apart, assembled, golden_run, micro, steps, weights
+from trials import apart, assembled, golden_run, micro, shaped, steps, weights
 
 FORMS = {"nf4": {"nf4": {}}, "single": {"nf4": {"double": False}}, "int8": {"int8": {}}}
 LORA = {"lora": {"rank": 4, "alpha": 16.0}}
@@ -197,17 +197,9 @@ def test_one_dense_linear_at_a_time(box, beside):
 DEEP = {**SHAPES["llama-3.2-1b"], **SIZES, "num_hidden_layers": 24, "tie_word_embeddings": True, "rope_scaling": None}
 
 
-def test_the_model_is_never_dense_as_a_whole(tmp_path, monkeypatch):
+def test_the_model_is_never_dense_as_a_whole(monkeypatch):
     """While it is filled, beside what stays lie a few copies of one tensor."""
     monkeypatch.setitem(SHAPES, "deep", DEEP)
-    text = f"""
-model: {{shape: deep}}
-objective: pretrain
-data: {{random: 16}}
-batch: {{seq: 32, tokens: 64, micro_tokens: 64}}
-output: {tmp_path / "run"}
-with: {{nf4: {{}}, lora: {{}}}}
-"""
     seen, materialise = {}, build.materialise
 
     def watched(trainer):
@@ -218,7 +210,7 @@ with: {{nf4: {{}}, lora: {{}}}}
         seen.update(peak=tracker.peak, held=held)
 
     monkeypatch.setattr(build, "materialise", watched)
-    job = assembled(parse_config(text, "deep.yaml"))
+    job = assembled(shaped("deep", "nf4", "lora", rows=2, seq=32))
     tensor = 4 * SIZES["intermediate_size"] * SIZES["hidden_size"]
     dense = 4 * sum(linear.in_features * linear.out_features for _, linear in job.model.linears())
     assert dense > 70 * tensor and seen["peak"] - seen["held"] < 10 * tensor
@@ -347,19 +339,10 @@ def test_a_gpu_without_what_builds_kernels(box, monkeypatch):
 # What it predicts.
 
 
-RUN = """
-model: {shape: llama-3.1-8b}
-objective: pretrain
-data: {random: 64}
-batch: {seq: 4096, tokens: 8192, micro_tokens: 4096}
-output: unused
-with: {bf16: {}, attention: {}, compile: {}, fused-loss: {}, fused-adamw: {}, lora: {}}
-"""
-
-
 @pytest.mark.parametrize(("form", "bits"), [("nf4", 4.127), ("single", 4.5), ("int8", 8.0078)])
 def test_what_it_predicts(form, bits):
-    config = parse_config(RUN, "x")
+    usual = ("bf16", "attention", "compile", "fused-loss", "fused-adamw", "lora")
+    config = shaped("llama-3.1-8b", *usual, rows=1, seq=4096, windows=2)
     ours = search.predict(config.model_copy(update={"with_": {**config.with_, **FORMS[form]}}), "h200")
     plain = search.predict(config, "h200")
     of = {line.name: line.bytes for line in ours.lines}

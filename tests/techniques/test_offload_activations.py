@@ -18,7 +18,6 @@ import torch
 from torch._dynamo.utils import counters
 
 from optrush.cli.plan import memory_lines
-from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import CPU, NAMED
 from optrush.models import activation_offload as module
@@ -32,7 +31,7 @@ from optrush.techniques.offload_activations import OffloadActivations
 from optrush.trainer.trainer import evaluate
 
 from golden.make_golden import SIZES, T
-from trials import assembled, golden_run, steps, weights
+from trials import assembled, golden_run, shaped, steps, weights
 
 NAME = OffloadActivations.name
 SPOILT = 0xFF  # bytes of NaN in every float type
@@ -443,16 +442,15 @@ def test_the_plan_counts_the_link_to_the_host():
 
 
 def test_the_plan_says_how_much_host_memory():
-    text = "model: {shape: llama-3.2-1b}\nobjective: pretrain\ndata: {random: 8}\noutput: o\n"
-    sets = ["batch.seq=2048", "batch.tokens=32768", "batch.micro_tokens=32768"]
-    found = search.predict(parse_config(text, "x", sets, ("bf16", "attention", "recompute", NAME)), "h200")
+    usual = ("bf16", "attention", "recompute")
+    found = search.predict(shaped("llama-3.2-1b", *usual, NAME, rows=16), "h200")
     assert found.host_bytes == 15 * 2048 * 2 * 32768
     assert "  and 1.88 GiB of pinned host memory" in memory_lines(found)
-    without = search.predict(parse_config(text, "x", sets, ("bf16", "attention", "recompute")), "h200")
+    without = search.predict(shaped("llama-3.2-1b", *usual, rows=16), "h200")
     assert without.host_bytes == 0 and not [line for line in memory_lines(without) if "host" in line]
 
 
 def test_a_search_takes_it_only_where_it_is_asked_for():
-    config = parse_config("model: {shape: llama-3.2-1b}\nobjective: pretrain\ndata: {random: 8}\noutput: o\n", "x")
+    config = shaped("llama-3.2-1b", rows=1)
     assert list(OffloadActivations.variants(SETUP)) == []
     assert not any(NAME in s.with_ for s in search.search(config, "h200").settings)

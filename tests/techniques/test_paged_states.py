@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 
-from optrush.config import parse_config
 from optrush.errors import NeedsError, NoEffectError
 from optrush.models.shapes import SHAPES, ModelShape
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
@@ -34,7 +33,7 @@ from optrush.trainer.trainer import evaluate
 import optimizers
 from golden.sgd import Sgd
 from optimizers import OPTIM, same
-from trials import assembled, golden_run, steps, weights
+from trials import assembled, golden_run, shaped, steps, weights
 from trials import whole as gathered
 
 PIECE, LEAST = 1500, 300  # the golden matrices have some thousand elements: several pieces each
@@ -373,16 +372,15 @@ def test_the_baselines_own_is_what_assembly_makes(box, monkeypatch):
 
 # The plan.
 
-LLAMA = "{{model: {{shape: llama-3.2-1b}}, objective: pretrain, data: {{random: 64}}, output: o, with: {{{}}}}}"
-
 
 def test_its_memory_is_predicted(monkeypatch):
     monkeypatch.setattr(paged_states, "PIECE", 1 << 23)
     n = ModelShape.read(SHAPES["llama-3.2-1b"]).parameters
-    for with_, each in (("fused-adamw: {}", 8), ("bf16: {}, fused-adamw: {}", 4), ("adam8bit: {}", 2 * (1 + 4 / 256)),
-                        ("bf16: {}, adam4bit: {}", 1 + 8 / 128)):  # fmt: skip
+    for with_, each in ((["fused-adamw"], 8), (["bf16", "fused-adamw"], 4), (["adam8bit"], 2 * (1 + 4 / 256)),
+                        (["bf16", "adam4bit"], 1 + 8 / 128)):  # fmt: skip
         plain, found = (
-            search.predict(parse_config(LLAMA.format(w), "test"), "h200") for w in (with_, with_ + ", paged-states: {}")
+            search.predict(shaped("llama-3.2-1b", *withs, rows=1), "h200")
+            for withs in (with_, [*with_, "paged-states"])
         )
         assert found.host_bytes == pytest.approx(each * n) and plain.host_bytes == 0
         lines = {line.name: line.bytes for line in found.lines}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optrush import config
 from optrush.planner import search
 from optrush.trainer.trainer import evaluate
 
-from trials import assembled, golden_run, micro, steps, weights
+from trials import assembled, golden_run, micro, shaped, steps, weights
 
 
 def counting(trainer):
@@ -106,17 +105,10 @@ def test_less_is_kept(box):
 
 def test_compiled_blocks_cast_again():
     """Else autocast holds the copies until the micro-batch ends. A record agrees: docs/plan.md, *recompute, T=4096*."""
-    text = """
-model: {shape: llama-3.2-1b}
-objective: pretrain
-data: {random: 8}
-batch: {seq: 2048, tokens: 65536, micro_tokens: 65536}
-output: unused
-with: {amp: {}, fused-adamw: {}, attention: {}, fused-loss: {}}
-"""
 
     def casts(*withs):
-        said = search.predict(config.parse_config(text, "x", withs=withs), "h200")
+        usual = ("amp", "fused-adamw", "attention", "fused-loss")
+        said = search.predict(shaped("llama-3.2-1b", *usual, *withs, rows=32), "h200")
         return sum(line.bytes for line in said.lines if line.name == "casts.blocks")
 
     matrices = 2 * 973_078_528  # bytes of the blocks' matrices in bfloat16

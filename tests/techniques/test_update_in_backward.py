@@ -8,19 +8,18 @@ import pytest
 import torch
 
 from optrush import technique
-from optrush.config import parse_config
 from optrush.errors import NeedsError
 from optrush.hardware import NAMED
 from optrush.models.shapes import SHAPES, ModelShape
-from optrush.planner import baseline, ledger, search
+from optrush.planner import baseline, ledger
 from optrush.planner.ledger import BFLOAT16, FLOAT32
 from optrush.resolve import resolve
 from optrush.technique import Environment, instantiate
 from optrush.techniques import ALL
 
 from golden.make_golden import PER_STEP, Case, T
-from memory import supposed, track
-from trials import assembled, first_gradients, golden_run, steps, weights
+from memory import check_prediction
+from trials import assembled, first_gradients, golden_run, shaped, steps, weights
 
 WHOLE = [f"batch.micro_tokens={T * PER_STEP // 2}", "optim.clip=null"]
 OPTIMIZERS = [{}, {"fused_adamw": {}}, {"adam8bit": {}}, {"bf16": {}}, {"bf16": {}, "adam8bit": {}}]
@@ -208,24 +207,10 @@ PEAKS = [
 
 
 @pytest.mark.parametrize(("shape", "withs", "rows"), PEAKS, ids=str)
-def test_the_peak_is_as_predicted(tmp_path, shape, withs, rows):
+def test_the_peak_is_as_predicted(shape, withs, rows):
     """Real steps on tensors without bytes, every storage counted; without it, all gradients more."""
-    text = f"""
-model: {{shape: {shape}}}
-objective: pretrain
-data: {{random: 32}}
-batch: {{seq: 1024, tokens: {rows * 1024}, micro_tokens: {rows * 1024}}}
-optim: {{clip: null}}
-train: {{steps: 4}}
-output: {tmp_path / "output"}
-"""
-    peaks = []
-    for more in ((), ("update-in-backward",)):
-        asked = parse_config(text, "case", (), (*withs, *more))
-        said = search.predict(asked, "h200").peak_bytes - baseline.CUBLAS_BYTES  # the one line that only a GPU has
-        with supposed(asked) as job:
-            found = track(job, 1, supposed=True)
-        print(f"{shape} {more}: {said / 2**30:.2f} GiB predicted, {found.peak / 2**30:.2f} counted, in {found.phase}")
-        assert said == pytest.approx(found.peak, rel=0.05), str(found)
-        peaks.append(found.peak)
-    assert peaks[1] < 0.95 * peaks[0]
+    before, after = (
+        check_prediction(shaped(shape, *withs, *more, rows=rows, seq=1024, sets=["optim.clip=null"])).peak
+        for more in ((), ("update-in-backward",))
+    )
+    assert after < 0.95 * before

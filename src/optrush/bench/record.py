@@ -24,7 +24,7 @@ import optrush
 from optrush.errors import DataError, RunError, UserError
 from optrush.files import write_whole
 from optrush.launch import die_with_parent
-from optrush.technique import digest, library
+from optrush.technique import library, package_digest
 
 RECORDS, RUNGS = "records.jsonl", "rungs"
 COMMAND_TIMEOUT_S = 10.0  # for git and nvidia-smi: a slow disk or driver must not hold up a bench
@@ -171,7 +171,7 @@ def machine() -> dict[str, str]:
 
 def source() -> dict[str, Any]:
     """Return a digest of the running package's files, and the commit where the package is in a git checkout."""
-    facts: dict[str, Any] = {"commit": None, "clean": None, "digest": digest()}
+    facts: dict[str, Any] = {"commit": None, "clean": None, "digest": package_digest()}
     git = ("git", "-C", str(Path(optrush.__file__).parent))
     if _output_of(*git, "ls-files", "--error-unmatch", "__init__.py") is not None:
         facts["commit"] = _output_of(*git, "rev-parse", "HEAD")

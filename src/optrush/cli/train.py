@@ -161,12 +161,12 @@ def evaluate(
     if config.objective == "dpo" and model is None:
         found = "no --model: CONFIG's would be compared with itself"
         raise ConfigError("`optrush eval` of `objective: dpo`", found, "give the trained one: --model OUTPUT/model")
-    from optrush.resolve import dense, resolve
+    from optrush.resolve import resolve, without_adapters
     from optrush.trainer import distributed, dpo_reference
     from optrush.trainer.build import build
     from optrush.trainer.trainer import evaluate as measure
 
-    config, left_out = dense(config) if model else (config, [])
+    config, left_out = without_adapters(config) if model else (config, [])
     if launches(ranks):
         from optrush import launch
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from optrush.planner.ledger import Rule, WorkItem, like, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -24,21 +19,20 @@ class Adam4bit(Technique):
     Source: https://arxiv.org/abs/2309.01507 (Li et al.)
     Memory: 1.06 bytes a parameter of states instead of 8, or of 4 under bf16.
     Work: as the fused update, with 2.1 bytes of states read and written instead of 16.
-    Differs from the source: there what codes take is lost; the second moment's code is of its root, and its
-        scale its block's own, where the source takes the smaller of a row's and a column's largest, for which a cut row
-        would need the others; every matrix has codes, embeddings too.
+    Differs from the source: there what codes take is lost; the second moment's code is of its root, and its scale its
+        block's own, where the source takes the smaller of a row's and a column's largest, for which a cut row would
+        need the others; every matrix has codes, embeddings too.
     """
 
     name = "adam4bit"
     summary = "AdamW with 4-bit moments, all parameters in one kernel, no host read"
     source = "https://arxiv.org/abs/2309.01507"
     numerics = Numerics.DIFFERENT_MATHS
-    proof = "tests/techniques/test_adam4bit.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
+    searched = False
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield forgetful(self.name, env)
+        yield env.needs_no_kahan(self.name)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("states.*", "half a byte for each moment, and a float32 scale for 128 of them", role="nibble")
@@ -47,14 +41,8 @@ class Adam4bit(Technique):
         why = "codes read and written: 180 instructions a value, as long as 20 bytes take (by adam8bit's; not measured)"
         yield like("states.*", WorkItem("update.codes", why, "step", values=19.0, role="nibble"))
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()
-
     def optimizer(self, trainer: Trainer) -> int:
-        demand_triton(self.name, trainer.env.device)
         from optrush.optim.adam8bit import Adam4bit as Optimizer
 
-        make = partial(Optimizer, optim=trainer.config.optim, rounding=trainer.rounding, seed=trainer.config.seed)
-        trainer.optimizer = trainer.optimizer_factory(trainer.trained, make)
-        return 1
+        self.demand_triton(trainer.env.device)
+        return self.set_optimizer(trainer, Optimizer)

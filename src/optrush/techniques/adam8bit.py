@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from optrush.planner.ledger import Rule, WorkItem, like, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -32,12 +27,11 @@ class Adam8bit(Technique):
     summary = "AdamW with 8-bit moments, all parameters in one kernel, no host read"
     source = "https://arxiv.org/abs/2110.02861"
     numerics = Numerics.DIFFERENT_MATHS
-    proof = "tests/techniques/test_adam8bit.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
+    searched = False
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield forgetful(self.name, env)
+        yield env.needs_no_kahan(self.name)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("states.*", "a byte for each moment, and a float32 scale for 256 of them", role="code")
@@ -46,14 +40,8 @@ class Adam8bit(Technique):
         why = "codes read and written: 230 instructions a value, as long as 25 bytes take (an H200; others assumed)"
         yield like("states.*", WorkItem("update.codes", why, "step", values=12.5, role="code"))
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()
-
     def optimizer(self, trainer: Trainer) -> int:
-        demand_triton(self.name, trainer.env.device)
         from optrush.optim.adam8bit import Adam8bit as Optimizer
 
-        make = partial(Optimizer, optim=trainer.config.optim, rounding=trainer.rounding, seed=trainer.config.seed)
-        trainer.optimizer = trainer.optimizer_factory(trainer.trained, make)
-        return 1
+        self.demand_triton(trainer.env.device)
+        return self.set_optimizer(trainer, Optimizer)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.planner.ledger import Rule, live, retype
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from optrush.trainer.trainer import Trainer
 
 FIRST_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000  # good updates before the scale doubles
@@ -41,30 +40,17 @@ class Amp(Technique):
     summary = "mixed precision: float32 weights, products in bf16, or in fp16 with loss scaling"
     source = "https://arxiv.org/abs/1710.03740"
     numerics = Numerics.SAME_MATHS
-    proof = "tests/techniques/test_amp.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.PRECISION})
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield Requirement(
-            env.dtype == "float32",
-            "`amp` keeps float32 weights",
-            f"`model.dtype: {env.dtype}`",
-            "leave `model.dtype` out, or `amp`",
-        )
-        yield Requirement(
-            self.stream == "float32" or env.native,
-            "`amp:stream=half` needs the native implementation",
-            "the model runs through transformers, whose blocks may be given more than the embedding",
-            "leave stream out",
-        )
-        if env.device.kind == "cuda" and self.dtype == "bf16":
-            yield Requirement(
-                env.device.capability >= (8, 0),
-                "`amp` in bf16 needs a device that multiplies in bf16",
-                f"{env.device.name}, capability {env.device.capability}",
-                "take --with amp:dtype=fp16",
-            )
+        asked, do = "`amp` keeps float32 weights", "leave `model.dtype` out, or `amp`"
+        yield Requirement(env.dtype == "float32", asked, f"`model.dtype: {env.dtype}`", do)
+        asked = "`amp:stream=half` needs the native implementation"
+        found = "the model runs through transformers, whose blocks may be given more than the embedding"
+        yield Requirement(self.stream == "float32" or env.native, asked, found, "leave stream out")
+        if self.dtype == "bf16":
+            asked = "`amp` in bf16 needs a device that multiplies in bf16"
+            yield env.needs_capability((8, 0), asked, "take --with amp:dtype=fp16")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield retype({"product": 2, "cast": 2, "narrowing": 2}, "products and what they save take 2 bytes a value")

@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
+from optrush.models.shapes import ModelShape
 from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
-
-if TYPE_CHECKING:
-    from optrush.models.shapes import ModelShape
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 LAUNCHES = 340  # for all matrices together: powers by squaring
 ROOM = 1 << 24  # elements of a matrix that are updated at a time: their temporaries are small beside a model
@@ -39,17 +36,12 @@ class Apollo(Technique):
     summary = "gradients as long as AdamW's steps, from a sketch of each row: hardly any states"
     source = "https://arxiv.org/abs/2412.05270"
     numerics = Numerics.DIFFERENT_MATHS
-    proof = "tests/techniques/test_apollo.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
+    searched = False  # another path of the weights, and another learning rate
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        do = "take fused-adamw or adam8bit instead"
-        found = "a technique that freezes them and trains others in their place"
-        yield Requirement(Part.TRAINED not in env.claimed, "`apollo` updates the model's own matrices", found, do)
-        found = "a technique that keeps them elsewhere"
-        yield Requirement(Part.STATES not in env.claimed, "`apollo` makes its states where the weights are", found, do)
-        yield forgetful(self.name, env)
+        yield from env.needs_own_matrices(self.name, "the model's")
+        yield env.needs_no_kahan(self.name)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Of a model through transformers the rows are not known here: its states are left as AdamW's, too large."""
@@ -81,29 +73,19 @@ class Apollo(Technique):
             last = dataclasses.replace(line, name="update.rows of the embedding", live="end")
             yield add(dataclasses.replace(line, live="backward"), last)
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # another path of the weights, and another learning rate: the user's to say
-
     def optimizer(self, trainer: Trainer) -> int:
         import torch
 
         from optrush.optim.apollo import Apollo as Optimizer
 
         if any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
-            demand_triton(self.name, trainer.env.device)
-        made = Optimizer(
-            trainer.trained,
-            trainer.config.optim,
-            rank=self.rank,
-            room=ROOM,
-            rounding=trainer.rounding,
-            seed=trainer.config.seed,
-        )
-        trainer.optimizer = made
-        rest = len(trainer.trained) - len(made.sketched)
-        trainer.notes.append(f"apollo sketches {len(made.sketched)} matrices, AdamW steps the other {rest} parameters")
-        return len(made.sketched)
+            self.demand_triton(trainer.env.device)
+        self.set_optimizer(trainer, Optimizer, rank=self.rank, room=ROOM)
+        assert isinstance(trainer.optimizer, Optimizer)
+        sketched = len(trainer.optimizer.sketched)
+        rest = len(trainer.trained) - sketched
+        trainer.notes.append(f"apollo sketches {sketched} matrices, AdamW steps the other {rest} parameters")
+        return sketched
 
 
 def matrices(s: ModelShape) -> list[tuple[int, int]]:

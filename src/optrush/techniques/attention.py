@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from optrush.planner.ledger import Line, Rule, add, live
-from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, demand, gpu, library
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer, library
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,6 @@ class Attention(Technique):
     summary = "attention without holding the scores: sdpa, varlen, cudnn, fa4; or the exact masked one"
     source = "https://arxiv.org/abs/2307.08691"
     numerics = Numerics.SAME_MATHS
-    proof = "tests/techniques/test_attention.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.ATTENTION})
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
@@ -47,27 +42,14 @@ class Attention(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         if self.impl in ("masked", "sdpa"):
             return
-        yield gpu(f"attention:impl={self.impl}", env, (8, 0) if self.impl == "varlen" else (9, 0))
-        half = env.dtype == "bfloat16" or Part.PRECISION in env.claimed
-        yield Requirement(
-            half,
-            f"`attention:impl={self.impl}` needs products in bf16 or fp16",
-            "weights and products in float32",
-            "add --with amp or --with bf16, or take impl=sdpa",
-        )
-        yield Requirement(
-            env.native,
-            f"`attention:impl={self.impl}` needs the native implementation",
-            "the model runs through transformers, which brings masked and sdpa",
-            "take impl=sdpa",
-        )
+        asked = f"attention:impl={self.impl}"
+        yield env.needs_gpu(asked, (8, 0) if self.impl == "varlen" else (9, 0))
+        yield env.needs_half(f"`{asked}` needs products in bf16 or fp16", "take impl=sdpa")
+        found = "the model runs through transformers, which brings masked and sdpa"
+        yield Requirement(env.native, f"`{asked}` needs the native implementation", found, "take impl=sdpa")
         if self.impl == "cudnn":
-            yield Requirement(
-                Part.PACKED_ROWS not in env.claimed,
-                "`attention:impl=cudnn` needs rows of one document",
-                "a technique puts several documents into a row",
-                "take impl=varlen",
-            )
+            met, found = Part.PACKED_ROWS not in env.claimed, "a technique puts several documents into a row"
+            yield Requirement(met, f"`{asked}` needs rows of one document", found, "take impl=varlen")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Of packed rows a mask costs whole scores, a kernel that knows the documents their squares alone."""
@@ -80,8 +62,7 @@ class Attention(Technique):
             yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
         yield live("*.scores*.moved", "scores stay on the chip", gone=True)
         if masked:
-            why = "the mask of packed rows, T a slot"
-            values = env.blocks * env.seq
+            why, values = "the mask of packed rows, T a slot", env.blocks * env.seq
             yield add(Line("saved.mask", why, values, "product", "saved", True, env.blocks))
             yield live("*.scores", "whole scores, where the mask lets nothing through too", unit="masked")
         else:
@@ -104,7 +85,6 @@ class Attention(Technique):
             yield {"impl": "fa4"}
 
     def model(self, trainer: Trainer) -> int:
-        demand(self)
         if self.impl == "cudnn":
             trainer.model.supports_packing = False  # so that evaluation does not pack either
             trainer.notes.append("attention: evaluation takes one document a row, cudnn cannot isolate several")
@@ -112,15 +92,13 @@ class Attention(Technique):
 
 
 def _ungrouped(env: Environment) -> bool:
-    """Whether no kernel of torch groups query heads: of CUDA's only flash attention does, which `sdpa` takes in bf16.
-
-    Mixed precision is taken to be bf16 where the device has it.
-    """
+    """Whether no kernel of torch groups query heads: of CUDA's only flash attention does, which `sdpa` takes in bf16,
+    as mixed precision is assumed to be where the device has it."""
     half = env.dtype == "bfloat16" or (Part.PRECISION in env.claimed and env.device.capability >= (8, 0))
     return env.device.kind == "cuda" and env.spec.grouped_heads and not half
 
 
 def _older_torch() -> bool:
-    """Whether the torch that is here, if any, has no `varlen` that groups query heads: before 2.12."""
+    """Whether the installed torch, if any, has no `varlen` that groups query heads: before 2.12."""
     version = library("torch")
     return version is not None and [int(number) for number in re.findall(r"\d+", version)[:2]] < [2, 12]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from optrush.errors import NoEffectError
 from optrush.planner.baseline import rounded_update
 from optrush.planner.ledger import Line, Role, Rule, WorkItem, like, retype
-from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, demand_triton
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -40,27 +38,16 @@ class Bf16(Technique):
     summary = "pure bf16 weights, gradients and states, stochastic rounding of the weights"
     source = "https://arxiv.org/abs/1905.12322"
     numerics = Numerics.DIFFERENT_MATHS
-    proof = "tests/techniques/test_bf16.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.PRECISION, Part.WEIGHTS})
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return replace(spec, rounding=self.rounding)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield Requirement(
-            env.dtype == "float32",
-            "`bf16` makes bf16 weights of float32 ones",
-            f"`model.dtype: {env.dtype}`",
-            "leave one of the two out",
-        )
-        if env.device.kind == "cuda":
-            yield Requirement(
-                env.device.capability >= (8, 0),
-                "`bf16` needs a device that multiplies in bf16",
-                f"{env.device.name}, capability {env.device.capability}",
-                "take --with amp:dtype=fp16",
-            )
+        asked, found = "`bf16` makes bf16 weights of float32 ones", f"`model.dtype: {env.dtype}`"
+        yield Requirement(env.dtype == "float32", asked, found, "leave one of the two out")
+        asked = "`bf16` needs a device that multiplies in bf16"
+        yield env.needs_capability((8, 0), asked, "take --with amp:dtype=fp16")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         everything: dict[Role, float] = {"weight": 2, "gradient": 2, "state": 2, "product": 2, "residual": 2}
@@ -78,6 +65,14 @@ class Bf16(Technique):
         import torch
 
         if self.rounding != "nearest":
-            demand_triton(self.name, trainer.env.device)
+            self.demand_triton(trainer.env.device)
         trainer.model.to(torch.bfloat16)  # still on meta; buffers are restored in their own dtype
         return sum(1 for _ in trainer.model.parameters())
+
+    def optimizer(self, trainer: Trainer) -> int:
+        import torch
+
+        if self.rounding == "kahan" and all(t.local.dtype != torch.bfloat16 for t in trainer.trained):
+            found = "every bfloat16 weight is frozen, and what is trained is float32"
+            raise NoEffectError("`bf16:rounding=kahan`", found, "leave rounding out: --with bf16")
+        return 0

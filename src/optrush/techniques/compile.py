@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from optrush.errors import NeedsError
 from optrush.planner.ledger import COMPILED, Rule, WorkItem, add, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, compilers, digest
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import (
+    Environment,
+    Numerics,
+    Part,
+    Requirement,
+    Technique,
+    Trainer,
+    compilers,
+    package_digest,
+    refuse_unmet,
+)
 
 COMPILATIONS = 64  # of one block, at most
 
@@ -23,8 +29,7 @@ class Compile(Technique):
     blocks: each block by itself, and the last norm. Equal blocks share one compilation, so it costs one block's time,
         not the model's.
     model: all from the tokens to the last norm as one graph, one rank only. Compiles longer by the number of blocks.
-    autotune: the compiler times several kernels for each product, and takes the fastest; the first step compiles and
-        times every candidate. Never records CUDA graphs; launch settings are chosen among a few.
+    autotune: the compiler times several kernels for each product, and takes the fastest. Records no CUDA graphs.
 
     Source: Ansel et al., https://doi.org/10.1145/3620665.3640366; autotune: "max-autotune-no-cudagraphs" of
         https://docs.pytorch.org/docs/stable/generated/torch.compile.html
@@ -41,17 +46,12 @@ class Compile(Technique):
     summary = "torch.compile, a block at a time or the whole model, and the loss, fixed shapes"
     source = "https://doi.org/10.1145/3620665.3640366"
     numerics = Numerics.SAME_MATHS
-    proof = "tests/techniques/test_compile.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.COMPILED, Part.ROW_WIDTH})  # one width: each other would be compiled anew
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield Requirement(
-            self.scope == "blocks" or Part.DATA not in env.claimed,
-            "`compile:scope=model`",
-            "a technique that shares the work of several ranks: what one graph computes, it could not overlap with",
-            "take scope=blocks",
-        )
+        found = "a technique that shares the work of several ranks: what one graph computes, it could not overlap with"
+        met = self.scope == "blocks" or Part.DATA not in env.claimed
+        yield Requirement(met, "`compile:scope=model`", found, "take scope=blocks")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         why = "fused into their neighbours, and computed again where the backward pass needs them"
@@ -62,8 +62,7 @@ class Compile(Technique):
         yield live("*.eager", why, gone=True)
         yield live("*.launches", why, fusable=True, gone=True)
         for way, kernels in (("forward", 16), ("backward", 31)):
-            why = f"about {kernels} kernels a block"
-            launches = COMPILED * kernels * env.blocks
+            why, launches = f"about {kernels} kernels a block", COMPILED * kernels * env.blocks
             yield add(WorkItem(f"{way}.compiled.launches", why, "micro", launches=launches))
 
     def compile(self, trainer: Trainer) -> int:
@@ -72,19 +71,17 @@ class Compile(Technique):
 
         from optrush.models.decoder import Decoder
 
-        for need in compilers(trainer.env.device):
-            if not need.met:
-                raise NeedsError(need.asked, need.found, need.do)
-        # What torch keeps on the disk knows our operators by their names, not by what they do.
-        mark, tag = digest(), torch.compiler.config.cache_key_tag
+        refuse_unmet(compilers(trainer.env.device))
+        # torch's cache on disk identifies our operators by name, not by code.
+        mark, tag = package_digest(), torch.compiler.config.cache_key_tag
         torch.compiler.config.cache_key_tag = tag if mark in tag else f"{tag} {mark}".strip()
-        # Where attention asks for it, one for each power of two of the longest document, and again for evaluation;
-        # torch gives up after eight.
+        # Some attention needs one for each power of two of the longest document, and again for evaluation; torch's
+        # own limit is eight.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, COMPILATIONS)
         model, head = trainer.model, trainer.model.head
         whole = self.scope == "model"
         if whole and isinstance(model, Decoder):
-            # The decoder makes its frequencies when it is first asked: inside the graph that would compile it twice.
+            # The decoder computes its frequencies at the first call: inside the graph, that would compile it twice.
             model.angles(torch.zeros(1, 1, device=trainer.world.device), torch.float32)
         modules: list[nn.Module] = [model] if whole else [*model.blocks.values()]
         if not whole and isinstance(model, Decoder):

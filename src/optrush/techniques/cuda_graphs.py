@@ -9,25 +9,27 @@ from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Rule, WorkItem, add, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optrush.data.batch import Batch
-    from optrush.trainer.trainer import Trainer
 
 Recorder = Callable[[Callable[[], None], Callable[[], None]], tuple[Callable[[], None], int]]
 WARM_UP = 3  # windows before the recording: compilers, kernel choices and workspaces settle in them
-# Whose owner cannot be recorded, what it does, and what to leave out.
+# Parts whose owner cannot be recorded, what the owner does, and the fix.
+ONE = "leave one of the two out"
 APART = (
     (Part.DATA, "a technique that sums gradients over several ranks", "take one rank, or leave cuda-graphs out"),
-    (Part.ACTIVATION_CHECKPOINTING,
-     "a technique that runs blocks again, and asks for the random state of their first run",
-     "leave one of the two out"),
-    (Part.ACTIVATION_STORAGE, "a technique that moves what is kept to another memory", "leave one of the two out"),
-    (Part.UPDATE, "a technique that updates inside the window", "leave one of the two out"),
-)  # fmt: skip
+    (Part.ACTIVATION_STORAGE, "a technique that moves what is kept to another memory", ONE),
+    (Part.UPDATE, "a technique that updates inside the window", ONE),
+    (
+        Part.ACTIVATION_CHECKPOINTING,
+        "a technique that runs blocks again, and asks for the random state of their first run",
+        ONE,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -48,20 +50,17 @@ class CudaGraphs(Technique):
     summary = "the kernels of a whole window recorded once and started by one call"
     source = "https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/"
     numerics = Numerics.EXACT
-    proof = "tests/techniques/test_cuda_graphs.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.CAPTURE})
+    searched = False  # no gain where it was measured: the host is ahead of large steps anyway
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield gpu(self.name, env)
+        yield env.needs_gpu(self.name)
         do = "take model.implementation: native, or leave cuda-graphs out"
         found = "the model runs through transformers, whose code may read the device"
         yield Requirement(env.native, "`cuda-graphs` records our own decoder", found, do)
         fixed = Part.ROW_WIDTH not in env.claimed or Part.COMPILED in env.claimed
-        do = "take packing, or leave cuda-graphs out"
-        yield Requirement(
-            fixed, "`cuda-graphs` records one shape", "a technique that gives each micro-batch its own", do
-        )
+        found, do = "a technique that gives each micro-batch its own", "take packing, or leave cuda-graphs out"
+        yield Requirement(fixed, "`cuda-graphs` records one shape", found, do)
         for part, found, do in APART:
             yield Requirement(part not in env.claimed, "`cuda-graphs` records a window on one device", found, do)
 
@@ -73,20 +72,16 @@ class CudaGraphs(Technique):
             Line("window.batches", "copies of the window's batches, at fixed places", 28 * n, "byte", "always", True),
         )
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # no gain where it was measured: the host is ahead of large steps anyway
-
     def wrap_window(self, trainer: Trainer) -> int:
         trainer.forward_backward = Window(trainer, recorded)
         return 1
 
 
 class Window:
-    """`job.gradients`, recorded when the first window of the run's full shape comes.
+    """`trainer.forward_backward`, recorded at the first window of the run's full shape.
 
-    A recording holds addresses: of the batches and the divisor (here), of weights, loss scale and gradients. All that
-    is a number on the host is in it for good: so `longest` is T, the bound of every batch.
+    A recording holds addresses: of the batches and the divisor (here), of weights, loss scale and gradients. Numbers of
+    the host are constants in it, so `longest` is T, the bound of every batch.
     """
 
     inputs: list[Batch]
@@ -96,8 +91,8 @@ class Window:
     grads: list[Tensor | None]
 
     def __init__(self, trainer: Trainer, record: Recorder) -> None:
-        """`record` calls a function as often as it likes (after each time but the last, the second one, which lets go
-        of what it left), and returns what does the same to the same memory, and the bytes that it holds for that."""
+        """record: calls the first function several times, the second (which frees what it left) after each time but
+        the last; returns what replays it in the same memory, and the bytes that are reserved for that."""
         self.trainer, self.record, self.plain = trainer, record, trainer.forward_backward
         self.replay: Callable[[], None] | None = None
         self.others = 0  # whole windows in a row that the recording cannot play
@@ -109,7 +104,7 @@ class Window:
         self.others = 0 if alike else self.others + 1
         if self.others == 1:
             return self.plain(batches, terms)
-        if self.others == 2:  # a run goes on otherwise than its proof began
+        if self.others == 2:  # the run continues with batches of another shape
             self.replay, self.others = None, 0
         if self.replay is None:
             self._begin(batches, terms)
@@ -141,7 +136,7 @@ class Window:
         self._fill(batches, terms)
 
     def _fill(self, batches: list[Batch], terms: int | Tensor) -> None:
-        """Copies a window to where the recording reads it; waits for nothing."""
+        """Copy a window to where the recording reads it, without waiting for the device."""
         device = self.trainer.world.device
         for ours, host in zip(self.inputs, batches, strict=True):
             for to, new in zip(tensors(ours), tensors(host.to(device)), strict=True):
@@ -152,7 +147,7 @@ class Window:
             self.terms.copy_(terms)
 
     def _run(self) -> None:
-        """The window on the inputs; what it leaves is held here, or its memory would be given to others."""
+        """Run the window on the inputs; what it leaves is referenced here, or its memory would be reused."""
         self.mean = self.plain(self.inputs, self.terms)
         self.finite = self.trainer.loss_is_finite
         self.grads = [t.parameter.grad for t in self.trainer.trained]
@@ -166,7 +161,7 @@ class Window:
 
 
 def tensors(batch: Batch) -> list[Tensor]:
-    """Everything of a batch that moves to the device with it."""
+    """Return the tensors of a batch."""
     found: list[Tensor] = []
 
     def take(t: Tensor) -> Tensor:
@@ -178,19 +173,19 @@ def tensors(batch: Batch) -> list[Tensor]:
 
 
 def _alike(ours: Batch, other: Batch) -> bool:
-    """Whether a batch can be copied over another: host values that the recording holds, and shapes."""
+    """Return whether a batch can be copied over another: equal shapes and recorded host values."""
     same = [t.shape for t in tensors(ours)] == [t.shape for t in tensors(other)]
     return same and ours.documents.single == other.documents.single
 
 
 def recorded(function: Callable[[], None], forget: Callable[[], None]) -> tuple[Callable[[], None], int]:
-    """Records a function of the device, after warming up on a stream of its own as torch wants it.
+    """Record a function's kernels, after warming up on a stream of its own, as torch requires.
 
-    Nothing of the run changes: a window updates no weight, and the random state is given back. But the peak of torch's
-    count begins anew: what a replay holds for a while it counts as free.
+    A window updates no weight, and the random state is restored, so nothing of the run changes. But torch's peak is
+    reset, as it counts what a replay uses temporarily as free.
 
     Returns:
-        what replays it, and the most bytes that it holds beyond what it leaves.
+        what replays it, and the most bytes that it uses beyond what it leaves.
 
     Raises:
         NeedsError: the function does what cannot be recorded.
@@ -207,7 +202,7 @@ def recorded(function: Callable[[], None], forget: Callable[[], None]) -> tuple[
     here.wait_stream(side)
     torch.cuda.set_rng_state(random)
     graph = torch.cuda.CUDAGraph()
-    # What other threads do meanwhile (a loader pins memory) is none of the recording's business.
+    # thread_local: other threads may call CUDA meanwhile (a loader pins memory).
     torch.cuda.reset_peak_memory_stats()
     capture(function, torch.cuda.graph(graph, capture_error_mode="thread_local"))
     held = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
@@ -216,10 +211,10 @@ def recorded(function: Callable[[], None], forget: Callable[[], None]) -> tuple[
 
 
 def capture(function: Callable[[], None], recording: AbstractContextManager[Any]) -> None:
-    """Calls a function while its kernels are recorded.
+    """Call a function while its kernels are recorded.
 
     Raises:
-        NeedsError: the device refused; lack of memory stays what it is.
+        NeedsError: the device refused; an out-of-memory error is raised as it is.
     """
     import torch
 
@@ -227,7 +222,7 @@ def capture(function: Callable[[], None], recording: AbstractContextManager[Any]
         with recording:
             function()
     except RuntimeError as error:
-        first: BaseException = error  # ending the recording fails too, and would hide why
+        first: BaseException = error  # ending the recording fails too, and its error would hide the first
         while first.__context__ is not None:
             first = first.__context__
         if isinstance(first, torch.OutOfMemoryError):

@@ -37,20 +37,14 @@ class Ddp(Technique):
     source = "https://arxiv.org/abs/2006.15704"
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.DATA})
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield Requirement(
-            env.ranks > 1,
-            "`ddp` shares the work of several ranks",
-            "one rank",
-            "start it with --ranks 2 or torchrun, or leave ddp out",
-        )
+        do = "start it with --ranks 2 or torchrun, or leave ddp out"
+        yield Requirement(env.ranks > 1, "`ddp` shares the work of several ranks", "one rank", do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        n = env.ranks
-        room = self.bucket_mib << 20
+        n, room = env.ranks, self.bucket_mib << 20
         yield add(Line("buckets", "gradients copied into the bucket under way", room, "byte", "backward"))
         why = "a gradient larger than a bucket is copied alone: the embedding's"
         yield like("gradients.embedding", Line("bucket of the embedding", why, 1.0, "gradient", "end"))

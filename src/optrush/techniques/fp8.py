@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from optrush.planner.ledger import Line, Role, Rule, WorkItem, like, live
-from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 ALL, MLP = ("qkv", "o", "gate_up", "down"), ("gate_up", "down")
 MLP_SHARE = 0.83  # of the blocks' weights, for F = 4 D and K = H / 4
-MULTIPLE = 16  # what the products ask of every length along which they sum
+MULTIPLE = 16  # every length along which the products sum is one of it
 # Of each linear, the ledger's lines that count what enters it and what leaves it, and the share of the line.
 ENTERS = {"qkv": ("normed", 0.5), "o": ("attended", 1.0), "gate_up": ("normed", 0.5), "down": ("product", 1.0)}
 LEAVES = {"qkv": ("heads", 1.0), "o": ("middle", 1.0), "gate_up": ("gate_up", 1.0), "down": ("middle", 1.0)}
@@ -40,9 +37,8 @@ class Fp8(Technique):
     summary = "8-bit products of the blocks' linears, scaled by each tensor's largest value"
     source = "https://arxiv.org/abs/2209.05433"
     numerics = Numerics.DIFFERENT_MATHS
-    proof = "tests/techniques/test_fp8.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.LINEARS})
+    searched = False  # changes what is computed
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return spec.with_linears(self._chosen, matmul="float8")
@@ -52,25 +48,18 @@ class Fp8(Technique):
         yield Requirement(env.native, "`fp8` changes our own linears", found, "take model.implementation: native")
         if env.device.kind != "cuda":
             return
-        found = f"{env.device.name}, capability {env.device.capability}"
-        met = env.device.capability >= (8, 9)
-        yield Requirement(
-            met, "`fp8` needs a device that multiplies 8-bit floats, from capability 8.9 on", found, "leave it out"
-        )
-        half = env.dtype == "bfloat16" or Part.PRECISION in env.claimed
-        found = "weights and products in float32"
-        yield Requirement(half, "`fp8` stands on products in bf16", found, "add --with amp or --with bf16")
+        asked = "`fp8` needs a device that multiplies 8-bit floats, from capability 8.9 on"
+        yield env.needs_capability((8, 9), asked, "leave it out")
+        yield env.needs_half("`fp8` stands on products in bf16")
+        asked, compiled = "`fp8` is fast where its rounding is fused", Part.COMPILED in env.claimed
         found = "nobody compiles: each operand would be read and written several times more to be rounded"
-        yield Requirement(
-            Part.COMPILED in env.claimed, "`fp8` is fast where its rounding is fused", found, "add --with compile"
-        )
-        slots = env.micro_rows * env.seq
-        do = f"take a batch.seq that is a multiple of {MULTIPLE}"
+        yield Requirement(compiled, asked, found, "add --with compile")
+        slots, do = env.micro_rows * env.seq, f"take a batch.seq that is a multiple of {MULTIPLE}"
         yield Requirement(slots % MULTIPLE == 0, f"`fp8` sums over multiples of {MULTIPLE} slots", f"{slots} slots", do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Products at the other rate, and bytes of rounding, assumed: an operand is read twice and written once; an
-        input is laid by columns later (read and written), a gradient at once; a weight is rounded once a pass."""
+        input is transposed later (read and written), a gradient at once; a weight is rounded once a pass."""
         if Part.TRAINED not in env.claimed:  # frozen products keep no input anyway
             yield from self._kept(env)
         if env.device.kind == "cuda":  # elsewhere the products are float32
@@ -78,15 +67,17 @@ class Fp8(Technique):
                 yield live(f"*ward.{name}", "multiplied in 8 bits", unit="product8")
         for name in self._chosen:
             for kind, (line, share), moved in (("inputs", ENTERS[name], 7.0), ("gradients", LEAVES[name], 6.0)):
-                why = f"{kind} of {name} rounded to 8 bits"
-                yield like(f"saved.{line}", WorkItem(f"fp8.{kind}.{name}", why, "token", values=moved * share))
+                work = WorkItem(
+                    f"fp8.{kind}.{name}", f"{kind} of {name} rounded to 8 bits", "token", values=moved * share
+                )
+                yield like(f"saved.{line}", work)
         why = "weights rounded to 8 bits, in the forward and in the backward pass"
         share = 1.0 if self.targets == "all" else MLP_SHARE
         yield like("casts.blocks", WorkItem("fp8.weights", why, "micro", values=11.0 * share))
 
     def _kept(self, env: Environment) -> Iterator[Rule]:
-        """Inputs that no compiler can make again, in 8 bits; it makes the others, and rounds them, again. What enters
-        `o` stays in the products' type, for attention keeps it."""
+        """Inputs that no compiler can recompute, in 8 bits; it recomputes and rounds the others. What enters `o` stays
+        in the products' type, as attention keeps it."""
         why, again, blocks = "kept in 8 bits", "made and rounded again", env.blocks
         compiled = Part.COMPILED in env.claimed
         product, normed = not compiled or env.spec.mlp != "torch", not compiled or env.spec.norm == "fused"
@@ -110,10 +101,6 @@ class Fp8(Technique):
                 others = Line("casts.blocks.others", why, 1 - MLP_SHARE, "cast", "saved", blocks=blocks)
                 yield like("casts.blocks", others)
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # changes the maths: whoever asks for it has it planned
-
     @property
     def _chosen(self) -> tuple[str, ...]:
         return ALL if self.targets == "all" else MLP
@@ -133,7 +120,6 @@ class Fp8(Technique):
             linear.matmul = float8.float8_linear
             changed += 1
         if left:
-            trainer.notes.append(
-                f"fp8: {len(left)} linears are no multiples of {MULTIPLE} and stay, the first {left[0]}"
-            )
+            note = f"fp8: {len(left)} linears are no multiples of {MULTIPLE} and stay, the first {left[0]}"
+            trainer.notes.append(note)
         return changed

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from optrush.planner.ledger import Rule, WorkItem, cut, like, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -38,39 +36,34 @@ class Fsdp(Technique):
     source = "https://arxiv.org/abs/2304.11277"
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.DATA, Part.PARAM_SHARDING})
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield Requirement(
-            env.ranks > 1,
-            "`fsdp` cuts the model over several ranks",
-            "one rank",
-            "start it with --ranks 2 or torchrun, or leave fsdp out",
-        )
+        do = "start it with --ranks 2 or torchrun, or leave fsdp out"
+        yield Requirement(env.ranks > 1, "`fsdp` cuts the model over several ranks", "one rank", do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Shares of everything, whole blocks while they run, and what the link carries."""
+        """Yield shares of everything, whole blocks while they run, and what the link carries."""
         n, L = env.ranks, env.blocks
         blocks = min(L, 2) if self.stage == 3 else L
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
         yield cut("weights.blocks", "dp", n, whole, gathered=blocks)
         yield cut("weights.[!b]*", "dp", n, "embedding and head are whole while they are used", gathered=1)
         yield cut("states.*", "dp", n, "a rank updates its share")
-        each = env.accumulation == 1 or self.sync == "each"
-        if each:
+        if env.accumulation == 1 or self.sync == "each":
             yield cut("gradients.*", "dp", n, "reduced as soon as a block has made them", gathered=1)
         yield live("casts.*", "the gathered weights are cast, no copies beside them", gone=True)
         yield cut("update.loop", "dp", n, "of a rank's share")
         yield live("update*", "a rank updates its share", times=1 / n)
         yield live("norm", "of a rank's share", times=1 / n)
         share = (n - 1) / n
-        why = f"weights gathered {'twice' if self.stage == 3 else 'once'} a micro-batch"
-        times = share * (2 if self.stage == 3 else 1)
-        yield like("weights.*", WorkItem("gather", why, "micro", unit="link", values=times, role="product"))
-        why = "gradients reduced"
+        times = 2 if self.stage == 3 else 1
+        why = f"weights gathered {'twice' if times == 2 else 'once'} a micro-batch"
+        yield like("weights.*", WorkItem("gather", why, "micro", unit="link", values=times * share, role="product"))
         per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
-        yield like("gradients.*", WorkItem("reduce", why, per, unit="link", values=share, role="gradient"))
+        yield like(
+            "gradients.*", WorkItem("reduce", "gradients reduced", per, unit="link", values=share, role="gradient")
+        )
 
     def shard(self, trainer: Trainer) -> int:
         import torch
@@ -85,7 +78,7 @@ class Fsdp(Technique):
         model = trainer.model
         for block in model.blocks.values():
             fully_shard(block, reshard_after_forward=self.stage == 3, **cut)
-        if model.ties:  # one leaf must lie in one group
+        if model.ties:  # one parameter must be in one group
             fully_shard([model.embedding, model.head], reshard_after_forward=False, **cut)
         else:
             fully_shard(model.embedding, reshard_after_forward=self.stage == 3, **cut)
@@ -93,8 +86,8 @@ class Fsdp(Technique):
         for root in trainer.fsdp_roots:
             if not isinstance(root, FSDPModule):
                 fully_shard(root, reshard_after_forward=False, **cut)
-        groups = [m for root in trainer.fsdp_roots for m in root.modules() if isinstance(m, FSDPModule)]
-        groups = list(dict.fromkeys(groups))
+        found = (m for root in trainer.fsdp_roots for m in root.modules() if isinstance(m, FSDPModule))
+        groups = list(dict.fromkeys(found))
         for m in groups:
             m.set_gradient_divide_factor(1.0)  # the contract: collectives sum
             # Not the scaled sum, which FSDP takes for this factor on NCCL: gloo has none, and with bfloat16 weights the
@@ -118,7 +111,7 @@ class Fsdp(Technique):
             window["open"] = not last
 
         def forget() -> None:
-            # Half-summed gradients of an open window lie in FSDP's own buffers, where clearing .grad does not reach.
+            # Half-summed gradients of an open window are in FSDP's own buffers, which clearing .grad does not reach.
             assert not window["open"], "a window cut short cannot be taken again under fsdp: resume from a checkpoint"
             discard()
 

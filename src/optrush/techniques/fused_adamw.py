@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Environment, Numerics, Part, Technique, compilers, demand_triton
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, Numerics, Part, Technique, Trainer, compilers
 
 
 @dataclass(frozen=True)
 class FusedAdamW(Technique):
     """One kernel over all parameters that unscales, clips, skips and steps; the baseline loops over them.
 
-    On a GPU our own Triton kernel, which rounds bfloat16 weights as the run asks for; torch's for float32 weights on a
+    On a GPU our own Triton kernel, which rounds bfloat16 weights as the run does; torch's for float32 weights on a
     machine that cannot build it, and on a CPU.
 
     Source: https://pytorch.org/docs/stable/generated/torch.optim.AdamW.html (fused=True)
@@ -30,8 +25,6 @@ class FusedAdamW(Technique):
     summary = "AdamW for all parameters in one kernel, no host read"
     source = "https://pytorch.org/docs/stable/generated/torch.optim.AdamW.html"
     numerics = Numerics.SAME_MATHS
-    proof = "tests/techniques/test_fused_adamw.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
 
     def predict(self, env: Environment) -> Iterator[Rule]:
@@ -43,14 +36,9 @@ class FusedAdamW(Technique):
         from optrush.optim.adamw import AdamW
 
         if any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
-            demand_triton(self.name, trainer.env.device)
+            self.demand_triton(trainer.env.device)
         cuda = trainer.world.device.type == "cuda"
         lacking = [need for need in compilers(trainer.env.device) if not need.met]
         if cuda and lacking:
             trainer.notes.append(f"fused-adamw: torch's kernel, for ours cannot be built here: {lacking[0].found}")
-        make = partial(
-            AdamW, optim=trainer.config.optim, fused=True, rounding=trainer.rounding, seed=trainer.config.seed
-        )
-        make = partial(make, launch=cuda and not lacking)
-        trainer.optimizer = trainer.optimizer_factory(trainer.trained, make)
-        return 1
+        return self.set_optimizer(trainer, AdamW, fused=True, launch=cuda and not lacking)

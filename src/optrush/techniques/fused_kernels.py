@@ -9,22 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from optrush.errors import NeedsError
 from optrush.peft.ledger import demand_compilers, linear_sizes, tiles
 from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
-from optrush.technique import (
-    Environment,
-    ModelSpec,
-    Numerics,
-    Part,
-    Requirement,
-    Technique,
-    demand,
-    demand_triton,
-    gpu,
-)
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from optrush.kernels.swiglu import Mlp
     from optrush.models.shapes import ModelShape
-    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -34,32 +23,25 @@ class FusedKernels(Technique):
     mlp: `triton`, a kernel between the products. Backward it reads gate, up and the incoming gradient, and writes the
         gradients of both and the activation, which the weight gradient of the down product needs: so it is not saved.
         `quack`, the same in the epilogues of the products before and after, by the package quack-kernels; bf16 on
-        Hopper. Low-rank adapters of frozen linears, dense or stored in fewer bits, are further columns of these
-        products and of those before them, and the sum is rounded once; but not the gradient of the input of gate and
-        up: it is rounded, then added to. Where dense weights are sharded, its kernel adds the frozen product to what
-        adapters compute. `none` leaves the activation as it is.
-    norm: both norms of a block, the second with the addition before it. The last addition of the block stays where it
-        is, and so does the norm before the head.
+        Hopper. Low-rank adapters of frozen linears are further columns of these products, and the sum is rounded once;
+        only the gradient of the input of gate and up is rounded, then added to. `none` leaves the activation as it is.
+    norm: both norms of a block, the second with the addition before it.
     rope: queries, keys and values are taken out of one product, queries and keys rotated. Models that normalize their
-        queries and keys (qwen3) are refused: the norms stand between the two.
+        queries and keys between the two (qwen3) are refused.
 
     Source: Hsu et al., https://arxiv.org/abs/2410.10989
     Memory: mlp: B*T*F values a block less, of 2 (bf16) or 4 bytes; as many more in the backward pass of one block, and
         again as many with triton, which reads the gradient of the activation. With adapters on dense weights that are
         not sharded, r rows of A next to each up to a multiple of 64, 2 F r values of gate_up's a block more and
         (rows + r) (width + r) - rows * width of each other linear's. norm: not compiled, 2 D float32 values a token and
-        block less. Compiled, nothing less; and D values in the type of the residual stream instead of the products',
-        where it is wider: the sum is kept, not what was added. rope: unchanged.
+        block less; compiled, D in the residual stream's type instead of the products'. rope: unchanged.
     Work: unchanged FLOPs. mlp: triton reads and writes 3 F values a token and block forward, 6 F backward, quack F and
-        5 F. With adapters quack saves the additions, 2 values a token and row of a linear. Weights are padded for the
-        adapters, those that are stored in fewer bits when they are dequantized; so are the outputs of `norm`, `rope`
-        and `attention:impl=fa4`. The input and the gradient of a linear are copied where another kernel wrote them: 2 D
-        a token with all of these. Where dense weights are sharded, gate_up's and down's are copied, 6 D F a
-        micro-batch, and the other products added in place. norm: 4 D values a token forward with the addition, 2 D
-        without, 4 D backward. rope: 2 (H + 2 K) E values a token and block each way.
+        5 F. With adapters quack saves 2 values a token and row of a linear; inputs and gradients that no kernel pads
+        (`norm`, `rope` and `attention:impl=fa4` do) are copied, 2 D a token at least; sharded dense weights of gate_up
+        and down too, 6 D F a micro-batch. norm: 4 D values a token forward with the addition, 2 D without, 4 D
+        backward. rope: 2 (H + 2 K) E values a token and block each way.
     Differs from the source: gate and up are pairs in one matrix, and the down product belongs to the operator; the
-        residual stream goes through the norm, so that its two gradients meet in the backward kernel; the rotation reads
-        and writes all heads at once, values too, since one product computes them.
+        residual stream goes through the norm; the rotation reads and writes all heads at once, values too.
     """
 
     mlp: Literal["triton", "quack", "none"] = "triton"
@@ -70,8 +52,6 @@ class FusedKernels(Technique):
     summary = "one kernel for the gated activation, recomputed in backward; optional: norms, rotation"
     source = "https://arxiv.org/abs/2410.10989"
     numerics = Numerics.SAME_MATHS
-    proof = "tests/techniques/test_fused_kernels.py"
-    verified_on = ("cpu", "gpu")
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return replace(
@@ -93,20 +73,15 @@ class FusedKernels(Technique):
             yield Requirement(not normed, asked, "the model norms each of them first", "take rope=false")
         if self.mlp == "quack":
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"
-            yield gpu(asked, env, (9, 0))
+            yield env.needs_gpu(asked, (9, 0))
             yield Requirement(env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, do)
-            half = env.dtype == "bfloat16" or Part.PRECISION in env.claimed
-            found = "weights and products in float32"
-            yield Requirement(
-                half, f"`{asked}` needs products in bf16 or fp16", found, f"add --with amp or --with bf16, or {do}"
-            )
+            yield env.needs_half(f"`{asked}` needs products in bf16 or fp16", do)
             linears = env.spec.linears["gate_up"], env.spec.linears["down"]
             low_rank = all(linear.matmul == "torch" and linear.adapter != "other" for linear in linears)
             found = "linears that are more than matrices with low-rank sums (8-bit products, IA3, DoRA, dropout)"
             yield Requirement(low_rank, f"`{asked}` makes the products", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Return rules on saved values, on what the backward pass of one block recomputes, and on QuACK's work."""
         if self.norm:
             why = "inside the kernel, recomputed in the backward pass"
             yield live("saved.widened", why, gone=True)
@@ -151,14 +126,13 @@ class FusedKernels(Technique):
 
         blocks: list[Any] = list(trainer.model.blocks.values())
         if self.norm or self.rope:
-            demand_triton(self.name, trainer.env.device)
+            self.demand_triton(trainer.env.device)
         for block in blocks:
             if self.norm:
                 block.norm1.impl = block.norm2.impl = rms_norm.fused_add_rms_norm
             if self.rope:
                 block.split_and_rope = rope.fused_split_and_rotate
         if self.mlp == "quack":
-            demand(self)
             _set_quack(blocks)
         elif self.mlp == "triton":
             demand_compilers(self.name, trainer.env.device)
@@ -166,8 +140,7 @@ class FusedKernels(Technique):
             for block, matrix in zip(blocks, matrices, strict=True):
                 block.mlp = swiglu.mlp_fused_down if matrix else swiglu.mlp_fused_activation
             if not all(matrices):
-                note = "fused-kernels: `down` is more than a matrix or runs again, so its input is kept"
-                trainer.notes.append(note)
+                trainer.notes.append("fused-kernels: `down` is more than a matrix or runs again, so its input is kept")
         return len(blocks) * ((self.mlp != "none") + 2 * self.norm + self.rope)
 
     def wrap_step(self, trainer: Trainer) -> int:  # weights have bytes now
@@ -180,7 +153,7 @@ class FusedKernels(Technique):
 
         sharded = Part.PARAM_SHARDING in trainer.env.claimed
         if Part.TRAINED in trainer.env.claimed:
-            demand_triton("fused-kernels:mlp=quack", trainer.env.device)  # its kernel copies them there
+            self.demand_triton(trainer.env.device, "fused-kernels:mlp=quack")  # its kernel copies them there
         blocks = cast("Iterable[Any]", trainer.model.blocks.values())
         padded = sum(make_room(block, whole=not sharded) for block in blocks)
         if padded and trainer.world.device.type == "cuda":
@@ -189,7 +162,6 @@ class FusedKernels(Technique):
 
 
 def _plain(linear: object) -> bool:
-    """Whether a linear is a matrix and nothing else."""
     import torch.nn.functional as F
 
     from optrush.models.decoder import Linear
@@ -198,11 +170,7 @@ def _plain(linear: object) -> bool:
 
 
 def _set_quack(blocks: Sequence[Any]) -> None:
-    """Put QuACK's products into every block.
-
-    Raises:
-        NeedsError: linears that they cannot do.
-    """
+    """Put QuACK's products into every block, or raise NeedsError for linears that they cannot compute."""
     from optrush.kernels import swiglu_quack
     from optrush.peft import lora
 
@@ -219,7 +187,7 @@ def _set_quack(blocks: Sequence[Any]) -> None:
 
 
 def _hidden(s: ModelShape) -> Iterator[Rule]:
-    """What epilogues read and write, less what passes while others multiply: F and 3 F, of 3 F and 6 F (docs/log)."""
+    """Yield what epilogues read and write and products do not hide: F and 3 F, of 3 F and 6 F (docs/log)."""
     D, F, heads = s.width, s.ff_width, 2 * (s.heads + s.kv_heads) * s.head_width
     why = "of the activation's values, those that the products do not hide"
     yield live("forward.elementwise", why, times=(6 * D + heads + F) / (6 * D + heads + 3 * F))
@@ -263,6 +231,5 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
 
 
 def _rerun(env: Environment) -> bool:
-    """Return whether blocks run again operator by operator, up to the last tensor that is needed: the input of the down
-    product, not its output, as long as the two are no single operator."""
+    """Return whether blocks run again operator by operator, up to the last tensor needed: the down product's input."""
     return Part.ACTIVATION_CHECKPOINTING in env.claimed and Part.COMPILED not in env.claimed

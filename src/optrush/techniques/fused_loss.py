@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Line, Rule, like, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand, demand_triton, gpu
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
-
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 CHUNK = 4096
 LIGER_CHUNK = 1024  # tokens, about what Liger takes at 16 to 32 thousand of them and the Llama vocabulary
@@ -42,8 +38,6 @@ class FusedLoss(Technique):
     summary = "linear + cross-entropy in chunks, logits never held whole: chunked, quack, liger"
     source = "https://arxiv.org/abs/2410.10989"
     numerics = Numerics.SAME_MATHS
-    proof = "tests/techniques/test_fused_loss.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.HEAD})
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
@@ -52,23 +46,18 @@ class FusedLoss(Technique):
         asked = f"fused-loss:impl={self.impl}"
         found = "an objective that wants losses token by token, where this kernel has their sum's gradients at once"
         yield Requirement(env.dpo is None, f"`{asked}`", found, "take impl=chunked")
-        yield gpu(asked, env, (9, 0) if self.impl == "quack" else (8, 0))
+        yield env.needs_gpu(asked, (9, 0) if self.impl == "quack" else (8, 0))
         if self.impl == "liger":
             found, do = f"chunk={self.chunk}, where Liger cuts the rows itself", "leave chunk out"
             yield Requirement(self.chunk == CHUNK, f"`{asked}`", found, do)
             return
-        yield Requirement(
-            env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, "take impl=chunked"
-        )
-        half = env.dtype == "bfloat16" or Part.PRECISION in env.claimed
-        do = "add --with amp or --with bf16, or take impl=chunked"
-        yield Requirement(half, f"`{asked}` needs products in bf16", "weights and products in float32", do)
-        do, found = "take impl=chunked", f"a vocabulary of {env.vocab}, no multiple of 128"
+        do = "take impl=chunked"
+        yield Requirement(env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, do)
+        yield env.needs_half(f"`{asked}` needs products in bf16", do)
+        found = f"a vocabulary of {env.vocab}, no multiple of 128"
         yield Requirement(env.vocab % 128 == 0, f"`{asked}`", found, do)
-        do = "take a multiple of 128"
-        yield Requirement(
-            self.chunk % 128 == 0, f"`{asked},chunk={self.chunk}`", "a chunk that is no multiple of 128", do
-        )
+        asked, found = f"`{asked},chunk={self.chunk}`", "a chunk that is no multiple of 128"
+        yield Requirement(self.chunk % 128 == 0, asked, found, "take a multiple of 128")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         most = LIGER_CHUNK if self.impl == "liger" else self.chunk
@@ -83,7 +72,7 @@ class FusedLoss(Technique):
             why = "operators of a chunk, one at a time"
             chunk = Line("head.chunk.eager", why, 1.25, "wide", "head", True, most_tokens=most, fusable=True)
             yield like("head.logits", chunk)
-        # Of one chunk `quack` has none: counted all the same, for a line does not know how many chunks there are.
+        # Of one chunk `quack` has none; it is counted all the same, as a line holds no number of chunks.
         why = "the head's gradient, summed over chunks in float32, D V"
         yield like("casts.head", Line("head.gradient", why, 1.0, "wide", "head"))
 
@@ -107,8 +96,7 @@ class FusedLoss(Technique):
             head.nll = Chunked(chunk=self.chunk)
             return 1
         asked = f"fused-loss:impl={self.impl}"
-        demand(self)
-        demand_triton(asked, trainer.env.device)
+        self.demand_triton(trainer.env.device, asked)
         if head.bias is not None or head.scale != 1.0 or head.softcap is not None:
             raise NeedsError(f"`{asked}`", "a head with a bias, a scale or a softcap", "take impl=chunked")
         if self.impl == "quack":

@@ -1,21 +1,17 @@
-"""Learnt factors of keys, values and the feed-forward part's hidden values: the model itself stays frozen. IA3."""
+"""IA3: learnt factors of keys, values and the feed-forward part's hidden values of a frozen model."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 from optrush.peft import io, ledger
 from optrush.planner.ledger import Line, Rule, add
-from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer, refuse_unmet
 
 OURS = ("k_proj", "v_proj", "down_proj")
-# Of families with other names, what PEFT 0.21 takes (peft/utils/constants.py).
+# Of families with other names: the targets of PEFT 0.21 (peft/utils/constants.py).
 OTHERS = (
     ("query_key_value", "dense_4h_to_h"),  # bloom, falcon, gpt_neox
     ("q_proj", "k_proj", "fc2"),  # opt
@@ -47,8 +43,8 @@ class Ia3(Technique):
     source = "https://arxiv.org/abs/2205.05638"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.TRAINED})
+    searched = False  # trains something else
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         linears = [linear for linear, _ in ledger.targeted(self._targets(ledger.LINEARS))]
@@ -63,7 +59,7 @@ class Ia3(Technique):
             io.read_config(self.name, self.init, {"peft_type": "IA3"})
 
     def _targets(self, known: Collection[str]) -> str | tuple[str, ...]:
-        """What `auto` means in a model whose linears have these names; `auto` where nobody knows."""
+        """What `auto` means in a model whose linears have these names; `auto` where they match no known family."""
         if self.targets != "auto":
             return self.targets
         return next((names for names in (OURS, *OTHERS) if {*names} <= {*known}), "auto")
@@ -71,9 +67,9 @@ class Ia3(Technique):
     def _apart(self, linears: Collection[Collection[str]], targets: str | tuple[str, ...]) -> Iterator[Requirement]:
         """Whether no module whose input is to be scaled shares it with another."""
         names = {*ledger.chosen(targets, [n for pieces in linears for n in pieces])} & {*self.feedforward}
+        do = "leave it out of feedforward, or take model.implementation: transformers"
         for name, pieces in ((n, p) for n in sorted(names) for p in linears if n in p):
             found = f"one product makes {', '.join(pieces)} of one input"
-            do = "leave it out of feedforward, or take model.implementation: transformers"
             yield Requirement(len(pieces) == 1, f"`ia3:feedforward=[{name}]`", found, do)
 
     def _within(self, names: Collection[str]) -> Requirement:
@@ -99,10 +95,6 @@ class Ia3(Technique):
             why = "what a linear gave, before it is scaled"
             yield add(Line("saved.left", why, env.blocks * left, "product", "saved", True, env.blocks))
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # trains something else: the user's to say
-
     def peft(self, trainer: Trainer) -> int:
         from optrush.errors import NeedsError
         from optrush.peft import adapter as adapted
@@ -116,8 +108,7 @@ class Ia3(Technique):
             raise NeedsError("`ia3:targets=auto`", found, "name them: targets, and of these feedforward")
         adapted.check_targets(self.name, model, recipe, targets, ())
         names = ledger.chosen(targets, known)
-        if not (need := self._within(names)).met:
-            raise NeedsError(need.asked, need.found, need.do)
+        refuse_unmet([self._within(names)])
         adapted.freeze_base(model, recipe, (), trainer.precision)
         switch, places = adapted.AdapterToggle(), adapted.places(model, recipe, names)
         for name, linear, modules in places:

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from optrush.peft import ledger
 from optrush.planner.ledger import Rule
-from optrush.technique import Environment, ModelSpec, Numerics, Part, Technique
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Technique, Trainer
 
 
 @dataclass(frozen=True)
 class Int8(Technique):
     """Holds the weights of the blocks' linears as integers of a byte with a scale a row; dense while they multiply.
 
-    Quantised while they are read, a tensor at a time. Somebody else says what is trained; embedding, norms and head
-    stay as they are, and so do the products' inputs.
+    Quantised while they are read, a tensor at a time. Another technique determines what is trained; embedding, norms
+    and head stay as they are, and so do the products' inputs.
 
     Source: Dettmers et al., https://arxiv.org/abs/2208.07339
     Memory: 8 + 32 / D bits a weight of the linears; and one dense linear, while it multiplies.
@@ -31,20 +27,15 @@ class Int8(Technique):
     summary = "frozen weights of the linears in 8-bit integers, dense while they multiply"
     source = "https://arxiv.org/abs/2208.07339"
     numerics = Numerics.DIFFERENT_MATHS
-    proof = "tests/techniques/test_int8.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.LINEARS})
     wants = frozenset({Part.TRAINED})
+    searched = False  # changes what is computed
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return spec.with_linears(weight="quantized")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 1 + (4 / env.shape.width if env.shape else 0))
-
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # changes what is computed: the user's to say
 
     def peft(self, trainer: Trainer) -> int:
         ledger.demand_compilers(self.name, trainer.env.device)

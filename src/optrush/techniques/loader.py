@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -33,17 +30,12 @@ class Loader(Technique):
     summary = "worker processes make batches ahead, in page-locked memory"
     source = "https://docs.pytorch.org/docs/stable/data.html#multi-process-data-loading"
     numerics = Numerics.EXACT
-    proof = "tests/techniques/test_loader.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.LOADING})
-
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # the plan does not price the host's work
+    searched = False  # the plan does not price the host's work
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         if self.pinned:
-            yield gpu("loader: pinned", env)
+            yield env.needs_gpu("loader: pinned")
 
     def data(self, trainer: Trainer) -> int:
         from optrush.data.sampler import Loading

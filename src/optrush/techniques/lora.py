@@ -1,20 +1,17 @@
-"""Low-rank adapters: the model stays frozen, beside its linears small matrices learn. LoRA, rsLoRA and DoRA."""
+"""Low-rank adapters of a frozen model's linears: LoRA, rsLoRA and DoRA."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from optrush.peft import io, ledger
 from optrush.planner.ledger import OURS, Line, Rule, WorkItem, add
-from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -23,7 +20,7 @@ class Lora(Technique):
 
     rslora: the factor is alpha / sqrt(rank). dora: each row of the sum is scaled to a learnt length.
     targets: `auto` and `all-linear` every linear of the blocks, `attention`, `mlp`, or names: [q_proj, v_proj].
-    save: modules that are trained whole, beside them: embed_tokens, lm_head, names of norms.
+    save: modules that are trained whole as well: embed_tokens, lm_head, names of norms.
     init: a folder of PEFT's to begin with, of the same rank, targets and save.
 
     Source: Hu et al., https://arxiv.org/abs/2106.09685; rsLoRA https://arxiv.org/abs/2312.03732, DoRA
@@ -49,8 +46,8 @@ class Lora(Technique):
     source = "https://arxiv.org/abs/2106.09685"
     numerics = Numerics.DIFFERENT_MATHS
     proof = "tests/parity/test_peft.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.TRAINED})
+    searched = False  # trains something else
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         low_rank = not (self.dora or self.dropout)
@@ -64,50 +61,42 @@ class Lora(Technique):
         return not self.save and self.init is None  # without an `init` the model is not the one training began with
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        if env.native:  # others tell the names of their linears when they are there
+        if env.native:  # the linears of others are known once the model is built
             yield ledger.require_names(self.name, "targets", self.targets, ledger.LINEARS)
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
-        yield Requirement(
-            not self.dropout or Part.CAPTURE not in env.claimed,
-            f"`lora:dropout={self.dropout:g}`",
-            "a technique that records the step: nobody has proved that a replay draws anew",
-            "leave dropout out",
-        )
+        found = "a technique that records the step: nobody has proved that a replay draws anew"
+        met = not self.dropout or Part.CAPTURE not in env.claimed
+        yield Requirement(met, f"`lora:dropout={self.dropout:g}`", found, "leave dropout out")
         narrow = Part.WEIGHTS in env.claimed or env.dtype == "bfloat16"
         inside = sorted({*self.save} - {ledger.EMBEDDING, ledger.HEAD, "norm"})
-        yield Requirement(
-            not (inside and narrow and Part.DATA in env.claimed),
-            f"`lora:save=[{', '.join(self.save)}]` over several ranks",
-            f"{inside[0] if inside else ''} in bf16 beside adapters in float32, which are sharded together",
-            "leave norms of blocks out, or take --with amp instead of bf16 weights",
-        )
+        asked = f"`lora:save=[{', '.join(self.save)}]` over several ranks"
+        found = f"{inside[0] if inside else ''} in bf16 beside adapters in float32, which are sharded together"
+        do = "leave norms of blocks out, or take --with amp instead of bf16 weights"
+        yield Requirement(not (inside and narrow and Part.DATA in env.claimed), asked, found, do)
         if self.init is not None:
-            io.read_config(self.name, self.init, self._config())
-
-    def _config(self) -> dict[str, Any]:
-        """What an adapter to begin with must have been trained with; targets show in its tensors."""
-        return {
-            "peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.rslora,
-            "use_dora": self.dora,
-        }  # fmt: skip
+            trained_with = {  # targets show in its tensors
+                "peft_type": "LORA", "r": self.rank, "lora_alpha": self.alpha, "use_rslora": self.rslora,
+                "use_dora": self.dora,
+            }  # fmt: skip
+            io.read_config(self.name, self.init, trained_with)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """The frozen model, and beside it: h = A x of r values a piece and token, B laid out over all rows."""
+        """The frozen model, h = A x of r values a piece and token, and B laid out over all rows."""
         learnt: list[int] = []
-        laid, keep, low, rows, r = 0, set(), 0, 0, self.rank
-        weights, crossed = 0, 0
+        keep, r, laid, low, rows, weights, crossed = set(), self.rank, 0, 0, 0, 0, 0
         for linear, (width, pieces) in {} if env.shape is None else ledger.linear_sizes(env.shape).items():
             mine = [n for name, n in pieces.items() if name in ledger.chosen(self.targets, ledger.LINEARS)]
             if not mine:
                 continue
             keep.add(linear)
-            learnt += [len(mine) * r * width, r * sum(mine), *([sum(mine)] if self.dora else [])]
-            low += len(mine) * r
-            rows += sum(pieces.values())
-            laid += len(mine) * r * (sum(pieces.values()) + width)
-            weights += sum(pieces.values()) * width
-            crossed += len(mine) * r * (sum(pieces.values()) * width + len(mine) * r * (sum(pieces.values()) + width))
+            mine_rank, all_rows = len(mine) * r, sum(pieces.values())
+            learnt += [mine_rank * width, r * sum(mine), *([sum(mine)] if self.dora else [])]
+            low += mine_rank
+            rows += all_rows
+            laid += mine_rank * (all_rows + width)
+            weights += all_rows * width
+            crossed += mine_rank * (all_rows * width + mine_rank * (all_rows + width))
         yield from ledger.predict_frozen(env, self.save, learnt, keep, added=keep)
         if not learnt:
             return
@@ -142,10 +131,6 @@ class Lora(Technique):
                 WorkItem("forward.measured.unpacked", why, "micro", values=L * weights, role="product"),
             )
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # trains something else: the user's to say
-
     def peft(self, trainer: Trainer) -> int:
         from optrush.peft import adapter as adapted
         from optrush.peft.lora import Lora as Adapter
@@ -155,10 +140,8 @@ class Lora(Technique):
         names = ledger.chosen(self.targets, adapted.known(model, recipe))
         adapted.check_targets(self.name, model, recipe, self.targets, self.save)
         trained = adapted.freeze_base(model, recipe, self.save, trainer.precision)
-        settings, switch = (
-            Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora),
-            adapted.AdapterToggle(),
-        )
+        settings = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora)
+        switch = adapted.AdapterToggle()
         places = adapted.places(model, recipe, names)
         for name, linear, modules in places:
             adapter = Adapter(linear, modules, names, switch, settings, trainer.env.spec.mlp == "quack")
@@ -167,7 +150,6 @@ class Lora(Technique):
             begun = io.load_adapter(self.name, self.init, model, recipe, trained)
             recipe.fillers.update({name: partial(adapted.fill_from, whole) for name, whole in begun.items()})
         trainer.adapters_disabled = switch.off if self._removable else None
-        trainer.fingerprints["adapters"] = (
-            f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"
-        )
+        chosen = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"
+        trainer.fingerprints["adapters"] = chosen
         return len(places)

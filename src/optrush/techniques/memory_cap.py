@@ -6,12 +6,12 @@ import dataclasses
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from optrush.hardware import CONTEXT_BYTES
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
 
 if TYPE_CHECKING:
     from optrush.hardware import Device
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryCap(Technique):
-    """Caps torch's allocator, so that a run fails here where it would fail on a smaller card; the plan counts on it.
+    """Caps torch's allocator, so that a run fails here where it would fail on a smaller card; the plan uses that size.
 
-    What a CUDA process takes beside torch's allocations is taken off the cap, as the plan does. Exactly one of the
-    options is given. It is the user's to say: no search leaves it out, or tries it.
+    What a CUDA process takes besides torch's allocations is subtracted from the cap, as in the plan. Exactly one of the
+    options is given.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
     Memory: at most `mib`, or `fraction` of the card, less 800 MiB for the CUDA context.
@@ -37,13 +37,13 @@ class MemoryCap(Technique):
     summary = "no more of the device than a smaller one has, to rehearse a run for it"
     source = "https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html"
     numerics = Numerics.EXACT
-    proof = "tests/techniques/test_memory_cap.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.MEMORY})
+    searched = False
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield gpu(self.name, env)
-        given = [text for text in (_shown("fraction", self.fraction), _shown("mib", self.mib)) if text]
+        yield env.needs_gpu(self.name)
+        sizes = {"fraction": self.fraction, "mib": self.mib}
+        given = [f"`{name}: {value}`" for name, value in sizes.items() if value is not None]
         found = " and ".join(given) or "neither `fraction` nor `mib`"
         do = "give exactly one: --with memory-cap:mib=24000"
         yield Requirement(len(given) == 1, "`memory-cap` needs a size", found, do)
@@ -55,10 +55,6 @@ class MemoryCap(Technique):
         yield Requirement(size_bytes <= memory_bytes, asked, found, "take less, or leave memory-cap out")
         found = f"{CONTEXT_BYTES >> 20} MiB of it go to the CUDA context"
         yield Requirement(size_bytes > CONTEXT_BYTES, asked, found, "take more")
-
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()
 
     def card(self, device: Device) -> Device:
         size_bytes = self._bytes(device)
@@ -75,13 +71,9 @@ class MemoryCap(Technique):
         return 1
 
     def _bytes(self, device: Device) -> int | None:
-        """Of the card that is played; None where none was given, or the device's memory is not known."""
+        """Memory of the smaller card; None where no size is given, or the device's memory is not known."""
         if self.mib is not None:
             return self.mib << 20
         if self.fraction is None or device.memory_bytes is None:
             return None
         return int(self.fraction * device.memory_bytes)
-
-
-def _shown(name: str, value: float | None) -> str:
-    return "" if value is None else f"`{name}: {value}`"

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from optrush.technique import Environment, Numerics, Part, Technique
+from optrush.technique import Numerics, Part, Technique, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optrush.data.batch import Batch
-    from optrush.trainer.trainer import Trainer
 
-# Whose owner has changed what a second try of the same window would begin with.
+# Parts whose owner changes what a second try of the same window would start from.
 ONCE = frozenset({Part.UPDATE, Part.CAPTURE})
 
 
@@ -36,23 +34,15 @@ class MicroBatch(Technique):
     summary = "micro-batches halved where memory runs out; `batch.micro_tokens: auto` finds their size"
     source = "https://arxiv.org/abs/1811.06965"
     numerics = Numerics.SAME_MATHS
-    proof = "tests/techniques/test_micro_batch.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.MICRO_BATCH})
-
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # a search finds its micro-batches itself
+    searched = False  # a search finds its micro-batches itself
 
     def wrap_window(self, trainer: Trainer) -> int:
         halving = Halving(trainer)
         trainer.shrink_micro_batch = halving.smaller
         if trainer.world.ranks > 1 or ONCE & trainer.env.claimed:
-            why = (
-                "several ranks wait for each other"
-                if trainer.world.ranks > 1
-                else "it is not run as often as one likes"
-            )
+            several = trainer.world.ranks > 1
+            why = "several ranks wait for each other" if several else "it is not run as often as one likes"
             trainer.notes.append(f"out of memory after step 0 ends the run, resumably: in the middle of a window {why}")
             return 1
         halving.around()
@@ -60,7 +50,7 @@ class MicroBatch(Technique):
 
 
 class Halving:
-    """`job.gradients` and `job.losses` in micro-batches of at most `job.setup.micro_rows`, which shrink on need."""
+    """`forward_backward` and `eval_loss` in micro-batches of at most `env.micro_rows`, halved when memory runs out."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.gradients, self.losses = trainer, trainer.forward_backward, trainer.eval_loss
@@ -69,47 +59,43 @@ class Halving:
         self.trainer.forward_backward, self.trainer.eval_loss = self._gradients, self._losses
 
     def smaller(self) -> int | None:
-        """The next size: at most half the rows, dividing a rank's rows of a step."""
+        """Return the next size: at most half the rows, dividing a rank's rows of a step; None if there is none."""
         env = self.trainer.env
         share = env.rows // env.ranks
         return max((n for n in range(1, env.micro_rows // 2 + 1) if share % n == 0), default=None)
 
     def _gradients(self, batches: list[Batch], terms: int | Tensor) -> Tensor:
         while True:
-            said = ""
             try:
                 return self.gradients(self._cut(batches), terms)
             except (RuntimeError, MemoryError) as error:
-                said = self._judged(error)
-            self._shrink(said)  # out here, where the error no longer holds what the window had made
+                reason = self._exhausted(error)
+            self._shrink(reason)  # here, where the error no longer references the window's tensors
 
     def _losses(self, batches: list[Batch]) -> Tensor:
-        figures = {
-            name: figure.clone() for name, figure in self.trainer.metrics.items()
-        }  # an evaluation adds up in them
+        sums = {name: metric.clone() for name, metric in self.trainer.metrics.items()}  # an evaluation adds to them
         while True:
-            said = ""
             try:
                 return self.losses(self._cut(batches))
             except (RuntimeError, MemoryError) as error:
-                said = self._judged(error)
-            for name, figure in self.trainer.metrics.items():
-                figure.copy_(figures[name])
-            self._shrink(said)
+                reason = self._exhausted(error)
+            for name, metric in self.trainer.metrics.items():
+                metric.copy_(sums[name])
+            self._shrink(reason)
 
     def _cut(self, batches: list[Batch]) -> list[Batch]:
         return [part for b in batches for part in b.parts(self.trainer.env.micro_rows)]
 
-    def _judged(self, error: BaseException) -> str:
-        """What ran out of memory; any other error, or one that no smaller micro-batch mends, goes on its way."""
+    def _exhausted(self, error: BaseException) -> str:
+        """Return what ran out of memory; raise any other error, or one that no smaller micro-batch can avoid."""
         from optrush.trainer.trainer import exhausted
 
         if not exhausted(error) or self.smaller() is None:
             raise error
         return next(iter(str(error).splitlines()), "") or type(error).__name__
 
-    def _shrink(self, said: str) -> None:
-        """From here on smaller micro-batches, said in the run's configuration and to people."""
+    def _shrink(self, reason: str) -> None:
+        """Use smaller micro-batches from now on; the run's configuration and a logged event record it."""
         import gc
 
         import torch
@@ -119,9 +105,9 @@ class Halving:
         trainer.zero_grad()
         gc.collect()
         if trainer.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # else what is free lies in pieces of the larger size
+            torch.cuda.empty_cache()  # else free memory stays in pieces of the larger size
         trainer.env = dataclasses.replace(trainer.env, micro_rows=rows)
         tokens = rows * trainer.env.seq
         batch = trainer.config.batch.model_copy(update={"micro_tokens": tokens})
         trainer.config = trainer.config.model_copy(update={"batch": batch})
-        trainer.log_event({"micro_tokens": tokens, "after": said})
+        trainer.log_event({"micro_tokens": tokens, "after": reason})

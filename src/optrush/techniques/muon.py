@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from optrush.errors import NeedsError
+from optrush.models.shapes import ModelShape
 from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, demand_triton, forgetful
-
-if TYPE_CHECKING:
-    from optrush.models.shapes import ModelShape
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 ROOM = 1 << 25  # elements of the matrices that are updated at a time: their temporaries are small beside a model
-ELSEWHERE = ("`muon` makes its states where the weights are", "a technique that keeps them elsewhere")
-INSTEAD = "take fused-adamw or adam8bit instead"
 
 
 @dataclass(frozen=True)
@@ -41,22 +36,15 @@ class Muon(Technique):
     summary = "momentum made orthogonal for the blocks' matrices, AdamW for the rest"
     source = "https://kellerjordan.github.io/posts/muon/"
     numerics = Numerics.DIFFERENT_MATHS
-    proof = "tests/techniques/test_muon.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.OPTIMIZER})
+    searched = False  # another path of the weights
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield Requirement(
-            Part.TRAINED not in env.claimed,
-            "`muon` updates the blocks' own matrices",
-            "a technique that freezes them and trains others in their place",
-            INSTEAD,
-        )
-        yield Requirement(Part.STATES not in env.claimed, *ELSEWHERE, INSTEAD)
+        yield from env.needs_own_matrices(self.name, "the blocks'")
         do = "take ddp instead, or another optimizer: fused-adamw"
         found = "a technique that cuts them over the ranks"
         yield Requirement(Part.PARAM_SHARDING not in env.claimed, "`muon` makes whole matrices orthogonal", found, do)
-        yield forgetful(self.name, env)
+        yield env.needs_no_kahan(self.name)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Of a model through transformers the sizes are not known here: without its FLOPs and temporaries."""
@@ -77,10 +65,6 @@ class Muon(Technique):
             values = width * at_once(s, alone=early)
             yield add(Line("update.orthogonal", why, values, "wide", "backward" if early else "update"))
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # another path of the weights: the user's to say
-
     def optimizer(self, trainer: Trainer) -> int:
         import torch
 
@@ -94,13 +78,12 @@ class Muon(Technique):
                 found[t.name] = Pieces(linear.groups, tuple(rows for _, rows in linear.output_splits))
         if not found:
             held = f"no trained linear in the blocks of this {trainer.hf['model_type']} model"
-            raise NeedsError("`muon` makes the blocks' matrices orthogonal", held, INSTEAD)
+            do = "take --with fused-adamw or --with adam8bit instead"
+            raise NeedsError("`muon` makes the blocks' matrices orthogonal", held, do)
         if any(t.local.dtype == torch.bfloat16 for t in trainer.trained):
-            demand_triton(self.name, trainer.env.device)
-        trainer.optimizer = Optimizer(
-            trainer.trained, trainer.config.optim, found, momentum=self.momentum, iterations=self.iterations, room=ROOM,
-            rounding=trainer.rounding, seed=trainer.config.seed,
-        )  # fmt: skip
+            self.demand_triton(trainer.env.device)
+        options = {"matrices": found, "momentum": self.momentum, "iterations": self.iterations, "room": ROOM}
+        self.set_optimizer(trainer, Optimizer, **options)
         rest = len(trainer.trained) - len(found)
         trainer.notes.append(f"muon steps {len(found)} matrices, AdamW the other {rest} parameters")
         return len(found)
@@ -113,7 +96,7 @@ def pieces(s: ModelShape) -> list[tuple[int, int]]:
 
 
 def at_once(s: ModelShape, alone: bool) -> int:
-    """The most elements of matrices that are updated together: all layers' of a shape, as many as have room, or one."""
+    """Return the most elements that are updated together: all layers' of a shape, as many as have room, or one."""
     sizes = [r * c for r, c in pieces(s)]
     stored = [sum(sizes[:3]), sizes[3], sum(sizes[4:6]), sizes[6]]  # qkv, o, gate_up, down
     return max(n * (1 if alone else min(s.layers, max(1, ROOM // n))) for n in stored)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from optrush.errors import ConfigError
 from optrush.peft import ledger
 from optrush.planner.ledger import Rule
-from optrush.technique import Environment, ModelSpec, Numerics, Part, Technique
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -20,7 +17,8 @@ class Nf4(Technique):
     """Holds the weights of the blocks' linears as 4-bit NormalFloat, and makes each dense while it multiplies.
 
     Quantised while they are read, a tensor at a time, to the bytes that bitsandbytes makes; folders that bitsandbytes
-    quantised are taken as they are. Somebody else says what is trained; embedding, norms and head stay as they are.
+    quantised are taken as they are. Another technique determines what is trained; embedding, norms and head stay as
+    they are.
 
     double: the scales are quantised too.
 
@@ -37,10 +35,9 @@ class Nf4(Technique):
     summary = "frozen weights of the linears in 4-bit NormalFloat, dense while they multiply"
     source = "https://arxiv.org/abs/2305.14314"
     numerics = Numerics.DIFFERENT_MATHS
-    proof = "tests/techniques/test_nf4.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.LINEARS})
     wants = frozenset({Part.TRAINED})
+    searched = False  # changes what is computed
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return spec.with_linears(weight="quantized")
@@ -48,23 +45,19 @@ class Nf4(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # changes what is computed: the user's to say
-
     def config(self, hf: dict[str, Any]) -> int:
-        """Takes away what says that the folder is quantised: what is exported is not."""
-        said = hf.get("quantization_config") or {}
-        if not isinstance(said, dict):
-            raise ConfigError("`quantization_config` of config.json", f"{said!r}, no mapping", "download it again")
-        if said.get("quant_method") != "bitsandbytes":
+        """Remove `quantization_config`: what is exported is not quantised."""
+        stored = hf.get("quantization_config") or {}
+        if not isinstance(stored, dict):
+            raise ConfigError("`quantization_config` of config.json", f"{stored!r}, no mapping", "download it again")
+        if stored.get("quant_method") != "bitsandbytes":
             return 0
-        kind = said.get("bnb_4bit_quant_type") if said.get("load_in_4bit") else "int8"
-        kind = f"{kind} in {said.get('bnb_4bit_quant_storage', 'uint8')}"
+        kind = stored.get("bnb_4bit_quant_type") if stored.get("load_in_4bit") else "int8"
+        kind = f"{kind} in {stored.get('bnb_4bit_quant_storage', 'uint8')}"
         if kind != "nf4 in uint8":
             do = "start from the unquantised checkpoint"
             raise ConfigError("`nf4` on weights that bitsandbytes quantised", f"they are {kind}", do)
-        there = bool(said.get("bnb_4bit_use_double_quant"))
+        there = bool(stored.get("bnb_4bit_use_double_quant"))
         if there != self.double:
             found = f"weights that were quantised {'with' if there else 'without'} it"
             raise ConfigError(f"`nf4:double={self.double}`", found, f"take --with nf4:double={str(there).lower()}")

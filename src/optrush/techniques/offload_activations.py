@@ -10,22 +10,21 @@ from pydantic import Field
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from optrush.models.activation_offload import Lane
-    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class OffloadActivations(Technique):
-    """What blocks save goes to pinned host memory on a stream of its own, and comes back a block ahead of its use.
+    """Moves what blocks save to pinned host memory on a stream of its own, and back a block ahead of its use.
 
-    Beside recompute only the inputs of blocks move. The last `keep` blocks, needed first, keep theirs on the device.
+    With recompute only the inputs of blocks move. The last `keep` blocks, needed first, keep theirs on the device.
 
     Source: https://github.com/pytorch/torchtune/blob/main/torchtune/training/_activation_offloading.py
     Memory: on the device keep + 1 blocks' activations, two at least; the other blocks' in pinned host memory.
-    Work: each moved byte crosses the link to the host twice, beside the computation.
+    Work: each moved byte crosses the link to the host twice, during the computation.
     Differs from the source: whole storages instead of tensors, a block at a time, in pages of pinned memory that
         stay for the whole run; nothing is recorded on streams, the caller's stream waits before memory is freed.
     """
@@ -36,30 +35,23 @@ class OffloadActivations(Technique):
     summary = "saved activations of all but the last blocks wait in pinned host memory"
     source = "https://github.com/pytorch/torchtune/blob/main/torchtune/training/_activation_offloading.py"
     numerics = Numerics.EXACT
-    proof = "tests/techniques/test_offload_activations.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.ACTIVATION_STORAGE})
+    searched = False  # for rows that fit in no other way
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield gpu(self.name, env)
-        yield Requirement(
-            self.keep < env.blocks,
-            f"`offload-activations:keep={self.keep}`",
+        yield env.needs_gpu(self.name)
+        found, do = (
             f"the model has {env.blocks} blocks, so none would be moved",
             f"take keep from 0 to {env.blocks - 1}",
         )
-        yield Requirement(
-            env.native or Part.COMPILED not in env.claimed,
-            "`offload-activations` sees what blocks save from outside",
-            "compiled blocks of a transformers model, which are entered inside their graph",
-            "take model.implementation: native, or leave compile out",
-        )
-        yield Requirement(
-            Part.CAPTURE not in env.claimed,
-            "`offload-activations` copies while a step runs",
-            "a technique that records the step: nobody has proved the two together",
-            "take one of the two",
-        )
+        yield Requirement(self.keep < env.blocks, f"`offload-activations:keep={self.keep}`", found, do)
+        asked = "`offload-activations` sees what blocks save from outside"
+        found = "compiled blocks of a transformers model, which are entered inside their graph"
+        do = "take model.implementation: native, or leave compile out"
+        yield Requirement(env.native or Part.COMPILED not in env.claimed, asked, found, do)
+        asked = "`offload-activations` copies while a step runs"
+        found = "a technique that records the step: nobody has proved the two together"
+        yield Requirement(Part.CAPTURE not in env.claimed, asked, found, "take one of the two")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         why = f"of {self.keep} blocks, and of one on its way; the others' lies on the host"
@@ -68,13 +60,8 @@ class OffloadActivations(Technique):
         if Part.COMPILED in env.claimed:  # autocast's copies stay, a compiled block's are saved like any value
             yield live("casts.blocks*", why, blocks_on_device=self.keep)
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        """None: it is for rows that fit in no other way."""
-        yield from ()
-
     def lane(self, trainer: Trainer) -> Lane:
-        """What copies."""
+        """Return what copies."""
         from optrush.models.activation_offload import Streams
 
         return Streams(trainer.world.device)
@@ -102,16 +89,14 @@ class OffloadActivations(Technique):
 
 
 def _check(trainer: Trainer) -> None:
-    """What only the assembled job shows.
-
-    Raises:
-        NeedsError: the model is one graph, or blocks keep outputs where autograd's hooks do not see them.
-    """
+    """Raise NeedsError if the model is one graph, or if blocks keep outputs that autograd's hooks do not reach."""
     if trainer.model._compiled_call_impl is not None:
         asked, found = "`offload-activations` moves a block at a time", "the model compiled as one graph"
         raise NeedsError(asked, found, "take compile:scope=blocks")
     for block in trainer.model.blocks.values():
         if getattr(block, "keeps_outputs", False) and block._compiled_call_impl is None:
-            asked = "`offload-activations` sees what autograd saves"
-            found = "blocks that keep the outputs of operators beside it"
+            asked, found = (
+                "`offload-activations` sees what autograd saves",
+                "blocks that keep the outputs of operators beside it",
+            )
             raise NeedsError(asked, found, "add --with compile, or take recompute instead")

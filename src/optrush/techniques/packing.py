@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Environment, Numerics, Part, Technique
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, Numerics, Part, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,6 @@ class Packing(Technique):
     source = "https://arxiv.org/abs/2107.02027"
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.BATCH_LAYOUT, Part.PACKED_ROWS})
 
     def predict(self, env: Environment) -> Iterator[Rule]:

@@ -6,16 +6,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from optrush.errors import NeedsError
 from optrush.hardware import cpu
 from optrush.planner.ledger import Line, Rule, add, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, gpu
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from optrush.optim.paged import Bus
-    from optrush.trainer.trainer import Trainer
 
 PIECE = 1 << 23  # weights whose states pass at once: of 8 bytes each 64 MiB, enough for the link's full rate (assumed)
 LEAST = 1 << 16  # weights of a parameter, below which its states stay on the device
@@ -23,10 +22,10 @@ LEAST = 1 << 16  # weights of a parameter, below which its states stay on the de
 
 @dataclass(frozen=True)
 class PagedStates(Technique):
-    """States live in pinned host memory; in the update a piece is sent for while the one before it is updated.
+    """Keeps states in pinned host memory; in the update a piece is fetched while the one before it is updated.
 
-    Whatever AdamW owns the run (the baseline's, one kernel, or 8- or 4-bit moments) steps pieces of parameters as if
-    they were shards. Sent back beside the next piece's coming. Counts and states of small parameters stay.
+    The AdamW of the run (the baseline's, one kernel, or 8- or 4-bit moments) steps pieces of parameters as if they were
+    shards. A piece is sent back while the next arrives. Counts and states of small parameters stay on the device.
 
     Source: https://arxiv.org/abs/2305.14314 (Dettmers et al., QLoRA: paged optimizers)
     Memory: on the device the states of two pieces of 8 Mi weights; all states in pinned host memory.
@@ -39,23 +38,18 @@ class PagedStates(Technique):
     summary = "the optimizer's states in pinned host memory, two pieces of them on the device"
     source = "https://arxiv.org/abs/2305.14314"
     numerics = Numerics.EXACT
-    proof = "tests/techniques/test_paged_states.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.STATES})
+    searched = False  # for what does not fit in any other way
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield gpu(self.name, env)
+        yield env.needs_gpu(self.name)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("states.*", "on the host", blocks_on_device=0)
         yield add(Line("paging", "states of two pieces under way", 2 * 2 * PIECE, "state", "always"))
 
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # for what does not fit in any other way
-
     def buses(self, trainer: Trainer) -> tuple[Bus, Bus]:
-        """What copies, to the device and from it."""
+        """Return what copies to the device, and what copies from it."""
         from optrush.optim.paged import Registered
 
         return Registered(trainer.world.device), Registered(trainer.world.device)
@@ -77,10 +71,7 @@ class PagedStates(Technique):
             return 0
         from optrush.optim.adamw import AdamW
 
-        make = partial(
-            AdamW, optim=trainer.config.optim, fused=False, rounding=trainer.rounding, seed=trainer.config.seed
-        )
-        trainer.optimizer = trainer.optimizer_factory(trainer.trained, make)
+        self.set_optimizer(trainer, AdamW, fused=False)
         return 0
 
     def wrap_step(self, trainer: Trainer) -> int:

@@ -1,18 +1,15 @@
-"""Activation checkpointing: forget what a block saved, and run it again in the backward pass."""
+"""Activation checkpointing: drop what a block saved, and run it again in the backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -31,17 +28,12 @@ class Recompute(Technique):
     summary = "activation checkpointing of every n-th block"
     source = "https://arxiv.org/abs/1604.06174"
     numerics = Numerics.EXACT
-    proof = "tests/techniques/test_recompute.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.ACTIVATION_CHECKPOINTING})
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield Requirement(
-            self.every <= env.blocks,
-            f"`recompute:every={self.every}`",
-            f"the model has {env.blocks} blocks, so none would be recomputed",
-            f"take every from 1 to {env.blocks}",
-        )
+        found = f"the model has {env.blocks} blocks, so none would be recomputed"
+        do = f"take every from 1 to {env.blocks}"
+        yield Requirement(self.every <= env.blocks, f"`recompute:every={self.every}`", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         share = env.blocks // self.every / env.blocks
@@ -62,20 +54,19 @@ class Recompute(Technique):
         through, chosen = trainer.model.block_call, 0
         for name, block in trainer.model.blocks.items():
             again = (int(name) + 1) % self.every == 0
-            # Said by the block itself: of a set of blocks a compiler does not see that it holds one and not the other.
+            # An attribute of the block: a compiler does not guard on membership in a set of blocks.
             block.runs_again = again  # type: ignore[assignment]
             chosen += again
 
         def recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            # A block, or a block's own forward. Asked this way, because getattr(call, "__self__", call) of a forward
-            # is the forward again where torch 2.11 compiles it: nothing would be recomputed, and nothing would say so.
+            # A block, or its forward. Not getattr(call, "__self__", call), which of a forward returns the forward
+            # again where torch 2.11 compiles it: nothing would be recomputed, silently.
             block = call if isinstance(call, nn.Module) else call.__self__  # type: ignore[attr-defined]
             if not block.runs_again:
                 return through(call, *args, **kwargs)
-
-            # All but the hidden states is enclosed: what is given as an argument, a compiler looks at field by field,
-            # and it would compile again for every value of `Documents.longest`. The hidden states are not: what is
-            # enclosed stays on the device, wherever saved tensors are moved meanwhile.
+            # Only the hidden states are an argument: a compiler guards on every field of arguments, and would compile
+            # again for every value of `Documents.longest`. The hidden states are not enclosed, as what is enclosed
+            # stays on the device even where saved tensors are moved.
             states, *rest = args
 
             def run(states: Any) -> Any:

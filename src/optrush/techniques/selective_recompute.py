@@ -6,17 +6,14 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
-
-# Operators by name, as "namespace::name" begins: a kernel's own operator is known before it is imported.
+# Operators by how their "namespace::name" begins, so that a kernel's own operator need not be imported.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
 WITH_GATE = "optrush::gated"  # QuACK's first feed-forward product; its backward's name begins alike
 ATTENTION = (
@@ -34,8 +31,8 @@ class SelectiveRecompute(Technique):
     ops `attention`: outputs of attention kernels are kept, products run again too.
     budget: of compiled blocks, the share of what they would keep; torch's partitioner chooses what runs again.
 
-    The last product of a block runs again in neither form of `ops`, for nothing in the backward pass reads its output.
-    Attention by plain products with whole scores is no kernel: there it runs again, and its scores are never kept.
+    The last product of a block never runs again, as nothing in the backward pass reads its output. Attention by plain
+    products with whole scores is no kernel: it runs again, and its scores are never kept.
 
     Source: Korthikanti et al., https://arxiv.org/abs/2205.05198
     Memory: `products` keeps B*T*(2D + (2H + 2K)E + 2F) values a block, `attention` B*T*(D + HE); one block at a time
@@ -51,32 +48,29 @@ class SelectiveRecompute(Technique):
     summary = "cheap operators run again in the backward pass: by operator, or by a memory budget"
     source = "https://arxiv.org/abs/2205.05198"
     numerics = Numerics.EXACT
-    proof = "tests/techniques/test_selective_recompute.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.ACTIVATION_CHECKPOINTING})
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
-        yield Requirement(
-            self.ops is None or self.budget is None,
+        asked, found = (
             "`selective-recompute` by operator or by budget",
             f"both, ops={self.ops} and budget={self.budget}",
-            "give one of the two",
         )
-        yield Requirement(
-            self.budget is None or Part.COMPILED in env.claimed,
-            f"`selective-recompute:budget={self.budget}`",
+        yield Requirement(self.ops is None or self.budget is None, asked, found, "give one of the two")
+        asked = f"`selective-recompute:budget={self.budget}`"
+        found, do = (
             "no compiled blocks, whose partitioner alone knows a budget",
             "add --with compile, or take ops=products",
         )
-        yield Requirement(
-            self.ops == "attention" or Part.TRAINED not in env.claimed,
-            "`selective-recompute` keeps the output of products, all of them or those that are dear",
+        yield Requirement(self.budget is None or Part.COMPILED in env.claimed, asked, found, do)
+        asked = "`selective-recompute` keeps the output of products, all of them or those that are dear"
+        found, do = (
             "adapters, which make several of each, in place: nobody prices those",
             "take ops=attention, or recompute",
         )
+        yield Requirement(self.ops == "attention" or Part.TRAINED not in env.claimed, asked, found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """What is not kept lies in one block at a time; what makes it runs twice. Names: the baseline's."""
+        """What is not kept exists in one block at a time; what computes it runs twice. Names: the baseline's."""
         if self.budget is not None:
             yield from _by_budget(self.budget, env)
             return
@@ -111,9 +105,11 @@ class SelectiveRecompute(Technique):
 
         blocks, through = trainer.model.blocks, trainer.model.block_call
         contexts = _kept(_products(blocks.values()) if self.ops != "attention" else 0)
+        for block in blocks.values():
+            block.keeps_outputs = True  # type: ignore[assignment]  # not among what autograd saves, unless compiled
 
-        # All but the hidden states is enclosed, as a compiler looks at arguments field by field.
-        if not trainer.env.native:  # the slot lies inside a block's forward
+        # All but the hidden states is enclosed, as a compiler guards on every field of arguments.
+        if not trainer.env.native:  # the slot is inside a block's forward
 
             def selective(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 def run(*first: Any) -> Any:
@@ -122,8 +118,6 @@ class SelectiveRecompute(Technique):
                 return checkpoint(run, *args[:1], use_reentrant=False, context_fn=contexts)
 
             trainer.model.block_call = selective
-            for block in blocks.values():
-                block.keeps_outputs = True  # type: ignore[assignment]  # as below
             return len(blocks)
 
         def forward(block: Any, x: Any, *rest: Any) -> Any:
@@ -135,7 +129,6 @@ class SelectiveRecompute(Technique):
         for block in blocks.values():
             # One function bound to each block: of a closure for each, a compiler would make a graph for each.
             block.forward = MethodType(forward, block)
-            block.keeps_outputs = True  # type: ignore[assignment]  # not among what autograd saves, unless compiled
         return len(blocks)
 
     def wrap_step(self, trainer: Trainer) -> int:
@@ -151,10 +144,10 @@ class SelectiveRecompute(Technique):
 
 
 def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
-    """The partitioner keeps an operator's output whole or not at all; of what norms make nothing, once it must choose.
+    """Rules for a budget: the partitioner keeps an operator's output whole or not at all.
 
-    What it keeps is taken to be the dearest set of three that fits, and what the feed-forward part adds to if there is
-    room for all. Whole scores are taken to be kept: at some budgets they are not, at some smaller ones they are.
+    It is assumed to keep the dearest set of three that fits, what the feed-forward part adds to if there is room for
+    all, and whole scores (which at some budgets it does not).
     """
     shape = env.shape
     if shape is None or budget == 1:  # assumed, not measured: an even share, and cheap operators run again first
@@ -189,7 +182,7 @@ def _by_budget(budget: float, env: Environment) -> Iterator[Rule]:
 
 
 def _products(blocks: Any) -> float:
-    """So many products of a block are kept, all but the last; where linears are of another kind, all."""
+    """Return how many products of a block are kept: all but the last; where linears are of another kind, all."""
     from torch import nn
 
     count = max(sum(isinstance(m, nn.Linear) for m in block.modules()) for block in blocks)
@@ -197,20 +190,20 @@ def _products(blocks: Any) -> float:
 
 
 def _kept(products: float) -> Callable[[], Any]:
-    """What makes the two contexts of a checkpoint: the first `products` products and all attention are kept."""
+    """Return a checkpoint's `context_fn`, which keeps the first `products` products and all attention."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     class Policy:
-        """Of one pass through one block, for it counts products: torch 2.11 asks again when the block runs again."""
+        """Counts the products of one pass through one block: torch 2.11 calls it in the second pass too."""
 
         def __init__(self) -> None:
             self.seen = {False: 0, True: 0}  # the first time, and again
 
-        def __call__(self, asked: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             name = op.name()
             if product := name.startswith(PRODUCTS) or name == WITH_GATE:
-                self.seen[asked.is_recompute] += 1
-            keep = name.startswith(ATTENTION) or (product and self.seen[asked.is_recompute] <= products)
+                self.seen[ctx.is_recompute] += 1
+            keep = name.startswith(ATTENTION) or (product and self.seen[ctx.is_recompute] <= products)
             return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts() -> Any:
@@ -226,7 +219,7 @@ def _within(budget: float, compiled: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
-        with config.patch(activation_memory_budget=budget):  # at each call, for any may compile again
+        with config.patch(activation_memory_budget=budget):  # at each call, as any may compile again
             return compiled(*args, **kwargs)
 
     return call

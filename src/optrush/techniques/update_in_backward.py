@@ -4,69 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from optrush.data.batch import Batch
-    from optrush.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class UpdateInBackward(Technique):
-    """Steps a parameter when its gradient is whole, and frees the gradient: a block's at a time, never the model's.
+    """Steps a parameter when its gradient is whole, and frees the gradient.
 
     With no norm of all gradients beforehand there is no clipping, and a gradient that is not finite skips its own
-    parameter only: the others have moved, or will. (A loss that is not finite skips them all.) The step counts as
-    skipped if any parameter was.
+    parameter only. (A loss that is not finite skips them all.) The step counts as skipped if any parameter was.
 
     Source: https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html
     Memory: the gradients of one block, and of the head or the embedding, instead of one a parameter.
     Work: unchanged; an optimizer of one launch takes one a parameter.
-    Differs from the source: one optimizer over all parameters, told which to step; a bad gradient steps nothing.
+    Differs from the source: one optimizer for all parameters, called with the index to step; a bad gradient steps
+        nothing.
     """
 
     name = "update-in-backward"
     summary = "each parameter stepped in the backward pass, its gradient freed there; no clipping"
     source = "https://docs.pytorch.org/tutorials/intermediate/optimizer_step_in_backward_tutorial.html"
     numerics = Numerics.SAME_MATHS
-    proof = "tests/techniques/test_update_in_backward.py"
-    verified_on = ("cpu", "gpu")
     claims = frozenset({Part.UPDATE})
+    searched = False  # no clipping
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n = env.accumulation
-        yield Requirement(
-            n == 1,
-            "`update-in-backward` steps on the gradient of one micro-batch",
-            f"{n} micro-batches a step",
-            f"set batch.micro_tokens to {env.rows // env.ranks * env.seq}, or batch.tokens lower",
-        )
-        yield Requirement(
-            env.clip is None,
-            "`update-in-backward` steps before the norm of all gradients is known",
-            f"`optim.clip: {env.clip}`",
-            "set optim.clip to null",
-        )
-        yield Requirement(
-            Part.DATA not in env.claimed,
-            "`update-in-backward` on one device",
-            "a technique that sums gradients over ranks, after the backward pass or behind its back",
-            "leave one of the two out",
-        )
+        asked = "`update-in-backward` steps on the gradient of one micro-batch"
+        do = f"set batch.micro_tokens to {env.rows // env.ranks * env.seq}, or batch.tokens lower"
+        yield Requirement(n == 1, asked, f"{n} micro-batches a step", do)
+        asked = "`update-in-backward` steps before the norm of all gradients is known"
+        yield Requirement(env.clip is None, asked, f"`optim.clip: {env.clip}`", "set optim.clip to null")
+        found = "a technique that sums gradients over ranks, after the backward pass or behind its back"
+        met = Part.DATA not in env.claimed
+        yield Requirement(met, "`update-in-backward` on one device", found, "leave one of the two out")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield live("gradients.*", "freed as soon as its parameter was updated", freed_on_update=True)
         yield live("update.loop", "of the embedding, which is updated last", live="end")
-
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # no clipping is the user's to say
 
     def wrap_step(self, trainer: Trainer) -> int:
         import torch
@@ -75,20 +59,17 @@ class UpdateInBackward(Technique):
             found = "products in fp16, whose loss scale is found by skipping whole updates"
             raise NeedsError("`update-in-backward` without a loss scale", found, "take bf16 products, or leave it out")
         stepping = Stepping(trainer)
-        trainer.loss, trainer.forward_backward, trainer.optimizer_step = (
-            stepping.loss,
-            stepping.gradients,
-            stepping.update,
-        )
+        trainer.loss, trainer.forward_backward = stepping.loss, stepping.gradients
+        trainer.optimizer_step = stepping.update
         return len(trainer.trained)
 
 
 class Stepping:
-    """`job.gradients` that updates, and a `job.update` that only says how it went. Reads nothing on the host."""
+    """A `forward_backward` that updates, and an `optimizer_step` that returns norm and flag; no host read."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self._loss, self._gradients = trainer, trainer.loss, trainer.forward_backward
-        self.armed = False  # in the window; a backward pass of somebody else updates nothing
+        self.armed = False  # in the window; other backward passes update nothing
         self._begin()
         for i, t in enumerate(trainer.trained):
             t.parameter.register_post_accumulate_grad_hook(self._hook(i))  # type: ignore[no-untyped-call]
@@ -127,8 +108,7 @@ class Stepping:
         trained = self.trainer.trained[i]
 
         @torch.no_grad()
-        def whole(_: Tensor) -> None:
-            """The gradient is whole: of a tied weight, both of its uses are in it."""
+        def whole(_: Tensor) -> None:  # the gradient of a tied weight is the sum over both uses
             grad = trained.grad
             if not self.armed or grad is None:
                 return
@@ -141,7 +121,7 @@ class Stepping:
         return whole
 
     def _squares(self, grad: Tensor) -> Tensor:
-        """Their sum, as the norm of all gradients has it (step.py)."""
+        """Return the sum of squares, computed as in the norm of all gradients (`trainer.trainer`)."""
         import torch
 
         along = None if grad.is_cuda else -1

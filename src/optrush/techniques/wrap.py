@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from optrush.errors import ConfigError
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique
-
-if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 
 @dataclass(frozen=True)
 class Wrap(Technique):
-    """Concatenates the documents of a window and cuts rows of T tokens; a token sees all that is before it in its row.
+    """Concatenates the documents of a window and cuts rows of T tokens; a token attends to all before it in its row.
 
     Documents end with their own end-of-text or end-of-turn token, which separates them. A row that begins inside a
     document repeats its last `overlap` tokens as context, not learnt again; with 1, every target is learnt once.
@@ -40,10 +37,7 @@ class Wrap(Technique):
     proof = "tests/techniques/test_layouts.py"
     verified_on = ("cpu",)
     claims = frozenset({Part.BATCH_LAYOUT})
-
-    @classmethod
-    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
-        yield from ()  # packing fills rows as well, and keeps documents whole
+    searched = False  # packing fills rows as well, and keeps documents whole
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = f"take fewer than {env.seq}, or a longer batch.seq"

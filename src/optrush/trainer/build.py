@@ -76,7 +76,7 @@ def build(
         today: the date for chat templates that use one; a resumed run keeps its first date.
     """
     started = started or join_ranks(prepared)
-    world = distributed.lay(prepared.env.axes, started.device)
+    world = distributed.lay({}, started.device)
     error: UserError | None = None
     try:
         trainer = _build(prepared, started, world, training, data, progress, today)
@@ -134,7 +134,7 @@ def _build(
         sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, cost=model.flops,
         most_bad=config.data.most_bad,
     )  # fmt: skip
-    for name in ("model", "peft", "parallelize", "loss", "recompute", "compile", "shard"):
+    for name in ("model", "peft", "loss", "recompute", "compile", "shard"):
         stage(name)
         if name == "peft" and config.dpo is not None and dpo.by_adapter(config.dpo, trainer.adapters_disabled):
             assert trainer.adapters_disabled is not None

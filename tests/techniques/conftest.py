@@ -1,0 +1,36 @@
+"""End the loader's workers after each test: a run does so itself, but a dropped trainer waits for them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+
+@pytest.fixture(autouse=True)
+def _end_workers() -> Iterator[None]:
+    yield
+    for process in multiprocessing.active_children():
+        if isinstance(process, ForkProcess):  # the two ranks are spawned, and stay
+            process.terminate()
+            process.join(2)
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """A compiler that has seen nothing, and counts its graphs from zero."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def traced(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile makes the same graphs, and writes no code for them, which takes most of its time."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options=None, **kwargs: real(f, backend="aot_eager", **kwargs))
