@@ -27,9 +27,9 @@ from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer,
 from optrush.data.readers import read
 from optrush.data.schema import Completion, Message, Pair, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
+from optrush.export import open_run
 from optrush.models.hf import load_plain
 from optrush.models.source import locate
-from optrush.restore import read_run
 from optrush.technique import library
 from optrush.trainer.run_dir import RUN
 from optrush.trainer.trainer import exhausted
@@ -63,13 +63,13 @@ def find(text: str) -> ModelSource:
     """
     path = home(text, f"the model {text}")
     if (path / RUN).is_file() or path.name == RUN:
-        folder, config = read_run(path)
+        folder, config = open_run(path)
         if (folder / "model" / "config.json").is_file():
             return ModelSource(text, folder / "model", None, config)
         if (folder / "adapter" / ADAPTER).is_file():
             return ModelSource(text, _published(config, text), folder / "adapter", config)
         raise ConfigError(f"to talk to {text}", "neither model/ nor adapter/ lies in it", f"optrush export {text}")
-    run_of = read_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
+    run_of = open_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
         try:
             facts = json.loads((path / ADAPTER).read_text("utf-8"))

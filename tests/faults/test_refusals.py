@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from optrush.trainer.checkpoint import find
+from optrush.trainer.checkpoint import find_checkpoints
 
 from harness import ended, told
 from runs import (
@@ -73,14 +73,14 @@ def test_no_intact_one(home: Path, ranks: int) -> None:
     output, config = copy(home, f"none-intact-{ranks}")
     if ranks > 1:
         config = configuration(home, output, **{"with": DDP})
-    for path in find(output):
+    for path in find_checkpoints(output):
         flip(path / "manifest.json")
     before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file()}
     codes = trained_on(2, config, "--resume", "auto") if ranks > 1 else [trained(config, "--resume", "auto")]
     assert codes == [2] * ranks, said(config)
     assert "no checkpoint is intact" in said(config) and "train.clean" in said(config)
     assert {p: p.read_bytes() for p in output.rglob("*") if p.is_file()} == before
-    path = find(output)[1]
+    path = find_checkpoints(output)[1]
     assert trained(configuration(home, output), "--resume", str(path)) == 2
     assert f"the checkpoint {path}" in said(config)
 

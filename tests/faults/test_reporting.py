@@ -23,7 +23,7 @@ from optrush.config import Tracker, parse_config
 from optrush.errors import ConfigError
 from optrush.launch import TRACKER_THREAD
 from optrush.trainer import trackers
-from optrush.trainer.checkpoint import find
+from optrush.trainer.checkpoint import find_checkpoints
 
 from harness import ended, told
 from runs import (
@@ -127,7 +127,7 @@ def test_mlflow_is_told_everything(home: Path, server: Server) -> None:
     sent = {r["path"].partition("artifacts/1/0f/artifacts/")[2]: r["size"] for r in server.asked("")}
     assert sent["model/model.safetensors"] == (output / "model" / "model.safetensors").stat().st_size
     assert {"run.yaml", "model/README.md"} <= set(sent)
-    for path in find(output):
+    for path in find_checkpoints(output):
         assert f"checkpoints/{path.name}/manifest.json" in sent
     assert server.asked("runs/update")[-1]["body"]["status"] == "FINISHED"
     assert "lines and" in said(config) and "MLflow" in said(config)
@@ -402,7 +402,7 @@ def test_offline_and_nothing_secret(home: Path, tracker: str, monkeypatch: pytes
         assert sorted(rows) == sorted(figures(output))
         assert [*folder.rglob("artifacts/model/model.safetensors")]
     assert json.loads((output / "tracker.json").read_text())["step"] == {"loss": 12, "eval_loss": 12}
-    sent = len(find(output)) + 1  # the model
+    sent = len(find_checkpoints(output)) + 1  # the model
     assert f": {len(lines(output))} lines and {sent} artifacts sent\n" in said(config)
     for path in [*output.rglob("*"), config.with_suffix(".log")]:
         assert not path.is_file() or b"c4n4ry" not in path.read_bytes(), path

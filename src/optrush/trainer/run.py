@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optrush import console
+from optrush import console, files
 from optrush.config import Config, dump_config
 from optrush.data import sampler, tokenize
 from optrush.data.batch import Batch
@@ -37,7 +37,7 @@ from optrush.report import data
 from optrush.report.bench import write_run
 from optrush.resolve import ResolvedConfig, resized
 from optrush.technique import Part
-from optrush.trainer import checkpoint, distributed, dpo_reference, metrics, run_dir, storage
+from optrush.trainer import checkpoint, distributed, dpo_reference, metrics, run_dir
 from optrush.trainer.build import ProcessGroup, build, join_ranks
 from optrush.trainer.distributed import local
 from optrush.trainer.metrics import Meter
@@ -143,7 +143,7 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: Plan, manifest: ch
     run_dir.claim(output, config.train.clean and request.resume is None)
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     (output / "metrics.jsonl").touch()
-    run_dir.put(output / "run.yaml", dump_config(absolute(config)))
+    files.write_whole(output / "run.yaml", dump_config(absolute(config)))
     if manifest is None or trainer.stream.tokenized:  # a stream does not read earlier bad rows again
         (output / QUARANTINE).unlink(missing_ok=True)
         tokenize.append_bad_rows(output / QUARANTINE, trainer.sources.refused)
@@ -283,7 +283,7 @@ def _largest_step(trainer: Trainer, plan: Plan) -> None:
         trainer.optimizer_step()
     if trainer.evaluation is not None:
         trainer.eval_loss([next(iter(trainer.evaluation))])
-    if largest := max(storage.slices(trainer), key=lambda s: s.local.nbytes, default=None):
+    if largest := max(checkpoint.slices(trainer), key=lambda s: s.local.nbytes, default=None):
         largest.local.detach().cpu()  # a save has one tensor on the host at a time
     if trainer.world.device.type == "cuda":
         torch.cuda.synchronize()
@@ -547,7 +547,7 @@ def out_of_memory_in(trainer: Trainer, step: int, error: BaseException) -> str:
     # The owner of UPDATE needs a step to be one micro-batch.
     halves = rows > 1 and rows % 2 == 0 and Part.UPDATE not in trainer.env.claimed
     fewer = f" --set batch.micro_tokens={rows // 2 * T}" if halves else ""
-    saved = checkpoint.find(Path(trainer.config.output))
+    saved = checkpoint.find_checkpoints(Path(trainer.config.output))
     do = f"go on from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
     return f"out of memory in step {step}: {found}; {do}{fewer}"
 

@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from optrush import files
 from optrush.config import Config
 from optrush.errors import CheckpointError, ConfigError
 from optrush.launch import launched
-from optrush.trainer import storage
-from optrush.trainer.checkpoint import FOLDER, LEFT, Manifest, find, verify
+from optrush.trainer.checkpoint import FOLDER, Manifest, find_checkpoints, remove_leftovers, verify
 from optrush.trainer.distributed import agree, from_first
 
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
-_CUT = METRICS + ".tmp"
 # written under another name, then renamed
-_WHOLE = (RUN, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter", "adapter.old")
+_WHOLE = (RUN, METRICS, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter", "adapter.old")
 KNOWN = frozenset(
-    {RUN, METRICS, LOCK, _CUT, FOLDER, "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
+    {RUN, METRICS, LOCK, FOLDER, "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
     | {"cleaning.html", "cleaning.json", "tensorboard", "tracker", "tracker.json", "tracker.json.tmp"}
     | {f"{name}.tmp" for name in _WHOLE}  # what a kill leaves
 )
@@ -55,20 +54,12 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
         _check_clean(path, names)
     elif resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
-    elif resume is None and (names & {RUN, METRICS} or find(path)):
+    elif resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
         raise ConfigError(
             asked,
             "a run lies there",
             "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`",
         )
-
-
-def put(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    new = path.with_name(path.name + ".tmp")
-    new.unlink(missing_ok=True)
-    storage.write_file(new, iter([text.encode()]))
-    storage.rename(new, path)
 
 
 def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | None]) -> None:
@@ -115,9 +106,7 @@ def claim(output: Path | str, clean: bool) -> None:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-    for left in (path / FOLDER).glob("*.tmp-*"):
-        if LEFT.match(left.name):
-            storage.remove(left)
+    remove_leftovers(path / FOLDER)
 
 
 def _check_clean(path: Path, names: set[str]) -> None:
@@ -169,11 +158,8 @@ def cut_back(metrics: Path, step: int) -> int:
     lines = metrics.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if _within(line, step)]
     if len(kept) < len(lines):
-        new = metrics.with_name(_CUT)
-        new.unlink(missing_ok=True)
-        storage.write_file(new, iter([b"".join(kept)]))
-        storage.rename(new, metrics)
-        storage.sync_folder(metrics.parent)
+        files.write_whole(metrics, kept)
+        files.sync_folder(metrics.parent)
     return len(lines) - len(kept)
 
 
@@ -283,7 +269,7 @@ def _point(output: Path, best: Best | None) -> None:
         if best is None:
             path.unlink(missing_ok=True)
         else:
-            put(path, json.dumps({"step": best.step, "eval_loss": best.eval_loss}) + "\n")
+            files.write_whole(path, json.dumps({"step": best.step, "eval_loss": best.eval_loss}) + "\n")
 
 
 def _pointed(output: Path) -> list[tuple[int, float]]:
