@@ -166,12 +166,3 @@ def test_for_people(call: Call, write: Write) -> None:
     assert found.code == 0 and [line.split()[0] for line in found.out.splitlines()] == [
         "loss", "target_tokens", "documents", "rows", "too_long",
     ]  # fmt: skip
-
-
-def test_as_a_process_on_two_ranks(start: Call, call: Call, write: Write) -> None:
-    config = write()
-    found = start("eval", config, "--json", "--ranks", "2", "--with", "ddp")
-    assert found.code == 0, found.err
-    both, one = json.loads(found.out), asked(call, config)
-    assert math.isclose(both.pop("loss"), one.pop("loss"), rel_tol=1e-6)
-    assert both == one

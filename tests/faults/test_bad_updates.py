@@ -73,7 +73,7 @@ def tensors(output: Path, n: int) -> dict[str, torch.Tensor]:
 
 
 CASES = [
-    (1, {}, "loss"), (1, {}, "gradient"), (1, {"fused-adamw": {}}, "loss"), (2, {"ddp": {}}, "loss"),
+    (1, {}, "loss"), (1, {"fused-adamw": {}}, "loss"), (2, {"ddp": {}}, "loss"),
     (2, {"fsdp": {}}, "gradient"),
 ]  # fmt: skip
 

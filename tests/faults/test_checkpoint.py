@@ -56,7 +56,10 @@ def test_nothing_there_begins_at_the_start(tmp_path: Path) -> None:
 
 
 def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
-    """R2: mkdir, write, sync, rename, unlink, rmdir, pruning included; before, halfway and after."""
+    """R2: every call of files.py, pruning included: before it, and halfway through and right after each write.
+
+    After any other call the disk is as before the next one.
+    """
     steps = (2, 4)
     calls = 0
     for how in ("before", "half", "after"):
@@ -68,7 +71,7 @@ def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
 
             def work(output: Path = output, at: int = at, how: str = how) -> None:
                 job = small_job(output, keep=1)
-                killing(at, how)
+                killing(at, how, DISK if how == "before" else ("write_piece",))
                 for step in steps:
                     advance(job, step)
                     save(job, step, meta(step))
