@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -45,42 +45,68 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None) -> Path:
-    """Write `model/` in the run's folder, whole or not at all: under another name first, then renamed.
+    """Write `model/` in the run's folder, whole or not at all.
 
     Every rank takes part (sharded parameters are gathered one at a time), rank 0 writes.
     """
-    folder, fresh = output / "model", output / "model.tmp"
     tensors, error = published_tensors(trainer), None
     if trainer.world.rank == 0:
-        try:
-            _write_model(trainer, tensors, folder, fresh, steps, source)
-        except (OSError, SafetensorError, UserError) as e:
-            shutil.rmtree(fresh, ignore_errors=True)
-            error = RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
+        summary = trainer.sources.summary
+
+        def fill(fresh: Path) -> None:
+            _fill_model(fresh, trainer, tensors, source)
+            text = model_card.card(trainer.config, output, steps, source, summary)
+            (fresh / model_card.NAME).write_text(text, encoding="utf-8")
+
+        error = _write_folder(output / "model", fill)
     for _ in tensors:  # what rank 0 has not taken, the others must still gather with it
         pass
     agree(error)
     if io.adapters(trainer.model):
         write_adapter(trainer, output / "adapter")
-    return folder
+    return output / "model"
 
 
 def write_adapter(trainer: Trainer, folder: Path) -> Path:
     """Write trained adapters in PEFT's format, whole or not at all; every rank takes part."""
     values, error = trained_parameters(trainer), None
-    fresh = folder.with_name(f"{folder.name}.tmp")
     if trainer.world.rank == 0:
-        base = trainer.config.model.path or trainer.config.model.shape
-        try:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
-            io.write(fresh, trainer.model, trainer.weight_map, values, str(base))
-            _replace(fresh, folder)
-        except (OSError, SafetensorError) as e:
-            shutil.rmtree(fresh, ignore_errors=True)
-            error = RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
+        error = _write_folder(folder, lambda fresh: _fill_adapter(fresh, trainer, values))
     agree(error)
     return folder
+
+
+def _write_folder(folder: Path, fill: Callable[[Path], None]) -> RunError | None:
+    """Fill a folder under another name and rename it, in place of one that has the name; return what went wrong."""
+    fresh, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old.tmp")
+    try:
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        fill(fresh)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(fresh, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError, UserError) as e:
+        shutil.rmtree(fresh, ignore_errors=True)
+        return RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
+    return None
+
+
+def _fill_adapter(fresh: Path, trainer: Trainer, values: dict[str, Tensor]) -> None:
+    base = trainer.config.model.path or trainer.config.model.shape
+    io.write(fresh, trainer.model, trainer.weight_map, values, str(base))
+
+
+def _fill_model(
+    fresh: Path, trainer: Trainer, tensors: Iterator[tuple[str, Tensor]], source: Path | None, shard_bytes: float = 5e9
+) -> None:
+    """Write weights, tokenizer and generation config; the model card is written by the caller."""
+    export(fresh, tensors, trainer.weight_map, trainer.hf, shard_bytes)
+    if trainer.tokenizer is not None:
+        trainer.tokenizer.save_pretrained(fresh)
+    write_generation(trainer, fresh, source)
 
 
 def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
@@ -91,30 +117,6 @@ def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
         if trainer.world.rank == 0:
             found[t.name] = values.cpu()
     return found
-
-
-def _write_model(
-    trainer: Trainer, tensors: Iterator[tuple[str, Tensor]], folder: Path, fresh: Path, steps: int, source: Path | None
-) -> None:
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    export(fresh, tensors, trainer.weight_map, trainer.hf)
-    if trainer.tokenizer is not None:
-        trainer.tokenizer.save_pretrained(fresh)
-    write_generation(trainer, fresh, source)
-    text = model_card.card(trainer.config, folder.parent, steps, source, trainer.sources.summary)
-    (fresh / model_card.NAME).write_text(text, encoding="utf-8")
-    _replace(fresh, folder)
-
-
-def _replace(fresh: Path, folder: Path) -> None:
-    """Gives a finished folder its name; one that has it goes."""
-    old = folder.with_name(f"{folder.name}.old.tmp")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(fresh, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None:
@@ -166,7 +168,7 @@ def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _gathered(model: nn.Module, name: str) -> Iterator[None]:
-    """While it lasts, the module of that name holds its parameters whole."""
+    """Hold the parameters of the module of that name whole within the context."""
     owners = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
     cut = next((m for o in owners if is_gathered(m := model.get_submodule(o))), None)
     if cut is not None:
@@ -195,7 +197,7 @@ ROUNDED = {torch.float32: EXACT, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True)
 class Compared:
-    """What the reloaded model's logits are against the trained model's."""
+    """Differences of the reloaded model's logits from the trained model's."""
 
     tokens: int
     texts: str  # which tokens
@@ -219,18 +221,18 @@ class Compared:
         )
 
 
-def digest(t: Tensor) -> str:
-    """Of a tensor's bytes, on the host."""
+def tensor_digest(t: Tensor) -> str:
+    """Hash a tensor's bytes, on the host."""
     return hashlib.sha256(t.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def demand_bytes(folder: Path, written: Mapping[str, str]) -> None:
-    """Raises RunError unless the folder holds these tensors; `written`: digests by Hugging Face name."""
+    """Raise RunError unless the folder holds these tensors; `written`: digests by Hugging Face name."""
     held = Folder(folder)
     for name, sha in written.items():
         try:
             with safe_open(folder / held.files[name], "pt") as file:
-                same = digest(file.get_tensor(name)) == sha
+                same = tensor_digest(file.get_tensor(name)) == sha
         except (KeyError, OSError, SafetensorError):
             same = False
         if not same:
@@ -238,7 +240,7 @@ def demand_bytes(folder: Path, written: Mapping[str, str]) -> None:
 
 
 def comparison_texts(trainer: Trainer, paths: Sequence[str], sample: str | None) -> tuple[list[list[int]], str]:
-    """Token ids to compare on, and what they are: the first documents of the run's data, else random tokens.
+    """Return token ids to compare on, and what they are: the first documents of the run's data, else random tokens.
 
     Args:
         paths: what `data.eval` or `data.path` names.
@@ -255,7 +257,7 @@ def comparison_texts(trainer: Trainer, paths: Sequence[str], sample: str | None)
 
 
 def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, seed: int) -> Iterator[list[int]]:
-    """Documents that are there and can be read; a file that is gone, or another machine's, has none."""
+    """Yield the documents of the files that can be read here."""
     if sample is not None:
         talks = recipes.conversations(ROWS, seed)
         found = [(schema.RowLocation(Path(sample), i), {"messages": talk}) for i, talk in enumerate(talks, 1)]
@@ -283,7 +285,7 @@ def _tokenised(tokens: Tokens, found: Iterator[tuple[schema.RowLocation, Any]]) 
 
 @torch.no_grad()
 def trained(trainer: Trainer, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """float32 logits (T, V) of the trained model for each text, on the host. Its weights become float32."""
+    """Return float32 logits (T, V) of the trained model for each text, on the host. Its weights become float32."""
     trainer.model.eval()
     stored = [m.quantized for _, m in trainer.model.linears() if m.quantized is not None]
     codes = {id(p) for s in stored if isinstance(s, nn.Module) for p in s.parameters()}  # bytes, whatever their type
@@ -301,29 +303,24 @@ def trained(trainer: Trainer, texts: Sequence[Sequence[int]]) -> list[Tensor]:
 
 @torch.no_grad()
 def reloaded(folder: Path, texts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """The same of the folder, by transformers alone."""
+    """Return the folder's logits as `trained` does, by transformers alone."""
     model = load_plain(folder, torch.float32, device)
     return [model(torch.tensor([list(ids)], device=device), use_cache=False).logits[0].float().cpu() for ids in texts]
 
 
 def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor], texts: str, dtype: torch.dtype, exact: bool) -> Compared:
-    """ours, theirs: (T, V) each. `exact`: the weights were written as they were trained."""
+    """Compare logits, (T, V) each. `exact`: the weights were written as they were trained."""
     a, b = torch.cat(list(ours)), torch.cat(list(theirs))
     off = (a - b).abs()
     return Compared(
-        tokens=len(a),
-        texts=texts,
-        scale=a.abs().max().item(),
-        worst=off.max().item(),
-        mean=off.mean().item(),
+        tokens=len(a), texts=texts, scale=a.abs().max().item(), worst=off.max().item(), mean=off.mean().item(),
         agreement=(a.argmax(-1) == b.argmax(-1)).float().mean().item(),
-        tolerance=EXACT if exact else ROUNDED[dtype],
-        rounded=not exact,
-    )
+        tolerance=EXACT if exact else ROUNDED[dtype], rounded=not exact,
+    )  # fmt: skip
 
 
-def demand(found: Compared, folder: Path) -> None:
-    """Raises RunError where the folder does not compute what was trained."""
+def demand_sound(found: Compared, folder: Path) -> None:
+    """Raise RunError where the folder does not compute what was trained."""
     if not found.sound:
         raise RunError(f"{folder} is not the trained model: {found}; it is left there to be looked at")
 
@@ -472,7 +469,7 @@ class Delivered:
     compared: Compared | None
 
     def facts(self) -> dict[str, Any]:
-        """As one JSON document."""
+        """Return the result as a JSON document."""
         found = asdict(self) | {"out": str(self.out)}
         found["passed"] = [list(pair) for pair in self.passed]
         if self.compared is not None:
@@ -529,12 +526,12 @@ def export_run(
                 raise ConfigError("--adapter", done, "leave it out")
             kind = None if adapter else _kept(found.trainer) if dtype is None else DTYPES[dtype]
             compared = None
+            written: dict[str, str] = {}
             with _writing(where):
-                written = (
-                    _write_adapter(found, fresh)
-                    if kind is None
-                    else _write_merged(found, fresh, dtype, max_shard_bytes)
-                )
+                if kind is None:
+                    _fill_adapter(fresh, found.trainer, trained_parameters(found.trainer))
+                else:
+                    written = _write_merged(found, fresh, dtype, max_shard_bytes)
             if kind is not None and verifies:
                 compared = _verify(found, fresh, written, kind)
             with _writing(where):
@@ -588,32 +585,17 @@ def _writing(where: Path) -> Iterator[None]:
         raise ConfigError(f"to export to {where}", f"{error}", "make room, or take another folder: --out DIR") from None
 
 
-def _write_adapter(found: RebuiltModel, fresh: Path) -> dict[str, str]:
-    trainer = found.trainer
-    io.write(
-        fresh,
-        trainer.model,
-        trainer.weight_map,
-        trained_parameters(trainer),
-        str(trainer.config.model.path or trainer.config.model.shape),
-    )
-    return {}
-
-
 def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard_bytes: float) -> dict[str, str]:
-    """The merged model with its tokenizer, generation config and card; digests of what was to be written."""
+    """Write the merged model, tokenizer, generation config and card; return digests of what was to be written."""
     trainer, written = found.trainer, dict[str, str]()
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, t in published_tensors(trainer):
             kept = t if dtype is None else t.to(DTYPES[dtype])
-            written.update((hf, digest(part)) for hf, part in trainer.weight_map.split(name, kept))
+            written.update((hf, tensor_digest(part)) for hf, part in trainer.weight_map.split(name, kept))
             yield name, kept
 
-    export(fresh, tensors(), trainer.weight_map, trainer.hf, max_shard_bytes)
-    if trainer.tokenizer is not None:
-        trainer.tokenizer.save_pretrained(fresh)
-    write_generation(trainer, fresh, found.base)
+    _fill_model(fresh, trainer, tensors(), found.base, max_shard_bytes)
     text = model_card.card(found.config, found.folder, found.manifest.step, found.base)
     (fresh / model_card.NAME).write_text(text, encoding="utf-8")
     return written
@@ -638,5 +620,5 @@ def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: 
     trainer.model.to("meta")  # its memory is the reloaded model's now
     theirs = reloaded(fresh, texts, device)
     compared = compare(ours, theirs, said, kind, exact)
-    demand(compared, fresh)
+    demand_sound(compared, fresh)
     return compared

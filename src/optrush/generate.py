@@ -55,7 +55,7 @@ class ModelSource:
     config: Config | None = None
 
 
-def find(text: str) -> ModelSource:
+def find_model(text: str) -> ModelSource:
     """Find the model of a name: a run's folder (its model/, else its adapter/ on the base), or any other model.
 
     Raises:

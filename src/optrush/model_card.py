@@ -38,7 +38,7 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
 def card(config: Config, folder: Path, steps: int, base: Path | None, data: str = "") -> str:
-    """The card's text.
+    """Return the card's text.
 
     Args:
         folder: the run's, with its metrics.jsonl.
@@ -70,7 +70,7 @@ def card(config: Config, folder: Path, steps: int, base: Path | None, data: str 
 
 
 def escaped(text: object) -> str:
-    """Text from outside as Markdown that shows it as it is: no mark-up, no HTML, no link, one line."""
+    """Return text from outside as Markdown that shows it as it is: no mark-up, no HTML, no link, one line."""
     return html.escape(_MARKS.sub(r"\\\g<0>", safe_text(text)), quote=False)
 
 

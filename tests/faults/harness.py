@@ -150,7 +150,7 @@ SHAPES = {"embed": (33, 64), "norm": (7,), "narrow": (2, 5), "one": ()}
 def small_job(output: Path, how: str = "whole", keep: int = 2, dtype: torch.dtype = torch.float32) -> Any:
     """A job of four parameters. how: whole | rows | columns | copies (as DTensors over the ranks there are)."""
     text = f"{{model: tiny, objective: sft, data: {{random: 8}}, output: '{output}', train: {{keep: {keep}}}}}"
-    world = distributed.lay({}, distributed.join("cpu"))
+    world = distributed.build_mesh({}, distributed.join("cpu"))
     trained = []
     for name, shape in SHAPES.items():
         whole = torch.zeros(shape, dtype=torch.bfloat16 if name == "norm" else dtype)

@@ -214,7 +214,7 @@ def test_resumed_it_is_one_run(home: Path, server: Server, number: signal.Signal
     assert sent == [(key, at) for key, _, at in figures(output)]
 
 
-class Choosy(trackers.Tracker):
+class Choosy(trackers.ReportClient):
     """A tracker that takes no checkpoints, and notes the rest."""
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class Choosy(trackers.Tracker):
         self.got.append(status)
 
 
-def reporter_of(output: Path, tracker: trackers.Tracker, **options: Any) -> trackers.Reporter:
+def reporter_of(output: Path, tracker: trackers.ReportClient, **options: Any) -> trackers.Reporter:
     """A reporter to a stand-in, connected."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trackers, "open_tracker", lambda *_: tracker)
@@ -244,7 +244,7 @@ def reporter_of(output: Path, tracker: trackers.Tracker, **options: Any) -> trac
     return reporter
 
 
-def sent_by(output: Path, tracker: trackers.Tracker, done: int, course: str, status: str) -> tuple[str, str]:
+def sent_by(output: Path, tracker: trackers.ReportClient, done: int, course: str, status: str) -> tuple[str, str]:
     """One run's reporting, to its end: the run's id there, and the outcome."""
     reporter = reporter_of(output, tracker)
     reporter.status = status

@@ -78,7 +78,7 @@ def chat(
     sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
     from optrush import generate
 
-    source = generate.find(model)
+    source = generate.find_model(model)
     sources = [generate.base_of(source, "--base"), source] if base else [source]
     own = generate.GenerationModel(source)
     models = [*(generate.GenerationModel(s, own.tokenizer.chat_template) for s in sources[:-1]), own]
@@ -343,8 +343,8 @@ def generate(
     from optrush import generate
     from optrush.generate import prompts as read
 
-    source = generate.find(model)
-    other = generate.base_of(source, "--base") if base else None if against is None else generate.find(against)
+    source = generate.find_model(model)
+    other = generate.base_of(source, "--base") if base else None if against is None else generate.find_model(against)
     asked = list(read(prompts, plain, system))
     facts = _write_answers(asked, source, other, sampling, drawn(seed), batch, out)
     print(json.dumps(facts) if as_json else out)

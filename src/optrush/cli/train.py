@@ -76,9 +76,9 @@ def train(
 
         resolved = resolve(config, ranks=ranks)
         if overfit is None:
-            from optrush.trainer.run import check_output
+            from optrush.trainer.run import check_run_output
 
-            check_output(resolved, start)  # one process refuses, not each rank
+            check_run_output(resolved, start)  # one process refuses, not each rank
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     if overfit is not None:
         from optrush.trainer.overfit import STEPS, run_overfit
@@ -130,7 +130,7 @@ def _show_dry_run(resolved: ResolvedConfig, start: Literal["auto"] | Path | None
     else:
         shown = {"rows": facts["rows"], "seq": config.batch.seq, "too_long": config.data.too_long}
         rows = ["random tokens: nothing to decode"] if facts["rows"] is None else data_lines(shown, use_color())
-        text = dry_run.text(facts, config, rows)
+        text = dry_run.dry_run_text(facts, config, rows)
     # The rows are the user's text, whatever the terminal can encode.
     print(text.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8"))
 

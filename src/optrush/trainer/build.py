@@ -76,7 +76,7 @@ def build(
         today: the date for chat templates that use one; a resumed run keeps its first date.
     """
     started = started or join_ranks(prepared)
-    world = distributed.lay(prepared.env.axes, started.device)
+    world = distributed.build_mesh(prepared.env.axes, started.device)
     error: UserError | None = None
     try:
         trainer = _build(prepared, started, world, training, data, progress, today)

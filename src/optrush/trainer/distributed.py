@@ -73,7 +73,7 @@ def join(kind: str) -> torch.device:
     return device
 
 
-def lay(axes: Mapping[str, int], device: torch.device) -> World:
+def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
     """Return this process in the mesh: the declared axes, and "dp" with the ranks they leave."""
     rank, ranks = launched()
     if ranks == 1:

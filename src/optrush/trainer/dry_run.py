@@ -32,7 +32,7 @@ from optrush.technique import Part, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint
 from optrush.trainer.distributed import World
-from optrush.trainer.run import absolute, check_output
+from optrush.trainer.run import absolute, check_run_output
 from optrush.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
         UserError: whatever training would refuse before it builds the model.
     """
     config, env = resolved.config, resolved.env
-    check_output(resolved, resume)
+    check_run_output(resolved, resume)
     manifest = checkpoint.choose(config.output, resume)[0] if launched()[1] == 1 else None
     date = None if manifest is None else manifest.fingerprints.get("date")
     today = None if date is None else datetime.date.fromisoformat(date)
@@ -202,7 +202,7 @@ def data_facts(
 # --- the text
 
 
-def text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> str:
+def dry_run_text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> str:
     """Format the facts for people. rows: the lines of facts["rows"], as `data show` prints them."""
     parts = (
         ("configuration", dump_config(absolute(config)).rstrip().splitlines()),

@@ -184,7 +184,7 @@ class Meter:
         return int(self.skipped.item()), len(self.bad)
 
     def memory(self) -> dict[str, Any]:
-        found = peak(self.device)
+        found = peak_memory(self.device)
         return {**found, "peak_bytes": found["peak_bytes"] + self.trainer.recorded_bytes}
 
     def write(self, line: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ def _between(begin: Moment, end: Moment) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def peak(device: torch.device) -> dict[str, Any]:
+def peak_memory(device: torch.device) -> dict[str, Any]:
     """Return the peak memory of this process, and which memory it is."""
     if device.type == "cuda":
         return {"peak_bytes": torch.cuda.max_memory_allocated(), "memory_kind": "cuda_allocated"}

@@ -79,7 +79,7 @@ def run(request: RunRequest) -> Outcome:
         RunError: three updates in a row were not finite, or a step ran out of memory.
     """
     config, output = request.resolved.config, Path(request.resolved.config.output)
-    check_output(request.resolved, request.resume)
+    check_run_output(request.resolved, request.resume)
     group = join_ranks(request.resolved)  # the ranks agree on a checkpoint
     with ExitStack() as stack:
         reporter = stack.enter_context(open_reporter(absolute(config)))
@@ -107,7 +107,7 @@ def run(request: RunRequest) -> Outcome:
 # --- Refusals before anything is built
 
 
-def check_output(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None) -> None:
+def check_run_output(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None) -> None:
     """Check that the run may report where it is configured to, and write to its output folder; write nothing.
 
     Raises:
@@ -139,7 +139,7 @@ def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
 def claim_output(request: RunRequest, trainer: Trainer, plan: Plan, manifest: checkpoint.Manifest | None) -> None:
     """Make the folder this run's: empty it where `train.clean` is set, cut metrics.jsonl back, write run.yaml."""
     config, output = trainer.config, Path(trainer.config.output)
-    check_output(request.resolved, request.resume)  # again: another run may have ended here since
+    check_run_output(request.resolved, request.resume)  # again: another run may have ended here since
     run_dir.claim(output, config.train.clean and request.resume is None)
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     (output / "metrics.jsonl").touch()

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from optrush.config import LOGIN, Config, refuse_secrets, scrubbed
-from optrush.config import Tracker as Options
+from optrush.config import LOGIN, Config, Tracker, refuse_secrets, scrubbed
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.launch import TRACKER_THREAD, launched
 from optrush.technique import library
@@ -37,7 +36,7 @@ ANSWER_S = 10.0  # before step 0
 PATIENCE_S, END_S, SLOWEST_BYTES_S = 5.0, 25.0, 10e6  # at the end: retries; silence; added for a file that is sent
 
 
-class Tracker:
+class ReportClient:
     """One client library. Every call may raise whatever the library raises, and is then repeated."""
 
     def answer(self) -> None:
@@ -109,7 +108,7 @@ def open_reporter(config: Config) -> Iterator[Reporter | None]:
 class Reporter(threading.Thread):
     """The thread that follows a run's folder for one tracker; `status` is how the run ends, as far as is known."""
 
-    def __init__(self, options: Options | None, output: Path, config: Config) -> None:
+    def __init__(self, options: Tracker | None, output: Path, config: Config) -> None:
         """options: None for TensorBoard's files."""
         super().__init__(name=TRACKER_THREAD, daemon=True)
         self.options, self.output, self.status = options, output, "failed"
@@ -346,14 +345,14 @@ def one_line(error: Exception) -> str:
     return scrubbed(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
-def open_tracker(options: Options | None, output: Path) -> Tracker:
+def open_tracker(options: Tracker | None, output: Path) -> ReportClient:
     """Import the library and build its client; TensorBoard's for None."""
     if options is None:
         return TensorBoard(output)
     return {"mlflow": MLflow, "wandb": Wandb}[options.name](options, output / FOLDER)
 
 
-class MLflow(Tracker):
+class MLflow(ReportClient):
     """Log to MLflow through its client, which records no machine, user or repository, unlike its fluent API.
 
     Offline: a SQLite database in the run's folder, for `mlflow ui`. The library's own retries take minutes and are off.
@@ -362,7 +361,7 @@ class MLflow(Tracker):
     STATUS: ClassVar = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
     MOST_PARAMS, LONGEST = 100, 6000  # the server's limits: a request's parameters, characters of a value
 
-    def __init__(self, options: Options, folder: Path) -> None:
+    def __init__(self, options: Tracker, folder: Path) -> None:
         os.environ.update({  # read when the library is imported
             "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
             "MLFLOW_HTTP_REQUEST_TIMEOUT": "8", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -422,7 +421,7 @@ class MLflow(Tracker):
         self.client.set_terminated(self.id, self.STATUS[status])
 
 
-class Wandb(Tracker):
+class Wandb(ReportClient):
     """Log to Weights & Biases; what it would record of machine, user, packages, code and command line is off.
 
     Offline: files in the run's folder, for `wandb sync`. The library sends from a process of its own and stores what
@@ -431,7 +430,7 @@ class Wandb(Tracker):
 
     ANSWER_S, SEND_S = 8, 600  # limits: the login; the upload of an artifact
 
-    def __init__(self, options: Options, folder: Path) -> None:
+    def __init__(self, options: Tracker, folder: Path) -> None:
         self.cache = tempfile.TemporaryDirectory(prefix="optrush-")
         os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder), "WANDB_SILENT": "true",
                        "WANDB_CACHE_DIR": self.cache.name}  # fmt: skip
@@ -483,7 +482,7 @@ class Wandb(Tracker):
             raise
 
 
-class TensorBoard(Tracker):
+class TensorBoard(ReportClient):
     """Write TensorBoard's files: every number of metrics.jsonl under its own name, at its step, exactly once.
 
     After a resume `purge_step` hides what may be written again. After a write that failed (a full disk) the files are
