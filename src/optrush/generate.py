@@ -117,7 +117,7 @@ def _published(config: Config, asked: str) -> Path:
 
 
 def _located(path: str) -> Path:
-    """A folder, a hub id or `tiny`, as a configuration names it."""
+    """Return the folder of a model as a configuration names it."""
     folder, _ = locate(Config(model=Model(path=path), objective="pretrain", data=Data(random=1), output="."))
     assert folder is not None, "no shape was asked for"
     return folder
@@ -293,8 +293,6 @@ class GenerationModel:
 
 
 class _StopEvent:
-    """A stopping criterion that is an event."""
-
     def __init__(self, stop: Event) -> None:
         self.stop = stop
 
@@ -441,13 +439,11 @@ def generate_answers(
     seed: int,
     batch: int,
     template: str | None = None,
-    advance: Callable[[int], None],
 ) -> Iterator[Answer]:
     """Yield the model's answers in the order of the prompts; it is loaded here and freed afterwards.
 
     Args:
         template: the chat template of a model that has none.
-        advance: called with the number of answers that were added.
 
     Raises:
         UserError: before anything is generated, if one of the prompts is invalid.
@@ -457,9 +453,7 @@ def generate_answers(
     ids = [model.ids(p.asked, p.where, p.tools) for p in prompts]
     try:
         for first in range(0, len(ids), batch):
-            answers = model.answers(ids[first : first + batch], sampling, seed + first)
-            yield from answers
-            advance(len(answers))
+            yield from model.answers(ids[first : first + batch], sampling, seed + first)
     except (RuntimeError, MemoryError) as error:
         if not exhausted(error):
             raise

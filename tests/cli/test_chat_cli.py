@@ -91,7 +91,7 @@ def test_the_answers_are_transformers_own(seed: int | None, call: Call, trained:
 
 
 def yaml_run(folder: Path) -> Any:
-    return generate.read_run(folder)[1]
+    return generate.open_run(folder)[1]
 
 
 def test_the_seed(call: Call, trained: Path) -> None:

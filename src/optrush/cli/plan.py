@@ -98,13 +98,8 @@ def _document(prediction: Prediction | None, refused: UserError | None, found: S
         "fits": prediction is not None and prediction.fits,
         "refused": None if refused is None else {"asked": refused.asked, "found": refused.found, "do": refused.do},
         "alternatives": [
-            {
-                "with": {k: dict(v) for k, v in s.with_.items()},
-                "micro_rows": s.micro_rows,
-                "peak_bytes": s.prediction.peak_bytes,
-                "tokens_per_s": s.prediction.tokens_per_s,
-                "fits": s.prediction.fits,
-            }
+            {"with": {k: dict(v) for k, v in s.with_.items()}, "micro_rows": s.micro_rows}
+            | {name: getattr(s.prediction, name) for name in ("peak_bytes", "tokens_per_s", "fits")}
             for s in found.settings
         ],
         "tried": found.tried,
@@ -137,7 +132,9 @@ def _text(
     rows = list(planner.family(config, hardware, found.settings[0]))
     width = max((len(name) for name, _, _ in rows), default=0)
     for name, parameters, other in rows:
-        cost = "does not fit" if other is None else f"{_short(other)}{_hours(other)}"
+        cost = "does not fit" if other is None else _short(other)
+        if other is not None and (speed := other.prediction.tokens_per_s):
+            cost += f", {1e9 / speed / 3600:,.1f} h a billion tokens"
         lines.append(f"  {name:<{width}} {parameters / 1e9:6.2f} G parameters  {cost}")
     return lines
 
@@ -194,11 +191,6 @@ def _speed(p: Prediction) -> str:
 def _short(s: Candidate) -> str:
     rows = f"{s.micro_rows} row{'s' * (s.micro_rows > 1)} a micro-batch"
     return f"{_speed(s.prediction)}, {s.prediction.peak_bytes / GIB:.1f} GiB, {rows}"
-
-
-def _hours(s: Candidate) -> str:
-    speed = s.prediction.tokens_per_s
-    return "" if not speed else f", {1e9 / speed / 3600:,.1f} h a billion tokens"
 
 
 # --- calibrate

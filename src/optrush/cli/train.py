@@ -186,12 +186,6 @@ def evaluate(
         loss, targets, figures = measure(trainer)
     if trainer.world.rank == 0:
         assert trainer.evaluation is not None
-        result = {
-            "loss": loss,
-            "target_tokens": targets,
-            "documents": trainer.evaluation.documents,
-            "rows": trainer.evaluation.rows,
-            "too_long": trainer.sources.too_long,
-            **figures,
-        }
+        result = {"loss": loss, "target_tokens": targets, "documents": trainer.evaluation.documents}
+        result |= {"rows": trainer.evaluation.rows, "too_long": trainer.sources.too_long, **figures}
         print(json.dumps(result) if as_json else "\n".join(f"{k:<14} {v}" for k, v in result.items()))

@@ -590,7 +590,6 @@ def _load(trainer: Trainer, manifest: Manifest, kind: str = "") -> None:
 
 
 def _copy(file: Any, s: Slice, piece: SavedBox, shared: list[tuple[int, int]]) -> None:
-    """Copy the shared box from the file into this rank's storage."""
     if not shared:  # one value
         s.local.copy_(file.get_tensor(s.name))
         return

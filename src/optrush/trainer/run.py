@@ -290,7 +290,6 @@ def _largest_step(trainer: Trainer, plan: Plan) -> None:
 
 
 def _preflight_windows(trainer: Trainer, plan: Plan) -> Iterator[list[Batch]]:
-    """Yield the steps that the preflight executes, on the host."""
     env, rows, world = trainer.env, trainer.stream, trainer.world
     if not rows.tokenized and Part.CAPTURE in env.claimed:
         # The number of documents a row has room for is known when rows are read: this capture would never be replayed.
@@ -344,7 +343,6 @@ def _state_restored(trainer: Trainer) -> Iterator[None]:
 
 
 def _allocator_message(error: BaseException) -> str:
-    """Return the allocator's message without its advice."""
     text = next(iter(str(error).splitlines()), "") or type(error).__name__
     text = text.partition(" Of the allocated")[0].rstrip(".")
     if torch.cuda.is_available():
@@ -393,20 +391,14 @@ class Session:
     """What surrounds the loop of one run: metrics lines, reporters, checkpoints. Leaving it ends the reporters."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        plan: Plan,
-        manifest: checkpoint.Manifest | None,
-        passed: list[tuple[Path, str]],
-        tracker: Reporter | None,
-        bar: console.Bar | None,
-    ) -> None:
+        self, trainer: Trainer, plan: Plan, manifest: checkpoint.Manifest | None, passed: list[tuple[Path, str]],
+        tracker: Reporter | None, bar: console.Bar | None,
+    ) -> None:  # fmt: skip
         """Log what is different since the checkpoint, and begin to report.
 
         Args:
             passed: damaged checkpoints that were passed over, and why.
-            tracker: rank 0's, where one is configured.
-            bar: rank 0's.
+            tracker, bar: rank 0's; a tracker only where one is configured.
         """
         self.trainer, self.plan, self.bar, self.output = trainer, plan, bar, Path(trainer.config.output)
         self.run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
@@ -490,23 +482,21 @@ class Session:
 
     def stopped(self) -> Outcome:
         """Return the outcome of a run that a signal stopped."""
-        self._set_status("stopped")
+        for reporter in self.reporters:
+            reporter.status = "stopped"
         if self.bar is not None:
             console.err.print(f"stopped and saved; go on with: --resume auto (output {self.output})", markup=False)
         return Outcome(RESUMABLE, self.output)
 
     def finished(self) -> Outcome:
         """Draw the loss curve and the report, and return the outcome of a complete run."""
-        self._set_status("finished")
+        for reporter in self.reporters:
+            reporter.status = "finished"
         if self.bar is not None:
             metrics.plot(self.output / "metrics.jsonl", self.output / "loss.png", unit(self.trainer.config))
             write_run(self.output, self.trainer.world.ranks)
         evals = tuple(self.meter.evals)
         return Outcome(0, self.output, evals if self.plan.done == 0 else evals[-1:])
-
-    def _set_status(self, status: str) -> None:
-        for reporter in self.reporters:
-            reporter.status = status
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for reporter in self.reporters if kind is not KeyboardInterrupt else ():  # a second Ctrl-C: at once
@@ -527,10 +517,11 @@ def find_best(trainer: Trainer, plan: Plan) -> tuple[BestCheckpoint | None, list
 
 def batches(trainer: Trainer, plan: Plan) -> Iterator[list[Batch]]:
     """Iterate over this rank's micro-batches, step by step, from the step after `plan.done`."""
-    rank, ranks = trainer.world.data_rank, trainer.world.data_ranks
+    world, micro_rows = trainer.world, trainer.env.micro_rows
     return trainer.stream.run(
-        plan.length, plan.done, rank=rank, ranks=ranks, micro_rows=trainer.env.micro_rows, loading=trainer.loading
-    )
+        plan.length, plan.done, rank=world.data_rank, ranks=world.data_ranks, micro_rows=micro_rows,
+        loading=trainer.loading,
+    )  # fmt: skip
 
 
 def changes(before: dict[str, Any], config: Config) -> dict[str, str]:

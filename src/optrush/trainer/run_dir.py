@@ -273,7 +273,6 @@ def _point(output: Path, best: Best | None) -> None:
 
 
 def _pointed(output: Path) -> list[tuple[int, float]]:
-    """Return the content of best.json, if it can be read."""
     try:
         found = json.loads((output / FOLDER / POINTER).read_text())
         return [(int(found["step"]), float(found["eval_loss"]))]

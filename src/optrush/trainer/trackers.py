@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from optrush.config import LOGIN, Config, Tracker, refuse_secrets, scrubbed
@@ -233,28 +233,26 @@ class Reporter(threading.Thread):
                 if self._send(path, kind) and status is None:
                     break  # metrics first
         except Exception as error:  # of a library or a server: none of them may end a run
-            self._failed(error)
-            return False
+            return self._failed(error)
         self.error = next(iter(self.refused.values()), "")
         return not self.refused
-
-    def _finish(self) -> bool:
-        try:
-            self.tracker.finish(self.status)
-        except Exception as error:
-            self._failed(error)
-            return False
-        return True
 
     def _retry(self, work: Callable[[], bool]) -> None:
         """Repeat the work until it succeeds, or nothing was received for PATIENCE_S."""
         while not work() and time.monotonic() < self.progress + PATIENCE_S:
             time.sleep(EVERY_S)
 
-    def _failed(self, error: Exception) -> None:
-        if not self.error:
-            self.trouble = one_line(error)
-        self.error = one_line(error)
+    def _finish(self) -> bool:
+        try:
+            self.tracker.finish(self.status)
+        except Exception as error:
+            return self._failed(error)
+        return True
+
+    def _failed(self, error: Exception) -> Literal[False]:
+        text = one_line(error)
+        self.trouble, self.error = self.trouble if self.error else text, text
+        return False
 
     def _lines(self, advance: bool = False) -> Iterator[tuple[int, str, dict[str, float]]]:
         """Yield the complete lines that are not reported yet: (step, kind of line, finite numbers)."""
@@ -373,21 +371,16 @@ class MLflow(ReportClient):
         self.id: str | None = None
         self.client: Any = None
 
-    def _connect(self) -> None:
-        uri = f"sqlite:///{self.folder / 'mlflow.db'}" if self.options.offline else self.options.uri
-        self.client = self.tracking.MlflowClient(tracking_uri=uri)  # None: from MLFLOW_TRACKING_URI
-
     def answer(self) -> None:
         if not self.options.offline:
-            self._connect()
+            self.client = self.tracking.MlflowClient(self.options.uri)  # None: from MLFLOW_TRACKING_URI
             self.client.search_experiments(max_results=1)
 
     def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
         """Create the run once, also when called again after a failure; a server accepts a parameter only once."""
-        if self.options.offline:
+        if self.options.offline and self.client is None:
             self.folder.mkdir(exist_ok=True)
-        if self.client is None:
-            self._connect()
+            self.client = self.tracking.MlflowClient(f"sqlite:///{self.folder / 'mlflow.db'}")
         if state["id"] is not None:
             self.id = str(state["id"])
             self.client.update_run(self.id, status="RUNNING")

@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from optrush.models.hf import HFModel
 
 
-__all__ = ["Batch", "State", "TrainedParam", "Trainer"]
-
-
 @dataclass(frozen=True)
 class TrainedParam:
     """One trained parameter: canonical name, local tensor and placement, fixed once at assembly.
