@@ -101,18 +101,6 @@ def test_the_loss_is_the_plain_loops(family: str, call: Call, write: Write, mode
     assert math.isclose(found["loss"], loss, rel_tol=CLOSE), (found["loss"], loss)
 
 
-@pytest.mark.parametrize("kind", ["messages", "text"])
-def test_each_kind_of_row_alone(kind: str, call: Call, write: Write, model: Path, here: Path) -> None:
-    rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
-    if kind == "text":
-        rows = [{"text": row["messages"][1]["content"]} for row in rows]
-    write_rows(here / "rows.jsonl", rows)
-    found = asked(call, write(model="tiny"), "--data", "rows.jsonl")
-    loss, targets = plain(model, rows)
-    assert found["target_tokens"] == targets
-    assert math.isclose(found["loss"], loss, rel_tol=CLOSE)
-
-
 def test_the_rows_length_and_the_micro_batch_change_nothing(call: Call, write: Write) -> None:
     config = write()
     first = asked(call, config, "--data", "chat.jsonl")
