@@ -455,10 +455,6 @@ def _same(checkpoint: Manifest, trainer: Trainer) -> None:
 # Written under another name, verified there, then renamed. A folder that fails the check keeps the other name.
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MODEL, ADAPTER = "model", "adapter"
-
-
 @dataclass(frozen=True)
 class Delivered:
     out: Path
@@ -477,14 +473,14 @@ class Delivered:
         return found
 
 
-def output_folder(run: Path, out: Path | None, adapter: bool) -> Path:
+def export_folder(run: Path, out: Path | None, adapter: bool) -> Path:
     """Return where the folder goes: `model/` or `adapter/` of the run, or `out`.
 
     Raises:
         ConfigError: no run, or the folder is not empty.
     """
     folder, _ = open_run(run)
-    where = out or folder / (ADAPTER if adapter else MODEL)
+    where = out or folder / ("adapter" if adapter else "model")
     if where.exists() and (not where.is_dir() or any(where.iterdir())):
         found = "it is not empty" if where.is_dir() else "a file, no folder"
         raise ConfigError(f"to export to {where}", found, "name another folder: --out DIR")
@@ -515,7 +511,7 @@ def export_run(
         UserError: as `rebuild`; the folder is not free; no adapter in this run.
         RunError: the folder does not compute what was trained.
     """
-    where = output_folder(run, out, adapter)
+    where = export_folder(run, out, adapter)
     folder = where.absolute().parent
     at_work = any((folder / name).exists() for name in (run_dir.RUN, run_dir.LOCK))  # a run may write there
     try:
@@ -524,7 +520,7 @@ def export_run(
             if adapter and not io.adapters(found.trainer.model):
                 done = "this run has no adapter: it trained the model's own weights"
                 raise ConfigError("--adapter", done, "leave it out")
-            kind = None if adapter else _kept(found.trainer) if dtype is None else DTYPES[dtype]
+            kind = None if adapter else _kept(found.trainer) if dtype is None else getattr(torch, dtype)
             compared = None
             written: dict[str, str] = {}
             with _writing(where):
@@ -591,7 +587,7 @@ def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, t in published_tensors(trainer):
-            kept = t if dtype is None else t.to(DTYPES[dtype])
+            kept = t if dtype is None else t.to(getattr(torch, dtype))
             written.update((hf, tensor_digest(part)) for hf, part in trainer.weight_map.split(name, kept))
             yield name, kept
 

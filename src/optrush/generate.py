@@ -74,9 +74,8 @@ def find_model(text: str) -> ModelSource:
         try:
             facts = json.loads((path / ADAPTER).read_text("utf-8"))
         except (OSError, ValueError):  # UnicodeDecodeError is one
-            raise ConfigError(
-                f"the adapter {text}", f"{ADAPTER} is no JSON", "copy the adapter's folder anew"
-            ) from None
+            do = "copy the adapter's folder anew"
+            raise ConfigError(f"the adapter {text}", f"{ADAPTER} is no JSON", do) from None
         base = facts.get("base_model_name_or_path") if isinstance(facts, dict) else None
         if not isinstance(base, str) or not base:
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} names no base model", "name the run's folder")
@@ -159,10 +158,8 @@ class GenerationModel:
         self.template: Template | None = None
         if self.tokenizer.chat_template:
             self.template = Template(self.tokens.template(), self.tokenizer.special_tokens_map)
-        special = {str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special}
-        self._controls = any_of(special)
-        config = self.model.config
-        self.room: int | None = getattr(config, "max_position_embeddings", None)
+        self._controls = any_of({str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special})
+        self.room: int | None = getattr(self.model.config, "max_position_embeddings", None)
 
     def _stops(self) -> list[int]:
         known = self.model.generation_config.eos_token_id
@@ -261,12 +258,9 @@ class GenerationModel:
                 torch.manual_seed(seed)
                 with torch.inference_mode():
                     out = self.model.generate(
-                        prompt,
-                        attention_mask=torch.ones_like(prompt),
-                        streamer=streamer,
-                        stopping_criteria=[_StopEvent(stop)],
-                        generation_config=self.settings(sampling, len(ids)),
-                    )
+                        prompt, attention_mask=torch.ones_like(prompt), streamer=streamer,
+                        stopping_criteria=[_StopEvent(stop)], generation_config=self.settings(sampling, len(ids)),
+                    )  # fmt: skip
                 results.append(out[0, len(ids) :])
             except BaseException as error:  # raised in the caller, which waits for the streamer's end
                 results.append(error)
@@ -422,24 +416,17 @@ def _completed(found: dict[str, Any], plain: bool) -> tuple[dict[str, Any], bool
         return _completed({**others, "messages": prompt}, plain)
     if plain:
         return {**found, "completion": STAND_IN}, False
-    return {
-        **others,
-        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": STAND_IN}],
-    }, False
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": STAND_IN}]
+    return {**others, "messages": turns}, False
 
 
 # --- many prompts, one model after the other
 
 
 def generate_answers(
-    source: ModelSource,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    seed: int,
-    batch: int,
+    source: ModelSource, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, batch: int,
     template: str | None = None,
-) -> Iterator[Answer]:
+) -> Iterator[Answer]:  # fmt: skip
     """Yield the model's answers in the order of the prompts; it is loaded here and freed afterwards.
 
     Args:

@@ -384,7 +384,7 @@ def _write_answers(
 # --- export: a run's checkpoint as a folder for transformers, checked against the trained model.
 
 
-def export(
+def export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or its run.yaml", show_default=False)],
     checkpoint: Annotated[
         str | None,

@@ -43,7 +43,7 @@ from optrush.trainer.distributed import local
 from optrush.trainer.metrics import Meter
 from optrush.trainer.run_dir import BestCheckpoint
 from optrush.trainer.trackers import Reporter, check_tracker, flat, open_reporter
-from optrush.trainer.trainer import Plan, Trainer, evaluate, exhausted, set_step, train
+from optrush.trainer.trainer import RunPlan, Trainer, evaluate, exhausted, set_step, train
 
 RESUMABLE = 143  # exit code
 QUARANTINE = "quarantine.jsonl"
@@ -136,7 +136,7 @@ def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
     distributed.agree(error)
 
 
-def claim_output(request: RunRequest, trainer: Trainer, plan: Plan, manifest: checkpoint.Manifest | None) -> None:
+def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> None:
     """Make the folder this run's: empty it where `train.clean` is set, cut metrics.jsonl back, write run.yaml."""
     config, output = trainer.config, Path(trainer.config.output)
     check_run_output(request.resolved, request.resume)  # again: another run may have ended here since
@@ -185,7 +185,7 @@ def build_to_fit(
     group: ProcessGroup,
     manifest: checkpoint.Manifest | None,
     fill_reference: Callable[[Trainer, ResolvedConfig], None] = dpo_reference.fill_reference,
-) -> tuple[Trainer, Plan]:
+) -> tuple[Trainer, RunPlan]:
     """Build the trainer, restore the checkpoint, run the preflight; again with smaller micro-batches if it must be.
 
     Raises:
@@ -199,7 +199,7 @@ def build_to_fit(
     length = resolved.config.train
     while True:
         trainer = build(resolved, group, progress=console.say, today=today)
-        plan = Plan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
+        plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
         refusal: UserError | None = None
         if resolved.config.dpo is not None:  # by the weights before a checkpoint is restored
             refusal = run_guarded(trainer, partial(fill_reference, trainer, resolved))
@@ -207,7 +207,7 @@ def build_to_fit(
             checkpoint.restore(trainer, manifest, trainer.fingerprints, request.allow_change)
             position = trainer.stream.seek(manifest.step, manifest.position)
             checkpoint.check_plan(manifest, plan.total, position, request.allow_change)
-            plan = Plan(trainer, plan.length, manifest.step)
+            plan = RunPlan(trainer, plan.length, manifest.step)
         trainer.log_event = lambda what: console.say(", ".join(f"{key} {value}" for key, value in what.items()))
         refusal = refusal or preflight(trainer, plan)
         if refusal is None:
@@ -236,7 +236,7 @@ def build_to_fit(
 PREFLIGHT_S = 120.0  # for a rank that has not reported its result
 
 
-def preflight(trainer: Trainer, plan: Plan) -> UserError | None:
+def preflight(trainer: Trainer, plan: RunPlan) -> UserError | None:
     """Execute the largest step, and change nothing.
 
     Returns:
@@ -275,7 +275,7 @@ def run_guarded(trainer: Trainer, work: Callable[[], None]) -> UserError | None:
     return _out_of_memory(trainer, failure) if failure else None
 
 
-def _largest_step(trainer: Trainer, plan: Plan) -> None:
+def _largest_step(trainer: Trainer, plan: RunPlan) -> None:
     for window in _preflight_windows(trainer, plan):
         trainer.scale.fill_(math.inf)
         terms = sum(b.n_terms for b in window) * trainer.world.data_ranks
@@ -289,7 +289,7 @@ def _largest_step(trainer: Trainer, plan: Plan) -> None:
         torch.cuda.synchronize()
 
 
-def _preflight_windows(trainer: Trainer, plan: Plan) -> Iterator[list[Batch]]:
+def _preflight_windows(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]:
     env, rows, world = trainer.env, trainer.stream, trainer.world
     if not rows.tokenized and Part.CAPTURE in env.claimed:
         # The number of documents a row has room for is known when rows are read: this capture would never be replayed.
@@ -301,7 +301,7 @@ def _preflight_windows(trainer: Trainer, plan: Plan) -> Iterator[list[Batch]]:
         yield rows.batches(plan.done, plan.length, rank=rank, ranks=ranks, micro_rows=env.micro_rows)
 
 
-def largest_batch(trainer: Trainer, plan: Plan) -> Batch:
+def largest_batch(trainer: Trainer, plan: RunPlan) -> Batch:
     """Build the micro-batch that takes the most memory of all possible ones: full rows of one document each."""
     rows, env = trainer.stream, trainer.env
     width = env.seq
@@ -391,7 +391,7 @@ class Session:
     """What surrounds the loop of one run: metrics lines, reporters, checkpoints. Leaving it ends the reporters."""
 
     def __init__(
-        self, trainer: Trainer, plan: Plan, manifest: checkpoint.Manifest | None, passed: list[tuple[Path, str]],
+        self, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None, passed: list[tuple[Path, str]],
         tracker: Reporter | None, bar: console.Bar | None,
     ) -> None:  # fmt: skip
         """Log what is different since the checkpoint, and begin to report.
@@ -505,7 +505,7 @@ class Session:
                 console.say(outcome)
 
 
-def find_best(trainer: Trainer, plan: Plan) -> tuple[BestCheckpoint | None, list[tuple[Path, str]]]:
+def find_best(trainer: Trainer, plan: RunPlan) -> tuple[BestCheckpoint | None, list[tuple[Path, str]]]:
     """Return the best checkpoint's record, if the run keeps one; and better ones that are damaged, with why."""
     if trainer.evaluation is None or trainer.config.train.save_every is None or not trainer.config.train.best:
         return None, []
@@ -515,7 +515,7 @@ def find_best(trainer: Trainer, plan: Plan) -> tuple[BestCheckpoint | None, list
     return BestCheckpoint(output, best), damaged
 
 
-def batches(trainer: Trainer, plan: Plan) -> Iterator[list[Batch]]:
+def batches(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]:
     """Iterate over this rank's micro-batches, step by step, from the step after `plan.done`."""
     world, micro_rows = trainer.world, trainer.env.micro_rows
     return trainer.stream.run(

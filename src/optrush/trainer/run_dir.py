@@ -55,11 +55,8 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     elif resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
     elif resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
-        raise ConfigError(
-            asked,
-            "a run lies there",
-            "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`",
-        )
+        do = "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`"
+        raise ConfigError(asked, "a run lies there", do)
 
 
 def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | None]) -> None:
@@ -70,11 +67,9 @@ def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | N
     """
     own = Path(output).resolve()
     for path in (Path(r).resolve() for r in reads if r is not None):
-        inside = path == own / "model" or (clean and path.is_relative_to(own))
-        if path.exists() and inside:
-            raise ConfigError(
-                f"`output: {output}`", f"{path}, which this run reads, lies where it writes", "take another `output`"
-            )
+        if path.exists() and (path == own / "model" or (clean and path.is_relative_to(own))):
+            found = f"{path}, which this run reads, lies where it writes"
+            raise ConfigError(f"`output: {output}`", found, "take another `output`")
 
 
 def _exists(path: Path) -> bool:
@@ -114,9 +109,8 @@ def _check_clean(path: Path, names: set[str]) -> None:
         return
     asked = f"`train.clean: true` in {path}"
     if foreign := sorted(names - KNOWN):
-        raise ConfigError(
-            asked, f"`{foreign[0]}` lies there, which is no run's", "move it away, or take another `output`"
-        )
+        found = f"`{foreign[0]}` lies there, which is no run's"
+        raise ConfigError(asked, found, "move it away, or take another `output`")
     if RUN not in names or not names & {METRICS, FOLDER}:
         found = f"no {RUN} with {METRICS} or {FOLDER}: it may be no run's folder"
         raise ConfigError(asked, found, "empty it yourself, or take another")
@@ -233,9 +227,8 @@ def recall(output: Path, done: int, alike: Callable[[Manifest], bool]) -> tuple[
     Args:
         alike: whether a checkpoint's loss compares with the run's own.
     """
-    step, loss, damaged = json.loads(
-        from_first(json.dumps(_recall(output, done, alike) if launched()[0] == 0 else None))
-    )
+    found = json.dumps(_recall(output, done, alike) if launched()[0] == 0 else None)
+    step, loss, damaged = json.loads(from_first(found))
     best = None if step is None else Best(step, loss)
     if launched()[0] == 0:
         _point(output, best)

@@ -282,8 +282,8 @@ class Reporter(threading.Thread):
         yield self.output / "run.yaml", "config"
         ended = status in ("finished", "failed")
         if self.options.artifacts == "all" and (ended or not (self.options.offline or status)):
-            names = sorted((p.name for p in (self.output / "checkpoints").glob("step-*")), reverse=True)
-            yield from ((self.output / "checkpoints" / n, "checkpoint") for n in names if "." not in n)
+            paths = sorted((self.output / "checkpoints").glob("step-*"), reverse=True)
+            yield from ((path, "checkpoint") for path in paths if "." not in path.name)
         if self.options.artifacts != "none" and status == "finished" and (self.output / "model").is_dir():
             yield self.output / "model", "model"
 
