@@ -34,7 +34,7 @@ from optrush.data.sampler import reading
 from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Plan, evaluate, set_step, train
+from optrush.trainer.trainer import RunPlan, evaluate, set_step, train
 
 POINTS = 10
 CONVERSATIONS, HELD = 20_000, 400
@@ -43,7 +43,9 @@ CONVERSATIONS, HELD = 20_000, 400
 def curve(config: Config) -> dict[str, Any]:
     """Train one run and return its losses."""
     trainer = build(resolve(config))
-    plan = Plan(trainer, trainer.stream.plan(None if config.train.steps else config.train.epochs, config.train.steps))
+    plan = RunPlan(
+        trainer, trainer.stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
+    )
     trainer.batches = batches(trainer, plan)
     trainer.set_step = partial(set_step, trainer, steps=plan.total)
     meter = MetricLines(trainer, plan.total)

@@ -48,7 +48,7 @@ from optrush.technique import Part
 from optrush.trainer import dpo_reference
 from optrush.trainer.build import build
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Plan, Trainer, set_step
+from optrush.trainer.trainer import RunPlan, Trainer, set_step
 
 LETTERS = 240  # of an error
 PIECE = 1 << 26  # values in float64 at a time
@@ -59,7 +59,7 @@ def trained(config: Config, folder: Path) -> dict[str, Any]:
     prepared = resolve(config)
     trainer = build(prepared)
     dpo_reference.fill_reference(trainer, prepared)
-    plan = Plan(trainer, trainer.stream.plan(None, config.train.steps))
+    plan = RunPlan(trainer, trainer.stream.plan(None, config.train.steps))
     trainer.batches = batches(trainer, plan)
     with reading(trainer.batches):
         lines = worker.loop(trainer, plan).lines

@@ -41,7 +41,7 @@ from optrush.report.bench import GAPS
 from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Plan, Trainer, set_step
+from optrush.trainer.trainer import RunPlan, Trainer, set_step
 
 WARM_UP = 6  # steps: compilation, allocation, clocks
 SHOWN, LETTERS = 60, 240  # kernels of the record, and of a name
@@ -67,7 +67,7 @@ def measure(config: Config, steps: int) -> dict[str, Any]:
     config = config.model_copy(update={"train": Training(steps=total, log_every=1)})
     trainer = build(resolve(config))
     marks = worker.RegionMarks(trainer)
-    plan = Plan(trainer, trainer.stream.plan(None, total))
+    plan = RunPlan(trainer, trainer.stream.plan(None, total))
     trainer.batches = batches(trainer, plan)
     trainer.set_step = partial(set_step, trainer, steps=total)
     with reading(trainer.batches):

@@ -22,7 +22,7 @@ from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Plan, Trainer, set_step, train
+from optrush.trainer.trainer import RunPlan, Trainer, set_step, train
 
 STEPS = 20
 CONFIG = """
@@ -38,7 +38,7 @@ with: {fused-adamw: {}, attention: {impl: sdpa}}
 
 
 def ours(trainer: Trainer, folder: Path) -> float:
-    plan = Plan(trainer, trainer.stream.plan(None, STEPS))
+    plan = RunPlan(trainer, trainer.stream.plan(None, STEPS))
     trainer.set_step = partial(set_step, trainer, steps=STEPS)
     trainer.batches = batches(trainer, plan)
     meter = Meter(trainer, folder / "metrics.jsonl", STEPS, lambda _: None)

@@ -25,7 +25,7 @@ from optrush.trainer import distributed
 from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Plan, set_step, train
+from optrush.trainer.trainer import RunPlan, set_step, train
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     config = parse_config(a.config.read_text(), str(a.config), a.set_, a.with_, a.without_)
     with distributed.leaving():
         trainer = build(resolve(config))
-        plan = Plan(
+        plan = RunPlan(
             trainer, trainer.stream.plan(None if config.train.steps else config.train.epochs, config.train.steps)
         )
         trainer.set_step = partial(set_step, trainer, steps=plan.total)

@@ -19,7 +19,7 @@ from optrush.technique import Technique
 from optrush.techniques import ALL
 from optrush.trainer import run as fit
 from optrush.trainer.build import build
-from optrush.trainer.trainer import Plan, Trainer, set_step
+from optrush.trainer.trainer import RunPlan, Trainer, set_step
 
 from golden.make_golden import BETAS, DECAY, EPS, LR, PER_STEP, SEED, STEPS, WARMUP, Case, T
 
@@ -100,7 +100,7 @@ def assembled(config: Config | ResolvedConfig, classes: Sequence[type[Technique]
 def wire(trainer: Trainer) -> None:
     """What the training run itself adds to a job: its batches and what begins a step."""
     steps = trainer.config.train.steps
-    plan = Plan(trainer, trainer.stream.plan(None if steps else trainer.config.train.epochs, steps))
+    plan = RunPlan(trainer, trainer.stream.plan(None if steps else trainer.config.train.epochs, steps))
     trainer.batches = fit.batches(trainer, plan)
     trainer.set_step = lambda n: set_step(trainer, n, plan.total)
 

@@ -59,7 +59,6 @@ def line(m: dict[str, Any]) -> str:
 
 
 def _rewards(m: dict[str, Any], kind: str = "") -> str:
-    """Format the accuracy and margin of pairs."""
     accuracy, margin = m.get(f"{kind}reward_accuracy"), m.get(f"{kind}reward_margin")
     return "" if accuracy is None or margin is None else f"  pairs right {accuracy:.0%}, margin {margin:.3g}"
 

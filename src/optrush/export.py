@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -20,18 +20,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from optrush import model_card
+from optrush.config import BatchSize, Config, Data, current_techniques, parse_config
 from optrush.data import readers, schema
 from optrush.data import sample as recipes
 from optrush.data.batch import collate
 from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
-from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError
+from optrush.errors import CheckpointError, ConfigError, DataError, NeedsError, RunError, UserError
 from optrush.models.hf import load_plain
 from optrush.models.weights import Folder, export_weights
 from optrush.peft import io
-from optrush.restore import Rebuilt, read_run, rebuild
+from optrush.resolve import resolve
+from optrush.technique import Part, Technique, instantiate
+from optrush.techniques import ALL
 from optrush.trainer import run_dir
+from optrush.trainer.build import build
+from optrush.trainer.checkpoint import FOLDER, Manifest, find_checkpoints, load_parameters, verify
 from optrush.trainer.distributed import agree, gathered, is_gathered
+from optrush.trainer.run_dir import POINTER, RUN
 from optrush.trainer.trainer import Trainer, exhausted
 
 GENERATION = "generation_config.json"
@@ -39,42 +45,68 @@ SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None) -> Path:
-    """Write `model/` in the run's folder, whole or not at all: under another name first, then renamed.
+    """Write `model/` in the run's folder, whole or not at all.
 
     Every rank takes part (sharded parameters are gathered one at a time), rank 0 writes.
     """
-    folder, fresh = output / "model", output / "model.tmp"
     tensors, error = published_tensors(trainer), None
     if trainer.world.rank == 0:
-        try:
-            _write_model(trainer, tensors, folder, fresh, steps, source)
-        except (OSError, SafetensorError, UserError) as e:
-            shutil.rmtree(fresh, ignore_errors=True)
-            error = RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
+        summary = trainer.sources.summary
+
+        def fill(fresh: Path) -> None:
+            _fill_model(fresh, trainer, tensors, source)
+            text = model_card.card(trainer.config, output, steps, source, summary)
+            (fresh / model_card.NAME).write_text(text, encoding="utf-8")
+
+        error = _write_folder(output / "model", fill)
     for _ in tensors:  # what rank 0 has not taken, the others must still gather with it
         pass
     agree(error)
     if io.adapters(trainer.model):
         write_adapter(trainer, output / "adapter")
-    return folder
+    return output / "model"
 
 
 def write_adapter(trainer: Trainer, folder: Path) -> Path:
     """Write trained adapters in PEFT's format, whole or not at all; every rank takes part."""
     values, error = trained_parameters(trainer), None
-    fresh = folder.with_name(f"{folder.name}.tmp")
     if trainer.world.rank == 0:
-        base = trainer.config.model.path or trainer.config.model.shape
-        try:
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
-            io.save_adapter(fresh, trainer.model, trainer.weight_map, values, str(base))
-            _replace(fresh, folder)
-        except (OSError, SafetensorError) as e:
-            shutil.rmtree(fresh, ignore_errors=True)
-            error = RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
+        error = _write_folder(folder, lambda fresh: _fill_adapter(fresh, trainer, values))
     agree(error)
     return folder
+
+
+def _write_folder(folder: Path, fill: Callable[[Path], None]) -> RunError | None:
+    """Fill a folder under another name and rename it, in place of one that has the name; return what went wrong."""
+    fresh, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old.tmp")
+    try:
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        fill(fresh)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(fresh, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError, UserError) as e:
+        shutil.rmtree(fresh, ignore_errors=True)
+        return RunError(f"{folder} could not be written ({e}); the last checkpoint is whole: --resume auto")
+    return None
+
+
+def _fill_adapter(fresh: Path, trainer: Trainer, values: dict[str, Tensor]) -> None:
+    base = trainer.config.model.path or trainer.config.model.shape
+    io.save_adapter(fresh, trainer.model, trainer.weight_map, values, str(base))
+
+
+def _fill_model(
+    fresh: Path, trainer: Trainer, tensors: Iterator[tuple[str, Tensor]], source: Path | None, shard_bytes: float = 5e9
+) -> None:
+    """Write weights, tokenizer and generation config; the model card is written by the caller."""
+    export_weights(fresh, tensors, trainer.weight_map, trainer.hf, shard_bytes)
+    if trainer.tokenizer is not None:
+        trainer.tokenizer.save_pretrained(fresh)
+    write_generation(trainer, fresh, source)
 
 
 def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
@@ -85,30 +117,6 @@ def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
         if trainer.world.rank == 0:
             found[t.name] = values.cpu()
     return found
-
-
-def _write_model(
-    trainer: Trainer, tensors: Iterator[tuple[str, Tensor]], folder: Path, fresh: Path, steps: int, source: Path | None
-) -> None:
-    shutil.rmtree(fresh, ignore_errors=True)
-    fresh.mkdir(parents=True)
-    export_weights(fresh, tensors, trainer.weight_map, trainer.hf)
-    if trainer.tokenizer is not None:
-        trainer.tokenizer.save_pretrained(fresh)
-    write_generation(trainer, fresh, source)
-    text = model_card.card(trainer.config, folder.parent, steps, source, trainer.sources.summary)
-    (fresh / model_card.NAME).write_text(text, encoding="utf-8")
-    _replace(fresh, folder)
-
-
-def _replace(fresh: Path, folder: Path) -> None:
-    """Gives a finished folder its name; one that has it goes."""
-    old = folder.with_name(f"{folder.name}.old.tmp")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(fresh, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None:
@@ -160,7 +168,7 @@ def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _gathered(model: nn.Module, name: str) -> Iterator[None]:
-    """While it lasts, the module of that name holds its parameters whole."""
+    """Hold the parameters of the module of that name whole within the context."""
     owners = [name.rsplit(".", n)[0] for n in range(name.count(".") + 1)]
     cut = next((m for o in owners if is_gathered(m := model.get_submodule(o))), None)
     if cut is not None:
@@ -189,7 +197,7 @@ ROUNDED = {torch.float32: EXACT, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True)
 class Compared:
-    """What the reloaded model's logits are against the trained model's."""
+    """Differences of the reloaded model's logits from the trained model's."""
 
     tokens: int
     texts: str  # which tokens
@@ -213,18 +221,18 @@ class Compared:
         )
 
 
-def digest(t: Tensor) -> str:
-    """Of a tensor's bytes, on the host."""
+def tensor_digest(t: Tensor) -> str:
+    """Hash a tensor's bytes, on the host."""
     return hashlib.sha256(t.contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def demand_bytes(folder: Path, written: Mapping[str, str]) -> None:
-    """Raises RunError unless the folder holds these tensors; `written`: digests by Hugging Face name."""
+    """Raise RunError unless the folder holds these tensors; `written`: digests by Hugging Face name."""
     held = Folder(folder)
     for name, sha in written.items():
         try:
             with safe_open(folder / held.files[name], "pt") as file:
-                same = digest(file.get_tensor(name)) == sha
+                same = tensor_digest(file.get_tensor(name)) == sha
         except (KeyError, OSError, SafetensorError):
             same = False
         if not same:
@@ -232,7 +240,7 @@ def demand_bytes(folder: Path, written: Mapping[str, str]) -> None:
 
 
 def comparison_texts(trainer: Trainer, paths: Sequence[str], sample: str | None) -> tuple[list[list[int]], str]:
-    """Token ids to compare on, and what they are: the first documents of the run's data, else random tokens.
+    """Return token ids to compare on, and what they are: the first documents of the run's data, else random tokens.
 
     Args:
         paths: what `data.eval` or `data.path` names.
@@ -249,7 +257,7 @@ def comparison_texts(trainer: Trainer, paths: Sequence[str], sample: str | None)
 
 
 def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, seed: int) -> Iterator[list[int]]:
-    """Documents that are there and can be read; a file that is gone, or another machine's, has none."""
+    """Yield the documents of the files that can be read here."""
     if sample is not None:
         talks = recipes.conversations(ROWS, seed)
         found = [(schema.RowLocation(Path(sample), i), {"messages": talk}) for i, talk in enumerate(talks, 1)]
@@ -277,7 +285,7 @@ def _tokenised(tokens: Tokens, found: Iterator[tuple[schema.RowLocation, Any]]) 
 
 @torch.no_grad()
 def trained(trainer: Trainer, texts: Sequence[Sequence[int]]) -> list[Tensor]:
-    """float32 logits (T, V) of the trained model for each text, on the host. Its weights become float32."""
+    """Return float32 logits (T, V) of the trained model for each text, on the host. Its weights become float32."""
     trainer.model.eval()
     stored = [m.quantized for _, m in trainer.model.linears() if m.quantized is not None]
     codes = {id(p) for s in stored if isinstance(s, nn.Module) for p in s.parameters()}  # bytes, whatever their type
@@ -295,40 +303,156 @@ def trained(trainer: Trainer, texts: Sequence[Sequence[int]]) -> list[Tensor]:
 
 @torch.no_grad()
 def reloaded(folder: Path, texts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """The same of the folder, by transformers alone."""
+    """Return the folder's logits as `trained` does, by transformers alone."""
     model = load_plain(folder, torch.float32, device)
     return [model(torch.tensor([list(ids)], device=device), use_cache=False).logits[0].float().cpu() for ids in texts]
 
 
 def compare(ours: Sequence[Tensor], theirs: Sequence[Tensor], texts: str, dtype: torch.dtype, exact: bool) -> Compared:
-    """ours, theirs: (T, V) each. `exact`: the weights were written as they were trained."""
+    """Compare logits, (T, V) each. `exact`: the weights were written as they were trained."""
     a, b = torch.cat(list(ours)), torch.cat(list(theirs))
     off = (a - b).abs()
     return Compared(
-        tokens=len(a),
-        texts=texts,
-        scale=a.abs().max().item(),
-        worst=off.max().item(),
-        mean=off.mean().item(),
+        tokens=len(a), texts=texts, scale=a.abs().max().item(), worst=off.max().item(), mean=off.mean().item(),
         agreement=(a.argmax(-1) == b.argmax(-1)).float().mean().item(),
-        tolerance=EXACT if exact else ROUNDED[dtype],
-        rounded=not exact,
-    )
+        tolerance=EXACT if exact else ROUNDED[dtype], rounded=not exact,
+    )  # fmt: skip
 
 
-def demand(found: Compared, folder: Path) -> None:
-    """Raises RunError where the folder does not compute what was trained."""
+def demand_sound(found: Compared, folder: Path) -> None:
+    """Raise RunError where the folder does not compute what was trained."""
     if not found.sound:
         raise RunError(f"{folder} is not the trained model: {found}; it is left there to be looked at")
+
+
+# --- A run's model, rebuilt with a checkpoint's parameters on one device and without the run's data.
+#
+# Only what decides which parameters there are and what they mean is rebuilt: the techniques that edit config.json or
+# the weights, and under adapters the type that frozen weights are rounded to. Those that make training fast are left
+# out, so that a machine which could not have trained the model can still export it.
+
+
+@dataclass(frozen=True)
+class RebuiltModel:
+    trainer: Trainer
+    config: Config  # as its run.yaml has it
+    folder: Path
+    base: Path | None  # the folder of the model that the run began with
+    manifest: Manifest
+    passed: tuple[tuple[str, str], ...]  # newer checkpoints that are damaged, and how
+
+
+def open_run(place: Path) -> tuple[Path, Config]:
+    """Read the run in a folder, or of its run.yaml.
+
+    Raises:
+        ConfigError: there is none, or its run.yaml cannot be read.
+    """
+    folder = place.parent if place.name == RUN else place
+    file = folder / RUN
+    if not file.is_file():
+        found = f"no {RUN} in it" if folder.is_dir() else "no such folder"
+        raise ConfigError(f"the run {place}", found, "name a folder that `optrush train` has written")
+    try:
+        text = file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}", f"not UTF-8: {error.reason}", "restore it from a checkpoint's manifest") from None
+    config = parse_config(text, str(file))
+    return folder, config.model_copy(update={"with_": current_techniques(config.with_)})
+
+
+def choose_checkpoint(folder: Path, name: str | None) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
+    """Choose the named checkpoint; else the best one, if the run kept it; else the newest intact one.
+
+    Args:
+        name: a folder, or a step.
+
+    Returns:
+        Its manifest, and the checkpoints that were passed over, with why.
+
+    Raises:
+        CheckpointError: there is none, none is intact, or the named one is damaged.
+    """
+    if name is not None:
+        named = folder / FOLDER / f"step-{int(name):06d}" if name.isdecimal() else Path(name)
+        if not named.is_dir():
+            there = ", ".join(p.name for p in find_checkpoints(folder)) or "none"
+            raise CheckpointError(f"--checkpoint {name}", "no such checkpoint", f"there are: {there}")
+        return verify(named.resolve()), ()
+    passed: list[tuple[str, str]] = []
+    for path in dict.fromkeys([*_best(folder), *find_checkpoints(folder)]):
+        try:
+            return verify(path), tuple(passed)
+        except CheckpointError as error:
+            passed.append((path.name, error.found))
+    why = "; ".join(f"{step}: {found}" for step, found in passed) or "no checkpoint in it"
+    do = "train it first, or name a folder in which a run has saved (`train.save_every`)"
+    raise CheckpointError(f"the run {folder}", f"nothing to export: {why}", do)
+
+
+def _best(folder: Path) -> list[Path]:
+    file = folder / FOLDER / POINTER
+    if not file.is_file():
+        return []
+    try:
+        return [folder / FOLDER / f"step-{int(json.loads(file.read_bytes())['step']):06d}"]
+    except (ValueError, KeyError, TypeError) as error:
+        do = "delete it, or choose a checkpoint: --checkpoint STEP"
+        raise CheckpointError(f"{file}", f"it names no step: {error}", do) from None
+
+
+def rebuild(place: Path, checkpoint_name: str | None = None) -> RebuiltModel:
+    """Build the run's model with the parameters of the checkpoint that `choose_checkpoint` returns.
+
+    Raises:
+        UserError: no run there, no such checkpoint, or the model or the base it began with has changed since.
+    """
+    folder, config = open_run(place)
+    checkpoint, passed = choose_checkpoint(folder, checkpoint_name)
+    prepared = resolve(_bare(config), ranks=1)
+    trainer = build(prepared, training=False)
+    _same(checkpoint, trainer)
+    load_parameters(trainer, checkpoint)
+    trainer.model.eval()
+    return RebuiltModel(trainer, config, folder, prepared.folder, checkpoint, passed)
+
+
+def _bare(config: Config) -> Config:
+    """Return the configuration of one process without data: a row of random tokens, and what decides the weights."""
+    built = instantiate(ALL, config.with_)
+    with_ = {}
+    for t in built:  # that edit the configuration of the model, its weights, or their type
+        edits = type(t).config is not Technique.config or type(t).peft is not Technique.peft
+        if edits or Part.WEIGHTS in t.claims:
+            with_[t.name] = dict(config.with_[t.name])
+    for t in built if any(Part.TRAINED in t.claims for t in built) else ():
+        if Part.TRAINED in t.claims:  # the checkpoint has what adapters began with, and what became of it
+            with_[t.name].pop("init", None)
+        elif Part.PRECISION in t.claims and t.name not in with_:  # the type, and nothing of how activations flow
+            with_[t.name] = {key: value for key, value in config.with_[t.name].items() if key == "dtype"}
+    seq = config.batch.seq
+    batch = BatchSize(seq=seq, tokens=seq, micro_tokens=seq)
+    changes = {"objective": "pretrain", "dpo": None, "data": Data(random=1), "batch": batch, "with_": with_}
+    return config.model_copy(update=changes)
+
+
+def _same(checkpoint: Manifest, trainer: Trainer) -> None:
+    """Reject parameters of another model, adapters of another base, or adapters that meant something else."""
+    for name in ("config", "base"):
+        then, now = checkpoint.fingerprints.get(name), trainer.fingerprints.get(name)
+        if then != now:
+            what = "the model's config.json" if name == "config" else "the weights that the run did not train"
+            found = f"{what} changed since: {then or 'absent'} then, {now or 'absent'} now"
+            raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the model of `model.path`")
+    then, now = (prints.get("adapters", "absent") for prints in (checkpoint.fingerprints, trainer.fingerprints))
+    if then != now:
+        found = f"`adapters` was {then} and is {now}"
+        raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the old one in run.yaml")
 
 
 # --- `optrush export`: a run's checkpoint as a folder that others load, proven to compute what was trained.
 #
 # Written under another name, verified there, then renamed. A folder that fails the check keeps the other name.
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MODEL, ADAPTER = "model", "adapter"
 
 
 @dataclass(frozen=True)
@@ -341,7 +465,7 @@ class Delivered:
     compared: Compared | None
 
     def facts(self) -> dict[str, Any]:
-        """As one JSON document."""
+        """Return the result as a JSON document."""
         found = asdict(self) | {"out": str(self.out)}
         found["passed"] = [list(pair) for pair in self.passed]
         if self.compared is not None:
@@ -349,14 +473,14 @@ class Delivered:
         return found
 
 
-def output_folder(run: Path, out: Path | None, adapter: bool) -> Path:
+def export_folder(run: Path, out: Path | None, adapter: bool) -> Path:
     """Return where the folder goes: `model/` or `adapter/` of the run, or `out`.
 
     Raises:
         ConfigError: no run, or the folder is not empty.
     """
-    folder, _ = read_run(run)
-    where = out or folder / (ADAPTER if adapter else MODEL)
+    folder, _ = open_run(run)
+    where = out or folder / ("adapter" if adapter else "model")
     if where.exists() and (not where.is_dir() or any(where.iterdir())):
         found = "it is not empty" if where.is_dir() else "a file, no folder"
         raise ConfigError(f"to export to {where}", found, "name another folder: --out DIR")
@@ -387,7 +511,7 @@ def export_run(
         UserError: as `rebuild`; the folder is not free; no adapter in this run.
         RunError: the folder does not compute what was trained.
     """
-    where = output_folder(run, out, adapter)
+    where = export_folder(run, out, adapter)
     folder = where.absolute().parent
     at_work = any((folder / name).exists() for name in (run_dir.RUN, run_dir.LOCK))  # a run may write there
     try:
@@ -396,14 +520,14 @@ def export_run(
             if adapter and not io.adapters(found.trainer.model):
                 done = "this run has no adapter: it trained the model's own weights"
                 raise ConfigError("--adapter", done, "leave it out")
-            kind = None if adapter else _kept(found.trainer) if dtype is None else DTYPES[dtype]
+            kind = None if adapter else _kept(found.trainer) if dtype is None else getattr(torch, dtype)
             compared = None
+            written: dict[str, str] = {}
             with _writing(where):
-                written = (
-                    _write_adapter(found, fresh)
-                    if kind is None
-                    else _write_merged(found, fresh, dtype, max_shard_bytes)
-                )
+                if kind is None:
+                    _fill_adapter(fresh, found.trainer, trained_parameters(found.trainer))
+                else:
+                    written = _write_merged(found, fresh, dtype, max_shard_bytes)
             if kind is not None and verifies:
                 compared = _verify(found, fresh, written, kind)
             with _writing(where):
@@ -416,7 +540,7 @@ def export_run(
         do = "leave the GPU out: CUDA_VISIBLE_DEVICES= optrush export ..."
         raise RunError(f"out of memory while exporting ({next(iter(str(error).splitlines()), '')}); {do}") from error
     size, said = sum(f.stat().st_size for f in where.iterdir()), None if kind is None else str(kind)[len("torch.") :]
-    return Delivered(where, found.checkpoint.step, found.passed, said, size, compared)
+    return Delivered(where, found.manifest.step, found.passed, said, size, compared)
 
 
 @contextmanager
@@ -457,33 +581,18 @@ def _writing(where: Path) -> Iterator[None]:
         raise ConfigError(f"to export to {where}", f"{error}", "make room, or take another folder: --out DIR") from None
 
 
-def _write_adapter(found: Rebuilt, fresh: Path) -> dict[str, str]:
-    trainer = found.trainer
-    io.save_adapter(
-        fresh,
-        trainer.model,
-        trainer.weight_map,
-        trained_parameters(trainer),
-        str(trainer.config.model.path or trainer.config.model.shape),
-    )
-    return {}
-
-
-def _write_merged(found: Rebuilt, fresh: Path, dtype: str | None, max_shard_bytes: float) -> dict[str, str]:
-    """The merged model with its tokenizer, generation config and card; digests of what was to be written."""
+def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard_bytes: float) -> dict[str, str]:
+    """Write the merged model, tokenizer, generation config and card; return digests of what was to be written."""
     trainer, written = found.trainer, dict[str, str]()
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, t in published_tensors(trainer):
-            kept = t if dtype is None else t.to(DTYPES[dtype])
-            written.update((hf, digest(part)) for hf, part in trainer.weight_map.split(name, kept))
+            kept = t if dtype is None else t.to(getattr(torch, dtype))
+            written.update((hf, tensor_digest(part)) for hf, part in trainer.weight_map.split(name, kept))
             yield name, kept
 
-    export_weights(fresh, tensors(), trainer.weight_map, trainer.hf, max_shard_bytes)
-    if trainer.tokenizer is not None:
-        trainer.tokenizer.save_pretrained(fresh)
-    write_generation(trainer, fresh, found.base)
-    text = model_card.card(found.config, found.folder, found.checkpoint.step, found.base)
+    _fill_model(fresh, trainer, tensors(), found.base, max_shard_bytes)
+    text = model_card.card(found.config, found.folder, found.manifest.step, found.base)
     (fresh / model_card.NAME).write_text(text, encoding="utf-8")
     return written
 
@@ -494,7 +603,7 @@ def _kept(trainer: Trainer) -> torch.dtype:
     return weight.dtype
 
 
-def _verify(found: Rebuilt, fresh: Path, written: Mapping[str, str], kind: torch.dtype) -> Compared:
+def _verify(found: RebuiltModel, fresh: Path, written: Mapping[str, str], kind: torch.dtype) -> Compared:
     demand_bytes(fresh, written)
     trainer, d = found.trainer, found.config.data
     exact = kind == _kept(trainer) and all(
@@ -507,5 +616,5 @@ def _verify(found: Rebuilt, fresh: Path, written: Mapping[str, str], kind: torch
     trainer.model.to("meta")  # its memory is the reloaded model's now
     theirs = reloaded(fresh, texts, device)
     compared = compare(ours, theirs, said, kind, exact)
-    demand(compared, fresh)
+    demand_sound(compared, fresh)
     return compared

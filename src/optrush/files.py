@@ -1,13 +1,16 @@
-"""Write files whole or not at all."""
+"""Change the disk so that a kill at any moment leaves whole files: write, sync, rename, in this order.
+
+A kill may come between any two calls that change the disk. Each is a function here, so that a test can fail it or kill
+the process there.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
-
-# Each call that changes the disk is a function, so that a test can fail or kill the process there.
 
 
 def write_piece(file: IO[bytes], data: Any) -> None:
@@ -21,8 +24,52 @@ def sync_file(descriptor: int) -> None:
 
 
 def rename_file(old: Path, new: Path) -> None:
-    """Rename a file over another one."""
+    """Rename a file over another one, or a folder."""
     os.rename(old, new)
+
+
+def remove_file(path: Path) -> None:
+    path.unlink()
+
+
+def remove_folder(path: Path) -> None:
+    path.rmdir()
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable: a rename is not, until its folder was synced."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        sync_file(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and its contents; links are removed, never followed."""
+    for at, folders, names in os.walk(path, topdown=False):
+        for name in names + [f for f in folders if (Path(at) / f).is_symlink()]:
+            remove_file(Path(at) / name)
+        for name in [f for f in folders if (Path(at) / f).is_dir()]:
+            remove_folder(Path(at) / name)
+    remove_folder(path)
+
+
+def write_new(path: Path, pieces: Iterable[Any]) -> tuple[str, int]:
+    """Write a new file, durable on return; return (sha256, size) of the given bytes, not of what is on the disk."""
+    sha, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for data in pieces:
+            write_piece(file, data)
+            sha.update(data)
+            size += len(data)
+        file.flush()
+        sync_file(file.fileno())
+    return sha.hexdigest(), size
 
 
 def write_whole(path: Path, pieces: Iterable[Any] | str | bytes, temporary: Path | None = None) -> None:
@@ -47,12 +94,3 @@ def write_whole(path: Path, pieces: Iterable[Any] | str | bytes, temporary: Path
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        sync_file(descriptor)
-    finally:
-        os.close(descriptor)

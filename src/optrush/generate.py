@@ -27,9 +27,9 @@ from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer,
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, Pair, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
+from optrush.export import open_run
 from optrush.models.hf import load_plain
 from optrush.models.source import locate
-from optrush.restore import read_run
 from optrush.technique import library
 from optrush.trainer.run_dir import RUN
 from optrush.trainer.trainer import exhausted
@@ -55,7 +55,7 @@ class ModelSource:
     config: Config | None = None
 
 
-def find(text: str) -> ModelSource:
+def find_model(text: str) -> ModelSource:
     """Find the model of a name: a run's folder (its model/, else its adapter/ on the base), or any other model.
 
     Raises:
@@ -63,20 +63,19 @@ def find(text: str) -> ModelSource:
     """
     path = home(text, f"the model {text}")
     if (path / RUN).is_file() or path.name == RUN:
-        folder, config = read_run(path)
+        folder, config = open_run(path)
         if (folder / "model" / "config.json").is_file():
             return ModelSource(text, folder / "model", None, config)
         if (folder / "adapter" / ADAPTER).is_file():
             return ModelSource(text, _published(config, text), folder / "adapter", config)
         raise ConfigError(f"to talk to {text}", "neither model/ nor adapter/ lies in it", f"optrush export {text}")
-    run_of = read_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
+    run_of = open_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
         try:
             facts = json.loads((path / ADAPTER).read_text("utf-8"))
         except (OSError, ValueError):  # UnicodeDecodeError is one
-            raise ConfigError(
-                f"the adapter {text}", f"{ADAPTER} is no JSON", "copy the adapter's folder anew"
-            ) from None
+            do = "copy the adapter's folder anew"
+            raise ConfigError(f"the adapter {text}", f"{ADAPTER} is no JSON", do) from None
         base = facts.get("base_model_name_or_path") if isinstance(facts, dict) else None
         if not isinstance(base, str) or not base:
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} names no base model", "name the run's folder")
@@ -117,7 +116,7 @@ def _published(config: Config, asked: str) -> Path:
 
 
 def _located(path: str) -> Path:
-    """A folder, a hub id or `tiny`, as a configuration names it."""
+    """Return the folder of a model as a configuration names it."""
     folder, _ = locate(Config(model=Model(path=path), objective="pretrain", data=Data(random=1), output="."))
     assert folder is not None, "no shape was asked for"
     return folder
@@ -159,10 +158,8 @@ class GenerationModel:
         self.template: Template | None = None
         if self.tokenizer.chat_template:
             self.template = Template(self.tokens.template(), self.tokenizer.special_tokens_map)
-        special = {str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special}
-        self._controls = any_of(special)
-        config = self.model.config
-        self.room: int | None = getattr(config, "max_position_embeddings", None)
+        self._controls = any_of({str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special})
+        self.room: int | None = getattr(self.model.config, "max_position_embeddings", None)
 
     def _stops(self) -> list[int]:
         known = self.model.generation_config.eos_token_id
@@ -261,12 +258,9 @@ class GenerationModel:
                 torch.manual_seed(seed)
                 with torch.inference_mode():
                     out = self.model.generate(
-                        prompt,
-                        attention_mask=torch.ones_like(prompt),
-                        streamer=streamer,
-                        stopping_criteria=[_StopEvent(stop)],
-                        generation_config=self.settings(sampling, len(ids)),
-                    )
+                        prompt, attention_mask=torch.ones_like(prompt), streamer=streamer,
+                        stopping_criteria=[_StopEvent(stop)], generation_config=self.settings(sampling, len(ids)),
+                    )  # fmt: skip
                 results.append(out[0, len(ids) :])
             except BaseException as error:  # raised in the caller, which waits for the streamer's end
                 results.append(error)
@@ -293,8 +287,6 @@ class GenerationModel:
 
 
 class _StopEvent:
-    """A stopping criterion that is an event."""
-
     def __init__(self, stop: Event) -> None:
         self.stop = stop
 
@@ -424,30 +416,21 @@ def _completed(found: dict[str, Any], plain: bool) -> tuple[dict[str, Any], bool
         return _completed({**others, "messages": prompt}, plain)
     if plain:
         return {**found, "completion": STAND_IN}, False
-    return {
-        **others,
-        "messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": STAND_IN}],
-    }, False
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": STAND_IN}]
+    return {**others, "messages": turns}, False
 
 
 # --- many prompts, one model after the other
 
 
 def generate_answers(
-    source: ModelSource,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    seed: int,
-    batch: int,
+    source: ModelSource, prompts: Sequence[Prompt], sampling: Sampling, *, seed: int, batch: int,
     template: str | None = None,
-    advance: Callable[[int], None],
-) -> Iterator[Answer]:
+) -> Iterator[Answer]:  # fmt: skip
     """Yield the model's answers in the order of the prompts; it is loaded here and freed afterwards.
 
     Args:
         template: the chat template of a model that has none.
-        advance: called with the number of answers that were added.
 
     Raises:
         UserError: before anything is generated, if one of the prompts is invalid.
@@ -457,9 +440,7 @@ def generate_answers(
     ids = [model.ids(p.asked, p.where, p.tools) for p in prompts]
     try:
         for first in range(0, len(ids), batch):
-            answers = model.answers(ids[first : first + batch], sampling, seed + first)
-            yield from answers
-            advance(len(answers))
+            yield from model.answers(ids[first : first + batch], sampling, seed + first)
     except (RuntimeError, MemoryError) as error:
         if not exhausted(error):
             raise

@@ -38,7 +38,7 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
 
 
 def card(config: Config, folder: Path, steps: int, base: Path | None, data: str = "") -> str:
-    """The card's text.
+    """Return the card's text.
 
     Args:
         folder: the run's, with its metrics.jsonl.
@@ -70,7 +70,7 @@ def card(config: Config, folder: Path, steps: int, base: Path | None, data: str 
 
 
 def escaped(text: object) -> str:
-    """Text from outside as Markdown that shows it as it is: no mark-up, no HTML, no link, one line."""
+    """Return text from outside as Markdown that shows it as it is: no mark-up, no HTML, no link, one line."""
     return html.escape(_MARKS.sub(r"\\\g<0>", safe_text(text)), quote=False)
 
 
@@ -84,7 +84,6 @@ def _front(config: Config, base: Path | None) -> dict[str, Any]:
 
 
 def _licence(base: Path | None) -> str | None:
-    """The licence that the base model's own card names."""
     if base is None or not (base / NAME).is_file():
         return None
     found = re.match(r"---\r?\n(.*?)\r?\n---\s", (base / NAME).read_text("utf-8", "replace"), re.DOTALL)
@@ -124,7 +123,6 @@ def _of_hub(path: str) -> bool:
 
 
 def _measured(told: runs.RunLog, steps: int) -> list[tuple[str, str]]:
-    """The figures of metrics.jsonl up to the step."""
     lines = [m for m in told.steps if m["step"] <= steps]
     evals = [m for m in told.evals if m["step"] <= steps and m["eval_loss"] is not None]
     found: list[tuple[str, str]] = []

@@ -25,7 +25,7 @@ from optrush.report.bench import GAPS
 from optrush.resolve import resolve
 from optrush.trainer.build import build
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Plan, Trainer
+from optrush.trainer.trainer import RunPlan, Trainer
 
 from toy import document
 
@@ -146,9 +146,9 @@ def test_names(name: str, part: str) -> None:
 # --- a job
 
 
-def job_of(of: Config) -> tuple[Trainer, Plan]:
+def job_of(of: Config) -> tuple[Trainer, RunPlan]:
     trainer = build(resolve(of))
-    plan = Plan(trainer, trainer.stream.plan(None, of.train.steps or 1))
+    plan = RunPlan(trainer, trainer.stream.plan(None, of.train.steps or 1))
     trainer.batches = batches(trainer, plan)
     return trainer, plan
 

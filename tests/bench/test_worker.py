@@ -15,7 +15,7 @@ from optrush.data.schema import Document
 from optrush.planner.cost import PARTS
 from optrush.report.bench import GAPS
 from optrush.resolve import resolve
-from optrush.trainer.trainer import Plan, Trainer
+from optrush.trainer.trainer import RunPlan, Trainer
 
 from toy import parsed as run
 
@@ -29,7 +29,7 @@ def job_of(of: Config) -> Trainer:
 def proof_of(of: Config, baseline: Config, count: int = 3, steps: int = 3) -> tuple[Trainer, dict[str, Any]]:
     trainer = job_of(of)
     documents = worker.first_documents(trainer, resolve(of), baseline, count)
-    widest = Plan(trainer, trainer.stream.plan(None, 3)).length.widest
+    widest = RunPlan(trainer, trainer.stream.plan(None, 3)).length.widest
     laid = worker.lay_out(trainer, documents, most=widest)
     return trainer, worker.proof_losses(trainer, laid, steps)
 

@@ -91,7 +91,7 @@ def test_the_answers_are_transformers_own(seed: int | None, call: Call, trained:
 
 
 def yaml_run(folder: Path) -> Any:
-    return generate.read_run(folder)[1]
+    return generate.open_run(folder)[1]
 
 
 def test_the_seed(call: Call, trained: Path) -> None:
@@ -113,7 +113,7 @@ def test_where_an_answer_ends(trained: Path, here: Path) -> None:
     for listed in ([2], None):
         config = json.loads((folder / "generation_config.json").read_text()) | {"eos_token_id": listed}
         (folder / "generation_config.json").write_text(json.dumps(config))
-        speaker = generate.GenerationModel(generate.find("m"))
+        speaker = generate.GenerationModel(generate.find_model("m"))
         assert sorted(speaker.tokenizer.convert_ids_to_tokens(speaker.stops)) == sorted(ends)
     end = speaker.tokenizer.convert_tokens_to_ids(tiny.END)
     answer = speaker._answer(torch.tensor([300, 301, end, 302]))
@@ -130,7 +130,7 @@ def test_where_an_answer_ends(trained: Path, here: Path) -> None:
 
 def test_streaming(trained: Path) -> None:
     """The pieces are the answer, and Ctrl-C ends it and keeps what is there."""
-    speaker = generate.GenerationModel(generate.find(str(trained)))
+    speaker = generate.GenerationModel(generate.find_model(str(trained)))
     ids, pieces = speaker.ids("Salt the water", RowLocation(Path("x"), 1)), list[str]()
     sampling = Sampling(temperature=1.0, max_tokens=30)
     whole = speaker.stream(ids, sampling, 0, pieces.append)
@@ -257,8 +257,8 @@ def test_the_base_speaks_the_template_of_what_was_trained(trained: Path, model: 
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     del settings["chat_template"]
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    own = generate.GenerationModel(generate.find(str(trained)))
-    base = generate.GenerationModel(generate.find("bare"), own.tokenizer.chat_template)
+    own = generate.GenerationModel(generate.find_model(str(trained)))
+    base = generate.GenerationModel(generate.find_model("bare"), own.tokenizer.chat_template)
     turn = ([Message("user", "Hi")], RowLocation(Path("x"), 1))
     rendered = own.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=True

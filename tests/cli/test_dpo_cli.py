@@ -244,16 +244,10 @@ def test_models_that_read_the_pairs_otherwise_are_not_compared(call: Call, write
     assert call("eval", config, "--model", "fourth").code == 0
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo"])
-def test_a_merged_model_is_measured_without_adapters(
-    objective: str, call: Call, write: Write, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merged_model_is_measured_without_adapters(call: Call, write: Write, here: Path) -> None:
     """One that began from a folder's: laid over the merged model it would count twice, as would 4 bits."""
     write_rows(here / "pairs.jsonl", rows(20))
-    run = preferences(
-        data={"sample": None, "path": "pairs.jsonl"} if objective == "dpo" else {"sample": None, "path": "chat.jsonl"},
-        optim={"lr": 3e-2}, objective=objective,
-    )  # fmt: skip
+    run = preferences(data={"sample": None, "path": "pairs.jsonl"}, optim={"lr": 3e-2})
     first = call("train", write(**run, with_={"packing": {}, "lora": {"rank": 2}}), "--set", "output=first")
     assert first.code == 0, first.err
     init = here / "first" / "adapter"
@@ -269,15 +263,15 @@ def test_a_merged_model_is_measured_without_adapters(
     measured = json.loads(found.out)
     assert measured["loss"] == pytest.approx(evals[-1]["eval_loss"], rel=1e-4)
     assert abs(evals[-1]["eval_loss"] - evals[0]["eval_loss"]) > 1e-2
-    if objective == "dpo":
-        assert measured["reward_margin"] == pytest.approx(evals[-1]["eval_reward_margin"], rel=1e-3, abs=1e-4)
+    assert measured["reward_margin"] == pytest.approx(evals[-1]["eval_reward_margin"], rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.skipif(bool(hardware.probe()), reason="a rung of its own device")
-@pytest.mark.parametrize("with_", [{"packing": {}}, {"packing": {}, "lora": {}}])
-def test_a_rung_is_measured_and_proved(with_: dict[str, Any], here: Path) -> None:
+def test_a_rung_is_measured_and_proved(here: Path) -> None:
     """Over two layouts the same pairs: the same losses."""
     from optrush.bench import worker
+
+    with_: dict[str, Any] = {"packing": {}, "lora": {}}
 
     write_rows(here / "pairs.jsonl", rows())
     data = {"path": "pairs.jsonl", "eval": None}

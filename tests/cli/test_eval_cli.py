@@ -101,18 +101,6 @@ def test_the_loss_is_the_plain_loops(family: str, call: Call, write: Write, mode
     assert math.isclose(found["loss"], loss, rel_tol=CLOSE), (found["loss"], loss)
 
 
-@pytest.mark.parametrize("kind", ["messages", "text"])
-def test_each_kind_of_row_alone(kind: str, call: Call, write: Write, model: Path, here: Path) -> None:
-    rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
-    if kind == "text":
-        rows = [{"text": row["messages"][1]["content"]} for row in rows]
-    write_rows(here / "rows.jsonl", rows)
-    found = asked(call, write(model="tiny"), "--data", "rows.jsonl")
-    loss, targets = plain(model, rows)
-    assert found["target_tokens"] == targets
-    assert math.isclose(found["loss"], loss, rel_tol=CLOSE)
-
-
 def test_the_rows_length_and_the_micro_batch_change_nothing(call: Call, write: Write) -> None:
     config = write()
     first = asked(call, config, "--data", "chat.jsonl")
@@ -166,12 +154,3 @@ def test_for_people(call: Call, write: Write) -> None:
     assert found.code == 0 and [line.split()[0] for line in found.out.splitlines()] == [
         "loss", "target_tokens", "documents", "rows", "too_long",
     ]  # fmt: skip
-
-
-def test_as_a_process_on_two_ranks(start: Call, call: Call, write: Write) -> None:
-    config = write()
-    found = start("eval", config, "--json", "--ranks", "2", "--with", "ddp")
-    assert found.code == 0, found.err
-    both, one = json.loads(found.out), asked(call, config)
-    assert math.isclose(both.pop("loss"), one.pop("loss"), rel_tol=1e-6)
-    assert both == one

@@ -100,7 +100,7 @@ def test_a_neighbour_takes_no_room(trained: Path, here: Path) -> None:
     folder = shutil.copytree(trained / "model", here / "m")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 24}))
-    speaker = generate.GenerationModel(generate.find("m"))
+    speaker = generate.GenerationModel(generate.find_model("m"))
     speaker.stops = []
     prompts = [list(range(300, 300 + n)) for n in (20, 4, 22, 5)]
     sampling = Sampling(greedy=True, max_tokens=12)
@@ -122,7 +122,7 @@ def test_how_to_draw_is_the_flags_word(trained: Path, here: Path) -> None:
                       "typical_p": 0.1, "do_sample": True, "max_length": 7, "stop_strings": ["a"]},
                  {"repetition_penalty": 9.0}):  # fmt: skip
         file.write_text(json.dumps(given | more))
-        speaker = generate.GenerationModel(generate.find("m"))
+        speaker = generate.GenerationModel(generate.find_model("m"))
         answers.append([
             speaker.answers(prompts, Sampling(greedy=greedy, temperature=2.0, top_p=1.0, max_tokens=9), 3)
             for greedy in (True, False)

@@ -85,7 +85,6 @@ def test_several_batches_and_ranks(box: Path, pair: Pair) -> None:
     [
         ("1e-6", "lr too small", "the loss falls too slowly", "optim.lr=1e-05"),
         ("3.0", "lr too large", "", "optim.lr=0.3"),
-        ("1e-12", "lr too small", "the loss falls too slowly", "--overfit-steps 24"),
     ],
 )
 def test_learning_rates(call: Call, write: Write, lr: str, cause: str, says: str, do: str) -> None:

@@ -31,13 +31,6 @@ def test_auto(call: Call, write: Write, here: Path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) == 2
 
 
-def test_auto_on_two_ranks(start: Call, write: Write, here: Path) -> None:
-    found = start("train", write(batch=AUTO, train={"steps": 1}), "--ranks", "2", "--with", "ddp")
-    assert found.code == 0, found.err
-    assert "note       out of memory after step 0 ends the run, resumably" in found.err
-    assert parse_config((here / "out" / "run.yaml").read_text(), "run.yaml").batch.micro_tokens in (128, 256)
-
-
 def test_plan_and_dry_run_take_auto(call: Call, write: Write, here: Path) -> None:
     config = write(batch=AUTO)
     for command in (("plan", config, "--hardware", "cpu"), ("train", config, "--dry-run")):

@@ -45,6 +45,7 @@ def test_one_key_or_several(write: Write, here: Path) -> None:
         ({"name": "mlflow", "uri": "sqlite:///a.db"}, "`tracker: mlflow`", "sqlite:///a.db", "tracker.offline: true"),
         ({"name": "mlflow", "uri": "http://u:c4n4ry@h"}, "`tracker.uri`", "a user or password", "take it out"),
         ({"name": "mlflow", "uri": "http://h/?t=c4n4ry"}, "`tracker.uri`", "more than host and path", "environment"),
+        ({"name": "wandb", "run": "https://c4n4ry@h/r"}, "`tracker.run`", "a user or password", "take it out"),
         ("http://u:c4n4ry@h", "`tracker`", "http://***@h", "'mlflow' or 'wandb'"),
     ],
 )

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,15 +109,6 @@ def test_the_resolved_run_runs(call: Call, write: Write, here: Path, monkeypatch
     assert [line["loss"] for line in steps(again)] == [line["loss"] for line in steps(metrics(here / "out"))]
 
 
-def test_clean_replaces_a_finished_run(call: Call, write: Write, here: Path) -> None:
-    assert call("train", write(train={"steps": 1})).code == 0
-    (here / "out" / "model" / "config.json").write_text("{}")
-    found = call("train", write(train={"steps": 1, "clean": True}))
-    assert found.code == 0, found.err
-    assert json.loads((here / "out" / "model" / "config.json").read_text())["model_type"] == "llama"
-    assert [line["step"] for line in steps(metrics(here / "out"))] == [1]
-
-
 def test_resume_auto_begins_where_nothing_is(call: Call, write: Write, here: Path) -> None:
     """The same command can be given again: without a checkpoint it begins, after the end it changes nothing."""
     config = write(train={"steps": 2})
@@ -152,39 +139,6 @@ def test_two_ranks(start: Call, call: Call, write: Write, here: Path) -> None:
                 assert math.isclose(ours[key], theirs[key], rel_tol=1e-5), (key, ours, theirs)
         for key in ("tokens", "target_tokens", "eval_target_tokens"):
             assert ours.get(key) == theirs.get(key)
-
-
-def test_a_signal_and_going_on(call: Call, write: Write, here: Path) -> None:
-    """SIGTERM: exit code 143, a checkpoint of the step under way, the line that says how to go on, and no gap after."""
-    config = write(
-        train={"epochs": None, "steps": 400}, data={"eval": None}, optim={"schedule": "constant", "warmup": 0}
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "optrush", "train", config], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        lines, until = here / "out" / "metrics.jsonl", time.monotonic() + 90
-        while not (lines.exists() and lines.read_text().count("\n") >= 3) and time.monotonic() < until:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == 143, err
-    assert out == "" and "stopped and saved; go on with: --resume auto (output out)" in err
-    assert not (here / "out" / "model").exists()
-    stopped = steps(metrics(here / "out"))[-1]["step"]
-    assert 3 <= stopped < 400
-    assert [p.name for p in (here / "out" / "checkpoints").glob("step-*")] == [f"step-{stopped:06d}"]
-
-    end = stopped + 3  # the rate is constant, so a run of other length takes the same steps
-    found = call("train", config, "--resume", "auto", "--set", f"train.steps={end}")
-    assert found.code == 0, found.err
-    assert call("train", config, "--set", "output=whole", "--set", f"train.steps={end}").code == 0
-    whole = [(line["step"], line["loss"]) for line in steps(metrics(here / "whole"))]
-    assert [(line["step"], line["loss"]) for line in steps(metrics(here / "out"))] == whole
-    assert (here / "out" / "model" / "model.safetensors").exists()
 
 
 def test_the_example_for_a_cpu(call: Call, here: Path) -> None:

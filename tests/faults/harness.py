@@ -22,15 +22,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from optrush import files
 from optrush.config import parse_config
 from optrush.optim.adamw import AdamW
-from optrush.trainer import distributed, storage
-from optrush.trainer.checkpoint import Meta, save
+from optrush.trainer import distributed
+from optrush.trainer.checkpoint import Meta, save, slices
 from optrush.trainer.trainer import TrainedParam
 
 torch.set_num_threads(1)
 RAISED = 99  # what a child exits with that did not get to an end of its own
-DISK = ("mkdir", "write", "sync", "rename", "unlink", "rmdir")
+DISK = ("make_folder", "write_piece", "sync_file", "rename_file", "remove_file", "remove_folder")
 
 
 def told(fault: str, n: int, figure: object) -> None:
@@ -108,23 +109,23 @@ def killing(at: int, how: str, names: tuple[str, ...] = DISK) -> None:
     calls = {"n": 0}
 
     def wrap(name: str) -> None:
-        real = getattr(storage, name)
+        real = getattr(files, name)
 
         def call(*args: Any) -> Any:
             calls["n"] += 1
             if calls["n"] != at:
                 return real(*args)
-            if how == "half" and name == "write":
+            if how == "half" and name == "write_piece":
                 file, data = args
                 real(file, memoryview(data)[: len(data) // 2])
                 file.flush()
             elif how == "after":
                 real(*args)
-                if name == "write":
+                if name == "write_piece":
                     args[0].flush()
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(storage, name, call)
+        setattr(files, name, call)
 
     for name in names:
         wrap(name)
@@ -149,7 +150,7 @@ SHAPES = {"embed": (33, 64), "norm": (7,), "narrow": (2, 5), "one": ()}
 def small_job(output: Path, how: str = "whole", keep: int = 2, dtype: torch.dtype = torch.float32) -> Any:
     """A job of four parameters. how: whole | rows | columns | copies (as DTensors over the ranks there are)."""
     text = f"{{model: tiny, objective: sft, data: {{random: 8}}, output: '{output}', train: {{keep: {keep}}}}}"
-    world = distributed.lay({}, distributed.join("cpu"))
+    world = distributed.build_mesh({}, distributed.join("cpu"))
     trained = []
     for name, shape in SHAPES.items():
         whole = torch.zeros(shape, dtype=torch.bfloat16 if name == "norm" else dtype)
@@ -171,7 +172,7 @@ def content(name: str, whole: tuple[int, ...], dtype: torch.dtype, step: int) ->
 
 
 def advance(job: Any, step: int) -> None:
-    for s in storage.slices(job):
+    for s in slices(job):
         here = tuple(slice(o, o + n) for o, n in zip(s.offset, s.shape))
         s.local.copy_(content(s.name, s.whole, s.local.dtype, step)[here])
     job.state["kept"].value = step / 3
@@ -179,7 +180,7 @@ def advance(job: Any, step: int) -> None:
 
 def holds(job: Any, step: int) -> bool:
     """Whether every number of the job is, bit for bit, what it was after that step."""
-    for s in storage.slices(job):
+    for s in slices(job):
         here = tuple(slice(o, o + n) for o, n in zip(s.offset, s.shape))
         if not torch.equal(s.local, content(s.name, s.whole, s.local.dtype, step)[here]):
             return False

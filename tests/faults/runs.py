@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from optrush import export
 from optrush.cli import app
 from optrush.trainer import build, metrics, run
-from optrush.trainer.checkpoint import find, verify
+from optrush.trainer.checkpoint import find_checkpoints, verify
 
 from harness import RAISED, ended, fork, launch_env
 
@@ -161,4 +161,4 @@ def figures(output: Path, torn: bool = False) -> list[dict[str, Any]]:
 
 def weights(output: Path) -> dict[str, str]:
     """Hashes of everything in the newest checkpoint: parameters and optimizer states."""
-    return {name: f.sha256 for name, f in verify(find(output)[0]).files.items()}
+    return {name: f.sha256 for name, f in verify(find_checkpoints(output)[0]).files.items()}

@@ -15,16 +15,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from optrush import files
 from optrush.errors import CheckpointError
-from optrush.trainer import storage
-from optrush.trainer.checkpoint import SaveFailed, choose, digest, encode, find, restore, save, verify
+from optrush.trainer.checkpoint import (
+    SaveFailed,
+    choose,
+    encode_manifest,
+    find_checkpoints,
+    manifest_digest,
+    restore,
+    save,
+    verify,
+)
 
 from harness import DISK, advance, holds, killing, leftovers, meta, ranks, run, saved, small_job, told
 
 
 def test_what_is_saved_is_what_comes_back(tmp_path: Path) -> None:
     saved(tmp_path)
-    assert [p.name for p in find(tmp_path)] == ["step-000006", "step-000004"]
+    assert [p.name for p in find_checkpoints(tmp_path)] == ["step-000006", "step-000004"]
     manifest, passed = choose(tmp_path, "auto")
     assert manifest is not None and not passed
     assert (manifest.step, manifest.position, manifest.skipped, manifest.run_id) == (6, 60, 6, "00ff")
@@ -47,7 +56,10 @@ def test_nothing_there_begins_at_the_start(tmp_path: Path) -> None:
 
 
 def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
-    """R2: mkdir, write, sync, rename, unlink, rmdir, pruning included; before, halfway and after."""
+    """R2: every call of files.py, pruning included: before it, and halfway through and right after each write.
+
+    After any other call the disk is as before the next one.
+    """
     steps = (2, 4)
     calls = 0
     for how in ("before", "half", "after"):
@@ -59,7 +71,7 @@ def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
 
             def work(output: Path = output, at: int = at, how: str = how) -> None:
                 job = small_job(output, keep=1)
-                killing(at, how)
+                killing(at, how, DISK if how == "before" else ("write_piece",))
                 for step in steps:
                     advance(job, step)
                     save(job, step, meta(step))
@@ -73,7 +85,8 @@ def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
             done = int((output / "done").read_text()) if (output / "done").exists() else 0
             manifest, passed = choose(output, "auto")
             assert passed == [], "a kill must not damage what has its final name"
-            assert all(verify(path) for path in find(output)), "pruning must not leave half a folder under its name"
+            for path in find_checkpoints(output):
+                verify(path)  # pruning must not leave half a folder under its name
             step = 0 if manifest is None else manifest.step
             assert step in (done, done + 2), f"killed {how} call {at}: at step {step}, {done} was saved"
             job = small_job(output, keep=1)
@@ -85,7 +98,7 @@ def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
                 save(job, after, meta(after))
             if step == 4:
                 save(job, 4, meta(4))
-            assert [p.name for p in find(output)] == ["step-000004"] and leftovers(output) == []
+            assert [p.name for p in find_checkpoints(output)] == ["step-000004"] and leftovers(output) == []
             verify(output / "checkpoints" / "step-000004")
             shutil.rmtree(output)
     assert calls > 100
@@ -96,27 +109,29 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path, monkeypatc
     """A power cut loses what was not synced; the order of the calls is all that protects from it."""
     events: list[str] = []
     for name in DISK:
-        real = getattr(storage, name)
+        real = getattr(files, name)
 
         def call(*args: Any, name: str = name, real: Callable[..., Any] = real) -> None:
             what = args[0]
-            target = os.readlink(f"/proc/self/fd/{what}") if name == "sync" else str(getattr(what, "name", what))
+            target = os.readlink(f"/proc/self/fd/{what}") if name == "sync_file" else str(getattr(what, "name", what))
             events.append(f"{name} {Path(target).name.split('.tmp')[0]}")
             real(*args)
 
-        monkeypatch.setattr(storage, name, call)
+        monkeypatch.setattr(files, name, call)
     saved(tmp_path, (2,))
-    writes = [i for i, e in enumerate(events) if e.startswith("write rank-0")]
+    writes = [i for i, e in enumerate(events) if e.startswith("write_piece rank-0")]
     order = [
-        "mkdir checkpoints", f"sync {tmp_path.name}", "mkdir step-000002", "sync rank-0.safetensors",
-        "write manifest.json", "sync manifest.json", "sync step-000002", "rename step-000002", "sync checkpoints",
+        "make_folder checkpoints", f"sync_file {tmp_path.name}", "make_folder step-000002",
+        "sync_file rank-0.safetensors", "write_piece manifest.json", "sync_file manifest.json",
+        "sync_file step-000002", "rename_file step-000002", "sync_file checkpoints",
     ]  # fmt: skip
     at = [events.index(e) for e in order]
     assert at == sorted(at) and max(writes) < at[3] and len(writes) == 1 + 4 * 4
     events.clear()
     saved(tmp_path, (4,), keep=1)
-    at = events.index("rename step-000004")
-    assert events[at : at + 4] == ["rename step-000004", "sync checkpoints", "rename step-000002", "sync checkpoints"]
+    at = events.index("rename_file step-000004")
+    committed = ["rename_file step-000004", "sync_file checkpoints"]
+    assert events[at : at + 4] == [*committed, "rename_file step-000002", "sync_file checkpoints"]
 
 
 MUTATIONS = ("flip", "zero", "cut", "delete", "swap", "stale", "empty", "manifest")
@@ -181,7 +196,7 @@ def test_damage_is_found_named_and_passed_over(kind: str, three_steps: Path, tmp
     for seed in range(13):
         output = tmp_path / str(seed)
         shutil.copytree(three_steps, output)
-        newest, other = find(output)[:2]
+        newest, other = find_checkpoints(output)[:2]
         name = mutate(kind, newest, other, random.Random(f"{kind} {seed}"))
         with pytest.raises(CheckpointError) as error:
             verify(newest)
@@ -200,7 +215,7 @@ def test_damage_is_found_named_and_passed_over(kind: str, three_steps: Path, tmp
 def test_damage_in_the_blanks_of_a_manifest(three_steps: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     shutil.copytree(three_steps, output)
-    file = find(output)[0] / "manifest.json"
+    file = find_checkpoints(output)[0] / "manifest.json"
     text = file.read_bytes()
     for damaged in (text.replace(b"\n", b"\r", 1), text + b" ", text.replace(b": ", b":\t", 1), text[:-1]):
         assert json.loads(damaged) == json.loads(text)
@@ -213,7 +228,7 @@ def test_no_intact_one_never_starts_afresh(three_steps: Path, tmp_path: Path) ->
     """R4."""
     output = tmp_path / "run"
     shutil.copytree(three_steps, output)
-    for path in find(output):
+    for path in find_checkpoints(output):
         (path / "rank-1.safetensors").unlink()
     with pytest.raises(CheckpointError) as error:
         choose(output, "auto")
@@ -226,7 +241,7 @@ def test_going_back_behind_a_damaged_one(three_steps: Path, tmp_path: Path) -> N
     """The step that was damaged is saved again under its name, and what lay in the abandoned future goes."""
     output = tmp_path / "run"
     shutil.copytree(three_steps, output)
-    for path in find(output)[:2]:
+    for path in find_checkpoints(output)[:2]:
         (path / "manifest.json").unlink()
     job = small_job(output, keep=2)
     manifest, passed = choose(output, "auto")
@@ -234,8 +249,8 @@ def test_going_back_behind_a_damaged_one(three_steps: Path, tmp_path: Path) -> N
     restore(job, manifest, {})
     advance(job, 4)
     save(job, 4, meta(4))
-    assert [p.name for p in find(output)] == ["step-000004", "step-000002"] and leftovers(output) == []
-    assert verify(find(output)[0]).step == 4
+    assert [p.name for p in find_checkpoints(output)] == ["step-000004", "step-000002"] and leftovers(output) == []
+    assert verify(find_checkpoints(output)[0]).step == 4
 
 
 def test_saving_the_same_state_again_touches_nothing(tmp_path: Path) -> None:
@@ -247,15 +262,15 @@ def test_saving_the_same_state_again_touches_nothing(tmp_path: Path) -> None:
 
 def test_a_forged_manifest_leads_nowhere_else(tmp_path: Path) -> None:
     saved(tmp_path)
-    path = find(tmp_path)[0]
+    path = find_checkpoints(tmp_path)[0]
     (path / "manifest.json").unlink()
-    shutil.copy(find(tmp_path)[1] / "manifest.json", path)
+    shutil.copy(find_checkpoints(tmp_path)[1] / "manifest.json", path)
     for change in (
         {"files": {"../../secret": {"sha256": "0" * 64, "bytes": 1}}}, {"step": 7}, {"format": 2}, {"surplus": 1},
         {"position": "1"}, {"tensors": {"a": {"dtype": "F32", "shape": [4], "pieces": []}}},
     ):  # fmt: skip
-        body = json.loads((find(tmp_path)[1] / "manifest.json").read_text()) | {"step": 6} | change
-        (path / "manifest.json").write_bytes(encode(body | {"digest": digest(body)}))
+        body = json.loads((find_checkpoints(tmp_path)[1] / "manifest.json").read_text()) | {"step": 6} | change
+        (path / "manifest.json").write_bytes(encode_manifest(body | {"digest": manifest_digest(body)}))
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             verify(path)
 
@@ -263,7 +278,7 @@ def test_a_forged_manifest_leads_nowhere_else(tmp_path: Path) -> None:
 def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R6: the half save goes, the last good one stays, and the next save works."""
     job = saved(tmp_path, (2,))
-    real = {name: getattr(storage, name) for name in DISK}
+    real = {name: getattr(files, name) for name in DISK}
     failed: list[str] = []
     for name in DISK:
         for at in range(1, 100):
@@ -272,12 +287,12 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             def full(*args: Any, name: str = name, at: int = at, calls: dict[str, int] = calls) -> None:
                 calls["n"] += 1
                 if calls["n"] == at:
-                    if name == "write":
+                    if name == "write_piece":
                         args[0].write(args[1][: len(args[1]) // 2])
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 real[name](*args)
 
-            monkeypatch.setattr(storage, name, full)
+            monkeypatch.setattr(files, name, full)
             advance(job, 4)
             try:
                 save(job, 4, meta(4))
@@ -286,13 +301,13 @@ def test_disk_full_at_every_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             else:
                 break
             finally:
-                monkeypatch.setattr(storage, name, real[name])
+                monkeypatch.setattr(files, name, real[name])
             manifest, passed = choose(tmp_path, "auto")
             assert manifest is not None and passed == []
             if manifest.step == 2:
                 assert leftovers(tmp_path) == []
             save(job, 4, meta(4))
-            assert verify(find(tmp_path)[0]).step == 4 and leftovers(tmp_path) == []
+            assert verify(find_checkpoints(tmp_path)[0]).step == 4 and leftovers(tmp_path) == []
             shutil.rmtree(tmp_path)
             tmp_path.mkdir()
             job = saved(tmp_path, (2,))

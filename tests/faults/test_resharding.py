@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from optrush import files
 from optrush.errors import CheckpointError
-from optrush.trainer import checkpoint, storage
-from optrush.trainer.checkpoint import Meta, SaveFailed, check_plan, choose, find, restore, save, verify
+from optrush.trainer import checkpoint
+from optrush.trainer.checkpoint import Meta, SaveFailed, check_plan, choose, find_checkpoints, restore, save, verify
 
 from harness import advance, holds, leftovers, meta, ranks, run, saved, small_job, told
 
@@ -23,13 +24,13 @@ def test_one_ranks_full_disk_is_everybodys(tmp_path: Path) -> None:
         job = small_job(tmp_path, "rows")
         advance(job, 2)
         save(job, 2, meta(2))
-        real = storage.write
+        real = files.write_piece
 
         def full(*args: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         if job.world.rank == 1:
-            storage.write = full
+            files.write_piece = full
         advance(job, 4)
         try:
             save(job, 4, meta(4))
@@ -37,12 +38,12 @@ def test_one_ranks_full_disk_is_everybodys(tmp_path: Path) -> None:
         except SaveFailed as error:
             seen = str(error)
         left = leftovers(tmp_path) if job.world.rank == 0 else []  # it is rank 0 that cleans up
-        storage.write = real
+        files.write_piece = real
         save(job, 6, meta(6))
         return [seen, left]
 
     assert ranks(2, work) == [["rank 1: [Errno 28] No space left on device", []]] * 2
-    assert [p.name for p in find(tmp_path)] == ["step-000006", "step-000002"]
+    assert [p.name for p in find_checkpoints(tmp_path)] == ["step-000006", "step-000002"]
 
 
 CUTTINGS = [(1, "whole"), (2, "rows"), (2, "whole"), (3, "rows"), (2, "columns"), (3, "copies")]
@@ -64,7 +65,7 @@ def test_any_cutting_loads_into_any_other(tmp_path: Path) -> None:
         good = []
         for n, other in CUTTINGS:
             advance(job, 1)
-            restore(job, find(tmp_path / f"{n}-{other}")[0], {})
+            restore(job, find_checkpoints(tmp_path / f"{n}-{other}")[0], {})
             good.append(holds(job, step(n, other)))
         return good
 
@@ -75,9 +76,9 @@ def test_any_cutting_loads_into_any_other(tmp_path: Path) -> None:
             assert ranks(n, lambda how=how: read(how)) == [[True] * len(CUTTINGS)] * n
         else:
             assert read(how) == [True] * len(CUTTINGS)
-    copies = verify(find(tmp_path / "3-copies")[0])
+    copies = verify(find_checkpoints(tmp_path / "3-copies")[0])
     assert list(copies.files) == ["rank-0.safetensors"], "what is the same on every rank is saved once"
-    assert len(verify(find(tmp_path / "3-rows")[0]).tensors["param/narrow"].pieces) == 2
+    assert len(verify(find_checkpoints(tmp_path / "3-rows")[0]).tensors["param/narrow"].pieces) == 2
     told("R9", len(CUTTINGS) ** 2, "cuttings x cuttings, every tensor equal")
 
 
@@ -98,13 +99,13 @@ def test_blocks_inside_rows_are_cut_like_the_rows(tmp_path: Path) -> None:
 
     ranks(3, write)
     job = job_with_blocks("whole")
-    restore(job, find(tmp_path)[0], {})
+    restore(job, find_checkpoints(tmp_path)[0], {})
     assert holds(job, 2)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     saved(tmp_path)
-    path = find(tmp_path)[0]
+    path = find_checkpoints(tmp_path)[0]
 
     def refused(change: Callable[[Any], None], text: str, **kinds: Any) -> None:
         job = small_job(tmp_path, **kinds)
@@ -133,7 +134,7 @@ def test_a_refusal_on_one_rank_is_a_refusal_on_all(tmp_path: Path) -> None:
         if job.world.rank == 1:
             job.state.clear()
         try:
-            restore(job, find(tmp_path)[0], {})
+            restore(job, find_checkpoints(tmp_path)[0], {})
         except CheckpointError as error:
             return error.found
         return "restored"
@@ -148,7 +149,7 @@ def test_a_refusal_on_one_rank_is_a_refusal_on_all(tmp_path: Path) -> None:
             return error.found
         return "chosen"
 
-    for p in find(tmp_path):
+    for p in find_checkpoints(tmp_path):
         (p / "manifest.json").write_text("")
     found = ranks(2, damaged)
     assert found[0] == found[1] and "manifest.json is empty" in found[0]
@@ -160,7 +161,7 @@ def test_fingerprints(tmp_path: Path) -> None:
     then = {f: f"{f}-was" for f in fields}
     saved(tmp_path, **then)
     job = small_job(tmp_path)
-    path = find(tmp_path)[0]
+    path = find_checkpoints(tmp_path)[0]
     restore(job, path, then)
     for field in fields:
         now = then | {field: "new"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from optrush.optim.adam8bit import Adam4bit, Adam8bit
-from optrush.trainer.checkpoint import find, restore, save
+from optrush.trainer.checkpoint import find_checkpoints, restore, save
 
 import harness
 from harness import advance, holds, meta, ranks, run, small_job
@@ -28,7 +28,7 @@ def test_codes_are_cut_like_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         """Loads what `before` ranks saved and saves it again."""
         job = coded("rows" if n > 1 else "whole")
         if before:
-            restore(job, find(tmp_path / str(before))[0], {})
+            restore(job, find_checkpoints(tmp_path / str(before))[0], {})
         else:
             advance(job, 2)
         job.config = job.config.model_copy(update={"output": str(tmp_path / f"{n}")})
@@ -40,7 +40,7 @@ def test_codes_are_cut_like_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for n, before in ((2, 1), (4, 2)):
         assert ranks(n, lambda n=n, before=before: moved(n, before)) == [True] * n
     job = coded("whole")
-    restore(job, find(tmp_path / "4")[0], {})
+    restore(job, find_checkpoints(tmp_path / "4")[0], {})
     assert holds(job, 2)
     job.optimizer.state()["embed"]["mean"][-1, -1] ^= 16
     assert not holds(job, 2), "half a byte would be seen"

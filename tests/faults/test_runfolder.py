@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from optrush import files
 from optrush.errors import ConfigError, UserError
-from optrush.trainer import storage
 from optrush.trainer.run_dir import KNOWN, check_free, claim, cut_back, lock
 
 from harness import ended, fork, ranks, run, small_job, told
@@ -171,14 +171,14 @@ def test_metrics_are_cut_back(tmp_path: Path) -> None:
 def test_metrics_are_whole_whenever_the_cut_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     whole = "".join(json.dumps({"step": n}) + "\n" for n in range(1, 9))
-    for name in ("write", "sync", "rename"):
+    for name in ("write_piece", "sync_file", "rename_file"):
         path.write_text(whole)
 
         def die(*args: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
         def work(name: str = name) -> None:
-            setattr(storage, name, die)
+            setattr(files, name, die)
             cut_back(path, 4)
 
         assert run(work) == -9

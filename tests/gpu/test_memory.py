@@ -106,7 +106,7 @@ def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[
     from optrush.resolve import resolve
     from optrush.trainer import run as rehearse
     from optrush.trainer.build import build
-    from optrush.trainer.trainer import Plan
+    from optrush.trainer.trainer import RunPlan
 
     text = CONFIG.replace("model: model", f"model: {model}")
     config = parse_config(text, "x", ["batch.micro_tokens=4096", "batch.tokens=8192"], withs)
@@ -114,7 +114,7 @@ def test_the_rehearsal_changes_no_bit(tmp_path: Path, model: Path, withs: tuple[
     before = [t.local.clone() for t in trainer.trained]
     states = {n: {k: s.clone() for k, s in by.items()} for n, by in trainer.optimizer.state().items()}
     random, scale = torch.cuda.get_rng_state(), trainer.scale.item()
-    assert rehearse.preflight(trainer, Plan(trainer, trainer.stream.plan(None, 3))) is None
+    assert rehearse.preflight(trainer, RunPlan(trainer, trainer.stream.plan(None, 3))) is None
     assert all(torch.equal(a, t.local) for a, t in zip(before, trainer.trained))
     assert torch.equal(random, torch.cuda.get_rng_state()) and trainer.scale.item() == scale
     for name, by in trainer.optimizer.state().items():

@@ -12,7 +12,7 @@ from optrush.errors import NeedsError, NoEffectError
 from optrush.planner import search
 from optrush.techniques import ALL
 from optrush.techniques.bf16 import Bf16
-from optrush.trainer.checkpoint import Meta, find, restore, save
+from optrush.trainer.checkpoint import Meta, find_checkpoints, restore, save
 
 from golden.sgd import Sgd
 from heldout import float32, held_out, travelled, worse
@@ -104,7 +104,7 @@ def test_a_resumed_run_draws_the_same_bits(box, tmp_path, rounding):
     again = assembled(run)
     for _ in range(2):
         next(again.batches)
-    restore(again, find(tmp_path)[0], {})
+    restore(again, find_checkpoints(tmp_path)[0], {})
     list(steps(again, 2, first=3))
     want, found = states(job), states(again)
     assert want.keys() == found.keys() and all(torch.equal(want[name], found[name]) for name in want)

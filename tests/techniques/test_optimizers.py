@@ -227,7 +227,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(box, name, precision):
     list(steps(stopped, 2))
     checkpoint.save(stopped, 2, checkpoint.Meta("00ff", 0, fingerprints={}))
     again = assembled(run)
-    checkpoint.restore(again, checkpoint.find(Path(run.output))[0], {})
+    checkpoint.restore(again, checkpoint.find_checkpoints(Path(run.output))[0], {})
     for _ in range(2):
         next(again.batches)
     list(steps(again, 1, first=3))
@@ -250,7 +250,7 @@ def test_two_ranks_are_one(box, pair, tmp_path, name):
     (figures, one), (_, two) = pair(two_ranks, box, sharding | with_, str(tmp_path))
     trainer = assembled(golden_run(box, packed=True, rows=4, **with_))
     assert [f[:2] for f in figures] == [pytest.approx(f[:2], rel=1e-4) for f in steps(trainer, 3)]
-    checkpoint.restore(trainer, checkpoint.find(tmp_path)[0], {})
+    checkpoint.restore(trainer, checkpoint.find_checkpoints(tmp_path)[0], {})
     for n, s in all_bits(trainer).items():
         want = one[n] if one[n].shape == s.shape else torch.cat([one[n], two[n]])
         assert torch.equal(s, want), n

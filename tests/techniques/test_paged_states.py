@@ -26,7 +26,7 @@ from optrush.resolve import resolve
 from optrush.techniques import ALL, paged_states
 from optrush.techniques.paged_states import PagedStates
 from optrush.trainer import build
-from optrush.trainer.checkpoint import Meta, find, restore, save
+from optrush.trainer.checkpoint import Meta, find_checkpoints, restore, save
 from optrush.trainer.run import release_memory
 from optrush.trainer.trainer import evaluate
 
@@ -278,7 +278,7 @@ def test_checkpoints_go_either_way(box, tmp_path, with_, first):
     list(steps(job, 2, first=3))
     for _ in range(2):
         next(again.batches)
-    restore(again, find(tmp_path)[0], {})
+    restore(again, find_checkpoints(tmp_path)[0], {})
     list(steps(again, 2, first=3))
     assert same(everything(job), everything(again))
 

@@ -20,7 +20,7 @@ from optrush.trainer import distributed
 from optrush.trainer import run as preflight
 from optrush.trainer.run import RunRequest, out_of_memory_in
 from optrush.trainer.run import run as fit
-from optrush.trainer.trainer import Plan
+from optrush.trainer.trainer import RunPlan
 from scarce import CLASSES, Scarce
 
 from golden.make_golden import T
@@ -108,7 +108,7 @@ def test_the_state_is_put_back(box):
         job.scale.item(),
         {n: {k: s.clone() for k, s in by.items()} for n, by in job.optimizer.state().items()},
     )
-    assert preflight.preflight(job, Plan(job, job.stream.plan(None, 8))) is None
+    assert preflight.preflight(job, RunPlan(job, job.stream.plan(None, 8))) is None
     assert torch.equal(torch.get_rng_state(), random)
     assert job.scale.item() == scale == 2.0**16 and job.state["amp"].good.item() == 5
     assert not job.model.training and all(t.grad is None for t in job.trained)
@@ -123,7 +123,7 @@ def test_these_tests_would_see_an_update(box, monkeypatch):
     job = assembled(golden_run(box))
     job.lr.fill_(0.1)
     before = weights(job)
-    assert preflight.preflight(job, Plan(job, job.stream.plan(None, 8))) is None
+    assert preflight.preflight(job, RunPlan(job, job.stream.plan(None, 8))) is None
     assert any(not torch.equal(before[t.name], t.local) for t in job.trained)
 
 
@@ -131,7 +131,7 @@ def test_these_tests_would_see_an_update(box, monkeypatch):
 
 
 def plan_of(job, done=0):
-    return Plan(job, job.stream.plan(None, 8), done)
+    return RunPlan(job, job.stream.plan(None, 8), done)
 
 
 @pytest.mark.parametrize("packed", [False, True])

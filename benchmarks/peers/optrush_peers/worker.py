@@ -94,8 +94,7 @@ def result(system: System, work: Work, device: hardware.Device, warmup: int) -> 
     import torch
 
     from optrush.bench.worker import versions
-    from optrush.trainer.metrics import peak as peak_memory
-    from optrush.trainer.metrics import resident
+    from optrush.trainer.metrics import peak_memory, resident
 
     if len(work.seconds) != len(work.batches):
         raise RunError(f"{system.title} took {len(work.seconds)} steps of {len(work.batches)}")

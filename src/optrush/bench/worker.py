@@ -44,7 +44,7 @@ from optrush.trainer import dpo_reference
 from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter, resident
 from optrush.trainer.run import batches
-from optrush.trainer.trainer import Plan, TrainedParam, Trainer, set_step, train
+from optrush.trainer.trainer import RunPlan, TrainedParam, Trainer, set_step, train
 
 UNPROVED = "no proof: none was asked for at this length"
 ENDED = "the process ended under the profiler"
@@ -84,7 +84,7 @@ def measure(
     trainer = build(resolved)
     marks = RegionMarks(trainer)
     dpo_reference.fill_reference(trainer, resolved)
-    plan = Plan(trainer, trainer.stream.plan(None, config.train.steps))
+    plan = RunPlan(trainer, trainer.stream.plan(None, config.train.steps))
     proof: dict[str, Any] = {"losses": [], "grad_norms": [], "note": UNPROVED}
     window: list[Batch] = []
     documents = first_documents(trainer, resolved, baseline, proof_documents) if proof_steps else []
@@ -154,7 +154,7 @@ class MetricLines(Meter):
         self.lines.append(line)
 
 
-def loop(trainer: Trainer, plan: Plan) -> MetricLines:
+def loop(trainer: Trainer, plan: RunPlan) -> MetricLines:
     """Train on `trainer.batches` as a run does, and return the lines of its metrics."""
     meter = MetricLines(trainer, plan.total)
     trainer.set_step = partial(set_step, trainer, steps=plan.total)
@@ -171,10 +171,10 @@ def _count_fill(steps: Iterator[list[Batch]], fills: list[float]) -> Iterator[li
         yield step
 
 
-def _profile(trainer: Trainer, marks: RegionMarks, plan: Plan, step_s: float) -> dict[str, Any]:
+def _profile(trainer: Trainer, marks: RegionMarks, plan: RunPlan, step_s: float) -> dict[str, Any]:
     """Return the seconds of a step by part, or why there are none; every other figure has been measured before."""
     steps = max(1, min(PROFILED, plan.total - 1, int(PROFILED_S / step_s)))
-    short = Plan(trainer, plan.length._replace(steps=1 + steps))
+    short = RunPlan(trainer, plan.length._replace(steps=1 + steps))
     try:
         trainer.batches = batches(trainer, short)
         with reading(trainer.batches), marks.watching() as spans:

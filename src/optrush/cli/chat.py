@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from importlib import import_module, util
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from optrush.cli.options import (
     drawn,
     given,
 )
-from optrush.console import shown
+from optrush.console import passing, shown
 from optrush.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def chat(
     sampling = Sampling(temperature, top_p, top_k, max_tokens, greedy)
     from optrush import generate
 
-    source = generate.find(model)
+    source = generate.find_model(model)
     sources = [generate.base_of(source, "--base"), source] if base else [source]
     own = generate.GenerationModel(source)
     models = [*(generate.GenerationModel(s, own.tokenizer.chat_template) for s in sources[:-1]), own]
@@ -87,7 +87,7 @@ def chat(
         raise ConfigError(f"to chat with {model}", found, do)
     session = Conversation(models, sampling, drawn(seed), system, plain)
     if message:
-        turns = [session.turn(text, _silent if as_json else None) for text in message]
+        turns = [session.turn(text, (lambda n, piece: None) if as_json else None) for text in message]
         if as_json:
             print(json.dumps(session.document(turns)))
         return
@@ -124,12 +124,12 @@ class Conversation:
         user = Message("user", text)
         prompts: list[Any] = [t + text for t in self.texts] if self.plain else [[*t, user] for t in self.talks]
         ids = [s.ids(p, where) for s, p in zip(self.models, prompts, strict=True)]
-        screen = _screen(self.models) if write is None else None
         answers: list[Answer] = []
-        with screen or nullcontext():
+        with _screen(self.models) if write is None else nullcontext() as screen:
+            shows = write if screen is None else screen.write
+            assert shows is not None
             for n, model in enumerate(self.models):
-                say = _at(n, screen.write if screen is not None else write or _silent)
-                answers.append(model.stream(ids[n], self.sampling, self.seed + self.asked, say))
+                answers.append(model.stream(ids[n], self.sampling, self.seed + self.asked, partial(shows, n)))
         self.asked += 1
         for n, answer in enumerate(answers):
             if self.plain:
@@ -147,7 +147,7 @@ class Conversation:
         }  # fmt: skip
 
     def command(self, line: str) -> str | None:
-        """What /NAME does; the text to show, or None to leave.
+        """Run /NAME; return the text to show, or None to leave.
 
         Raises:
             ConfigError: no such command, or it cannot be done.
@@ -175,12 +175,12 @@ class Conversation:
         raise ConfigError(line, "no such command", "/help lists them; a space before / sends it to the model")
 
     def _save(self, file: Path) -> str:
-        said = {"text": self.texts[-1]} if self.plain else {"messages": [m.shown() for m in self.talks[-1]]}
+        row = {"text": self.texts[-1]} if self.plain else {"messages": [m.shown() for m in self.talks[-1]]}
         if not self.texts[-1] and not any(m.role == "assistant" for m in self.talks[-1]):
             raise ConfigError(f"/save {file}", "nothing has been said", "ask something first")
         try:
             with file.open("a", encoding="utf-8") as opened:
-                opened.write(json.dumps(said, ensure_ascii=False) + "\n")
+                opened.write(json.dumps(row, ensure_ascii=False) + "\n")
         except (OSError, ValueError) as error:  # a name with a zero in it
             found = getattr(error, "strerror", None) or f"{error}"
             raise ConfigError(f"/save {file}", found, "name another file") from None
@@ -188,7 +188,6 @@ class Conversation:
 
 
 def _converse(session: Conversation) -> None:
-    """The loop at the terminal."""
     if util.find_spec("readline") is not None:
         import_module("readline")  # arrow keys and a history in input()
     asks = sys.stdin.isatty()
@@ -208,7 +207,7 @@ def _converse(session: Conversation) -> None:
 
 
 def _lines(prompt: str) -> Iterator[str]:
-    """What is typed, until its end."""
+    """Yield the lines that are typed."""
     while True:
         try:
             yield input(prompt)
@@ -222,12 +221,13 @@ def _lines(prompt: str) -> Iterator[str]:
 
 
 class _Lines:
-    """Answers one under the other, as they come."""
+    """Show answers one under the other, as they come."""
 
     def __init__(self, names: list[str]) -> None:
         self.names, self.at = names, -1
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> _Lines:
+        return self
 
     def write(self, n: int, piece: str) -> None:
         if n != self.at and len(self.names) > 1:
@@ -242,7 +242,7 @@ class _Lines:
 
 
 class _Columns:
-    """Two answers side by side; while they grow, their last lines, and all of them at the end."""
+    """Show two answers side by side; while they grow, their last lines, and all of them at the end."""
 
     def __init__(self, names: list[str]) -> None:
         from rich.console import Console
@@ -252,8 +252,9 @@ class _Columns:
         self.names, self.texts = names, [""] * len(names)
         self.live = Live(console=self.console, transient=True, auto_refresh=False)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Columns:
         self.live.start()
+        return self
 
     def write(self, n: int, piece: str) -> None:
         self.texts[n] += shown(piece)
@@ -286,18 +287,7 @@ def _screen(models: list[GenerationModel]) -> _Lines | _Columns:
     return _Columns(names) if len(names) > 1 and wide else _Lines(names)
 
 
-def _silent(n: int, piece: str) -> None:
-    """Print nothing: a JSON document follows."""
-
-
-def _at(n: int, write: Callable[[int, str], None]) -> Callable[[str], None]:
-    return lambda piece: write(n, piece)
-
-
 # --- generate: answers to a file of prompts, by one model or two.
-
-
-SAYS_EVERY_s = 10.0  # off a terminal
 
 
 def generate(
@@ -343,8 +333,8 @@ def generate(
     from optrush import generate
     from optrush.generate import prompts as read
 
-    source = generate.find(model)
-    other = generate.base_of(source, "--base") if base else None if against is None else generate.find(against)
+    source = generate.find_model(model)
+    other = generate.base_of(source, "--base") if base else None if against is None else generate.find_model(against)
     asked = list(read(prompts, plain, system))
     facts = _write_answers(asked, source, other, sampling, drawn(seed), batch, out)
     print(json.dumps(facts) if as_json else out)
@@ -368,61 +358,33 @@ def _write_answers(
     from optrush import generate
 
     how: dict[str, Any] = {"sampling": sampling, "seed": seed, "batch": batch}
+    others = None
+    if other is not None:
+        found = generate.generate_answers(other, prompts, template=generate.template_of(source), **how)
+        others = list(passing(found, len(prompts), f"answers of {other.name}"))
+    part = out.with_name(out.name + ".part")  # stays when this is interrupted
+    answers = passing(generate.generate_answers(source, prompts, **how), len(prompts), f"answers of {source.name}")
+    first = next(answers)  # nothing is written before everything that can be refused was
     tokens = 0
-    with _progress(len(prompts) * (1 if other is None else 2)) as advance:
-        others = None
-        if other is not None:
-            template = generate.template_of(source)
-            others = list(generate.generate_answers(other, prompts, template=template, advance=advance, **how))
-        part = out.with_name(out.name + ".part")  # stays when this is interrupted
-        answers = generate.generate_answers(source, prompts, advance=advance, **how)
-        first = next(answers)  # nothing is written before everything that can be refused was
-        with part.open("w", encoding="utf-8") as file:
-            for n, answer in enumerate(chain([first], answers)):
-                tokens += answer.tokens
-                row = {"prompt": prompts[n].shown(), **answer.facts()}
-                row |= {} if others is None else others[n].facts("other")
-                row |= {} if prompts[n].reference is None else {"reference": prompts[n].reference}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                file.flush()
-        part.rename(out)
+    with part.open("w", encoding="utf-8") as file:
+        for n, answer in enumerate(chain([first], answers)):
+            tokens += answer.tokens
+            row = {"prompt": prompts[n].shown(), **answer.facts()}
+            row |= {} if others is None else others[n].facts("other")
+            row |= {} if prompts[n].reference is None else {"reference": prompts[n].reference}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+    part.rename(out)
     return {
         "model": source.name, "other": None if other is None else other.name, "rows": len(prompts), "out": str(out),
         "seed": seed, "sampling": dataclasses.asdict(sampling), "tokens": tokens,
     }  # fmt: skip
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar with an ETA on a terminal, now and then a line elsewhere."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    from optrush.console import err
-
-    begun = last = time.monotonic()
-    done = 0
-    with Progress(
-        MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(), console=err, transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as progress:  # fmt: skip
-        task = progress.add_task("", total=total)
-
-        def advance(n: int) -> None:
-            nonlocal done, last
-            done += n
-            progress.advance(task, n)
-            now = time.monotonic()
-            if not sys.stderr.isatty() and now - last > SAYS_EVERY_s:
-                last, eta = now, (now - begun) / done * (total - done)
-                print(f"{done}/{total} answers  ETA {eta:.0f} s", file=sys.stderr)
-
-        yield advance
-
-
 # --- export: a run's checkpoint as a folder for transformers, checked against the trained model.
 
 
-def export(
+def export_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or its run.yaml", show_default=False)],
     checkpoint: Annotated[
         str | None,

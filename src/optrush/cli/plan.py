@@ -97,13 +97,8 @@ def _document(prediction: Prediction | None, refused: UserError | None, found: S
         "fits": prediction is not None and prediction.fits,
         "refused": None if refused is None else {"asked": refused.asked, "found": refused.found, "do": refused.do},
         "alternatives": [
-            {
-                "with": {k: dict(v) for k, v in s.with_.items()},
-                "micro_rows": s.micro_rows,
-                "peak_bytes": s.prediction.peak_bytes,
-                "tokens_per_s": s.prediction.tokens_per_s,
-                "fits": s.prediction.fits,
-            }
+            {"with": {k: dict(v) for k, v in s.with_.items()}, "micro_rows": s.micro_rows}
+            | {name: getattr(s.prediction, name) for name in ("peak_bytes", "tokens_per_s", "fits")}
             for s in found.settings
         ],
         "tried": found.tried,

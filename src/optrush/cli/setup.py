@@ -222,10 +222,6 @@ def techniques(as_json: Json = False) -> None:
     What each does, what it promises about the numbers, which part of a run it owns alone (two owners of one part
     cannot be combined), and its options with their defaults. --json also names its source and its test.
     """
-    import dataclasses
-
-    from optrush.techniques import ALL
-
     rows: list[dict[str, Any]] = [
         {
             "name": t.name,
@@ -283,7 +279,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Everything that `optrush doctor` shows."""
+    """All that `optrush doctor` shows."""
 
     devices: tuple[Device, ...]
     driver: str | None  # the newest CUDA that the driver runs

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optrush.resolve import ResolvedConfig
 
 
-def train(
+def train_command(
     path: ConfigFile,
     set_: Set = [],  # noqa: B006 - typer copies it
     with_: With = [],  # noqa: B006
@@ -76,9 +76,9 @@ def train(
 
         resolved = resolve(config, ranks=ranks)
         if overfit is None:
-            from optrush.trainer.run import check_output
+            from optrush.trainer.run import check_run_output
 
-            check_output(resolved, start)  # one process refuses, not each rank
+            check_run_output(resolved, start)  # one process refuses, not each rank
         raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
     if overfit is not None:
         from optrush.trainer.overfit import STEPS, run_overfit
@@ -104,18 +104,19 @@ def _check_flags(
     allow_change: list[str], resume: str | None, dry_run: bool, overfit: int | None, steps: int | None, as_json: bool
 ) -> None:
     """Raise ConfigError for flags that have no meaning together."""
-    if allow_change and resume is None:
-        raise ConfigError("--allow-change", "no --resume: there is nothing to compare with", "leave it out")
-    if as_json and not (dry_run or overfit):
-        found = "no --dry-run and no --overfit: a run writes metrics.jsonl, no document"
-        raise ConfigError("--json", found, "give both, or neither")
-    if steps is not None and overfit is None:
-        raise ConfigError("--overfit-steps", "no --overfit", "give both, or neither")
-    if overfit is not None and dry_run:
-        raise ConfigError("--overfit with --dry-run", "one trains and the other does not", "leave one of them out")
-    if overfit is not None and resume is not None:
-        do = "leave one of them out"
-        raise ConfigError("--overfit with --resume", "it begins with the model, and leaves no checkpoint", do)
+    no_document = "no --dry-run and no --overfit: a run writes metrics.jsonl, no document"
+    nothing = "no --resume: there is nothing to compare with"
+    overfits, one = overfit is not None, "leave one of them out"
+    alone = "it begins with the model, and leaves no checkpoint"
+    for wrong, asked, found, do in (
+        (allow_change and resume is None, "--allow-change", nothing, "leave it out"),
+        (as_json and not (dry_run or overfits), "--json", no_document, "give both, or neither"),
+        (steps is not None and not overfits, "--overfit-steps", "no --overfit", "give both, or neither"),
+        (overfits and dry_run, "--overfit with --dry-run", "one trains and the other does not", one),
+        (overfits and resume is not None, "--overfit with --resume", alone, one),
+    ):
+        if wrong:
+            raise ConfigError(asked, found, do)
 
 
 def _show_dry_run(resolved: ResolvedConfig, start: Literal["auto"] | Path | None, as_json: bool) -> None:
@@ -130,12 +131,12 @@ def _show_dry_run(resolved: ResolvedConfig, start: Literal["auto"] | Path | None
     else:
         shown = {"rows": facts["rows"], "seq": config.batch.seq, "too_long": config.data.too_long}
         rows = ["random tokens: nothing to decode"] if facts["rows"] is None else data_lines(shown, use_color())
-        text = dry_run.text(facts, config, rows)
+        text = dry_run.dry_run_text(facts, config, rows)
     # The rows are the user's text, whatever the terminal can encode.
     print(text.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8"))
 
 
-def evaluate(
+def eval_command(
     path: ConfigFile,
     set_: Set = [],  # noqa: B006
     with_: With = [],  # noqa: B006
@@ -164,7 +165,7 @@ def evaluate(
     from optrush.resolve import resolve, without_adapters
     from optrush.trainer import distributed, dpo_reference
     from optrush.trainer.build import build
-    from optrush.trainer.trainer import evaluate as measure
+    from optrush.trainer.trainer import evaluate
 
     config, left_out = without_adapters(config) if model else (config, [])
     if launches(ranks):
@@ -183,15 +184,9 @@ def evaluate(
             trainer = dpo_reference.against(resolve(config), resolve(before), data, say)
         else:
             trainer = build(resolve(config), training=False, data=data, progress=say)
-        loss, targets, figures = measure(trainer)
+        loss, targets, figures = evaluate(trainer)
     if trainer.world.rank == 0:
         assert trainer.evaluation is not None
-        result = {
-            "loss": loss,
-            "target_tokens": targets,
-            "documents": trainer.evaluation.documents,
-            "rows": trainer.evaluation.rows,
-            "too_long": trainer.sources.too_long,
-            **figures,
-        }
+        result = {"loss": loss, "target_tokens": targets, "documents": trainer.evaluation.documents}
+        result |= {"rows": trainer.evaluation.rows, "too_long": trainer.sources.too_long, **figures}
         print(json.dumps(result) if as_json else "\n".join(f"{k:<14} {v}" for k, v in result.items()))

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from optrush.data import sampler
 from optrush.data.chat_template import Tokens, open_tokens
@@ -76,7 +76,7 @@ def build(
         today: the date for chat templates that use one; a resumed run keeps its first date.
     """
     started = started or join_ranks(prepared)
-    world = distributed.lay({}, started.device)
+    world = distributed.build_mesh({}, started.device)
     error: UserError | None = None
     try:
         trainer = _build(prepared, started, world, training, data, progress, today)
@@ -170,7 +170,6 @@ def _build(
 
 
 def _defaults(trainer: Trainer) -> None:
-    """Set the default callables and slots, bound to the trainer."""
     device, mesh = trainer.world.device, trainer.world.mesh
     group = None if mesh is None else mesh["dp"].get_group()
 
@@ -209,17 +208,11 @@ def materialise(trainer: Trainer) -> None:
     model.restore_buffers(trainer.world.device)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            trainer.weight_map.fill(name, *placed(p))
+            trainer.weight_map.fill(name, distributed.local(p.detach()), distributed.offset(p))
     trainer.weight_map.release()
-    trainer.trained = [
-        TrainedParam(name, p, decays=p.dim() > 1) for name, p in model.named_parameters() if p.requires_grad
-    ]
+    learned = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trainer.trained = [TrainedParam(name, p, decays=p.dim() > 1) for name, p in learned]
     model.frozen_flops = frozen_flops(model)
-
-
-def placed(p: nn.Parameter) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's piece of a parameter, and its offset in the whole."""
-    return distributed.local(p.detach()), distributed.offset(p)
 
 
 def check_rounding(trainer: Trainer) -> None:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,24 +25,23 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 import optrush
+from optrush import files
 from optrush.config import nearest
 from optrush.errors import CheckpointError
 from optrush.launch import launched
 from optrush.technique import library
-from optrush.trainer import storage
-from optrush.trainer.distributed import agree, from_first, gather
+from optrush.trainer.distributed import agree, from_first, gather, is_sharded
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import Trainer
+    from optrush.trainer.trainer import TrainedParam, Trainer
 
-
-# --- A checkpoint's manifest: what was saved, under which bytes, and whether those bytes are still there.
+# --- The manifest: what was saved, under which bytes, and whether those bytes are still there.
 #
-# The manifest carries the hash of every file, and its own: it must be, byte for byte, the one text that its content is
-# written as. So a flipped bit anywhere is found, in blanks too, and a manifest of another step by its folder's name.
-
+# It carries the hash of every file, and its own: it must be, byte for byte, the one text that its content is written
+# as. So a flipped bit anywhere is found, in blanks too, and a manifest of another step by its folder's name.
 
 FORMAT: Literal[1] = 1
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
@@ -55,7 +54,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-class Piece(_Strict):
+class SavedBox(_Strict):
     """A box of a tensor, and the file that holds it under the tensor's name."""
 
     file: str
@@ -66,7 +65,7 @@ class Piece(_Strict):
 class Entry(_Strict):
     dtype: str
     shape: list[int]
-    pieces: list[Piece]
+    pieces: list[SavedBox]
 
 
 class File(_Strict):
@@ -94,8 +93,8 @@ class Manifest(_Strict):
     digest: str
 
 
-def find(output: Path | str) -> list[Path]:
-    """The committed checkpoints of a run's folder, newest first; whether they are intact is another question."""
+def find_checkpoints(output: Path | str) -> list[Path]:
+    """Return the committed checkpoints of a run's folder, newest first; they may be damaged."""
     folder = Path(output) / FOLDER
     if not folder.is_dir():
         return []
@@ -109,35 +108,30 @@ def step_of(path: Path) -> int:
 
 
 def verify(path: Path) -> Manifest:
-    """The manifest of an intact checkpoint: every byte of every file was read and hashed.
+    """Return the manifest of an intact checkpoint: every byte of every file was read and hashed.
 
     Raises:
         CheckpointError: naming the file, and what is wrong with it.
     """
+    name = MANIFEST
     try:
-        text = (path / MANIFEST).read_bytes()
+        manifest = parse_manifest(path, (path / MANIFEST).read_bytes())
+        for name, written in manifest.files.items():
+            size = (path / name).stat().st_size
+            if size != written.bytes:
+                raise damaged(path, name, f"has {size} bytes, {written.bytes} were written")
+            with (path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != written.sha256:
+                    raise damaged(path, name, "holds other bytes than were written (its sha256 differs)")
     except FileNotFoundError:
-        raise damaged(path, MANIFEST if path.is_dir() else path.name, "does not exist") from None
+        raise damaged(path, name if path.is_dir() else path.name, "does not exist") from None
     except OSError as error:
-        raise damaged(path, MANIFEST, f"cannot be read: {error.strerror}") from None
-    manifest = parse(path, text)
-    for name, file in manifest.files.items():
-        shard = path / name
-        try:
-            size = shard.stat().st_size
-            if size != file.bytes:
-                raise damaged(path, name, f"has {size} bytes, {file.bytes} were written")
-            if storage.sha256(shard) != file.sha256:
-                raise damaged(path, name, "holds other bytes than were written (its sha256 differs)")
-        except FileNotFoundError:
-            raise damaged(path, name, "does not exist") from None
-        except OSError as error:
-            raise damaged(path, name, f"cannot be read: {error.strerror}") from None
+        raise damaged(path, name, f"cannot be read: {error.strerror}") from None
     return manifest
 
 
-def parse(path: Path, text: bytes) -> Manifest:
-    """The manifest in `text`, read from folder `path`.
+def parse_manifest(path: Path, text: bytes) -> Manifest:
+    """Parse the manifest in `text`, read from folder `path`.
 
     Raises:
         CheckpointError: it is damaged, of another format, or of another checkpoint.
@@ -150,7 +144,7 @@ def parse(path: Path, text: bytes) -> Manifest:
         raise damaged(path, MANIFEST, "has no digest")
     if body.get("format") != FORMAT:
         raise damaged(path, MANIFEST, f"has format {body.get('format')!r}; this version reads {FORMAT}")
-    if body["digest"] != digest(body) or encode(body) != text:
+    if body["digest"] != manifest_digest(body) or encode_manifest(body) != text:
         raise damaged(path, MANIFEST, "holds other bytes than were written (its digest differs)")
     try:
         manifest = Manifest(path=path, **body)
@@ -168,19 +162,15 @@ def parse(path: Path, text: bytes) -> Manifest:
 
 
 def uncovered(entry: Entry) -> str | None:
-    """What is wrong with a tensor's pieces: together they must be the whole, and no two may overlap."""
+    """Return what is wrong with a tensor's pieces: together they must be the whole, and no two may overlap."""
     boxes = [(tuple(p.offset), tuple(p.shape)) for p in entry.pieces]
     for i, (offset, shape) in enumerate(boxes):
         if len(shape) != len(entry.shape) or any(o < 0 or o + n > w for o, n, w in zip(offset, shape, entry.shape)):
             return f"a piece of {shape} at {offset} does not lie within {tuple(entry.shape)}"
-        if any(storage.overlap(offset, shape, *other) is not None for other in boxes[:i]):
+        if any(overlap(offset, shape, *other) is not None for other in boxes[:i]):
             return "two pieces overlap"
-    held = sum(_volume(shape) for _, shape in boxes)
-    return None if held == _volume(entry.shape) else f"{held} of {_volume(entry.shape)} numbers were saved"
-
-
-def _volume(shape: Iterable[int]) -> int:
-    return int(torch.Size(shape).numel())
+    held, whole = sum(torch.Size(shape).numel() for _, shape in boxes), torch.Size(entry.shape).numel()
+    return None if held == whole else f"{held} of {whole} numbers were saved"
 
 
 def damaged(path: Path, file: str, what: str) -> CheckpointError:
@@ -188,33 +178,84 @@ def damaged(path: Path, file: str, what: str) -> CheckpointError:
     return CheckpointError(f"the checkpoint {path}", f"{file} {what}", others)
 
 
-def encode(body: Mapping[str, Any]) -> bytes:
+def encode_manifest(body: Mapping[str, Any]) -> bytes:
     return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
 def text_of(manifest: Manifest) -> bytes:
-    return encode(manifest.model_dump(mode="json"))
+    return encode_manifest(manifest.model_dump(mode="json"))
 
 
-def digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(encode({k: v for k, v in body.items() if k != "digest"})).hexdigest()
+def manifest_digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(encode_manifest({k: v for k, v in body.items() if k != "digest"})).hexdigest()
 
 
-__all__ = [
-    "Manifest",
-    "Meta",
-    "SaveFailed",
-    "agree",
-    "check_plan",
-    "choose",
-    "find",
-    "fresh_id",
-    "load_parameters",
-    "put_back",
-    "restore",
-    "save",
-    "verify",
-]
+# --- Which box of each tensor this rank holds
+
+Ints = tuple[int, ...]
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Slice:
+    """This rank's part of one saved tensor: a box of the whole, and whether this rank saves it."""
+
+    name: str
+    local: Tensor  # the very storage: loading copies into it
+    whole: Ints
+    offset: Ints
+    saves: bool
+
+    @property
+    def shape(self) -> Ints:
+        return tuple(self.local.shape)
+
+
+def slices(trainer: Trainer) -> list[Slice]:
+    """Return parameters as `param/<name>` and optimizer states as `state/<state>/<name>`, as this rank holds them."""
+    states = {} if trainer.optimizer is None else trainer.optimizer.state()
+    found = []
+    for t in trainer.trained:
+        local, whole, offset, first = t.local, t.full_shape, t.offset, _is_first_holder(t, trainer.world.data_rank)
+        # Of equal copies the first rank saves one; an empty shard of something larger has no bytes to save.
+        saves = first and (local.numel() > 0 or tuple(local.shape) == whole)
+        found.append(Slice(f"param/{t.name}", local, whole, offset, saves))
+        for kind, state in states.get(t.name, {}).items():
+            name, shape = f"state/{kind}/{t.name}", tuple(state.shape)
+            if shape == tuple(local.shape):
+                found.append(Slice(name, state, whole, offset, saves))
+            elif not shape:  # one value, the same on every rank
+                found.append(Slice(name, state, (), (), first and not any(offset)))
+            else:  # blocks inside rows: cut where the parameter's rows are
+                cut_alike = shape[0] == local.shape[0] and tuple(local.shape[1:]) == whole[1:]
+                assert cut_alike, f"{name}: cut unlike its rows"
+                flat = (0,) * (len(shape) - 1)
+                found.append(Slice(name, state, (whole[0], *shape[1:]), (offset[0], *flat), saves))
+    return found
+
+
+def _is_first_holder(t: TrainedParam, data_rank: int) -> bool:
+    """Return whether this rank is the first of those that hold the same box."""
+    p = t.parameter
+    if not is_sharded(p):
+        return data_rank == 0
+    where = p.device_mesh.get_coordinate()
+    assert where is not None, f"{t.name}: this rank is not on its mesh"
+    return all(c == 0 for c, how in zip(where, p.placements) if how.is_replicate())
+
+
+def overlap(a_offset: Ints, a_shape: Ints, b_offset: Ints, b_shape: Ints) -> list[tuple[int, int]] | None:
+    """Return the box that two boxes share, as (first, end) a dimension of the whole tensor; None if there is none."""
+    shared = [(max(p, q), min(p + n, q + m)) for p, n, q, m in zip(a_offset, a_shape, b_offset, b_shape, strict=True)]
+    return None if any(first >= end for first, end in shared) else shared
+
+
+# --- Saving
 
 
 class SaveFailed(OSError):
@@ -226,7 +267,7 @@ class Meta:
     """What a checkpoint stores of the loop, without tensors; equal on every rank."""
 
     run_id: str
-    position: int  # where in the data the next step begins (data/stream.py)
+    position: int  # where in the data the next step begins (data/sampler.py)
     skipped: int = 0  # updates skipped so far
     skipped_in_a_row: int = 0
     fingerprints: Mapping[str, str] = field(default_factory=dict)  # of config, tokenizer, template, data, ...
@@ -235,9 +276,6 @@ class Meta:
 def fresh_id() -> str:
     """Return a new run's id, the same on every rank."""
     return from_first(secrets.token_hex(8))
-
-
-# Saving
 
 
 def save(trainer: Trainer, step: int, meta: Meta, spared: int | None = None) -> Path:
@@ -259,26 +297,71 @@ def save(trainer: Trainer, step: int, meta: Meta, spared: int | None = None) -> 
     return final
 
 
+def _attempt(work: Callable[[], Any], half: Path) -> list[Any]:
+    """Do this rank's part of a save and return every rank's result; a failure of one is a failure of all."""
+    answer: dict[str, Any]
+    try:
+        answer = {"came to": work()}
+    except OSError as error:
+        answer = {"failed": str(error)}
+    answers = [json.loads(a) for a in gather(json.dumps(answer))]
+    failed = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if "failed" in a]
+    if failed:
+        if launched()[0] == 0 and half.is_dir():
+            with suppress(OSError):  # what cannot be removed now is removed at the next start or save
+                files.remove_tree(half)
+        raise SaveFailed("; ".join(failed))
+    return [a["came to"] for a in answers]
+
+
 def _begin(folder: Path, half: Path) -> None:
     for made in (folder.parent, folder):
         if not made.is_dir():
-            storage.mkdir(made)
-            storage.sync_folder(made.parent)
-    for left in folder.iterdir():
+            files.make_folder(made)
+            files.sync_folder(made.parent)
+    remove_leftovers(folder)
+    files.make_folder(half)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed saves have left in the folder of the checkpoints."""
+    for left in list(folder.glob("*.tmp-*")):
         if LEFT.match(left.name):
-            storage.remove(left)
-    storage.mkdir(half)
+            files.remove_tree(left)
 
 
 def _write_own(trainer: Trainer, half: Path) -> dict[str, Any]:
-    """This rank's file; return a report of its contents for rank 0. A rank that has nothing to save writes no file."""
-    mine = [s for s in storage.slices(trainer) if s.saves]
+    """Write this rank's file, if it has something to save; return a report of its contents for rank 0."""
+    mine = [s for s in slices(trainer) if s.saves]
     if not mine:
         return {}
     name = f"rank-{trainer.world.rank}.safetensors"
-    sha, size = storage.write_tensors(half / name, [(s.name, s.local) for s in mine])
-    pieces = [[s.name, storage.DTYPES[s.local.dtype], s.whole, s.offset, s.shape] for s in mine]
+    sha, size = _write_tensors(half / name, [(s.name, s.local) for s in mine])
+    pieces = [[s.name, DTYPES[s.local.dtype], s.whole, s.offset, s.shape] for s in mine]
     return {"file": name, "sha256": sha, "bytes": size, "pieces": pieces}
+
+
+def _write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[str, int]:
+    """Write a safetensors file, one tensor in host memory at a time; return (sha256, size).
+
+    The library's own writer needs all bytes at once and does not sync. The format is 8 bytes with the header's
+    length, a JSON header and the raw little-endian tensors; wide elements first, so that each is aligned.
+    """
+    tensors = sorted(tensors, key=lambda pair: -pair[1].element_size())
+    header: dict[str, object] = {}
+    at = 0
+    for name, t in tensors:
+        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [at, at + t.nbytes]}
+        at += t.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        yield len(head).to_bytes(8, "little") + head
+        for _, t in tensors:
+            yield t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+    return files.write_new(path, pieces())
 
 
 def _commit(trainer: Trainer, step: int, meta: Meta, reports: list[Any], half: Path, final: Path) -> None:
@@ -292,39 +375,30 @@ def _commit(trainer: Trainer, step: int, meta: Meta, reports: list[Any], half: P
         "ranks": trainer.world.ranks,
         "state": {name: state.save() for name, state in trainer.state.items()},
         "versions": {
-            "optrush": optrush.__version__,
-            "torch": torch.__version__,
-            "transformers": library("transformers"),
+            "optrush": optrush.__version__, "torch": torch.__version__, "transformers": library("transformers"),
         },
         "config": trainer.config.model_dump(mode="json", by_alias=True),
         "fingerprints": dict(meta.fingerprints),
         "files": {r["file"]: {"sha256": r["sha256"], "bytes": r["bytes"]} for r in reports if r},
         "tensors": _table(reports),
-    }
-    body["digest"] = digest(body)
-    text = encode(body)
+    }  # fmt: skip
+    body["digest"] = manifest_digest(body)
+    text = encode_manifest(body)
     for name, file in body["files"].items():
         if (half / name).stat().st_size != file["bytes"]:  # raises, too, where the ranks share no disk
             raise OSError(f"{half / name} is not as long as what was written")
-    storage.write_file(half / MANIFEST, iter([text]))
-    storage.sync_folder(half)
+    files.write_new(half / MANIFEST, [text])
+    files.sync_folder(half)
     if final.is_dir():
-        if _is(final, text):
-            storage.remove(half)
-            return
+        with suppress(CheckpointError):  # damaged: it is replaced
+            if text_of(verify(final)) == text:
+                files.remove_tree(half)
+                return
         # The run went back behind this step, past a damaged checkpoint or by --resume FOLDER; the one it went back to
         # still exists if a kill comes between the next two lines.
-        storage.rename(final, half.with_name(half.name + "0"))
-    storage.rename(half, final)
-    storage.sync_folder(final.parent)
-
-
-def _is(path: Path, text: bytes) -> bool:
-    """Whether this very checkpoint is committed there already, and intact."""
-    try:
-        return text_of(verify(path)) == text
-    except CheckpointError:
-        return False
+        files.rename_file(final, half.with_name(half.name + "0"))
+    files.rename_file(half, final)
+    files.sync_folder(final.parent)
 
 
 def _table(reports: Iterable[Any]) -> dict[str, Any]:
@@ -340,19 +414,17 @@ def _table(reports: Iterable[Any]) -> dict[str, Any]:
     return table
 
 
-def _prune(folder: Path, step: int, keep: int, spared: int | None = None) -> None:
-    """Keeps the newest and the spared; what is newer than the step just saved is of a future that the run has left."""
-    committed = find(folder.parent)
+def _prune(folder: Path, step: int, keep: int, spared: int | None) -> None:
+    """Keep the newest and the spared; what is newer than the step just saved is of a future that the run has left."""
+    committed = find_checkpoints(folder.parent)
     kept = [c for c in committed if step_of(c) <= step][:keep]
     for old in reversed([c for c in committed if c not in kept and step_of(c) != spared]):
-        storage.rename(old, old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}"))
-    storage.sync_folder(folder)
-    for left in list(folder.iterdir()):
-        if LEFT.match(left.name):
-            storage.remove(left)
+        files.rename_file(old, old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}"))
+    files.sync_folder(folder)
+    remove_leftovers(folder)
 
 
-# Resuming
+# --- Resuming
 
 
 def choose(output: Path | str, resume: Literal["auto"] | Path | None) -> tuple[Manifest | None, list[tuple[Path, str]]]:
@@ -365,26 +437,24 @@ def choose(output: Path | str, resume: Literal["auto"] | Path | None) -> tuple[M
     """
     if resume is None:
         return None, []
-    assert dist.is_initialized() or launched()[1] == 1, "ranks that cannot talk cannot agree on a checkpoint"
+    assert dist.is_initialized() or launched()[1] == 1, "ranks agree on a checkpoint in a process group"
     answer = json.loads(from_first(json.dumps(_decide(Path(output), resume) if launched()[0] == 0 else {})))
     if answer["error"] is not None:
         raise CheckpointError(*answer["error"])
-    manifest = None if answer["path"] is None else parse(Path(answer["path"]), answer["text"].encode())
+    manifest = None if answer["path"] is None else parse_manifest(Path(answer["path"]), answer["text"].encode())
     return manifest, [(Path(p), why) for p, why in answer["passed"]]
 
 
 def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
-    candidates = find(output) if resume == "auto" else [Path(resume).resolve()]
+    candidates = find_checkpoints(output) if resume == "auto" else [Path(resume).resolve()]
     answer: dict[str, Any] = {"error": None, "path": None, "text": "", "passed": []}
     for path in candidates:
         try:
-            answer["text"] = text_of(verify(path)).decode()
+            return answer | {"path": str(path), "text": text_of(verify(path)).decode()}
         except CheckpointError as error:
             if resume != "auto":
                 return answer | {"error": error.args}
             answer["passed"].append([str(path), error.found])
-        else:
-            return answer | {"path": str(path)}
     if candidates:
         why = "; ".join(f"{Path(path).name}: {found}" for path, found in answer["passed"])
         todo = "to start afresh set `train.clean: true` without --resume, or take another `output`"
@@ -405,15 +475,14 @@ def restore(
         CheckpointError: on every rank; the checkpoint is damaged, of another run's making, or holds other tensors.
     """
     manifest = found if isinstance(found, Manifest) else choose(found.parent.parent, found)[0]
-    assert manifest is not None, "a folder was asked for"
-    error: CheckpointError | None = None
-    try:
+    assert manifest is not None, "a folder has a manifest, or choose raises"
+
+    def fill() -> None:
         _check_fingerprints(manifest, fingerprints, allow)
         _check_names(manifest, "state", set(manifest.state), set(trainer.state))
         _load(trainer, manifest)
-    except CheckpointError as e:
-        error = e
-    agree(error)
+
+    _agreed(fill)
     for name, state in trainer.state.items():
         state.load(manifest.state[name])
     return manifest
@@ -426,7 +495,7 @@ def put_back(trainer: Trainer, step: int) -> None:
         CheckpointError: on every rank; that checkpoint of the run is damaged.
     """
     manifest, _ = choose(trainer.config.output, Path(trainer.config.output) / FOLDER / f"step-{step:06d}")
-    assert manifest is not None, "a folder was given"
+    assert manifest is not None, "a folder has a manifest, or choose raises"
     load_parameters(trainer, manifest)
 
 
@@ -436,9 +505,14 @@ def load_parameters(trainer: Trainer, manifest: Manifest) -> None:
     Raises:
         CheckpointError: on every rank; it has other parameters, or a file cannot be read.
     """
+    _agreed(lambda: _load(trainer, manifest, "param/"))
+
+
+def _agreed(work: Callable[[], None]) -> None:
+    """Do this rank's part; raise the first rank's CheckpointError on every rank."""
     error: CheckpointError | None = None
     try:
-        _load(trainer, manifest, "param/")
+        work()
     except CheckpointError as e:
         error = e
     agree(error)
@@ -472,11 +546,9 @@ def _check_fingerprints(manifest: Manifest, now: Mapping[str, str], allow: froze
             raise CheckpointError(f"--allow-change {name}", "no such field", nearest(name, {*then, *now}))
     for name in sorted({*then, *now} - allow):
         if then.get(name) != now.get(name):
-            raise CheckpointError(
-                f"to resume {manifest.path}",
-                f"`{name}` was {then.get(name, 'absent')} and is {now.get(name, 'absent')}",
-                f"bring back the old one, or accept the change: --allow-change {name}",
-            )
+            found = f"`{name}` was {then.get(name, 'absent')} and is {now.get(name, 'absent')}"
+            do = f"bring back the old one, or accept the change: --allow-change {name}"
+            raise CheckpointError(f"to resume {manifest.path}", found, do)
 
 
 def _check_names(manifest: Manifest, what: str, saved: set[str], wanted: set[str]) -> None:
@@ -494,56 +566,33 @@ def _foreign(manifest: Manifest, found: str) -> CheckpointError:
 
 @torch.no_grad()
 def _load(trainer: Trainer, manifest: Manifest, kind: str = "") -> None:
-    """Fills the tensors whose names begin with `kind`."""
-    mine = [s for s in storage.slices(trainer) if s.name.startswith(kind)]
+    """Fill the tensors whose names begin with `kind`."""
+    mine = [s for s in slices(trainer) if s.name.startswith(kind)]
     saved = {name for name in manifest.tensors if name.startswith(kind)}
     _check_names(manifest, "tensor", saved, {s.name for s in mine})
     with ExitStack() as stack:
-        files: dict[str, Any] = {}
+        opened: dict[str, Any] = {}
         for s in mine:
-            entry = manifest.tensors[s.name]
-            file = entry.pieces[0].file
-            if (tuple(entry.shape), entry.dtype) != (s.whole, storage.DTYPES[s.local.dtype]):
-                was = f"{tuple(entry.shape)} {entry.dtype}"
-                is_ = f"{s.whole} {storage.DTYPES[s.local.dtype]}"
-                raise _foreign(manifest, f"{file}: the tensor `{s.name}` is {was}, this run needs {is_}")
+            entry, dtype = manifest.tensors[s.name], DTYPES[s.local.dtype]
+            if (tuple(entry.shape), entry.dtype) != (s.whole, dtype):
+                found = f"is {tuple(entry.shape)} {entry.dtype}, this run needs {s.whole} {dtype}"
+                raise _foreign(manifest, f"{entry.pieces[0].file}: the tensor `{s.name}` {found}")
             for piece in entry.pieces:
-                shared = storage.overlap(s.offset, s.shape, tuple(piece.offset), tuple(piece.shape))
+                shared = overlap(s.offset, s.shape, tuple(piece.offset), tuple(piece.shape))
                 if shared is None:
                     continue
                 try:
-                    if piece.file not in files:
-                        files[piece.file] = stack.enter_context(safe_open(manifest.path / piece.file, "pt"))
-                    _copy(files[piece.file], s, piece, shared)
+                    if piece.file not in opened:
+                        opened[piece.file] = stack.enter_context(safe_open(manifest.path / piece.file, "pt"))
+                    _copy(opened[piece.file], s, piece, shared)
                 except (OSError, SafetensorError) as error:
                     raise damaged(manifest.path, piece.file, f"cannot be read: {error}") from None
 
 
-def _copy(file: Any, s: storage.Slice, piece: Piece, shared: list[tuple[int, int]]) -> None:
-    """The shared box, from the file into this rank's storage."""
+def _copy(file: Any, s: Slice, piece: SavedBox, shared: list[tuple[int, int]]) -> None:
     if not shared:  # one value
         s.local.copy_(file.get_tensor(s.name))
         return
     there = tuple(slice(a - o, b - o) for (a, b), o in zip(shared, piece.offset))
     here = tuple(slice(a - o, b - o) for (a, b), o in zip(shared, s.offset))
     s.local[here].copy_(file.get_slice(s.name)[there])
-
-
-# Among ranks: results as JSON through the CPU group. Without a group, there is one rank.
-
-
-def _attempt(work: Callable[[], Any], half: Path) -> list[Any]:
-    """Do this rank's part of a save and return every rank's result; a failure of one is a failure of all."""
-    answer: dict[str, Any]
-    try:
-        answer = {"came to": work()}
-    except OSError as error:
-        answer = {"failed": str(error)}
-    answers = [json.loads(a) for a in gather(json.dumps(answer))]
-    failed = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if "failed" in a]
-    if failed:
-        if launched()[0] == 0 and half.is_dir():
-            with suppress(OSError):  # what cannot be removed now is removed at the next start or save
-                storage.remove(half)
-        raise SaveFailed("; ".join(failed))
-    return [a["came to"] for a in answers]

@@ -73,7 +73,7 @@ def join(kind: str) -> torch.device:
     return device
 
 
-def lay(axes: Mapping[str, int], device: torch.device) -> World:
+def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
     """Return this process in the mesh: the declared axes, and "dp" with the ranks they leave."""
     rank, ranks = launched()
     if ranks == 1:
@@ -90,7 +90,7 @@ def leaving() -> Iterator[None]:
     """Leave the process group at the end, after the others where no error was raised."""
     try:
         yield
-        barrier()  # rank 0 holds the store that the others still talk to
+        host_sum([0])  # rank 0 holds the store that the others still use
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -105,23 +105,12 @@ def host_sum(values: list[int]) -> list[int]:
     return [int(v) for v in box]
 
 
-def barrier() -> None:
-    """Wait for all ranks, on the host."""
-    host_sum([0])
-
-
 def wait_for_all() -> None:
     """Wait until every rank is here, however long that takes: no collective is under way that could time out.
 
     For after work whose length differs between machines, such as tokenising.
     """
-    if not dist.is_initialized():
-        return
-    store, place = dist.distributed_c10d._get_default_store(), next(_meetings)
-    store.set(f"optrush/{place}/{dist.get_rank()}", "here")
-    everyone = [f"optrush/{place}/{rank}" for rank in range(dist.get_world_size())]
-    while not store.check(everyone):
-        time.sleep(0.05)
+    exchange("here", math.inf)
 
 
 def exchange(text: str, limit_s: float) -> list[str] | None:

@@ -88,7 +88,6 @@ def add_reference(trainer: Trainer, windows: list[list[Batch]]) -> list[list[Bat
 
 
 def _needed(trainer: Trainer) -> bool:
-    """Return whether batches need a reference."""
     return trainer.config.dpo is not None and not dpo.by_adapter(trainer.config.dpo, trainer.adapters_disabled)
 
 
@@ -131,7 +130,6 @@ def against(prepared: ResolvedConfig, before: ResolvedConfig, data: str | None, 
 
 
 def _read(source: SampleSource) -> str:
-    """A hash of the tokens and targets of all documents."""
     sha = hashlib.sha256()
     for document in (d for i in range(len(source)) for d in source.documents(i)):
         sha.update(f"{len(document)} ".encode() + document.ids.tobytes() + document.targets.tobytes())
@@ -162,32 +160,23 @@ def _found(trainer: Trainer, prepared: ResolvedConfig, source: SampleSource, wha
 
 
 def _key(trainer: Trainer, prepared: ResolvedConfig, source: SampleSource) -> str:
-    """All that decides about the figures: the pairs, the model, and in which precision and with which maths it runs."""
+    """Hash what determines the figures: the pairs, the model, the precision and the maths."""
     model = {k: v for k, v in trainer.fingerprints.items() if k in ("config", "tokenizer")}
     model["base"] = _values(trainer, prepared)
-    other = {
-        t.name: trainer.config.with_.get(t.name) for t in prepared.techniques if t.numerics is Numerics.DIFFERENT_MATHS
-    }
+    different = [t.name for t in prepared.techniques if t.numerics is Numerics.DIFFERENT_MATHS]
+    other = {name: trainer.config.with_.get(name) for name in different}
     added = hashlib.sha256()  # what an adapter begins with may come from a file of its own
     for t in trainer.trained:
         if t.name in trainer.weight_map.fillers:
             added.update(t.local.float().cpu().numpy().tobytes())
     begun = sorted(set(distributed.gather(added.hexdigest())))
-    said = [
-        FORMAT,
-        source.fingerprint,
-        model,
-        trainer.config.seed,
-        trainer.config.model.dtype,
-        str(trainer.precision),
-        other,
-        begun,
-    ]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
+    types = trainer.config.model.dtype, str(trainer.precision)
+    content = [FORMAT, source.fingerprint, model, trainer.config.seed, *types, other, begun]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _values(trainer: Trainer, prepared: ResolvedConfig) -> str:
-    """A hash of every byte of the model's files: a sample of them would take one model for another."""
+    """Hash every byte of the model's files: a sample of them would take one model for another."""
     if prepared.folder is None:
         return trainer.fingerprints["base"]
     found, error = "", None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shlex
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -32,12 +33,11 @@ from optrush.technique import Part, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint
 from optrush.trainer.distributed import World
-from optrush.trainer.run import absolute, check_output
+from optrush.trainer.run import absolute, check_run_output
 from optrush.trainer.trainer import Trainer
 
 if TYPE_CHECKING:
     from optrush.data.dataset import Dataset
-    from optrush.planner.search import Prediction
 
 ROWS = 3  # that are shown
 BAR, LINES = 16, 12  # of the memory: characters of the longest bar, lines that are shown one by one
@@ -53,7 +53,7 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
         UserError: whatever training would refuse before it builds the model.
     """
     config, env = resolved.config, resolved.env
-    check_output(resolved, resume)
+    check_run_output(resolved, resume)
     manifest = checkpoint.choose(config.output, resume)[0] if launched()[1] == 1 else None
     date = None if manifest is None else manifest.fingerprints.get("date")
     today = None if date is None else datetime.date.fromisoformat(date)
@@ -108,22 +108,12 @@ def memory_facts(config: Config, ranks: int) -> dict[str, Any]:
     except UserError as error:
         return {"unknown": f"{error.asked}: {error.found}"}
     lines = sorted(found.lines, key=lambda item: -item.bytes)
-    return {
-        "peak_bytes": found.peak_bytes,
-        "memory_kind": found.memory_kind,
-        "phase": found.phase,
-        "device": found.device,
-        "capacity_bytes": found.capacity_bytes,
-        "fits": found.fits,
-        "tokens_per_s": found.tokens_per_s,
-        "basis": found.basis,
-        "rates_from": found.rates_from,
-        "lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines],
-    }
+    own = ("peak_bytes", "memory_kind", "phase", "device", "capacity_bytes", "fits", "tokens_per_s", "basis")
+    facts = {name: getattr(found, name) for name in (*own, "rates_from")}
+    return facts | {"lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines]}
 
 
 def _period(every: float, steps: int) -> int:
-    """Return the steps from one event of a cadence to the next."""
     return max(1, round(every * steps)) if every < 1 else int(every)
 
 
@@ -140,38 +130,24 @@ def disk_facts(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
     output = Path(config.output).absolute()
     there = next(p for p in (output, *output.parents) if p.is_dir())
     weights, states = _total_bytes(config)
+    each = {"weights_bytes": weights, "states_bytes": states}
     needed = None if weights is None or states is None else copies * (weights + states) + weights * config.train.export
     free = shutil.disk_usage(there).free
-    return {
-        "weights_bytes": weights,
-        "states_bytes": states,
-        "checkpoints": copies,
-        "saves": saves,
-        "keep": keep,
-        "needed_bytes": needed,
-        "free_bytes": free,
-        "folder": str(there),
-        "fits": None if needed is None else needed <= free,
-    }
+    fits = None if needed is None else needed <= free
+    found = {"checkpoints": copies, "saves": saves, "keep": keep, "needed_bytes": needed, "free_bytes": free}
+    return {**each, **found, "folder": str(there), "fits": fits}
 
 
 def _total_bytes(config: Config) -> tuple[int, int] | tuple[None, None]:
-    """Return the bytes of all weights and all optimizer states over the ranks: the prediction for a single rank.
-
-    None where there is no prediction.
-    """
+    """Return the predicted bytes of all weights and all optimizer states over the ranks; None without a prediction."""
     alone = {t.name: config.with_[t.name] for t in instantiate(ALL, config.with_) if Part.DATA not in t.claims}
     try:
-        found: Prediction = search.predict(config.model_copy(update={"with_": alone}), "auto", 1)
+        found = search.predict(config.model_copy(update={"with_": alone}), "auto", 1)
     except UserError:
         return None, None
-    return _of(found, "weights."), _of(found, "states.")
-
-
-def _of(found: Prediction, part: str) -> int:
-    size_bytes = sum(item.bytes for item in found.lines if item.name.startswith(part))
-    assert size_bytes, f"the plan has no line {part}*"
-    return size_bytes
+    weights, states = (sum(i.bytes for i in found.lines if i.name.startswith(p)) for p in ("weights.", "states."))
+    assert weights and states, "the plan has no line weights.* or states.*"
+    return weights, states
 
 
 def data_facts(
@@ -202,7 +178,7 @@ def data_facts(
 # --- the text
 
 
-def text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> str:
+def dry_run_text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> str:
     """Format the facts for people. rows: the lines of facts["rows"], as `data show` prints them."""
     parts = (
         ("configuration", dump_config(absolute(config)).rstrip().splitlines()),
@@ -216,7 +192,6 @@ def text(facts: dict[str, Any], config: Config, rows: Iterable[str]) -> str:
 
 
 def _size(n: float) -> str:
-    """Bytes for people."""
     return f"{n / GIB:.2f} GiB" if n >= GIB / 10 else f"{n / 2**20:.1f} MiB"
 
 
@@ -281,8 +256,6 @@ def _many(n: int, what: str, plural: str = "s") -> str:
 
 def launch_line(arguments: Sequence[str]) -> str:
     """Return the command line without --dry-run and --json, under the launcher that started this process."""
-    import shlex
-
     left = shlex.join([a for a in arguments if a not in ("--dry-run", "--json")])
     if "RANK" not in os.environ:
         return f"optrush {left}"

@@ -8,8 +8,8 @@ tokens, target_tokens: of the logged step, all ranks, padding excluded.
 loss, and the objective's other metrics (`trainer.metrics`): means over the logged step's terms (target tokens, or
     pairs), all ranks.
 step_s, data_wait_s: mean over the steps since the last line, from the end of one step to the end of another on the
-    device. tokens_per_s, mfu: real tokens since the last line, over
-    that time. MFU = ModelShape.flops (6 x matrix parameters + causal attention by document) / datasheet bf16 peak.
+    device. tokens_per_s, mfu: real tokens since the last line, over that time.
+    MFU = ModelShape.flops (6 x matrix parameters + causal attention by document) / datasheet bf16 peak.
 peak_bytes: rank 0's most, so far: allocated by torch on CUDA, resident set of the process on CPU.
 """
 
@@ -57,7 +57,7 @@ class _Noted(NamedTuple):
 
 
 class Meter:
-    """Counts and times the steps of one run; only rank 0 writes. `say` is called with each line."""
+    """Counts and times the steps of one run; only rank 0 writes. `say` prints a line."""
 
     def __init__(
         self,
@@ -107,30 +107,17 @@ class Meter:
         """Queue a line: the host's values now, the device's when their copy has arrived."""
         total = self.trainer.all_reduce_int
         tokens, attended = total(self.tokens), total(self.attended)
-        counts = {
-            "tokens": total(sum(b.n_tokens for b in batches)),
-            "target_tokens": total(sum(b.n_targets for b in batches)),
-        }
+        own = {"tokens": sum(b.n_tokens for b in batches), "target_tokens": sum(b.n_targets for b in batches)}
+        counts = {name: total(n) for name, n in own.items()}
         figures = self._figures(sum(b.n_terms for b in batches))
         values = torch.stack([t.double() for t in (loss, self.trainer.lr, norm, self.skipped, *figures)])
         if self.device.type == "cuda":
             values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
         now = _now(self.device)
         flop = self.trainer.model.flops(tokens, attended) / self.trainer.world.ranks
+        waits = self.wait_s, self.aside_s
         self.noted.append(
-            _Noted(
-                step,
-                self.steps,
-                tokens,
-                flop,
-                counts,
-                self.memory(),
-                self.wait_s,
-                self.aside_s,
-                self.since,
-                now,
-                values,
-            )
+            _Noted(step, self.steps, tokens, flop, counts, self.memory(), *waits, self.since, now, values)
         )
         self._begin(now)
 
@@ -142,7 +129,6 @@ class Meter:
         return list((sums / max(1, self.trainer.all_reduce_int(terms))).unbind())
 
     def _drain(self, *, wait: bool) -> None:
-        """Write the lines whose values have arrived on the host."""
         self._read_flags(wait=wait)
         peak = self.trainer.env.device.peak_flop_s
         while self.noted and (wait or _passed(self.noted[0].end)):
@@ -183,7 +169,7 @@ class Meter:
         return int(self.skipped.item()), len(self.bad)
 
     def memory(self) -> dict[str, Any]:
-        found = peak(self.device)
+        found = peak_memory(self.device)
         return {**found, "peak_bytes": found["peak_bytes"] + self.trainer.recorded_bytes}
 
     def write(self, line: dict[str, Any]) -> None:
@@ -246,7 +232,6 @@ def _passed(moment: Moment) -> bool:
 
 
 def _between(begin: Moment, end: Moment) -> float:
-    """Seconds; waits for the end."""
     if isinstance(begin, float) or isinstance(end, float):
         assert isinstance(begin, float) and isinstance(end, float)
         return end - begin
@@ -254,7 +239,7 @@ def _between(begin: Moment, end: Moment) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def peak(device: torch.device) -> dict[str, Any]:
+def peak_memory(device: torch.device) -> dict[str, Any]:
     """Return the peak memory of this process, and which memory it is."""
     if device.type == "cuda":
         return {"peak_bytes": torch.cuda.max_memory_allocated(), "memory_kind": "cuda_allocated"}
@@ -275,7 +260,7 @@ def _first_samples(samples: tuple[int, ...]) -> str:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no NaN; null stands for a number that was not finite."""
+    """Return None for a number that is not finite: JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 

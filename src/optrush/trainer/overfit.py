@@ -67,7 +67,7 @@ class OverfitResult:
 
 @dataclass(frozen=True)
 class OverfitTrace:
-    """What the steps measured."""
+    """Losses and gradient norms of the steps."""
 
     losses: list[float]  # mean of each pass over the batches, in training mode
     before: float  # the same in evaluation mode (no dropout): with the first weights
@@ -156,7 +156,6 @@ def _train(trainer: Trainer, windows: Windows, terms: list[int], most: int, targ
 
 
 def _eval_loss(trainer: Trainer, windows: Windows, terms: list[int]) -> float:
-    """Return the mean loss in evaluation mode."""
     return sum(trainer.eval_loss(window).item() for window in windows) / sum(terms)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from optrush import console
+from optrush import console, files
 from optrush.config import Config, dump_config
 from optrush.data import sampler, tokenize
 from optrush.data.batch import Batch
@@ -37,13 +37,13 @@ from optrush.report import data
 from optrush.report.bench import write_run
 from optrush.resolve import ResolvedConfig, resized
 from optrush.technique import Part
-from optrush.trainer import checkpoint, distributed, dpo_reference, metrics, run_dir, storage
+from optrush.trainer import checkpoint, distributed, dpo_reference, metrics, run_dir
 from optrush.trainer.build import ProcessGroup, build, join_ranks
 from optrush.trainer.distributed import local
 from optrush.trainer.metrics import Meter
 from optrush.trainer.run_dir import BestCheckpoint
 from optrush.trainer.trackers import Reporter, check_tracker, flat, open_reporter
-from optrush.trainer.trainer import Plan, Trainer, evaluate, exhausted, set_step, train
+from optrush.trainer.trainer import RunPlan, Trainer, evaluate, exhausted, set_step, train
 
 RESUMABLE = 143  # exit code
 QUARANTINE = "quarantine.jsonl"
@@ -79,7 +79,7 @@ def run(request: RunRequest) -> Outcome:
         RunError: three updates in a row were not finite, or a step ran out of memory.
     """
     config, output = request.resolved.config, Path(request.resolved.config.output)
-    check_output(request.resolved, request.resume)
+    check_run_output(request.resolved, request.resume)
     group = join_ranks(request.resolved)  # the ranks agree on a checkpoint
     with ExitStack() as stack:
         reporter = stack.enter_context(open_reporter(absolute(config)))
@@ -107,7 +107,7 @@ def run(request: RunRequest) -> Outcome:
 # --- Refusals before anything is built
 
 
-def check_output(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None) -> None:
+def check_run_output(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None) -> None:
     """Check that the run may report where it is configured to, and write to its output folder; write nothing.
 
     Raises:
@@ -136,14 +136,14 @@ def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
     distributed.agree(error)
 
 
-def claim_output(request: RunRequest, trainer: Trainer, plan: Plan, manifest: checkpoint.Manifest | None) -> None:
+def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> None:
     """Make the folder this run's: empty it where `train.clean` is set, cut metrics.jsonl back, write run.yaml."""
     config, output = trainer.config, Path(trainer.config.output)
-    check_output(request.resolved, request.resume)  # again: another run may have ended here since
+    check_run_output(request.resolved, request.resume)  # again: another run may have ended here since
     run_dir.claim(output, config.train.clean and request.resume is None)
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     (output / "metrics.jsonl").touch()
-    run_dir.put(output / "run.yaml", dump_config(absolute(config)))
+    files.write_whole(output / "run.yaml", dump_config(absolute(config)))
     if manifest is None or trainer.stream.tokenized:  # a stream does not read earlier bad rows again
         (output / QUARANTINE).unlink(missing_ok=True)
         tokenize.append_bad_rows(output / QUARANTINE, trainer.sources.refused)
@@ -185,7 +185,7 @@ def build_to_fit(
     group: ProcessGroup,
     manifest: checkpoint.Manifest | None,
     fill_reference: Callable[[Trainer, ResolvedConfig], None] = dpo_reference.fill_reference,
-) -> tuple[Trainer, Plan]:
+) -> tuple[Trainer, RunPlan]:
     """Build the trainer, restore the checkpoint, run the preflight; again with smaller micro-batches if it must be.
 
     Raises:
@@ -199,7 +199,7 @@ def build_to_fit(
     length = resolved.config.train
     while True:
         trainer = build(resolved, group, progress=console.say, today=today)
-        plan = Plan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
+        plan = RunPlan(trainer, trainer.stream.plan(None if length.steps else length.epochs, length.steps))
         refusal: UserError | None = None
         if resolved.config.dpo is not None:  # by the weights before a checkpoint is restored
             refusal = run_guarded(trainer, partial(fill_reference, trainer, resolved))
@@ -207,7 +207,7 @@ def build_to_fit(
             checkpoint.restore(trainer, manifest, trainer.fingerprints, request.allow_change)
             position = trainer.stream.seek(manifest.step, manifest.position)
             checkpoint.check_plan(manifest, plan.total, position, request.allow_change)
-            plan = Plan(trainer, plan.length, manifest.step)
+            plan = RunPlan(trainer, plan.length, manifest.step)
         trainer.log_event = lambda what: console.say(", ".join(f"{key} {value}" for key, value in what.items()))
         refusal = refusal or preflight(trainer, plan)
         if refusal is None:
@@ -236,7 +236,7 @@ def build_to_fit(
 PREFLIGHT_S = 120.0  # for a rank that has not reported its result
 
 
-def preflight(trainer: Trainer, plan: Plan) -> UserError | None:
+def preflight(trainer: Trainer, plan: RunPlan) -> UserError | None:
     """Execute the largest step, and change nothing.
 
     Returns:
@@ -275,7 +275,7 @@ def run_guarded(trainer: Trainer, work: Callable[[], None]) -> UserError | None:
     return _out_of_memory(trainer, failure) if failure else None
 
 
-def _largest_step(trainer: Trainer, plan: Plan) -> None:
+def _largest_step(trainer: Trainer, plan: RunPlan) -> None:
     for window in _preflight_windows(trainer, plan):
         trainer.scale.fill_(math.inf)
         terms = sum(b.n_terms for b in window) * trainer.world.data_ranks
@@ -283,14 +283,13 @@ def _largest_step(trainer: Trainer, plan: Plan) -> None:
         trainer.optimizer_step()
     if trainer.evaluation is not None:
         trainer.eval_loss([next(iter(trainer.evaluation))])
-    if largest := max(storage.slices(trainer), key=lambda s: s.local.nbytes, default=None):
+    if largest := max(checkpoint.slices(trainer), key=lambda s: s.local.nbytes, default=None):
         largest.local.detach().cpu()  # a save has one tensor on the host at a time
     if trainer.world.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _preflight_windows(trainer: Trainer, plan: Plan) -> Iterator[list[Batch]]:
-    """Yield the steps that the preflight executes, on the host."""
+def _preflight_windows(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]:
     env, rows, world = trainer.env, trainer.stream, trainer.world
     if not rows.tokenized and Part.CAPTURE in env.claimed:
         # The number of documents a row has room for is known when rows are read: this capture would never be replayed.
@@ -302,7 +301,7 @@ def _preflight_windows(trainer: Trainer, plan: Plan) -> Iterator[list[Batch]]:
         yield rows.batches(plan.done, plan.length, rank=rank, ranks=ranks, micro_rows=env.micro_rows)
 
 
-def largest_batch(trainer: Trainer, plan: Plan) -> Batch:
+def largest_batch(trainer: Trainer, plan: RunPlan) -> Batch:
     """Build the micro-batch that takes the most memory of all possible ones: full rows of one document each."""
     rows, env = trainer.stream, trainer.env
     width = env.seq
@@ -344,7 +343,6 @@ def _state_restored(trainer: Trainer) -> Iterator[None]:
 
 
 def _allocator_message(error: BaseException) -> str:
-    """Return the allocator's message without its advice."""
     text = next(iter(str(error).splitlines()), "") or type(error).__name__
     text = text.partition(" Of the allocated")[0].rstrip(".")
     if torch.cuda.is_available():
@@ -393,20 +391,14 @@ class Session:
     """What surrounds the loop of one run: metrics lines, reporters, checkpoints. Leaving it ends the reporters."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        plan: Plan,
-        manifest: checkpoint.Manifest | None,
-        passed: list[tuple[Path, str]],
-        tracker: Reporter | None,
-        bar: console.Bar | None,
-    ) -> None:
+        self, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None, passed: list[tuple[Path, str]],
+        tracker: Reporter | None, bar: console.Bar | None,
+    ) -> None:  # fmt: skip
         """Log what is different since the checkpoint, and begin to report.
 
         Args:
             passed: damaged checkpoints that were passed over, and why.
-            tracker: rank 0's, where one is configured.
-            bar: rank 0's.
+            tracker, bar: rank 0's; a tracker only where one is configured.
         """
         self.trainer, self.plan, self.bar, self.output = trainer, plan, bar, Path(trainer.config.output)
         self.run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
@@ -490,23 +482,21 @@ class Session:
 
     def stopped(self) -> Outcome:
         """Return the outcome of a run that a signal stopped."""
-        self._set_status("stopped")
+        for reporter in self.reporters:
+            reporter.status = "stopped"
         if self.bar is not None:
             console.err.print(f"stopped and saved; go on with: --resume auto (output {self.output})", markup=False)
         return Outcome(RESUMABLE, self.output)
 
     def finished(self) -> Outcome:
         """Draw the loss curve and the report, and return the outcome of a complete run."""
-        self._set_status("finished")
+        for reporter in self.reporters:
+            reporter.status = "finished"
         if self.bar is not None:
             metrics.plot(self.output / "metrics.jsonl", self.output / "loss.png", unit(self.trainer.config))
             write_run(self.output, self.trainer.world.ranks)
         evals = tuple(self.meter.evals)
         return Outcome(0, self.output, evals if self.plan.done == 0 else evals[-1:])
-
-    def _set_status(self, status: str) -> None:
-        for reporter in self.reporters:
-            reporter.status = status
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for reporter in self.reporters if kind is not KeyboardInterrupt else ():  # a second Ctrl-C: at once
@@ -515,7 +505,7 @@ class Session:
                 console.say(outcome)
 
 
-def find_best(trainer: Trainer, plan: Plan) -> tuple[BestCheckpoint | None, list[tuple[Path, str]]]:
+def find_best(trainer: Trainer, plan: RunPlan) -> tuple[BestCheckpoint | None, list[tuple[Path, str]]]:
     """Return the best checkpoint's record, if the run keeps one; and better ones that are damaged, with why."""
     if trainer.evaluation is None or trainer.config.train.save_every is None or not trainer.config.train.best:
         return None, []
@@ -525,12 +515,13 @@ def find_best(trainer: Trainer, plan: Plan) -> tuple[BestCheckpoint | None, list
     return BestCheckpoint(output, best), damaged
 
 
-def batches(trainer: Trainer, plan: Plan) -> Iterator[list[Batch]]:
+def batches(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]:
     """Iterate over this rank's micro-batches, step by step, from the step after `plan.done`."""
-    rank, ranks = trainer.world.data_rank, trainer.world.data_ranks
+    world, micro_rows = trainer.world, trainer.env.micro_rows
     return trainer.stream.run(
-        plan.length, plan.done, rank=rank, ranks=ranks, micro_rows=trainer.env.micro_rows, loading=trainer.loading
-    )
+        plan.length, plan.done, rank=world.data_rank, ranks=world.data_ranks, micro_rows=micro_rows,
+        loading=trainer.loading,
+    )  # fmt: skip
 
 
 def changes(before: dict[str, Any], config: Config) -> dict[str, str]:
@@ -547,7 +538,7 @@ def out_of_memory_in(trainer: Trainer, step: int, error: BaseException) -> str:
     # The owner of UPDATE needs a step to be one micro-batch.
     halves = rows > 1 and rows % 2 == 0 and Part.UPDATE not in trainer.env.claimed
     fewer = f" --set batch.micro_tokens={rows // 2 * T}" if halves else ""
-    saved = checkpoint.find(Path(trainer.config.output))
+    saved = checkpoint.find_checkpoints(Path(trainer.config.output))
     do = f"go on from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
     return f"out of memory in step {step}: {found}; {do}{fewer}"
 

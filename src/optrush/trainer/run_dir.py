@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from optrush import files
 from optrush.config import Config
 from optrush.errors import CheckpointError, ConfigError
 from optrush.launch import launched
-from optrush.trainer import storage
-from optrush.trainer.checkpoint import FOLDER, LEFT, Manifest, find, verify
+from optrush.trainer.checkpoint import FOLDER, Manifest, find_checkpoints, remove_leftovers, verify
 from optrush.trainer.distributed import agree, from_first
 
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
-_CUT = METRICS + ".tmp"
 # written under another name, then renamed
-_WHOLE = (RUN, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter", "adapter.old")
+_WHOLE = (RUN, METRICS, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter", "adapter.old")
 KNOWN = frozenset(
-    {RUN, METRICS, LOCK, _CUT, FOLDER, "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
+    {RUN, METRICS, LOCK, FOLDER, "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
     | {"cleaning.html", "cleaning.json", "tensorboard", "tracker", "tracker.json", "tracker.json.tmp"}
     | {f"{name}.tmp" for name in _WHOLE}  # what a kill leaves
 )
@@ -55,20 +54,9 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
         _check_clean(path, names)
     elif resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
-    elif resume is None and (names & {RUN, METRICS} or find(path)):
-        raise ConfigError(
-            asked,
-            "a run lies there",
-            "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`",
-        )
-
-
-def put(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    new = path.with_name(path.name + ".tmp")
-    new.unlink(missing_ok=True)
-    storage.write_file(new, iter([text.encode()]))
-    storage.rename(new, path)
+    elif resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
+        do = "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`"
+        raise ConfigError(asked, "a run lies there", do)
 
 
 def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | None]) -> None:
@@ -79,11 +67,9 @@ def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | N
     """
     own = Path(output).resolve()
     for path in (Path(r).resolve() for r in reads if r is not None):
-        inside = path == own / "model" or (clean and path.is_relative_to(own))
-        if path.exists() and inside:
-            raise ConfigError(
-                f"`output: {output}`", f"{path}, which this run reads, lies where it writes", "take another `output`"
-            )
+        if path.exists() and (path == own / "model" or (clean and path.is_relative_to(own))):
+            found = f"{path}, which this run reads, lies where it writes"
+            raise ConfigError(f"`output: {output}`", found, "take another `output`")
 
 
 def _exists(path: Path) -> bool:
@@ -115,9 +101,7 @@ def claim(output: Path | str, clean: bool) -> None:
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-    for left in (path / FOLDER).glob("*.tmp-*"):
-        if LEFT.match(left.name):
-            storage.remove(left)
+    remove_leftovers(path / FOLDER)
 
 
 def _check_clean(path: Path, names: set[str]) -> None:
@@ -125,9 +109,8 @@ def _check_clean(path: Path, names: set[str]) -> None:
         return
     asked = f"`train.clean: true` in {path}"
     if foreign := sorted(names - KNOWN):
-        raise ConfigError(
-            asked, f"`{foreign[0]}` lies there, which is no run's", "move it away, or take another `output`"
-        )
+        found = f"`{foreign[0]}` lies there, which is no run's"
+        raise ConfigError(asked, found, "move it away, or take another `output`")
     if RUN not in names or not names & {METRICS, FOLDER}:
         found = f"no {RUN} with {METRICS} or {FOLDER}: it may be no run's folder"
         raise ConfigError(asked, found, "empty it yourself, or take another")
@@ -169,11 +152,8 @@ def cut_back(metrics: Path, step: int) -> int:
     lines = metrics.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if _within(line, step)]
     if len(kept) < len(lines):
-        new = metrics.with_name(_CUT)
-        new.unlink(missing_ok=True)
-        storage.write_file(new, iter([b"".join(kept)]))
-        storage.rename(new, metrics)
-        storage.sync_folder(metrics.parent)
+        files.write_whole(metrics, kept)
+        files.sync_folder(metrics.parent)
     return len(lines) - len(kept)
 
 
@@ -247,9 +227,8 @@ def recall(output: Path, done: int, alike: Callable[[Manifest], bool]) -> tuple[
     Args:
         alike: whether a checkpoint's loss compares with the run's own.
     """
-    step, loss, damaged = json.loads(
-        from_first(json.dumps(_recall(output, done, alike) if launched()[0] == 0 else None))
-    )
+    found = json.dumps(_recall(output, done, alike) if launched()[0] == 0 else None)
+    step, loss, damaged = json.loads(from_first(found))
     best = None if step is None else Best(step, loss)
     if launched()[0] == 0:
         _point(output, best)
@@ -283,11 +262,10 @@ def _point(output: Path, best: Best | None) -> None:
         if best is None:
             path.unlink(missing_ok=True)
         else:
-            put(path, json.dumps({"step": best.step, "eval_loss": best.eval_loss}) + "\n")
+            files.write_whole(path, json.dumps({"step": best.step, "eval_loss": best.eval_loss}) + "\n")
 
 
 def _pointed(output: Path) -> list[tuple[int, float]]:
-    """Return the content of best.json, if it can be read."""
     try:
         found = json.loads((output / FOLDER / POINTER).read_text())
         return [(int(found["step"]), float(found["eval_loss"]))]

@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from optrush.config import LOGIN, Config, refuse_secrets, scrubbed
-from optrush.config import TrackerConfig as Options
+from optrush.config import LOGIN, Config, TrackerConfig, refuse_secrets, scrubbed
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.launch import TRACKER_THREAD, launched
 from optrush.technique import library
@@ -37,7 +36,7 @@ ANSWER_S = 10.0  # before step 0
 PATIENCE_S, END_S, SLOWEST_BYTES_S = 5.0, 25.0, 10e6  # at the end: retries; silence; added for a file that is sent
 
 
-class Tracker:
+class ReportClient:
     """One client library. Every call may raise whatever the library raises, and is then repeated."""
 
     def answer(self) -> None:
@@ -109,7 +108,7 @@ def open_reporter(config: Config) -> Iterator[Reporter | None]:
 class Reporter(threading.Thread):
     """The thread that follows a run's folder for one tracker; `status` is how the run ends, as far as is known."""
 
-    def __init__(self, options: Options | None, output: Path, config: Config) -> None:
+    def __init__(self, options: TrackerConfig | None, output: Path, config: Config) -> None:
         """options: None for TensorBoard's files."""
         super().__init__(name=TRACKER_THREAD, daemon=True)
         self.options, self.output, self.status = options, output, "failed"
@@ -234,28 +233,26 @@ class Reporter(threading.Thread):
                 if self._send(path, kind) and status is None:
                     break  # metrics first
         except Exception as error:  # of a library or a server: none of them may end a run
-            self._failed(error)
-            return False
+            return self._failed(error)
         self.error = next(iter(self.refused.values()), "")
         return not self.refused
-
-    def _finish(self) -> bool:
-        try:
-            self.tracker.finish(self.status)
-        except Exception as error:
-            self._failed(error)
-            return False
-        return True
 
     def _retry(self, work: Callable[[], bool]) -> None:
         """Repeat the work until it succeeds, or nothing was received for PATIENCE_S."""
         while not work() and time.monotonic() < self.progress + PATIENCE_S:
             time.sleep(EVERY_S)
 
-    def _failed(self, error: Exception) -> None:
-        if not self.error:
-            self.trouble = one_line(error)
-        self.error = one_line(error)
+    def _finish(self) -> bool:
+        try:
+            self.tracker.finish(self.status)
+        except Exception as error:
+            return self._failed(error)
+        return True
+
+    def _failed(self, error: Exception) -> Literal[False]:
+        text = one_line(error)
+        self.trouble, self.error = self.trouble if self.error else text, text
+        return False
 
     def _lines(self, advance: bool = False) -> Iterator[tuple[int, str, dict[str, float]]]:
         """Yield the complete lines that are not reported yet: (step, kind of line, finite numbers)."""
@@ -285,8 +282,8 @@ class Reporter(threading.Thread):
         yield self.output / "run.yaml", "config"
         ended = status in ("finished", "failed")
         if self.options.artifacts == "all" and (ended or not (self.options.offline or status)):
-            names = sorted((p.name for p in (self.output / "checkpoints").glob("step-*")), reverse=True)
-            yield from ((self.output / "checkpoints" / n, "checkpoint") for n in names if "." not in n)
+            paths = sorted((self.output / "checkpoints").glob("step-*"), reverse=True)
+            yield from ((path, "checkpoint") for path in paths if "." not in path.name)
         if self.options.artifacts != "none" and status == "finished" and (self.output / "model").is_dir():
             yield self.output / "model", "model"
 
@@ -346,14 +343,14 @@ def one_line(error: Exception) -> str:
     return scrubbed(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
 
 
-def open_tracker(options: Options | None, output: Path) -> Tracker:
+def open_tracker(options: TrackerConfig | None, output: Path) -> ReportClient:
     """Import the library and build its client; TensorBoard's for None."""
     if options is None:
         return TensorBoard(output)
     return {"mlflow": MLflow, "wandb": Wandb}[options.name](options, output / FOLDER)
 
 
-class MLflow(Tracker):
+class MLflow(ReportClient):
     """Log to MLflow through its client, which records no machine, user or repository, unlike its fluent API.
 
     Offline: a SQLite database in the run's folder, for `mlflow ui`. The library's own retries take minutes and are off.
@@ -362,7 +359,7 @@ class MLflow(Tracker):
     STATUS: ClassVar = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
     MOST_PARAMS, LONGEST = 100, 6000  # the server's limits: a request's parameters, characters of a value
 
-    def __init__(self, options: Options, folder: Path) -> None:
+    def __init__(self, options: TrackerConfig, folder: Path) -> None:
         os.environ.update({  # read when the library is imported
             "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
             "MLFLOW_HTTP_REQUEST_TIMEOUT": "8", "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -374,21 +371,16 @@ class MLflow(Tracker):
         self.id: str | None = None
         self.client: Any = None
 
-    def _connect(self) -> None:
-        uri = f"sqlite:///{self.folder / 'mlflow.db'}" if self.options.offline else self.options.uri
-        self.client = self.tracking.MlflowClient(tracking_uri=uri)  # None: from MLFLOW_TRACKING_URI
-
     def answer(self) -> None:
         if not self.options.offline:
-            self._connect()
+            self.client = self.tracking.MlflowClient(self.options.uri)  # None: from MLFLOW_TRACKING_URI
             self.client.search_experiments(max_results=1)
 
     def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
         """Create the run once, also when called again after a failure; a server accepts a parameter only once."""
-        if self.options.offline:
+        if self.options.offline and self.client is None:
             self.folder.mkdir(exist_ok=True)
-        if self.client is None:
-            self._connect()
+            self.client = self.tracking.MlflowClient(f"sqlite:///{self.folder / 'mlflow.db'}")
         if state["id"] is not None:
             self.id = str(state["id"])
             self.client.update_run(self.id, status="RUNNING")
@@ -422,7 +414,7 @@ class MLflow(Tracker):
         self.client.set_terminated(self.id, self.STATUS[status])
 
 
-class Wandb(Tracker):
+class Wandb(ReportClient):
     """Log to Weights & Biases; what it would record of machine, user, packages, code and command line is off.
 
     Offline: files in the run's folder, for `wandb sync`. The library sends from a process of its own and stores what
@@ -431,7 +423,7 @@ class Wandb(Tracker):
 
     ANSWER_S, SEND_S = 8, 600  # limits: the login; the upload of an artifact
 
-    def __init__(self, options: Options, folder: Path) -> None:
+    def __init__(self, options: TrackerConfig, folder: Path) -> None:
         self.cache = tempfile.TemporaryDirectory(prefix="optrush-")
         os.environ |= {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder), "WANDB_SILENT": "true",
                        "WANDB_CACHE_DIR": self.cache.name}  # fmt: skip
@@ -483,7 +475,7 @@ class Wandb(Tracker):
             raise
 
 
-class TensorBoard(Tracker):
+class TensorBoard(ReportClient):
     """Write TensorBoard's files: every number of metrics.jsonl under its own name, at its step, exactly once.
 
     After a resume `purge_step` hides what may be written again. After a write that failed (a full disk) the files are

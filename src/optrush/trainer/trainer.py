@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from optrush.models.hf import HFModel
 
 
-__all__ = ["Batch", "State", "TrainedParam", "Trainer"]
-
-
 @dataclass(frozen=True)
 class TrainedParam:
     """One trained parameter: canonical name, local tensor and placement, fixed once at assembly.
@@ -271,7 +268,7 @@ def grad_norm(trainer: Trainer) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Which steps a run takes, and what follows each."""
 
     trainer: Trainer
@@ -301,7 +298,7 @@ class Plan:
         return step == self.total or _due(step, self.trainer.config.train.save_every, self.total)
 
 
-def train(trainer: Trainer, meter: Meter, plan: Plan, save: Callable[[int], None]) -> None:
+def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:
     for step in plan.steps:  # ends early, on the same step everywhere
         with meter.waiting():
             batches = next(trainer.batches)  # this rank's micro-batches of one step
