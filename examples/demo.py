@@ -19,9 +19,9 @@ def main() -> None:
         sys.exit(__doc__)
     folder = Path(sys.argv[1])
     folder.mkdir(exist_ok=True)
-    sample.write(folder / "recipes.jsonl", CONVERSATIONS, seed=0)
+    sample.write_sample(folder / "recipes.jsonl", CONVERSATIONS, seed=0)
     if not (folder / "tiny-llama" / "config.json").exists():
-        tiny.write(folder / "tiny-llama")
+        tiny.write_tiny(folder / "tiny-llama")
     print(f"{CONVERSATIONS} conversations in {folder / 'recipes.jsonl'}, a checkpoint in {folder / 'tiny-llama'}")
 
 

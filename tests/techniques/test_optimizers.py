@@ -43,12 +43,12 @@ def apollo(params: list[Any], room: int = 1 << 20, rank: int = 8, **options: Any
 
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes of too few decades: no second moment under a tenth of its block's largest."""
-    inner = codes.encode
+    inner = codes.quantize_blocks
 
     def encode(x: Any, signed: bool, bits: Any) -> Any:
         return inner(x if signed else torch.where(x > 0, x.amax(-1, keepdim=True), x), signed, bits)
 
-    monkeypatch.setattr(codes, "encode", encode)
+    monkeypatch.setattr(codes, "quantize_blocks", encode)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ CASES = {
     # the limit and AdamW's first ones are as large as the rate, Muon's a fifth of it, Muon ends 0.17 nats above.)
     "apollo": Case(
         apollo, {"apollo": {"rank": 16}}, rooms=True, rate="3e-2", margin=0.01,
-        break_=lambda m: m.setattr("optrush.optim.apollo._length", lambda x: torch.ones(len(x), 1)),
+        break_=lambda m: m.setattr("optrush.optim.apollo._row_norms", lambda x: torch.ones(len(x), 1)),
     ),
     "muon": Case(
         muon, {"muon": {}}, rooms=True, rows=False, rate="3e-2", margin=0.01,

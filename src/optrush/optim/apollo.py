@@ -94,8 +94,7 @@ class Apollo(MatrixOptimizer):
             sketch = (grad[here] @ signs).float() * (inverse / math.sqrt(self.rank))  # (rows, r)
             mean, square = self._moments(states, here, sketch, found_inf)
             move = size * mean / (sqrt(square) * root + self.optim.eps)  # (rows, r)
-            moved, lengths = (torch.linalg.vector_norm(x, dim=1, keepdim=True) for x in (move, sketch))  # (rows, 1)
-            times = moved / lengths.clamp(min=LEAST) * math.sqrt(C / self.rank)
+            times = _row_norms(move) / _row_norms(sketch).clamp(min=LEAST) * math.sqrt(C / self.rank)  # (rows, 1)
             step = grad[here].float() * (times * inverse)  # (rows, C)
             weight = torch.mul(t.local[here].float(), keep).sub_(step)
             self.write(t.local[here], weight, found_inf, key, first=(t.offset[0] + at) * C)
@@ -112,6 +111,11 @@ class Apollo(MatrixOptimizer):
     def matrix_state(self, i: int) -> dict[str, Tensor]:
         states = self.sketched[i]
         return {"mean": states.mean, "square": states.square, "count": self.params.counts[states.at]}
+
+
+def _row_norms(x: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    return norms
 
 
 def _signs(columns: int, rank: int, seed: int, like: Tensor) -> Tensor:
