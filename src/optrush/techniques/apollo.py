@@ -14,7 +14,7 @@ from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 LAUNCHES = 340  # for all matrices together: powers by squaring
-ROOM = 1 << 24  # elements of a matrix that are updated at a time: their temporaries are small beside a model
+ROOM = 1 << 24  # elements of a matrix that are updated at a time: their temporaries are small next to a model
 
 
 @dataclass(frozen=True)

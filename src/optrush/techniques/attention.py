@@ -52,7 +52,7 @@ class Attention(Technique):
             yield Requirement(met, f"`{asked}` needs rows of one document", found, "take impl=varlen")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        """Of packed rows a mask costs whole scores, a kernel that knows the documents their squares alone."""
+        """With packed rows a mask costs whole scores, a kernel that takes the documents only their squares."""
         if self.impl == "masked":
             return
         masked = self.impl == "sdpa" and Part.PACKED_ROWS in env.claimed

@@ -26,7 +26,7 @@ class MemoryCap(Technique):
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html
     Memory: at most `mib`, or `fraction` of the card, less 800 MiB for the CUDA context.
-    Work: unchanged; near the cap the allocator gives back and asks again, which waits for the device.
+    Work: unchanged; near the cap the allocator frees and allocates again, which waits for the device.
     """
 
     fraction: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -25,7 +25,7 @@ class MicroBatch(Technique):
     wait for each other in the middle of a window, so there the run ends, and goes on from its last checkpoint.
 
     Source: https://arxiv.org/abs/1811.06965
-    Memory: of half the rows, half of what is saved for the backward pass and of what lies at the head.
+    Memory: of half the rows, half of what is saved for the backward pass and of what the head holds.
     Work: unchanged FLOPs; more operators to start, and for smaller products a lower rate.
     Differs from the source: micro-batches are sized by a prediction and by what was found to fit, not given.
     """

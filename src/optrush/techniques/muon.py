@@ -13,7 +13,7 @@ from optrush.models.shapes import ModelShape
 from optrush.planner.ledger import Line, Rule, WorkItem, add, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
-ROOM = 1 << 25  # elements of the matrices that are updated at a time: their temporaries are small beside a model
+ROOM = 1 << 25  # elements of the matrices that are updated at a time: their temporaries are small next to a model
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ class Packing(Technique):
     Source: Krell et al., https://arxiv.org/abs/2107.02027
     Memory: unchanged for the same rows x T.
     Work: a step of R rows does R*T token slots either way; real tokens in them rise from the mean length / T to
-        nearly 1. Attention falls with the sum of squared lengths where the kernel knows the documents.
+        nearly 1. Attention falls with the sum of squared lengths where the kernel takes the documents.
     Differs from the source: best fit decreasing on counts of lengths, within windows of the epoch's random order; the
         rows of a window are shuffled, so that no length has its place in the epoch.
     """

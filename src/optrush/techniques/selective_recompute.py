@@ -96,7 +96,7 @@ class SelectiveRecompute(Technique):
         yield {"ops": "attention"}
 
     def recompute(self, trainer: Trainer) -> int:
-        """By operator: inside the block, so that a compiler sees it."""
+        """By operator: inside the block, so that it is part of what is compiled."""
         if self.budget is not None:
             return 0
         from types import MethodType
