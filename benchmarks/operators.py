@@ -49,7 +49,6 @@ from optrush.technique import library
 FED = (("llama-3.2-1b", 32768), ("llama-3.1-8b", 4096), ("llama-3.1-8b", 16384))  # model, rows
 ATTENDED = (("llama-3.2-1b", 16, 2048), ("llama-3.2-1b", 8, 4096), ("llama-3.2-1b", 4, 8192), ("llama-3.1-8b", 4, 4096))
 CHUNKS, COPIED_BYTES = (4096, 8192), 1 << 30  # rows of the loss
-EXPONENTS = ((256, False), (192, False), (192, True), (128, False), (128, True))  # columns of a tile, groups in turns
 SCALES = {"weight": 0.02, "grad": 1e-3}  # of random values; 1 of others
 # QuACK's kernels: the tile, whether two groups of warps share or alternate, the cluster, and the order of the tiles.
 TILES = [f"{tile}-cooperative" for tile in ("128x256", "256x128", "256x192", "128x224")]
@@ -118,10 +117,10 @@ def head(rows: int, V: int, D: int) -> Iterator[Operator]:
 
         return scaled_exp_linear_cross_entropy(*operands, rows, IGNORE, "sum")
 
-    def first(columns: int, turns: bool, *operands: Tensor) -> Tensor:
+    def first(*operands: Tensor) -> Tensor:
         from optrush.kernels.linear_cross_entropy_quack import exp_logits_product
 
-        return exp_logits_product(*operands, columns=columns, turns=turns)
+        return exp_logits_product(*operands)
 
     for chunk in CHUNKS:
         yield made(f"chunked-{chunk}", cross_entropy.Chunked(chunk=chunk))
@@ -130,10 +129,8 @@ def head(rows: int, V: int, D: int) -> Iterator[Operator]:
     yield made("liger", partial(liger, chunk=0))
     yield made("quack-library", library, "library")
     of_first = lambda values: (values("x", rows, D), values("weight", V, D), torch.zeros(rows), values("e", rows, V))
-    for columns, turns in ((c, t) for c, t in EXPONENTS if V % c == 0):
-        impl, sizes = f"quack-{columns}{'-turns' * turns}", {"rows": rows, "V": V, "D": D}
-        said: Figures = {"function": partial(first, columns, turns), "flop": 2.0 * rows * V * D, "kernel": impl}
-        yield Operator("exponents", impl, f"head-{D}", sizes, of_first, **said)
+    sizes = {"rows": rows, "V": V, "D": D}
+    yield Operator("exponents", "quack", f"head-{D}", sizes, of_first, first, 2.0 * rows * V * D, kernel="exponents")
 
 
 def feed(case: str, shape: ModelShape, rows: int) -> Iterator[Operator]:

@@ -181,7 +181,7 @@ def pack(linear, wide):
     stored = QuantizedLinear(linear, Form(4, True), torch.bfloat16).to_empty(device="cuda")
     rows = linear.weight.detach().view(linear.groups, -1, linear.in_features)
     for piece, values in zip(stored.children(), torch.split(rows, stored.layout.rows, 1), strict=True):
-        for name, part in Form(4, True).quantise(values.flatten(0, 1).contiguous()).items():
+        for name, part in Form(4, True).quantize(values.flatten(0, 1).contiguous()).items():
             held, found = getattr(piece, name).data.view(torch.uint8), part.flatten().view(torch.uint8)
             held[: found.numel()].copy_(found)
     linear.weight, linear.quantized = None, stored
@@ -341,7 +341,7 @@ def test_flash_attention_4(single, H, K, E, compiled):
     half = [x.detach().bfloat16().requires_grad_() for x in (q, k, v)]
 
     def attend(q, k, v):
-        out = flash4(q, k, v, documents, room=room)
+        out = flash4(q, k, v, documents, padding=room)
         assert out.stride(1) == H * E + room
         return out * 1.0
 

@@ -8,5 +8,5 @@
 5. A `dataset.SampleSource` has samples by number, cut to T, from shards, or tokenized when they are read.
 6. `packing` lays a window of samples out in rows of at most T tokens.
 7. `sampler` orders samples, windows and rows by seed alone, and gives each rank the micro-batches of a step.
-8. `batch` collates rows into tensors on the host; `Batch.to` copies them to the device.
+8. `batch` collates rows into tensors on the host; `Trainer.forward_backward` copies them to the device by `Batch.to`.
 """

@@ -13,7 +13,7 @@ from optrush.technique import Environment, ModelSpec, Numerics, Part, Requiremen
 
 @dataclass(frozen=True)
 class Attention(Technique):
-    """Puts one kernel into every block's `attend` slot.
+    """Puts one kernel into every block's `attention` slot.
 
     masked: whole scores (B, H, T, T), float32 softmax; the baseline, exact, runs anywhere.
     sdpa: torch's scaled_dot_product_attention, which picks the fastest of its kernels; rows of one document need no

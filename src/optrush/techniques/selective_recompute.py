@@ -18,7 +18,7 @@ PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
 WITH_GATE = "optrush::gated"  # QuACK's first feed-forward product; its backward's name begins alike
 ATTENTION = (
     "aten::_scaled_dot_product_", "aten::_flash_attention_forward", "aten::_efficient_attention_forward",
-    "torch_attn::_varlen_attn", "optrush::flash4", "optrush::attention",
+    "torch_attn::_varlen_attn", "optrush::flash4",
 )  # fmt: skip
 
 

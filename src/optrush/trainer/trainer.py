@@ -143,10 +143,10 @@ class Trainer:
     recorded_bytes: int = 0  # held on the device by a recorded window, not counted by torch as allocated
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast
-    loss_is_finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by gradients
+    loss_is_finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by forward_backward
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """The objective's other metrics, by the names of metrics.jsonl: () float32 on the device, sums over this
-    rank's terms since the window began (gradients clears them) or the evaluation did."""
+    rank's terms since the window began (forward_backward clears them) or the evaluation did."""
     max_skipped_updates: int = 3  # skipped updates in a row that end the run
 
     # descriptions
