@@ -317,7 +317,7 @@ def supposed(run: Any, classes: Sequence[type[Technique]] = ALL, *, kernels: boo
 
 
 def _unfilled(folder: Any, hf: Any, implementation: Any, dtype: torch.dtype, seed: int, growth: Any = None) -> Any:
-    """As `optrush.model.load.load`, with a recipe that fills nothing."""
+    """As `optrush.models.hf.load`, with a recipe that fills nothing."""
     if implementation == "transformers" or native_obstacle(hf) is not None:
         with torch.device("meta"):
             model: Any = HFModel(_opened(None, hf, dtype))

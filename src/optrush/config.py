@@ -415,7 +415,7 @@ def explain(
     flag = flags.get(path)
     if first["type"] == "missing":
         line = lines.get(path[:-1]) if len(path) > 1 else None
-        place = f"{where}:{line}" if line else where
+        place = flags.get(path[:-1]) or (f"{where}:{line}" if line else where)
         return ConfigError(f"{place}: `{name}`", "it is missing", f"add `{name if root is Config else path[-1]}:`")
     place = flag or (f"{where}:{lines[path]}" if path in lines else where)
     if first["type"] == "extra_forbidden":

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn, track
 
 from optrush.launch import launched
@@ -99,7 +100,7 @@ class Bar:
 def passing(items: Iterable[Item], total: int, what: str) -> Iterator[Item]:
     """Yield the items and show the time left: a bar on a terminal, a line now and then elsewhere."""
     if launched()[0] == 0 and sys.stderr.isatty():
-        yield from track(items, what, total, console=err, transient=True)
+        yield from track(items, escape(what), total, console=err, transient=True)
         return
     begun = last = time.monotonic()
     for n, item in enumerate(items, 1):

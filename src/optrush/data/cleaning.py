@@ -28,7 +28,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from importlib.metadata import version
+from importlib.metadata import distributions, version
 from itertools import count, groupby, islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple
@@ -979,7 +979,8 @@ class Table:
         settings = self.settings.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
         first = [{"file": str(w.file), "line": w.line, "reason": why} for _, w, why in self.bad[:EXAMPLES]]
         mask = hashlib.sha256(np.packbits(stays).tobytes()).hexdigest()
-        versions = {name: version(name) for name in LIBRARIES if importlib.util.find_spec(name)}
+        installed = {d.name for d in distributions()}
+        versions = {name: version(name) for name in LIBRARIES if name in installed}
         return {
             "format": FORMAT, "settings": settings, **given, "versions": {"optrush": __version__, **versions},
             "inputs": list(map(_named, files)), "evaluation": list(map(_named, evaluation)), "rows": len(self),
