@@ -20,24 +20,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from optrush import model_card
-from optrush.config import BatchSize, Config, Data, current_techniques, parse_config
 from optrush.data import readers, schema
 from optrush.data import sample as recipes
 from optrush.data.batch import collate
 from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
-from optrush.errors import CheckpointError, ConfigError, DataError, NeedsError, RunError, UserError
+from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError
 from optrush.models.hf import load_plain
 from optrush.models.weights import Folder, export_weights
 from optrush.peft import io
-from optrush.resolve import resolve
-from optrush.technique import Part, Technique, instantiate
-from optrush.techniques import ALL
+from optrush.restore import RebuiltModel, open_run, rebuild
 from optrush.trainer import run_dir
-from optrush.trainer.build import build
-from optrush.trainer.checkpoint import FOLDER, Manifest, find_checkpoints, load_parameters, verify
 from optrush.trainer.distributed import agree, gathered, is_gathered
-from optrush.trainer.run_dir import POINTER, RUN
 from optrush.trainer.trainer import Trainer, exhausted
 
 GENERATION = "generation_config.json"
@@ -323,131 +317,6 @@ def demand_sound(found: Compared, folder: Path) -> None:
     """Raise RunError where the folder does not compute what was trained."""
     if not found.sound:
         raise RunError(f"{folder} is not the trained model: {found}; it is left there to be looked at")
-
-
-# --- A run's model, rebuilt with a checkpoint's parameters on one device and without the run's data.
-#
-# Only what decides which parameters there are and what they mean is rebuilt: the techniques that edit config.json or
-# the weights, and under adapters the type that frozen weights are rounded to. Those that make training fast are left
-# out, so that a machine which could not have trained the model can still export it.
-
-
-@dataclass(frozen=True)
-class RebuiltModel:
-    trainer: Trainer
-    config: Config  # as its run.yaml has it
-    folder: Path
-    base: Path | None  # the folder of the model that the run began with
-    manifest: Manifest
-    passed: tuple[tuple[str, str], ...]  # newer checkpoints that are damaged, and how
-
-
-def open_run(place: Path) -> tuple[Path, Config]:
-    """Read the run in a folder, or of its run.yaml.
-
-    Raises:
-        ConfigError: there is none, or its run.yaml cannot be read.
-    """
-    folder = place.parent if place.name == RUN else place
-    file = folder / RUN
-    if not file.is_file():
-        found = f"no {RUN} in it" if folder.is_dir() else "no such folder"
-        raise ConfigError(f"the run {place}", found, "name a folder that `optrush train` has written")
-    try:
-        text = file.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}", f"not UTF-8: {error.reason}", "restore it from a checkpoint's manifest") from None
-    config = parse_config(text, str(file))
-    return folder, config.model_copy(update={"with_": current_techniques(config.with_)})
-
-
-def choose_checkpoint(folder: Path, name: str | None) -> tuple[Manifest, tuple[tuple[str, str], ...]]:
-    """Choose the named checkpoint; else the best one, if the run kept it; else the newest intact one.
-
-    Args:
-        name: a folder, or a step.
-
-    Returns:
-        Its manifest, and the checkpoints that were passed over, with why.
-
-    Raises:
-        CheckpointError: there is none, none is intact, or the named one is damaged.
-    """
-    if name is not None:
-        named = folder / FOLDER / f"step-{int(name):06d}" if name.isdecimal() else Path(name)
-        if not named.is_dir():
-            there = ", ".join(p.name for p in find_checkpoints(folder)) or "none"
-            raise CheckpointError(f"--checkpoint {name}", "no such checkpoint", f"there are: {there}")
-        return verify(named.resolve()), ()
-    passed: list[tuple[str, str]] = []
-    for path in dict.fromkeys([*_best(folder), *find_checkpoints(folder)]):
-        try:
-            return verify(path), tuple(passed)
-        except CheckpointError as error:
-            passed.append((path.name, error.found))
-    why = "; ".join(f"{step}: {found}" for step, found in passed) or "no checkpoint in it"
-    do = "train it first, or name a folder in which a run has saved (`train.save_every`)"
-    raise CheckpointError(f"the run {folder}", f"nothing to export: {why}", do)
-
-
-def _best(folder: Path) -> list[Path]:
-    file = folder / FOLDER / POINTER
-    if not file.is_file():
-        return []
-    try:
-        return [folder / FOLDER / f"step-{int(json.loads(file.read_bytes())['step']):06d}"]
-    except (ValueError, KeyError, TypeError) as error:
-        do = "delete it, or choose a checkpoint: --checkpoint STEP"
-        raise CheckpointError(f"{file}", f"it names no step: {error}", do) from None
-
-
-def rebuild(place: Path, checkpoint_name: str | None = None) -> RebuiltModel:
-    """Build the run's model with the parameters of the checkpoint that `choose_checkpoint` returns.
-
-    Raises:
-        UserError: no run there, no such checkpoint, or the model or the base it began with has changed since.
-    """
-    folder, config = open_run(place)
-    checkpoint, passed = choose_checkpoint(folder, checkpoint_name)
-    prepared = resolve(_bare(config), ranks=1)
-    trainer = build(prepared, training=False)
-    _same(checkpoint, trainer)
-    load_parameters(trainer, checkpoint)
-    trainer.model.eval()
-    return RebuiltModel(trainer, config, folder, prepared.folder, checkpoint, passed)
-
-
-def _bare(config: Config) -> Config:
-    """Return the configuration of one process without data: a row of random tokens, and what decides the weights."""
-    built = instantiate(ALL, config.with_)
-    with_ = {}
-    for t in built:  # that edit the configuration of the model, its weights, or their type
-        edits = type(t).config is not Technique.config or type(t).peft is not Technique.peft
-        if edits or Part.WEIGHTS in t.claims:
-            with_[t.name] = dict(config.with_[t.name])
-    for t in built if any(Part.TRAINED in t.claims for t in built) else ():
-        if Part.TRAINED in t.claims:  # the checkpoint has what adapters began with, and what became of it
-            with_[t.name].pop("init", None)
-        elif Part.PRECISION in t.claims and t.name not in with_:  # the type, and nothing of how activations flow
-            with_[t.name] = {key: value for key, value in config.with_[t.name].items() if key == "dtype"}
-    seq = config.batch.seq
-    batch = BatchSize(seq=seq, tokens=seq, micro_tokens=seq)
-    changes = {"objective": "pretrain", "dpo": None, "data": Data(random=1), "batch": batch, "with_": with_}
-    return config.model_copy(update=changes)
-
-
-def _same(checkpoint: Manifest, trainer: Trainer) -> None:
-    """Reject parameters of another model, adapters of another base, or adapters that meant something else."""
-    for name in ("config", "base"):
-        then, now = checkpoint.fingerprints.get(name), trainer.fingerprints.get(name)
-        if then != now:
-            what = "the model's config.json" if name == "config" else "the weights that the run did not train"
-            found = f"{what} changed since: {then or 'absent'} then, {now or 'absent'} now"
-            raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the model of `model.path`")
-    then, now = (prints.get("adapters", "absent") for prints in (checkpoint.fingerprints, trainer.fingerprints))
-    if then != now:
-        found = f"`adapters` was {then} and is {now}"
-        raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the old one in run.yaml")
 
 
 # --- `optrush export`: a run's checkpoint as a folder that others load, proven to compute what was trained.

@@ -27,9 +27,9 @@ from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer,
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, Pair, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
-from optrush.export import open_run
 from optrush.models.hf import load_plain
 from optrush.models.source import locate
+from optrush.restore import open_run
 from optrush.technique import library
 from optrush.trainer.run_dir import RUN
 from optrush.trainer.trainer import exhausted

@@ -43,12 +43,12 @@ PURE = (
 FOUNDATION = ("models", "kernels", "objectives", "optim", "data")  # import nothing of the trainer
 ABOVE = (
     "techniques", "trainer.trainer", "trainer.build", "trainer.run", "trainer.metrics", "trainer.checkpoint",
-    "trainer.run_dir", "export", "generate", "cli",
+    "trainer.run_dir", "export", "restore", "generate", "cli",
 )  # fmt: skip
 # Modules whose code and strings name no technique.
 TECHNIQUE_FREE = (
     "trainer.trainer", "trainer.run", "trainer.metrics", "trainer.build", "trainer.checkpoint", "trainer.distributed",
-    "resolve", "export", "technique", "planner.cost", "model_card", "generate",
+    "resolve", "export", "technique", "planner.cost", "model_card", "restore", "generate",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from trained import run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from optrush import export, model_card
+from optrush import export, model_card, restore
 from optrush.config import Config
 from optrush.trainer import run_dir
 
@@ -287,7 +287,7 @@ def test_a_base_that_training_rounded_and_a_folder_that_is_gone(call: Call, cach
     shutil.rmtree(begun)
     facts = exported(call, str(of), "--checkpoint", "6", "--out", "out")
     assert facts["dtype"] == "bfloat16"
-    assert export._bare(export.open_run(of)[1]).with_["amp"] == {}, "compared in float32, without its stream"
+    assert restore._bare(restore.open_run(of)[1]).with_["amp"] == {}, "compared in float32, without its stream"
     ours, theirs = load_file(here / "out" / "model.safetensors"), load_file(of / "model" / "model.safetensors")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 

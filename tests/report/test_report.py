@@ -182,7 +182,7 @@ def test_a_run(trained: Path, predicted: SimpleNamespace) -> None:
     _sound(page)
     assert _sections(page) == ["verdict", "curves", "predicted", "config"]
     for said in (
-        "400 steps; the loss of the last logged one is", "the held-out loss 2.4140 (at first 8.3100)",
+        "400 steps; the last logged loss is", "the held-out loss 2.4140 (at first 8.3100)",
         "Data is the bottleneck: in the median 12.0 % of a step",
         "2 updates skipped", "1 logged loss was not finite: a gap in the curve",
         "The last line of metrics.jsonl is cut off",

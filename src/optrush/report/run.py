@@ -178,7 +178,7 @@ def _verdict(run: RunLog) -> str:
     if not run.steps:
         return "No step has been logged yet."
     last = run.steps[-1]
-    text = f"{amount(int(last['step']), 'step')}; the loss of the last logged one is {_loss(run.steps, 'loss')}"
+    text = f"{amount(int(last['step']), 'step')}; the last logged loss is {_loss(run.steps, 'loss')}"
     if run.evals:
         first, end = (_loss(run.evals[:1], "eval_loss"), _loss(run.evals, "eval_loss"))
         text += f", the held-out loss {end}" + (f" (at first {first})" if len(run.evals) > 1 else "")
