@@ -108,12 +108,12 @@ def test_the_seed(call: Call, trained: Path) -> None:
 
 def test_where_an_answer_ends(trained: Path, here: Path) -> None:
     """At what generation_config.json lists; and at the template's end of turn, where it lists less."""
-    folder = shutil.copytree(trained / "model", here / "m")
+    folder = shutil.copytree(trained / "model", here / "model")
     ends = [tiny.END, tiny.EOS]
     for listed in ([2], None):
         config = json.loads((folder / "generation_config.json").read_text()) | {"eos_token_id": listed}
         (folder / "generation_config.json").write_text(json.dumps(config))
-        speaker = generate.GenerationModel(generate.find_model("m"))
+        speaker = generate.GenerationModel(generate.find_model("model"))  # of no run, whatever its name
         assert sorted(speaker.tokenizer.convert_ids_to_tokens(speaker.stops)) == sorted(ends)
     end = speaker.tokenizer.convert_tokens_to_ids(tiny.END)
     answer = speaker._answer(torch.tensor([300, 301, end, 302]))

@@ -18,7 +18,7 @@ import yaml
 
 from optrush.cli import app
 from optrush.data.sample import conversations
-from optrush.trainer import trainer as step
+from optrush.trainer import run as runs
 from optrush.trainer.trainer import Trainer
 
 from trials import apart, assembled, first_gradients, golden_run, steps
@@ -154,7 +154,7 @@ def test_stopped_resumed_exported_and_asked(tmp_path, monkeypatch, call, determi
     code, _, said = call("train", "whole.yaml")
     assert code == 0, said
     with monkeypatch.context() as patch:
-        begin = step.set_step
+        begin = runs.set_step
 
         def told(trainer: Trainer, n: int, steps: int) -> None:
             assert trainer.world.device.type == DEVICE.type
@@ -162,7 +162,7 @@ def test_stopped_resumed_exported_and_asked(tmp_path, monkeypatch, call, determi
             if n == 3:
                 signal.raise_signal(signal.SIGTERM)
 
-        patch.setattr(step, "set_step", told)
+        patch.setattr(runs, "set_step", told)
         code, _, said = call("train", "stopped.yaml")
     assert code == 143 and [f.name for f in Path("stopped/checkpoints").glob("step-*")] == ["step-000003"], said
     assert not Path("stopped/adapter").exists()

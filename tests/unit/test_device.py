@@ -20,3 +20,10 @@ def test_segments_grow_unless_somebody_chose(monkeypatch, name):
     assert distributed.join("cuda") == torch.device("cuda", 0)
     assert at == [torch.device("cuda", 0)] and asked == ([] if name else ["expandable_segments:True"])
     assert distributed.join("cpu") == torch.device("cpu") and len(at) == 1, "a CPU has neither"
+
+
+def test_one_process_is_alone(monkeypatch):
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    world = distributed.build_mesh({}, torch.device("cpu"))
+    assert (world.rank, world.ranks, world.mesh) == (0, 1, None)
