@@ -30,6 +30,7 @@ from optrush.trainer.checkpoint import Meta, save, slices
 from optrush.trainer.trainer import TrainedParam
 
 torch.set_num_threads(1)
+LONG = os.environ.get("OPTRUSH_FAULTS") == "long"  # as `make faults` asks: as often as the documentation says
 RAISED = 99  # what a child exits with that did not get to an end of its own
 DISK = ("make_folder", "write_piece", "sync_file", "rename_file", "remove_file", "remove_folder")
 

@@ -28,7 +28,7 @@ from optrush.trainer.checkpoint import (
     verify,
 )
 
-from harness import DISK, advance, holds, killing, leftovers, meta, ranks, run, saved, small_job, told
+from harness import DISK, LONG, advance, holds, killing, leftovers, meta, ranks, run, saved, small_job, told
 
 
 def test_what_is_saved_is_what_comes_back(tmp_path: Path) -> None:
@@ -191,9 +191,9 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", MUTATIONS)
 def test_damage_is_found_named_and_passed_over(kind: str, three_steps: Path, tmp_path: Path) -> None:
-    """R3: 13 mutations of each of 8 kinds."""
+    """R3: 13 mutations of each of 8 kinds, 38 in the long form."""
     job = small_job(tmp_path)
-    for seed in range(13):
+    for seed in range(38 if LONG else 13):
         output = tmp_path / str(seed)
         shutil.copytree(three_steps, output)
         newest, other = find_checkpoints(output)[:2]
@@ -209,7 +209,7 @@ def test_damage_is_found_named_and_passed_over(kind: str, three_steps: Path, tmp
         assert manifest is not None and manifest.step == 6 - 2 * len(damaged)
         restore(job, manifest, {})
         assert holds(job, manifest.step)
-    told("R3", 13, kind)
+    told("R3", 38 if LONG else 13, kind)
 
 
 def test_damage_in_the_blanks_of_a_manifest(three_steps: Path, tmp_path: Path) -> None:

@@ -829,7 +829,8 @@ def _places(config: Config) -> Iterator[tuple[list[Path], list[tuple[int, float]
         return
     origins = [(readers.find_files(origin.path, cache_root(d.cache)), origin.weight) for origin in d.origins]
     paths = [path for of, _ in origins for path in of]
-    if double := next((p for i, p in enumerate(paths) if p.resolve() in {q.resolve() for q in paths[:i]}), None):
+    first = {path.resolve(): i for i, path in reversed(list(enumerate(paths)))}
+    if double := next((path for i, path in enumerate(paths) if first[path.resolve()] != i), None):
         do = "name it once, with a weight if it shall be read more often"
         raise DataError(f"training data from {double}", "two of the sources hold it", do)
     yield paths, [(len(of), weight) for of, weight in origins]

@@ -1,0 +1,120 @@
+"""Run the faults that optrush is made to survive, and print one JSON line each: `make faults`.
+
+A fault is tests of tests/faults, in their long form (OPTRUSH_FAULTS=long), or a program beside this one; each runs in
+a process of its own. `--write` keeps the lines in benchmarks/results/faults.jsonl, the source of docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "benchmarks" / "results" / "faults.jsonl"
+FAULTS, HERE = "tests/faults", "benchmarks/faults"
+LIMIT_S = 1800
+# Fault: (what happens, the tests or the program that try it).
+TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "R1": ("kill -9 at random moments, then the same command again", (
+        f"{FAULTS}/test_kill.py::test_killed_at_random_moments", f"{FAULTS}/test_kill.py::test_killed_on_two_ranks",
+    )),
+    "R2": ("kill -9 at every write of a save", (f"{FAULTS}/test_checkpoint.py::test_killed_at_every_call_of_a_save",)),
+    "R3": ("damaged bytes of a checkpoint", (
+        f"{FAULTS}/test_checkpoint.py::test_damage_is_found_named_and_passed_over",
+        f"{FAULTS}/test_refusals.py::test_a_damaged_newest_one_is_passed_over_aloud",
+    )),
+    "R4": ("no checkpoint is intact", (
+        f"{FAULTS}/test_checkpoint.py::test_no_intact_one_never_starts_afresh",
+        f"{FAULTS}/test_refusals.py::test_no_intact_one",
+    )),
+    "R5": ("SIGTERM, SIGINT, SIGUSR1, Ctrl-C twice; to one rank of two", (
+        f"{FAULTS}/test_kill.py::test_told_to_stop", f"{FAULTS}/test_kill.py::test_one_rank_told_to_stop",
+        f"{FAULTS}/test_kill.py::test_told_twice",
+    )),
+    "R6": ("a full disk", (
+        f"{FAULTS}/test_checkpoint.py::test_disk_full_at_every_write", f"{FAULTS}/test_kill.py::test_a_quota",
+        f"{FAULTS}/test_kill.py::test_a_really_full_disk",
+    )),
+    "R7": ("kill -9 of one rank of two", (f"{HERE}/r07.py",)),
+    "R8": ("a rank that hangs", (f"{HERE}/r08.py",)),
+    "R9": ("going on with other numbers of ranks", (
+        f"{FAULTS}/test_kill.py::test_on_other_ranks",
+        f"{FAULTS}/test_resharding.py::test_any_cutting_loads_into_any_other",
+    )),
+    "R10": ("losses and gradients that are not finite", (f"{FAULTS}/test_bad_updates.py",)),
+    "R11": ("saving in the background: killed at every write, a slow disk", (f"{HERE}/r11.py",)),
+    "R12": ("out of memory on one rank of two", (f"{HERE}/r12.py",)),
+    "R13": ("a worker that reads data is killed, stopped, or raises", (
+        "tests/unit/test_stream.py::test_a_killed_worker_is_an_error_at_once",
+        "tests/unit/test_stream.py::test_any_index_any_ranks_any_workers", f"{FAULTS}/test_tokenising.py",
+    )),
+    "R14": ("bad rows: first, in the middle, last", (f"{FAULTS}/test_bad_rows.py",)),
+    "R15": ("another model, tokenizer, template or data at resume", (
+        f"{FAULTS}/test_refusals.py::test_another_model_or_data_at_resume",
+        f"{FAULTS}/test_resharding.py::test_fingerprints",
+    )),
+    "R16": ("two runs in one folder, folders nobody can write to, long and odd names", (
+        f"{FAULTS}/test_refusals.py::test_two_runs_in_one_folder",
+        f"{FAULTS}/test_refusals.py::test_where_nothing_can_be_written", f"{FAULTS}/test_runfolder.py",
+    )),
+    "load": ("2M rows, a file of 1 GB, 10,000 files, 5,000 steps, 20,000 logged steps, 200 checkpoints", (
+        f"{HERE}/load.py",
+    )),
+    "security": ("hostile configurations, models, templates and rows", (f"{HERE}/security.py",)),
+    "fuzz": ("random input, each reader for ten minutes", (f"{HERE}/fuzz.py",)),
+}  # fmt: skip
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[line.index('{"fault"') :]) for line in text.splitlines() if '{"fault"' in line]
+
+
+def tried(fault: str) -> dict[str, Any]:
+    """Try a fault; return its line: what was tried how often (n, or the number of tests), and how often it held."""
+    _, what = TRIED[fault]
+    is_program = what[0].endswith(".py") and what[0].startswith(HERE)
+    tests = ["-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short", *what]
+    arguments = [sys.executable, *(what if is_program else tests)]
+    env = {**os.environ, "OPTRUSH_FAULTS": "long", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    begun = time.monotonic()
+    try:
+        done = subprocess.run(arguments, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+        said, code = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as over:
+        said, code = (over.stdout or b"").decode(), -1
+    found = lines(said)
+    if code:
+        print(said[-4000:], file=sys.stderr)
+    passed, n = sum(one["pass"] for one in found), sum(one["n"] for one in found)
+    n += not is_program and code != 0  # a test that fails prints no line
+    if not found:
+        n, passed = (1, 0) if code else (len(what), len(what))
+    figure = "; ".join(dict.fromkeys(str(one["figure"]) for one in found)) or "as asked"
+    return {"fault": fault, "n": n, "pass": passed, "figure": figure, "seconds": round(time.monotonic() - begun)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("fault", nargs="*", choices=[[], *TRIED], help="all, if none is named")
+    parser.add_argument("--write", action="store_true", help="keep the lines in benchmarks/results/faults.jsonl")
+    options = parser.parse_args()
+    held = True
+    for fault in options.fault or TRIED:
+        line = tried(fault)
+        print(json.dumps(line), flush=True)
+        held &= line["pass"] == line["n"]
+        if options.write:
+            kept = {one["fault"]: one for one in lines(RECORD.read_text())} if RECORD.exists() else {}
+            kept[fault] = line
+            RECORD.write_text("".join(json.dumps(kept[name]) + "\n" for name in TRIED if name in kept))
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
