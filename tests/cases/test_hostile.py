@@ -1,0 +1,158 @@
+"""Hostile files and disks: exit code 2 in three lines that name the place, or accepted and right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optrush.models.shapes import read_config_json
+
+from hostile import Box, called
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
+    return Box(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.fixture(autouse=True)
+def _alone(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(box.folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+def refused(ended: Any, *says: str) -> None:
+    assert ended.refused, ended
+    for part in says:
+        assert part in ended.err, f"{part!r} is not in\n{ended.err}"
+
+
+# --- config.json: values of a wrong type or size
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "text for a size": ({"hidden_size": "64"}, "hidden_size"),
+    "null for a size": ({"num_attention_heads": None}, "num_attention_heads"),
+    "text for a number": ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+    "no finite number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    "text for a window": ({"sliding_window": "x"}, "sliding_window"),
+    "an unknown activation": ({"hidden_act": "foo"}, "hidden_act"),
+    "a list for a text": ({"model_type": ["llama"]}, "model_type"),
+    "401 digits": ({"hidden_size": 10**400}, "hidden_size"),
+    "401 digits under any key": ({"anything": {"deep": [10**400]}}, "anything.deep"),
+    "a text for a mapping": ({"rope_scaling": "x"}, "rope_scaling"),
+    "in a mapping": ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_parameters.rope_theta"),
+    "a mapping a kind of layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": 3}}}, "rope_parameters.full_attention.rope_type",
+    ),
+    "a number for a list": ({"architectures": 3}, "architectures"),
+    "a number for kinds of layers": ({"layer_types": 5}, "layer_types"),
+    "a text for a switch": ({"tie_word_embeddings": "x"}, "tie_word_embeddings"),
+    "no positions": ({"max_position_embeddings": 0}, "max_position_embeddings"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_in_config_json(name: str, verb: str, box: Box) -> None:
+    changes, key = WRONG[name]
+    if verb == "plan" and "foo" in changes.values():
+        return  # a plan counts bytes, and has no table of activations
+    refused(called(verb, box.write(model=str(box.edited(**changes)))), "edited/config.json", key)
+    assert not (box.folder / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 5000, '{"a": ' + "9" * 5000 + "}", "\x00", '{"a": "\\ud8'])
+def test_a_config_json_that_is_none(text: str, box: Box) -> None:
+    refused(called("train", box.write(model=str(box.edited(text)))), "edited/config.json", "not JSON")
+
+
+def test_a_large_or_deep_config_json(box: Box) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    refused(called("plan", box.write(model=str(box.edited(a=deep)))), "32 mappings in each other")
+    refused(called("plan", box.write(model=str(box.edited(" " * (17 << 20))))), "17825792 bytes")
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_more_layers_than_the_files_have(implementation: str, box: Box) -> None:
+    """Refused at once, with the size that it would be; nothing is built."""
+    folder = box.edited(num_hidden_layers=1_000_000)
+    ended = called("train", box.write(model={"path": str(folder), "implementation": implementation}), limit_s=20)
+    refused(ended, "1,000,000 layers", "393,600,393,408 parameters", "38 tensors", "config.json fits the weights")
+    assert ended.seconds < 10
+
+
+def test_a_model_to_talk_to(box: Box) -> None:
+    """The verbs that read a folder through transformers refuse it the same way."""
+    prompts = box.folder / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Soup"}\n')
+    for changes, key in ({"hidden_size": "64"}, "hidden_size"), ({"num_hidden_layers": 10**6}, "1,000,000 layers"):
+        ended = called("generate", str(box.edited(**changes)), "--prompts", str(prompts), "--out", "answers.jsonl")
+        refused(ended, key)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": None, "head_dim": None, "rope_scaling": None, "attention_bias": None, "use_cache": None},
+        {"eos_token_id": [1, 2], "pad_token_id": -1, "initializer_range": 1, "unheard_of": {"a": [1.5, "x", None]}},
+    ],
+)
+def test_values_that_are_right(changes: dict[str, Any], box: Box) -> None:
+    folder = box.edited(**changes)
+    assert read_config_json(folder / "config.json").items() >= changes.items()
+
+
+# --- YAML
+
+TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "nested lists": ("model: " + "[" * 1000 + "]" * 1000, ("run.yaml:1", "more than 32 mappings and lists")),
+    "nested mappings": ("".join(" " * i + "a:\n" for i in range(300)), ("run.yaml:32", "more than 32")),
+    "never closed": ("{a: " * 20_000, ("run.yaml:1", "more than 32")),
+    "a list as a key": ("seed: 1\n? [a, b]\n: 1", ("run.yaml:2", "a list or a mapping as a key", "give each key")),
+    "a mapping as a key": ("{a: b}: 1", ("run.yaml:1", "a list or a mapping as a key")),
+    "10 MB": ("".join(f"k{i}: 1\n" for i in range(1_000_000)), ("run.yaml", "10,888,890 characters", "data.path")),
+    "an alias of itself": ("seed: &x [*x]", ("run.yaml:1", "the alias *x")),
+    "a tag that its value is not of": ("seed: !!bool x", ("run.yaml:1", "`x`, not of its tag")),
+    "a time that is none": ("seed: !!timestamp x", ("run.yaml:1", "`x`, not of its tag")),
+    "an empty number": ("seed: !!int ''", ("run.yaml:1", "not of its tag")),
+    "a text tag on a mapping": ("seed: !!str {a: 1}", ("run.yaml:1", "the tag tag:yaml.org,2002:str")),
+    "a tag on a key": ("? !!python/object:os.system a\n: 1", ("run.yaml:1", "python/object:os.system")),
+    "5,000 digits": ("seed: " + "9" * 5000, ("run.yaml:1", " characters) ... ")),
+    "half a character": ('output: "a\\ud800"', ("run.yaml:1", "\\ud800", "leave that character out")),
+    "a NUL in a path": ('output: "a\\0b"', ("run.yaml:1", "\\x00", "leave that character out")),
+    "a line break in a key": ('"a\\nb": 1', ("run.yaml:1: `a\\nb`", "no such key")),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_yaml(name: str, box: Box) -> None:
+    text, says = TEXTS[name]
+    ended = called("train", box.write(text))
+    refused(ended, *says)
+    assert ended.seconds < 1 and max(map(len, ended.err.splitlines())) < 1100
+
+
+def test_flags_take_the_same_values(box: Box) -> None:
+    """What is no value of YAML is a text, as a pattern of names is; a tag is refused."""
+    refused(called("train", box.write(), "--set", "seed=" + "[" * 1000), "--set seed=", "`seed`", "integer")
+    refused(called("train", box.write(), "--set", "seed=!!python/object:os.system x"), "python/object")
+    refused(called("train", box.write(), "--set", "data.path=*.nothing"), "*.nothing")
+
+
+def test_a_card_that_is_a_bomb(tmp_path: Path) -> None:
+    """The front matter of the base's README is of strangers too; its licence is left out, and the card is written."""
+    from optrush.model_card import _licence
+
+    for text in ("a: " + "[" * 5000, "a: &a [1]\nlicense: *a", "license: mit\nb: !!python/object:os.system x", "[1]"):
+        (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
+        assert _licence(tmp_path) is None
+    (tmp_path / "README.md").write_text("---\nlicense: mit\ntags:\n- x\n---\n")
+    assert _licence(tmp_path) == "mit"
+    assert json.dumps(_licence(tmp_path))
