@@ -46,7 +46,7 @@ LONGEST_YAML, DEEPEST_YAML = 100_000, 32  # characters; mappings and lists in ea
 class _RefusedNode(yaml.MarkedYAMLError):
     """What a configuration may not contain, although it is YAML."""
 
-    def __init__(self, mark: yaml.Mark, found: str, do: str) -> None:
+    def __init__(self, mark: Any, found: str, do: str) -> None:
         super().__init__(problem=found, problem_mark=mark)
         self.found, self.do = found, do
 
@@ -377,8 +377,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> Any:
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
-    collection = {yaml.MappingNode: "map", yaml.SequenceNode: "seq"}.get(type(node))
-    if node.tag not in _PLAIN or (collection and not node.tag.endswith(f":{collection}")):
+    kind = "map" if isinstance(node, yaml.MappingNode) else "seq" if isinstance(node, yaml.SequenceNode) else ""
+    if node.tag not in _PLAIN or not node.tag.endswith(kind):
         raise ConfigError(f"{where}:{line}", f"the tag {node.tag}", "write a plain value, without a tag")
     if isinstance(node, yaml.MappingNode):
         out: dict[str, Any] = {}

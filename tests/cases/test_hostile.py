@@ -156,3 +156,129 @@ def test_a_card_that_is_a_bomb(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: mit\ntags:\n- x\n---\n")
     assert _licence(tmp_path) == "mit"
     assert json.dumps(_licence(tmp_path))
+
+
+# --- the output folder: nothing is written through a link out of it, and nothing that the run reads is overwritten
+
+
+@pytest.mark.parametrize(
+    "name", ["report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "checkpoints", "tensorboard/x", "a/b"]
+)
+def test_a_link_out_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
+    target, output = tmp_path / "target", tmp_path / "out"
+    if name == "checkpoints":
+        target.mkdir()
+    else:
+        target.write_text("mine")
+    (output / name).parent.mkdir(parents=True)
+    (output / name).symlink_to(target)
+    refused(called("train", box.write(output=str(output))), name if name == ".lock" else f"{name} is a symbolic link")
+    assert {p.name for p in output.iterdir()} == {name.partition("/")[0]}
+    assert list(target.iterdir()) == [] if target.is_dir() else target.read_text() == "mine"
+
+
+def test_links_that_stay_inside(box: Box, tmp_path: Path) -> None:
+    """The output may be a link, as to a larger disk; links within it may lead to its own files."""
+    (tmp_path / "disk" / "tracker").mkdir(parents=True)
+    (tmp_path / "disk" / "tracker" / "latest").symlink_to("../tracker")
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    ended = called("train", box.write(output=str(tmp_path / "out")))
+    assert ended.code == 0, ended
+
+
+def test_links_made_while_it_writes(tmp_path: Path) -> None:
+    """Each writer replaces a link, or refuses it; none writes where it leads."""
+    from optrush.data.schema import RowLocation
+    from optrush.data.tokenize import append_bad_rows
+    from optrush.errors import DataError
+    from optrush.files import open_to_append, write_whole
+
+    target = tmp_path / "target"
+    target.write_text("mine")
+    for name in ("a", "a.tmp", "b"):
+        (tmp_path / name).symlink_to(target)
+    write_whole(tmp_path / "a", "ours")
+    assert (tmp_path / "a").read_text() == "ours" and not (tmp_path / "a").is_symlink()
+    with pytest.raises(OSError, match="symbolic"):
+        open_to_append(tmp_path / "b")
+    with pytest.raises(OSError, match="symbolic"):
+        append_bad_rows(tmp_path / "b", [(RowLocation(Path("x"), 1), DataError("a", "b", "c"))])
+    assert target.read_text() == "mine"
+
+
+def test_the_report_and_the_curve_replace_links(box: Box, tmp_path: Path) -> None:
+    output, target = tmp_path / "out", tmp_path / "target"
+    assert called("train", box.write(output=str(output))).code == 0
+    target.write_text("mine")
+    for name in ("report.html", "report.html.tmp"):
+        (output / name).unlink(missing_ok=True)
+        (output / name).symlink_to(target)
+    assert called("report", str(output)).code == 0
+    assert target.read_text() == "mine" and "<html" in (output / "report.html").read_text()
+
+
+READ = {
+    "an adapter to begin with": ("adapter/adapter_config.json", {"with": {"lora": {"init": "out/adapter"}}}),
+    "data": ("metrics.jsonl", {"data": {"path": "out/metrics.jsonl"}}),
+    "a pattern of data": ("quarantine.jsonl", {"data": {"path": "out/*.jsonl"}}),
+    "held-out data": ("checkpoints/x.jsonl", {"data": {"path": "text.jsonl", "eval": "out/checkpoints/x.jsonl"}}),
+    "contaminated data": (
+        "quarantine.jsonl", {"data": {"path": "text.jsonl", "clean": {"decontaminate": "out/quarantine.jsonl"}}},
+    ),
+    "a template": ("model/t.jinja", {"model": {"path": "model", "chat_template": "out/model/t.jinja"}}),
+    "a tokenizer": (
+        "model/tokenizer.json", {"model": {"shape": "llama-3.2-1b", "tokenizer": "out/model"}},
+    ),
+    "the folder itself": ("x.jsonl", {"data": {"path": "out"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_run_does_not_overwrite_what_it_reads(name: str, box: Box, tmp_path: Path, monkeypatch: Any) -> None:
+    from optrush.config import parse_config
+    from optrush.errors import ConfigError
+    from optrush.resolve import ResolvedConfig
+    from optrush.trainer.run import check_run_output
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(box.model)
+    (tmp_path / "text.jsonl").symlink_to(box.folder / "text.jsonl")
+    file, changes = READ[name]
+    (tmp_path / "out" / file).parent.mkdir(parents=True)
+    (tmp_path / "out" / file).write_text('{"text": "Stir."}\n')
+    config = parse_config(Path(box.write(**{"model": "model", "output": "out", **changes})).read_text(), "run.yaml")
+    resolved: Any = ResolvedConfig(config, [], None, None, {}, ())  # type: ignore[arg-type]
+    for resume in (None, "auto"):
+        with pytest.raises(ConfigError, match="lies where it writes"):
+            check_run_output(resolved, resume)
+
+
+def test_an_output_in_the_folder_of_the_data(box: Box, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_bytes((box.folder / "text.jsonl").read_bytes())
+    ended = called("train", box.write(data={"path": str(tmp_path)}, output=str(tmp_path / "runs" / "out")))
+    refused(ended, "it lies in", "would be, too")
+    assert not (tmp_path / "runs").exists()
+
+
+# --- names are text
+
+
+@pytest.mark.parametrize(
+    "name", ["$x^$", "$\\frac{$", "a $b$ <script>alert(1)</script>", "-rf", "${HOME}", "[red]x[/]"]
+)
+def test_any_name_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
+    output = tmp_path / name.replace("/", "∕")
+    ended = called("train", box.write(output=str(output)))
+    assert ended.code == 0, ended
+    assert (output / "loss.png").stat().st_size > 1000
+    page = (output / "report.html").read_text()
+    assert "<script>alert" not in page
+
+
+def test_dollar_signs_in_charts() -> None:
+    from optrush.report.page import BarRow, Series, bars_svg, curves, inline_svg
+
+    text = "$x^$"
+    figure = curves([Series(text, [(1, 2.0), (2, 1.0)]), Series("b$", [(1, 1.0)])], title=text, axis=text, unit=text)
+    assert inline_svg(figure, text, text).count("$x^$") > 3
+    assert "$x^$" in str(bars_svg(text, [BarRow(text, text, ((0.0, 1.0, "s0"),))], axis=text))

@@ -116,11 +116,27 @@ def check_run_output(resolved: ResolvedConfig, resume: Literal["auto"] | Path | 
     config = resolved.config
     check_tracker(config)
     clean = config.train.clean and resume is None  # the same command resumes where it began anew
-    held_out = config.data.eval if isinstance(config.data.eval, str) else None
-    inputs = [o.path for o in config.data.origins]
-    run_dir.check_inputs(config.output, clean, (resolved.folder, *inputs, held_out, config.model.chat_template))
+    run_dir.check_inputs(config.output, clean, (resolved.folder, *_inputs(config)))
+    if lies_in := next((o.path for o in config.data.origins if _contains(o.path, config.output)), None):
+        found = f"it lies in {lies_in}, whose files are all read as data: what the run writes would be, too"
+        raise ConfigError(f"`output: {config.output}`", found, "take an `output` elsewhere, or name the data's files")
     inside = resume is not None and (resume == "auto" or resume.resolve().is_relative_to(Path(config.output).resolve()))
     run_dir.check_free(config.output, clean, resume if inside else None)
+
+
+def _inputs(config: Config) -> Iterator[str | None]:
+    """Yield the paths of the configuration that a run reads from."""
+    d, m = config.data, config.model
+    yield from (origin.path for origin in d.origins)
+    yield from (m.path, m.tokenizer, m.chat_template, d.eval if isinstance(d.eval, str) else None)
+    yield None if d.clean is None else d.clean.decontaminate
+    for options in config.with_.values():  # folders of adapters
+        yield from (value for value in options.values() if isinstance(value, str) and Path(value).exists())
+
+
+def _contains(path: str, output: str) -> bool:
+    """Return whether a source of data is a folder, and the output lies in it."""
+    return Path(path).is_dir() and Path(output).resolve().is_relative_to(Path(path).resolve())
 
 
 def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
@@ -142,7 +158,7 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
     check_run_output(request.resolved, request.resume)  # again: another run may have ended here since
     run_dir.claim(output, config.train.clean and request.resume is None)
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
-    (output / "metrics.jsonl").touch()
+    files.open_to_append(output / "metrics.jsonl").close()
     files.write_whole(output / "run.yaml", dump_config(absolute(config)))
     if manifest is None or trainer.stream.tokenized:  # a stream does not read earlier bad rows again
         (output / QUARANTINE).unlink(missing_ok=True)

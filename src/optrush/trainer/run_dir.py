@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import math
 import os
@@ -34,8 +35,8 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     """Check that a run may begin in `output`; write nothing.
 
     Raises:
-        ConfigError: it cannot be written, it holds a run that is neither resumed nor replaced, or `clean` is set where
-            other files exist too.
+        ConfigError: it cannot be written, it holds a run that is neither resumed nor replaced, a link leads out
+            of it, or `clean` is set where other files exist too.
     """
     path = Path(output)
     asked = f"`output: {output}`"
@@ -52,24 +53,34 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     names = {p.name for p in path.iterdir()} - {LOCK}
     if clean:
         _check_clean(path, names)
-    elif resume is None and "model" in names and not names & {RUN, METRICS}:
+        return
+    files.refuse_links(path, asked)
+    if resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
-    elif resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
+    if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
         do = "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`"
         raise ConfigError(asked, "a run lies there", do)
 
 
 def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | None]) -> None:
-    """Check that the run does not overwrite or delete what it reads.
+    """Check that the run does not overwrite or delete what it reads, and does not write into a folder of its data.
+
+    Args:
+        reads: files, folders and patterns of names; what does not exist (an id of the hub) is passed over.
 
     Raises:
-        ConfigError: a model or data file is where the run writes.
+        ConfigError: one of them is where the run writes, or the other way round.
     """
     own = Path(output).resolve()
-    for path in (Path(r).resolve() for r in reads if r is not None):
-        if path.exists() and (path == own / "model" or (clean and path.is_relative_to(own))):
-            found = f"{path}, which this run reads, lies where it writes"
-            raise ConfigError(f"`output: {output}`", found, "take another `output`")
+    for name in (str(r) for r in reads if r is not None):
+        pattern = glob.has_magic(name) and not Path(name).exists()
+        for path in map(Path, glob.glob(name, recursive=True) if pattern else [name]):
+            place = path.resolve()
+            inside = place.relative_to(own).parts if place.is_relative_to(own) else None
+            written = inside is not None and (not inside or clean or inside[0] in KNOWN)
+            if path.exists() and written:
+                found = f"{place}, which this run reads, lies where it writes"
+                raise ConfigError(f"`output: {output}`", found, "take another `output`")
 
 
 def _exists(path: Path) -> bool:
@@ -128,7 +139,7 @@ def lock(output: Path | str) -> Iterator[None]:
     descriptor, error = None, None
     if launched()[0] == 0:
         try:
-            descriptor = os.open(Path(output) / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(Path(output) / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             error = ConfigError(f"`output: {output}`", "another run is at work there", "wait for it, or take another")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+from optrush import files
 from optrush.config import LOGIN, Config, TrackerConfig, refuse_secrets, scrubbed
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.launch import TRACKER_THREAD, launched
@@ -310,9 +311,7 @@ class Reporter(threading.Thread):
         return True
 
     def _store(self) -> None:
-        new = self.state_path.with_name(f"{STATE}.tmp")
-        new.write_text(json.dumps(self.state) + "\n")
-        os.replace(new, self.state_path)
+        files.write_whole(self.state_path, json.dumps(self.state) + "\n")
         self.progress = time.monotonic()
         self.alive()
 
@@ -323,8 +322,8 @@ class Reporter(threading.Thread):
 
 def size_bytes(path: Path) -> int:
     """Return the size of a file, or of all files of a folder."""
-    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-    return sum(p.stat().st_size for p in files)
+    parts = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return sum(p.stat().st_size for p in parts)
 
 
 def content_digest(path: Path) -> str:
