@@ -360,6 +360,8 @@ def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
 
 def parse_scalar(text: str) -> Any:
     """Return the value of a flag, by YAML's rules and the rule for 1e-5."""
+    if _UNPAIRED.search(text):  # bytes of the command line that are no UTF-8
+        raise ConfigError("a value of a flag", f"{text!r}, which is no UTF-8", "leave that character out")
     try:
         node = yaml.compose(text, Loader=_Loader) if len(text) <= LONGEST_YAML else None
     except yaml.YAMLError:

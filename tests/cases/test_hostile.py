@@ -282,3 +282,83 @@ def test_dollar_signs_in_charts() -> None:
     figure = curves([Series(text, [(1, 2.0), (2, 1.0)]), Series("b$", [(1, 1.0)])], title=text, axis=text, unit=text)
     assert inline_svg(figure, text, text).count("$x^$") > 3
     assert "$x^$" in str(bars_svg(text, [BarRow(text, text, ((0.0, 1.0, "s0"),))], axis=text))
+
+
+# --- what changed of the data since a checkpoint
+
+ROWS = [{"text": f"Chop {i + 2} onions, fry them in butter and stir."} for i in range(12)]
+CHANGED: dict[str, tuple[list[dict[str, str]], str]] = {
+    "added": ([*ROWS, {"text": "More."}, {"text": "And more."}], "2 rows added, from row 13 on"),
+    "removed": (ROWS[:3] + ROWS[5:], "2 rows removed, from row 4 on"),
+    "altered": ([*ROWS[:6], {"text": "Other."}, *ROWS[7:]], "1 row altered, from row 7 on"),
+    "added before the others": ([{"text": "First."}, *ROWS], "1 row added, from row 1 on"),
+    "all": ([{"text": "Other."}, *ROWS[:5], *ROWS[8:]], "1 row altered, 2 rows removed, from row 1 on"),
+    "another order": (ROWS[::-1], "the same rows in another order, from row 1 on"),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(box: Box, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with one checkpoint, and next to it what it read: rows.jsonl and held.jsonl."""
+    folder = tmp_path_factory.mktemp("begun")
+    for name in ("rows.jsonl", "held.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    ended = called("train", box.write(**of_two(folder)))
+    assert ended.code == 0, ended
+    return folder
+
+
+def of_two(folder: Path) -> dict[str, Any]:
+    data = {"path": str(folder / "rows.jsonl"), "eval": str(folder / "held.jsonl")}
+    train = {"steps": 2, "export": False, "save_every": 1}
+    return {"data": data, "train": train, "output": str(folder / "out")}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_the_rows_that_changed(name: str, box: Box, begun: Path) -> None:
+    rows, says = CHANGED[name]
+    before = (begun / "rows.jsonl").read_bytes()
+    (begun / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    try:
+        ended = called("train", box.write(**of_two(begun)), "--resume", "auto")
+    finally:
+        (begun / "rows.jsonl").write_bytes(before)
+    refused(ended, f"`data` was not the same: {begun}/rows.jsonl: {says}\n", "--allow-change data")
+    assert "held.jsonl" not in ended.err
+
+
+def test_files_and_keys_that_changed(box: Box, begun: Path) -> None:
+    other = of_two(begun)
+    (begun / "more.jsonl").write_text('{"text": "More."}\n')
+    other["data"]["path"] = [other["data"]["path"], str(begun / "more.jsonl")]
+    refused(
+        called("train", box.write(**other), "--resume", "auto"), "more.jsonl was not read before", "`data.path` was",
+    )  # fmt: skip
+    other = of_two(begun)
+    other["data"]["max_samples"] = 5
+    ended = called("train", box.write(**other), "--resume", "auto")
+    refused(ended, "`data` was not the same: `data.max_samples` was None and is 5\n")
+
+
+def test_without_a_record(box: Box, begun: Path) -> None:
+    """As a run of an earlier version left it: the digests, and not 64 digits of each."""
+    record, rows = (begun / "out" / "data.json").read_bytes(), (begun / "rows.jsonl").read_bytes()
+    (begun / "out" / "data.json").unlink()
+    (begun / "rows.jsonl").write_bytes(rows * 2)
+    try:
+        ended = called("train", box.write(**of_two(begun)), "--resume", "auto")
+    finally:
+        (begun / "rows.jsonl").write_bytes(rows)
+        (begun / "out" / "data.json").write_bytes(record)
+    refused(ended, "`data` was ", "... and is ")
+    assert max(map(len, ended.err.split())) < 64 + len(str(begun))
+
+
+def test_files_that_are_read_whole(tmp_path: Path) -> None:
+    from optrush.data.readers import record_changes, record_files
+
+    (tmp_path / "a.json").write_text('[{"text": "a"}]')
+    then = record_files([str(tmp_path)], None)
+    (tmp_path / "a.json").write_text('[{"text": "ab"}]')
+    (said,) = record_changes(then, record_files([str(tmp_path)], None))
+    assert said == f"{tmp_path}/a.json: other content (15 bytes then, 16 now)"

@@ -177,6 +177,7 @@ class Meter:
         """Append a line; while the disk is full, lines wait here for the next one, and training goes on."""
         if self.path is None:
             return
+        waiting = bool(self.unwritten)
         self.unwritten += json.dumps(line, allow_nan=False) + "\n"
         with files.open_to_append(self.path) as file:
             whole = file.tell()
@@ -186,7 +187,8 @@ class Meter:
                 else:
                     file.truncate(whole)
             except OSError as error:
-                self.say({"step": line["step"], "metrics_wait": str(error)})
+                if not waiting:
+                    self.say({"step": line["step"], "metrics_wait": str(error)})
         self.say(line)
 
     def _watch(self, step: int, batches: list[Batch], skipped: Tensor) -> None:
