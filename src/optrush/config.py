@@ -24,6 +24,8 @@ Keys = tuple[str | int, ...]  # the place of a value in the YAML
 _KINDS = ("map", "seq", "str", "int", "float", "bool", "null", "timestamp")
 _TEXT = "tag:yaml.org,2002:str"
 _PLAIN = frozenset(f"tag:yaml.org,2002:{kind}" for kind in _KINDS)
+_KEY_TAGS = ("tag:yaml.org,2002:merge", "tag:yaml.org,2002:value")  # of the keys << and =
+_UNPAIRED = re.compile("[\ud800-\udfff]")
 LOGIN = re.compile(r"(?<=://)[^/\s@]+@")  # user:password@ of an address, or a token alone
 # YAML 1.1 reads 1e-5 as text; it is meant as a number.
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z")
@@ -36,6 +38,35 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(
     str, lambda dumper, text: dumper.represent_scalar(_TEXT, text, style="'" if _NUMBER.match(text) else None)
 )
+
+
+LONGEST_YAML, DEEPEST_YAML = 100_000, 32  # characters; mappings and lists in each other
+
+
+class _RefusedNode(yaml.MarkedYAMLError):
+    """What a configuration may not contain, although it is YAML."""
+
+    def __init__(self, mark: Any, found: str, do: str) -> None:
+        super().__init__(problem=found, problem_mark=mark)
+        self.found, self.do = found, do
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases and deep nesting while it reads, before either can take memory or the stack."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            raise _RefusedNode(event.start_mark, f"the alias *{event.anchor}", "write the value out")
+        if self.depth == DEEPEST_YAML:
+            found = f"more than {DEEPEST_YAML} mappings and lists in each other"
+            raise _RefusedNode(event.start_mark, found, "write it flatter")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class StrictModel(BaseModel):
@@ -305,18 +336,19 @@ def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
     """Return YAML text as plain values, and the line of every key.
 
     Raises:
-        ConfigError: not YAML; a key twice, an alias, a tag; no mapping at the top.
+        ConfigError: not YAML; a key twice, an alias, a tag, a key that is no text; no mapping at the top; too long or
+            too deep.
     """
+    if len(text) > LONGEST_YAML:
+        found = f"{len(text):,} characters, where {LONGEST_YAML:,} are read"
+        raise ConfigError(where, found, "keep data in files of their own, and name them under `data.path`")
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                at = event.start_mark
-                place = f"{where}:{at.line + 1}" if at else where
-                raise ConfigError(place, f"the alias *{event.anchor}", "write the value out")
+        node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
+        if isinstance(error, _RefusedNode):
+            raise ConfigError(place, error.found, error.do) from None
         raise ConfigError(place, f"not YAML: {_reason(error)}", "mend that line") from None
     if not isinstance(node, yaml.MappingNode):
         found = "nothing" if node is None else "no mapping"
@@ -328,8 +360,10 @@ def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
 
 def parse_scalar(text: str) -> Any:
     """Return the value of a flag, by YAML's rules and the rule for 1e-5."""
+    if _UNPAIRED.search(text):  # bytes of the command line that are no UTF-8
+        raise ConfigError("a value of a flag", f"{text!r}, which is no UTF-8", "leave that character out")
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=_Loader) if len(text) <= LONGEST_YAML else None
     except yaml.YAMLError:
         return text
     return None if node is None else _plain(node, (), "flag", {})
@@ -345,13 +379,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> Any:
     line = node.start_mark.line + 1
     lines.setdefault(path, line)
-    if node.tag not in _PLAIN:
+    kind = "map" if isinstance(node, yaml.MappingNode) else "seq" if isinstance(node, yaml.SequenceNode) else ""
+    if node.tag not in _PLAIN or not node.tag.endswith(kind):
         raise ConfigError(f"{where}:{line}", f"the tag {node.tag}", "write a plain value, without a tag")
     if isinstance(node, yaml.MappingNode):
         out: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = str(key_node.value)
             at = key_node.start_mark.line + 1
+            if isinstance(key_node, yaml.ScalarNode) and key_node.tag not in {*_PLAIN, *_KEY_TAGS}:
+                raise ConfigError(f"{where}:{at}", f"the tag {key_node.tag}", "write a plain key, without a tag")
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{where}:{at}", "a list or a mapping as a key", "give each key a name")
+            key = str(key_node.value)
             if key in out:
                 raise ConfigError(f"{where}:{at}", f"`{key}` stands here a second time", "keep one of them")
             lines[(*path, key)] = at
@@ -365,16 +404,21 @@ def _plain(node: yaml.Node, path: Keys, where: str, lines: dict[Keys, int]) -> A
     loader = yaml.SafeLoader("")
     try:
         value = loader.construct_object(node)
+    except (LookupError, AttributeError):  # !!bool x, !!timestamp x
+        raise ConfigError(f"{where}:{line}", f"`{node.value}`, not of its tag", "write a plain value") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{where}:{line}", f"`{node.value}`: {_reason(error)}", "write a plain value") from None
     finally:
         loader.dispose()
+    if isinstance(value, str) and ("\0" in value or (not value.isascii() and _UNPAIRED.search(value))):
+        found = f"{value!r}, which no file or path can have in it"
+        raise ConfigError(f"{where}:{line}", found, "leave that character out")
     return value if isinstance(value, str | int | float | bool | None) else str(node.value)
 
 
 def _reason(error: Exception) -> str:
     texts = [getattr(error, name, None) for name in ("context", "problem")]
-    return ", ".join(filter(None, texts)) or str(error).splitlines()[0]
+    return ", ".join(filter(None, texts)) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _section(data: dict[str, Any], key: str, asked: str) -> dict[str, Any]:

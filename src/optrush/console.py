@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -30,7 +31,19 @@ def use_color() -> bool:
     return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+class _Log(Console):
+    """A console whose lines are lost while the disk that they go to is full: what is logged goes on."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+err = _Log(stderr=True, highlight=False, soft_wrap=True)
 QUIET_S, EVERY_S = 2.0, 5.0  # without lines before the first; between two lines
 Item = TypeVar("Item")
 

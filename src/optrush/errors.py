@@ -12,6 +12,15 @@ RunError             the run itself failed (three bad updates in a row): exit co
 
 from __future__ import annotations
 
+LONGEST = 1000  # characters of a line
+
+
+def _line(text: str) -> str:
+    """Return one line of at most LONGEST characters; what is quoted may have line breaks and be of any length."""
+    text = "\\n".join(text.splitlines())
+    half = LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
+
 
 class UserError(Exception):
     """Something the user must change: the request, the finding and the remedy (each one line)."""
@@ -23,7 +32,7 @@ class UserError(Exception):
         self.asked, self.found, self.do = asked, found, do
 
     def __str__(self) -> str:
-        return f"asked: {self.asked}\nfound: {self.found}\ndo:    {self.do}"
+        return f"asked: {_line(self.asked)}\nfound: {_line(self.found)}\ndo:    {_line(self.do)}"
 
 
 class ConfigError(UserError):

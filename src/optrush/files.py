@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
+from optrush.errors import ConfigError
+
 
 def write_piece(file: IO[bytes], data: Any) -> None:
     """Write bytes or a buffer of them to a file."""
@@ -84,7 +86,8 @@ def write_whole(path: Path, pieces: Iterable[Any] | str | bytes, temporary: Path
     """
     new = temporary or path.with_name(path.name + ".tmp")
     try:
-        with new.open("wb") as file:
+        new.unlink(missing_ok=True)  # of a killed process, or a link: it is not written through
+        with new.open("xb") as file:
             whole = pieces.encode() if isinstance(pieces, str) else pieces
             for data in [whole] if isinstance(whole, bytes) else whole:
                 write_piece(file, data)
@@ -94,3 +97,25 @@ def write_whole(path: Path, pieces: Iterable[Any] | str | bytes, temporary: Path
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+def open_to_append(path: Path) -> IO[bytes]:
+    """Open a file to append to it, unbuffered; made where it is missing, and never through a symbolic link.
+
+    Raises:
+        OSError: it is a symbolic link (ELOOP), or cannot be written.
+    """
+    return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644), "ab", buffering=0)
+
+
+def refuse_links(folder: Path, asked: str) -> None:
+    """Raise ConfigError for a symbolic link in a folder that leads out of it: what is written there stays there.
+
+    The folder itself may be a link, and links within it may lead to each other.
+    """
+    own = folder.resolve()
+    for at, folders, names in os.walk(own):
+        for link in (Path(at) / name for name in (*folders, *names)):
+            if link.is_symlink() and not link.resolve().is_relative_to(own):
+                found = f"{folder / link.relative_to(own)} is a symbolic link to {os.readlink(link)}, out of the folder"
+                raise ConfigError(asked, found, "remove the link; to write elsewhere, name that folder instead")

@@ -17,10 +17,11 @@ import torch
 import yaml
 
 from optrush import __version__
-from optrush.config import Config
+from optrush.config import Config, parse_yaml
 from optrush.console import count
 from optrush.data import readers
 from optrush.data.readers import form
+from optrush.errors import ConfigError
 from optrush.report import run as runs
 from optrush.report.page import safe_text
 from optrush.technique import library
@@ -88,10 +89,10 @@ def _licence(base: Path | None) -> str | None:
         return None
     found = re.match(r"---\r?\n(.*?)\r?\n---\s", (base / NAME).read_text("utf-8", "replace"), re.DOTALL)
     try:
-        front = yaml.safe_load(found[1]) if found else None
-    except (yaml.YAMLError, ValueError):  # not ours to mend
+        front = parse_yaml(found[1], NAME)[0] if found else {}
+    except ConfigError:  # of the base's authors
         return None
-    licence = front.get("license") if isinstance(front, dict) else None
+    licence = front.get("license")
     return licence if isinstance(licence, str) and LICENCE.match(licence) else None
 
 

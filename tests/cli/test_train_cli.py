@@ -26,7 +26,7 @@ LINE = {
     "skipped": int,
 }  # fmt: skip
 FOLDER = {"run.yaml", "metrics.jsonl", "checkpoints", "model"}
-BESIDE = {"loss.png", "report.html", ".lock", "tensorboard"}
+BESIDE = {"data.json", "loss.png", "report.html", ".lock", "tensorboard"}
 
 
 def steps(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -39,7 +39,7 @@ from optrush.bench.results import BenchState
 from optrush.config import Config, dump_config
 from optrush.console import err
 from optrush.errors import ConfigError, UserError
-from optrush.files import write_whole
+from optrush.files import refuse_links, write_whole
 from optrush.hardware import GIB
 from optrush.planner import calibration
 from optrush.resolve import resolve
@@ -217,6 +217,7 @@ def _check_folder(out: Path, resume: bool) -> None:
         raise ConfigError(asked, found, "go on with it: --resume; or take another folder")
     if resume and not (out / RUNGS).is_dir():
         raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to go on with", "leave --resume out")
+    refuse_links(out, asked)
 
 
 def _refuse(state: BenchState, board: ProgressBoard) -> None:

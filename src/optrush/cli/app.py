@@ -11,13 +11,14 @@ import io
 import os
 import sys
 import threading
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from optrush import __version__
 from optrush.cli import bench, chat, data, plan, setup, train
-from optrush.console import shown
+from optrush.console import FULL, shown
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.launch import TRACKER_THREAD
 
@@ -72,6 +73,28 @@ def main() -> None:
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
+    code = _run(debug)
+    if "RANK" in os.environ or any(thread.name == TRACKER_THREAD for thread in threading.enumerate()):
+        # Threads of gloo can outlive their process group and abort the process at Python's shutdown (once in a dozen
+        # two-rank runs on two cores); a tracker's blocked client would hold it up. All files are closed: leave at once.
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # the disk of the log is full: the exit code stays
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _complain(text: str) -> None:
+    """Print to standard error, unless the disk that it goes to is full."""
+    try:
+        print(shown(text), file=sys.stderr, flush=True)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+
+
+def _run(debug: bool) -> int:
+    """Run the verb and print its error; return the exit code."""
     code = 0
     try:
         app(prog_name="optrush")
@@ -82,20 +105,14 @@ def main() -> None:
             raise
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not error.everywhere:
-            print(shown(f"{error}" if rank == "0" else f"rank {rank}:\n{error}"), file=sys.stderr)
+            _complain(f"{error}" if rank == "0" else f"rank {rank}:\n{error}")
         code = 2 if isinstance(error, UserError) else 1
     except OSError as error:
         if debug or error.filename is None or error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EROFS):
             raise
         refusal = ConfigError(f"{error.filename}", f"{error.strerror}", "give a path that can be used")
-        print(shown(str(refusal)), file=sys.stderr)
+        _complain(str(refusal))
         code = 2
     except KeyboardInterrupt:
         code = 130
-    if "RANK" in os.environ or any(thread.name == TRACKER_THREAD for thread in threading.enumerate()):
-        # Threads of gloo can outlive their process group and abort the process at Python's shutdown (once in a dozen
-        # two-rank runs on two cores); a tracker's blocked client would hold it up. All files are closed: leave at once.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    return code

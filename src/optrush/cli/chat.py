@@ -366,7 +366,8 @@ def _write_answers(
     answers = passing(generate.generate_answers(source, prompts, **how), len(prompts), f"answers of {source.name}")
     first = next(answers)  # nothing is written before everything that can be refused was
     tokens = 0
-    with part.open("w", encoding="utf-8") as file:
+    part.unlink(missing_ok=True)
+    with part.open("x", encoding="utf-8") as file:
         for n, answer in enumerate(chain([first], answers)):
             tokens += answer.tokens
             row = {"prompt": prompts[n].shown(), **answer.facts()}

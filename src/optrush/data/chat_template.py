@@ -795,9 +795,10 @@ def open_tokenizer(folder: Path) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        asked = f"the tokenizer of {folder}"
-        raise NeedsError(asked, str(error).splitlines()[0], "put its tokenizer.json there") from None
+    except Exception as error:  # of its files: what is wrong in them decides the class of the exception
+        text = " ".join(str(error).split())[:300]
+        found = text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
+        raise NeedsError(f"the tokenizer of {folder}", found, "put its tokenizer.json there") from None
 
 
 def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:

@@ -1150,7 +1150,7 @@ def cleaning_folder(out: Path, reads: Sequence[Path]) -> Iterator[Path]:
         raise ConfigError(asked, f"the folder of the input {inside[0]}", "take another folder")
     try:
         new.mkdir(parents=True, exist_ok=True)
-        lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+        lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise ConfigError(asked, f"{error.strerror}", "name a folder that can be made") from None
     try:

@@ -8,6 +8,7 @@ files.
 
 from __future__ import annotations
 
+import base64
 import bz2
 import csv
 import difflib
@@ -22,12 +23,15 @@ import re
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from optrush.data.schema import MEANT, RowLocation, bad_row, decode_json, kind_of, quoted
 from optrush.errors import DataError, NeedsError
@@ -672,6 +676,53 @@ def files_fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -
         _cache_folder(memory.parent)
         write_whole(memory, json.dumps(kept), memory.with_name(f"{memory.name}.{os.getpid()}"))
     return whole.hexdigest()
+
+
+# --- What a run has read, row by row, so that a resumed run can say what changed.
+
+MOST_RECORDED_bytes = 64 << 20  # larger files are recorded as a whole
+
+
+def record_files(paths: Iterable[str], cache: Path | None) -> list[dict[str, Any]]:
+    """Return a record of the files that some paths name: size, and 32 bits of each row, or of the whole."""
+    return [_record_file(file) for path in paths for file in find_files(path, cache)]
+
+
+def _record_file(file: Path) -> dict[str, Any]:
+    suffix, packing = form(file) or ("", "")
+    facts: dict[str, Any] = {"path": str(file.resolve()), "bytes": file.stat().st_size}
+    if suffix in (*LINES, *CELLS, *TEXT) and not packing and facts["bytes"] <= MOST_RECORDED_bytes:
+        sums = np.array([zlib.crc32(line) for line in file.read_bytes().rstrip(b"\n").split(b"\n")], "<u4")
+        return {**facts, "rows": base64.b64encode(sums.tobytes()).decode()}
+    with file.open("rb") as content:
+        return {**facts, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+
+
+def record_changes(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return what differs between two records, a text for each file: rows added, removed, altered."""
+    before, after = ({part["path"]: part for part in record} for record in (then, now))
+    changes = [f"{path} is not read any more" for path in before if path not in after]
+    changes += [f"{path} was not read before" for path in after if path not in before]
+    for path in before.keys() & after.keys():
+        old, new = before[path], after[path]
+        if old != new:
+            rows = "rows" in old and "rows" in new
+            size = f"{old['bytes']:,} bytes then, {new['bytes']:,} now"
+            changes.append(f"{path}: {_row_changes(old['rows'], new['rows']) if rows else f'other content ({size})'}")
+    return sorted(changes)
+
+
+def _row_changes(old: str, new: str) -> str:
+    then, now = (np.frombuffer(base64.b64decode(text), "<u4") for text in (old, new))
+    n = min(len(then), len(now))
+    different = np.flatnonzero(then[:n] != now[:n])
+    first = int(different[0]) if len(different) else n
+    lost, fresh = Counter(then[first:].tolist()), Counter(now[first:].tolist())
+    removed, added = (lost - fresh).total(), (fresh - lost).total()
+    altered = min(removed, added)
+    counts = (("altered", altered), ("added", added - altered), ("removed", removed - altered))
+    parts = [f"{k:,} row{'s' * (k > 1)} {what}" for what, k in counts if k]
+    return f"{', '.join(parts) or 'the same rows in another order'}, from row {first + 1:,} on"
 
 
 def changed_meanwhile(file: Path) -> DataError:

@@ -44,7 +44,7 @@ from optrush.data.chat_template import Tokens
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
 from optrush.data.schema import Document, Row, RowLocation
 from optrush.errors import DataError, UserError
-from optrush.files import sync_folder, write_whole
+from optrush.files import open_to_append, sync_folder, write_whole
 from optrush.objectives import learnt
 
 # --- One shard: the documents of a piece of the data as token ids.
@@ -758,5 +758,5 @@ def append_bad_rows(path: Path, refused: Iterable[BadRow]) -> None:
     """Append a line of JSON a row to a file (quarantine.jsonl); several processes may."""
     for where, error in refused:
         line = json.dumps({"file": str(where.file), "line": where.line, "reason": error.found}, ensure_ascii=False)
-        with path.open("ab", buffering=0) as file:  # one call a line: the lines of two processes do not mix
+        with open_to_append(path) as file:  # one call a line: the lines of two processes do not mix
             file.write(line.encode("utf-8", "backslashreplace") + b"\n")

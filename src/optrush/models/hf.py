@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from optrush.data.batch import Documents
-from optrush.errors import NeedsError
+from optrush.errors import NeedsError, UserError
 from optrush.models import weights
 from optrush.models.decoder import Decoder, Head, Linear, build_decoder, call, redo_ties
-from optrush.models.shapes import HF, native_obstacle, refuse_foreign
+from optrush.models.shapes import HF, native_obstacle, read_config_json, refuse_foreign
 from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource
 
 if TYPE_CHECKING:
@@ -242,16 +242,32 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
         found = "transformers does not know it without running code from the model's folder"
         do = "choose a model that transformers itself knows, or update transformers"
         raise NeedsError(f"a model of type {kind!r}", found, do)
-    config, auto = CONFIG_MAPPING[kind].from_dict(dict(hf)), cast(Any, AutoModelForCausalLM)
-    if folder is not None:
-        Folder(folder)  # refuses pickles, and an index that refers to other folders
-    try:
+    auto = cast(Any, AutoModelForCausalLM)
+    try:  # checks that the families define themselves are of many classes, down to KeyError and AttributeError
+        config = CONFIG_MAPPING[kind].from_dict(dict(hf))
         if folder is not None:
             return _pretrained(folder, config, dtype, "eager")
         with _Undrawn():
             return auto.from_config(config, dtype=dtype, attn_implementation="eager").eval()
-    except (ValueError, OSError, RuntimeError) as error:
-        raise unsupported(config, str(error).splitlines()[0]) from None
+    except UserError:
+        raise
+    except Exception as error:
+        place = "config.json" if folder is None else folder / "config.json"
+        do = "correct that in config.json, or choose a model of another family"
+        found = reason(error)
+        if isinstance(error, KeyError):  # of a table of transformers: activations, RoPE types ...
+            named = [key for key, value in hf.items() if isinstance(value, str) and value in error.args]
+            found = f"{named[0]} {error}, which transformers does not have" if named else found
+        raise NeedsError(f"a model of type {kind!r} through transformers ({place})", found, do) from None
+
+
+def reason(error: Exception) -> str:
+    """Return the exception of another library in one line of at most 300 characters."""
+    text = " ".join(str(error).split())
+    if "ignore_mismatched_sizes" in text:
+        return "tensors of other shapes in its files than config.json gives them"
+    named = isinstance(error, LookupError | AttributeError | TypeError) or not text
+    return f"{type(error).__name__}: {text}"[:300] if named else text[:300]
 
 
 class _Undrawn(TorchFunctionMode):
@@ -272,11 +288,19 @@ class _Undrawn(TorchFunctionMode):
 def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: str) -> Any:
     """Return transformers' model of a folder in eval mode; raise NeedsError if its weights do not fit config.json."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True,
-        use_safetensors=True, trust_remote_code=False, output_loading_info=True,
-    )  # fmt: skip
+    weights.refuse_more_layers(Folder(folder), config.to_dict())  # refuses pickles, and an index to other folders
+    shows = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True,
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+        )  # fmt: skip
+    finally:
+        if shows:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     model, info = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if wrong := sorted(map(str, info.get(kind) or ())):
@@ -458,12 +482,14 @@ def load(
         if folder is not None:
             weights.refuse_packed(folder)
         return adapt(folder, hf, dtype, seed, growth)
+    stored = None if folder is None else weights.open_weights(folder)
+    if stored is not None:
+        weights.refuse_more_layers(stored, hf)
     model = build_decoder(hf, dtype)
     entries = weights.native_entries(model)
-    if folder is None:
+    if stored is None:
         drawn = weights.random_init(hf, seed, weights.native_constants(entries))
         return model, WeightMap(entries, weights.widened(drawn, model, entries, growth))
-    stored = weights.open_weights(folder)
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in weights.vocabulary_names(model, entries)}
@@ -482,20 +508,15 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
         NeedsError: transformers does not support it, its weights are pickles, or they do not fit its config.json.
     """
     from transformers import AutoConfig
-    from transformers.utils import logging
 
-    Folder(folder)  # refuses pickles, and an index that refers to other folders
-    shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    read_config_json(folder / "config.json")
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # config.json may name an attention whose code is on the hub, and has precedence over the argument.
         config._attn_implementation = "sdpa"
         model = _pretrained(folder, config, dtype or "auto", "sdpa")
-    except (ValueError, OSError, RuntimeError, KeyError, ImportError) as error:
-        found = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise NeedsError(f"the model {folder}", found, "name a folder that transformers loads") from None
-    finally:
-        if shows:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    except UserError:
+        raise
+    except Exception as error:
+        raise NeedsError(f"the model {folder}", reason(error), "name a folder that transformers loads") from None
     return model.to(device)

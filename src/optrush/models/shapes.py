@@ -6,8 +6,11 @@ The planner needs this module on a machine without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from optrush.errors import ConfigError, NeedsError
@@ -31,6 +34,104 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {**_QWEN, "head_dim": None},
     "qwen3": {**_QWEN, "head_dim": 128},
 }
+
+# --- the types of values in config.json, by key: one table for every model class and every verb
+
+MOST = 2**31 - 1  # of a size, and of every whole number: ids and positions are 32 bits wide
+MOST_BYTES, DEEPEST = 16 << 20, 32  # of a config.json
+Check = Callable[[Any], bool]
+
+
+def _whole(value: object, least: int) -> bool:
+    return type(value) is int and least <= value <= MOST
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+_TEXT: tuple[str, Check] = ("a text", lambda value: isinstance(value, str))
+_NUMBER: tuple[str, Check] = ("a finite number", _number)
+_TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
+    ("a positive whole number below 2**31", lambda value: _whole(value, 1)): (
+        "hidden_size", "num_hidden_layers", "vocab_size", "head_dim", "global_head_dim", "n_embd", "n_head", "n_layer",
+        "n_positions", "n_ctx", "n_inner", "max_position_embeddings", "original_max_position_embeddings",
+        "sliding_window",
+    ),
+    ("a positive whole number below 2**31", lambda v: _whole(v, 1) or _list_of(lambda i: _whole(i, 1))(v)): (
+        "intermediate_size", "num_attention_heads", "num_key_value_heads", "ffn_dim",  # one a layer in some families
+    ),
+    ("a whole number below 2**31", lambda value: _whole(value, -1)): (
+        "max_window_layers", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "bos_token_id",
+        "pad_token_id",
+    ),
+    ("a whole number or a list of them", lambda v: _whole(v, -1) or _list_of(lambda i: _whole(i, -1))(v)): (
+        "eos_token_id",
+    ),
+    _NUMBER: (
+        "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range",
+        "rope_theta", "partial_rotary_factor", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
+        "attn_pdrop", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping",
+    ),
+    ("true or false", lambda value: isinstance(value, bool)): (
+        "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_encoder_decoder", "use_cache",
+    ),
+    _TEXT: ("model_type", "hidden_act", "hidden_activation", "activation_function", "torch_dtype", "dtype"),
+    ("a list of texts", _list_of(_TEXT[1])): ("architectures", "layer_types"),
+    ("a mapping", lambda value: isinstance(value, dict)): ("rope_scaling", "rope_parameters"),
+}  # fmt: skip
+_TYPE_OF = {key: kind for kind, keys in _TYPES.items() for key in keys}
+_ROPE_FACTORS = ("factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow")
+_ROPE_TYPE_OF = {  # within rope_scaling and rope_parameters, in which some families have a mapping a kind of layer
+    **_TYPE_OF, **dict.fromkeys(("type", "rope_type"), _TEXT), **dict.fromkeys(_ROPE_FACTORS, _NUMBER),
+    **dict.fromkeys(("short_factor", "long_factor"), ("a list of numbers", _list_of(_number))),
+}  # fmt: skip
+_REQUIRED = {"num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size"}  # never null
+
+
+def read_config_json(file: Path) -> dict[str, Any]:
+    """Read a model's config.json: one JSON object, with values of the types in `_TYPES`.
+
+    Raises:
+        ConfigError: no JSON object, or too large; a value of another type or out of range, by file and key.
+    """
+    do = "download the model again"
+    if (size := file.stat().st_size) > MOST_BYTES:
+        raise ConfigError(f"{file}", f"{size} bytes, where a config.json has a few thousand", do)
+    try:
+        hf = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
+        raise ConfigError(f"{file}", f"not JSON: {error}", do) from None
+    if not isinstance(hf, dict):
+        raise ConfigError(f"{file}", "no JSON object", do)
+    _check_types(hf, file, "", 1)
+    return hf
+
+
+def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> None:
+    """Check the values of a mapping and of the mappings in it."""
+    for key, value in tree.items():
+        place, kind = f"{path}{key}", (_ROPE_TYPE_OF if path.startswith("rope_") else _TYPE_OF).get(key)
+        if kind is not None and not kind[1](value) and (value is not None or key in _REQUIRED):
+            raise ConfigError(f"{file}: {_brief(place)}", _brief(repr(value)), f"give {_brief(place)} {kind[0]}")
+        for part in value if isinstance(value, list) else [value]:
+            if type(part) is int and abs(part) >= 2**63:
+                do = "give it a number of 64 bits"
+                raise ConfigError(f"{file}: {_brief(place)}", f"a whole number of {part.bit_length()} bits", do)
+        if isinstance(value, dict):
+            if depth == DEEPEST:
+                raise ConfigError(f"{file}", f"more than {DEEPEST} mappings in each other", "download the model again")
+            _check_types(value, file, f"{place}.", depth + 1)
+
+
+def _brief(text: str) -> str:
+    """Return a text of a file in one line of a message."""
+    text = " ".join(text.split())
+    return text if len(text) <= 120 else f"{text[:80]}... ({len(text)} characters)"
 
 
 @dataclass(frozen=True)

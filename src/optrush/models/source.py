@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import tempfile
 from functools import cache
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 from optrush.config import Config, nearest
 from optrush.errors import ConfigError
-from optrush.models.shapes import SHAPES
+from optrush.models.shapes import SHAPES, read_config_json
 
 CONFIG = ["config.json"]  # files that are downloaded from the hub
 TOKENIZER = ["*.json", "*.jinja", "*.model"]
@@ -43,13 +42,7 @@ def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str,
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError(f"the model {folder}", "a folder without config.json", "name a Hugging Face model's folder")
-    try:
-        hf = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{file}", f"not JSON: {error}", "download the model again") from None
-    if not isinstance(hf, dict):
-        raise ConfigError(f"{file}", "no JSON object", "download the model again")
-    return folder, hf
+    return folder, read_config_json(file)
 
 
 def _tiny() -> Path:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from optrush.errors import CheckpointError, NeedsError
 from optrush.kernels import nf4
 from optrush.models.decoder import Decoder, Linear
-from optrush.models.shapes import ARCHITECTURES, HF
+from optrush.models.shapes import ARCHITECTURES, HF, ModelShape, native_obstacle
 
 if TYPE_CHECKING:
     from optrush.models.source import Growth
@@ -125,6 +125,16 @@ class Folder:
         shape, one, other = self.shape(a), self._slice(a), self._slice(b)
         chunks = [slice(at, at + CHUNK_rows) for at in range(0, shape[0] if shape else 0, CHUNK_rows)]
         return shape == self.shape(b) and all(torch.equal(one[c], other[c]) for c in chunks)
+
+
+def refuse_more_layers(stored: Folder | PackedFolder, hf: HF) -> None:
+    """Raise NeedsError if config.json has more layers than the files have tensors, before any layer is built."""
+    folder = stored if isinstance(stored, Folder) else stored.everything
+    layers = hf.get("num_hidden_layers") or hf.get("n_layer") or 0
+    if isinstance(layers, int) and layers > len(folder.files):
+        numbers = "" if native_obstacle(hf) is not None else f" of {ModelShape.read(hf).parameters:,} parameters in all"
+        found = f"{layers:,} layers{numbers} in config.json, where the files have {len(folder.files):,} tensors"
+        raise NeedsError(f"the weights in {folder.folder}", found, "check that config.json fits the weights")
 
 
 def seeded_generator(seed: int, name: str, device: torch.device) -> torch.Generator:

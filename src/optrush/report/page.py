@@ -258,7 +258,7 @@ def bars(
         # Names begin at the chart's edge, texts right of the bars.
         _text(axes, cut_text(row.name, NAME), (0, i + 0.34), axes.get_yaxis_transform(), weight="bold")
         axes.annotate(row.text, (end, i + 0.66), (6, 0), textcoords="offset points", va="center_baseline",
-                      fontsize=NORMAL, color=LIGHT["ink"], parse_math=False, annotation_clip=False)  # fmt: skip
+                      fontsize=NORMAL, color=LIGHT["ink"], annotation_clip=False)  # fmt: skip
     if low < 0:
         axes.axvline(0, color=LIGHT["soft"], linewidth=1)
     axes.set_yticks([])
@@ -386,13 +386,12 @@ def _figure(
             va="top",
             fontsize=12,
             color=LIGHT["ink"],
-            parse_math=False,
         )
     return figure, axes
 
 
 def _text(axes: Axes, text: str, at: tuple[float, float], transform: Any, **style: Any) -> None:
-    axes.text(*at, text, transform=transform, fontsize=NORMAL, color=LIGHT["ink"], parse_math=False, **style)
+    axes.text(*at, text, transform=transform, fontsize=NORMAL, color=LIGHT["ink"], **style)
 
 
 def _ticks(axis: Any, unit: str = "", *, whole: bool = False, log: bool = False) -> None:
@@ -463,7 +462,10 @@ def _plain_tree(element: ET.Element) -> None:
 
 def _saved(figure: Figure, kind: str, salt: str = "", **options: Any) -> bytes:
     from matplotlib import rc_context
+    from matplotlib.text import Text
 
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)  # names of runs, models and files are text, whatever dollar signs they have
     written = io.BytesIO()
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": salt or "optrush", "hatch.linewidth": 1.4,
                                    "font.family": ["DejaVu Sans"]}  # fmt: skip

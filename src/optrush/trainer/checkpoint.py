@@ -463,13 +463,15 @@ def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:
 
 
 def restore(
-    trainer: Trainer, found: Manifest | Path, fingerprints: Mapping[str, str], allow: frozenset[str] = frozenset()
-) -> Manifest:
+    trainer: Trainer, found: Manifest | Path, fingerprints: Mapping[str, str], allow: frozenset[str] = frozenset(),
+    data_changes: Callable[[], str] = str,
+) -> Manifest:  # fmt: skip
     """Fill parameters, optimizer states and `trainer.state` from a checkpoint of any sharding.
 
     Args:
         found: what `choose` returned (verified), or a folder (verified here).
         fingerprints: of this run; each must be as it was, unless `allow` names it.
+        data_changes: returns in words what changed of the data.
 
     Raises:
         CheckpointError: on every rank; the checkpoint is damaged, of another run's making, or holds other tensors.
@@ -478,7 +480,7 @@ def restore(
     assert manifest is not None, "a folder has a manifest, or choose raises"
 
     def fill() -> None:
-        _check_fingerprints(manifest, fingerprints, allow)
+        _check_fingerprints(manifest, fingerprints, allow, data_changes)
         _check_names(manifest, "state", set(manifest.state), set(trainer.state))
         _load(trainer, manifest)
 
@@ -539,16 +541,28 @@ def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[s
         raise CheckpointError(asked, found, do)
 
 
-def _check_fingerprints(manifest: Manifest, now: Mapping[str, str], allow: frozenset[str]) -> None:
+def _check_fingerprints(
+    manifest: Manifest, now: Mapping[str, str], allow: frozenset[str], data_changes: Callable[[], str]
+) -> None:
     then = manifest.fingerprints
     for name in sorted(allow):
         if name not in {*then, *now}:
             raise CheckpointError(f"--allow-change {name}", "no such field", nearest(name, {*then, *now}))
     for name in sorted({*then, *now} - allow):
         if then.get(name) != now.get(name):
-            found = f"`{name}` was {then.get(name, 'absent')} and is {now.get(name, 'absent')}"
+            old, new = (digests.get(name, "absent") for digests in (then, now))
+            found = f"`{name}` was {_DIGEST.sub(_short, old)} and is {_DIGEST.sub(_short, new)}"
+            if name == "data" and (changes := data_changes()):
+                found = f"`data` was not the same: {changes}"
             do = f"bring back the old one, or accept the change: --allow-change {name}"
             raise CheckpointError(f"to resume {manifest.path}", found, do)
+
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def _short(digest: re.Match[str]) -> str:
+    return f"{digest[0][:12]}..."
 
 
 def _check_names(manifest: Manifest, what: str, saved: set[str], wanted: set[str]) -> None:

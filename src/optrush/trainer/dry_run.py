@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import os
 import shlex
-import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
@@ -31,7 +30,7 @@ from optrush.planner import search
 from optrush.resolve import ResolvedConfig
 from optrush.technique import Part, instantiate
 from optrush.techniques import ALL
-from optrush.trainer import checkpoint
+from optrush.trainer import checkpoint, run_dir
 from optrush.trainer.distributed import World
 from optrush.trainer.run import absolute, check_run_output
 from optrush.trainer.trainer import Trainer
@@ -113,29 +112,17 @@ def memory_facts(config: Config, ranks: int) -> dict[str, Any]:
     return facts | {"lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines]}
 
 
-def _period(every: float, steps: int) -> int:
-    return max(1, round(every * steps)) if every < 1 else int(every)
-
-
 def disk_facts(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
     """Return what checkpoints and the exported model take at most, and the free space of their disk."""
     config = resolved.config
-    every, keep = config.train.save_every, config.train.keep
-    period = steps if every is None else _period(every, steps)
-    saved, tried = {*range(period, steps + 1, period), steps}, config.train.eval_every
-    evaluated = set() if tried is None else set(range(_period(tried, steps), steps, _period(tried, steps)))
-    best = bool(evaluated and config.train.best and every is not None and config.data.eval is not None)
-    saves = len(saved | evaluated if best else saved)  # at most
-    copies = min(saves, keep + 1 + best)  # a new one is whole before an old one goes
-    output = Path(config.output).absolute()
-    there = next(p for p in (output, *output.parents) if p.is_dir())
+    saves, copies = run_dir.saved_copies(config, steps)
+    there, free = run_dir.free_space(config.output)
     weights, states = _total_bytes(config)
     each = {"weights_bytes": weights, "states_bytes": states}
     needed = None if weights is None or states is None else copies * (weights + states) + weights * config.train.export
-    free = shutil.disk_usage(there).free
     fits = None if needed is None else needed <= free
-    found = {"checkpoints": copies, "saves": saves, "keep": keep, "needed_bytes": needed, "free_bytes": free}
-    return {**each, **found, "folder": str(there), "fits": fits}
+    found = {"checkpoints": copies, "saves": saves, "keep": config.train.keep, "needed_bytes": needed}
+    return {**each, **found, "free_bytes": free, "folder": str(there), "fits": fits}
 
 
 def _total_bytes(config: Config) -> tuple[int, int] | tuple[None, None]:

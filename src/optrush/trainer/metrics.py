@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from optrush import files
 from optrush.data.batch import Batch
 from optrush.errors import RunError
 from optrush.report.page import Series, curves, png, safe_text
@@ -176,8 +177,9 @@ class Meter:
         """Append a line; while the disk is full, lines wait here for the next one, and training goes on."""
         if self.path is None:
             return
+        waiting = bool(self.unwritten)
         self.unwritten += json.dumps(line, allow_nan=False) + "\n"
-        with self.path.open("ab", buffering=0) as file:
+        with files.open_to_append(self.path) as file:
             whole = file.tell()
             try:
                 if file.write(self.unwritten.encode()) == len(self.unwritten.encode()):
@@ -185,7 +187,8 @@ class Meter:
                 else:
                     file.truncate(whole)
             except OSError as error:
-                self.say({"step": line["step"], "metrics_wait": str(error)})
+                if not waiting:
+                    self.say({"step": line["step"], "metrics_wait": str(error)})
         self.say(line)
 
     def _watch(self, step: int, batches: list[Batch], skipped: Tensor) -> None:
@@ -271,4 +274,5 @@ def plot(metrics: Path, picture: Path, unit: str) -> None:
     evals = [(m["step"], m["eval_loss"]) for m in lines if m.get("eval_loss") is not None]
     series = [Series("training loss", train), *([Series("held-out loss", evals, dots=True)] if evals else [])]
     title = safe_text(metrics.resolve().parent.name)
-    picture.write_bytes(png(curves(series, title=title, axis="step", unit=f"loss, {unit}", height=300)))
+    drawn = png(curves(series, title=title, axis="step", unit=f"loss, {unit}", height=300))
+    files.write_whole(picture, drawn)

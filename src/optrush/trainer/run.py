@@ -10,10 +10,13 @@ import copy
 import datetime
 import gc
 import glob
+import json
 import math
+import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -86,9 +89,13 @@ def run(request: RunRequest) -> Outcome:
         manifest, passed = checkpoint.choose(output, request.resume)
         trainer, plan = build_to_fit(request, group, manifest)
         main = trainer.world.rank == 0
+        on_rank0(main, output, lambda: check_disk(request, trainer, plan))
+        fresh = not output.exists()
         on_rank0(main, output, lambda: output.mkdir(parents=True, exist_ok=True))
-        stack.enter_context(run_dir.lock(output))
-        on_rank0(main, output, lambda: claim_output(request, trainer, plan, manifest))
+        with undone(output if main and fresh else None) as locked:
+            stack.enter_context(run_dir.lock(output))
+            locked.set()
+            on_rank0(main, output, lambda: claim_output(request, trainer, plan, manifest))
         if main:
             console.err.print(trainer.describe(), markup=False)
         stack.enter_context(stop_signals(trainer))
@@ -116,11 +123,27 @@ def check_run_output(resolved: ResolvedConfig, resume: Literal["auto"] | Path | 
     config = resolved.config
     check_tracker(config)
     clean = config.train.clean and resume is None  # the same command resumes where it began anew
-    held_out = config.data.eval if isinstance(config.data.eval, str) else None
-    inputs = [o.path for o in config.data.origins]
-    run_dir.check_inputs(config.output, clean, (resolved.folder, *inputs, held_out, config.model.chat_template))
+    run_dir.check_inputs(config.output, clean, (resolved.folder, *_inputs(config)))
+    if lies_in := next((o.path for o in config.data.origins if _contains(o.path, config.output)), None):
+        found = f"it lies in {lies_in}, whose files are all read as data: what the run writes would be, too"
+        raise ConfigError(f"`output: {config.output}`", found, "take an `output` elsewhere, or name the data's files")
     inside = resume is not None and (resume == "auto" or resume.resolve().is_relative_to(Path(config.output).resolve()))
     run_dir.check_free(config.output, clean, resume if inside else None)
+
+
+def _inputs(config: Config) -> Iterator[str | None]:
+    """Yield the paths of the configuration that a run reads from."""
+    d, m = config.data, config.model
+    yield from (origin.path for origin in d.origins)
+    yield from (m.path, m.tokenizer, m.chat_template, d.eval if isinstance(d.eval, str) else None)
+    yield None if d.clean is None else d.clean.decontaminate
+    for options in config.with_.values():  # folders of adapters
+        yield from (value for value in options.values() if isinstance(value, str) and Path(value).exists())
+
+
+def _contains(path: str, output: str) -> bool:
+    """Return whether a source of data is a folder, and the output lies in it."""
+    return Path(path).is_dir() and Path(output).resolve().is_relative_to(Path(path).resolve())
 
 
 def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
@@ -132,8 +155,36 @@ def on_rank0(main: bool, output: Path, work: Callable[[], object]) -> None:
         except UserError as e:
             error = e
         except OSError as e:
-            error = ConfigError(f"`output: {output}`", f"{e.strerror}: {e.filename}", "correct that, or take another")
+            there, free = run_dir.free_space(output)
+            found = f"{e.strerror}: {e.filename or output} ({free:,} bytes free in {there})"
+            error = ConfigError(f"`output: {output}`", found, "correct that, or take another")
     distributed.agree(error)
+
+
+@contextmanager
+def undone(folder: Path | None) -> Iterator[threading.Event]:
+    """Remove a folder that the run has made, if it cannot begin there; what is in it only under the run's lock."""
+    locked = threading.Event()
+    try:
+        yield locked
+    except UserError:
+        if folder is not None and locked.is_set():
+            shutil.rmtree(folder, ignore_errors=True)
+        elif folder is not None:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def check_disk(request: RunRequest, trainer: Trainer, plan: RunPlan) -> None:
+    """Check that the disk has room for what the run will write: the sizes are known, whatever was predicted."""
+    config = trainer.config
+    saved = sum(math.prod(s.whole) * s.local.element_size() for s in checkpoint.slices(trainer))
+    weight = trainer.model.embedding.weight
+    assert isinstance(weight, Tensor)
+    numbers = sum(math.prod(entry.shape) for entry in trainer.weight_map.entries.values())
+    exported = numbers * weight.element_size() if config.train.export else 0
+    run_dir.check_space(config, plan.total, config.train.clean and request.resume is None, saved, exported)
 
 
 def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None) -> None:
@@ -142,8 +193,10 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
     check_run_output(request.resolved, request.resume)  # again: another run may have ended here since
     run_dir.claim(output, config.train.clean and request.resume is None)
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
-    (output / "metrics.jsonl").touch()
+    files.open_to_append(output / "metrics.jsonl").close()
     files.write_whole(output / "run.yaml", dump_config(absolute(config)))
+    if record := run_dir.data_record(config):
+        files.write_whole(output / run_dir.DATA, json.dumps(record) + "\n")
     if manifest is None or trainer.stream.tokenized:  # a stream does not read earlier bad rows again
         (output / QUARANTINE).unlink(missing_ok=True)
         tokenize.append_bad_rows(output / QUARANTINE, trainer.sources.refused)
@@ -204,7 +257,8 @@ def build_to_fit(
         if resolved.config.dpo is not None:  # by the weights before a checkpoint is restored
             refusal = run_guarded(trainer, partial(fill_reference, trainer, resolved))
         if manifest is not None and refusal is None:
-            checkpoint.restore(trainer, manifest, trainer.fingerprints, request.allow_change)
+            changed = partial(run_dir.data_changes, manifest.path.parent.parent, trainer.config, manifest.config)
+            checkpoint.restore(trainer, manifest, trainer.fingerprints, request.allow_change, changed)
             position = trainer.stream.seek(manifest.step, manifest.position)
             checkpoint.check_plan(manifest, plan.total, position, request.allow_change)
             plan = RunPlan(trainer, plan.length, manifest.step)
@@ -493,8 +547,12 @@ class Session:
         for reporter in self.reporters:
             reporter.status = "finished"
         if self.bar is not None:
-            metrics.plot(self.output / "metrics.jsonl", self.output / "loss.png", unit(self.trainer.config))
-            write_run(self.output, self.trainer.world.ranks)
+            try:
+                metrics.plot(self.output / "metrics.jsonl", self.output / "loss.png", unit(self.trainer.config))
+                write_run(self.output, self.trainer.world.ranks)
+            except OSError as error:
+                do = f"make room, then: optrush report {self.output}"
+                console.say(f"the run is done, but its report could not be written ({error.strerror}); {do}")
         evals = tuple(self.meter.evals)
         return Outcome(0, self.output, evals if self.plan.done == 0 else evals[-1:])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import math
 import os
@@ -11,11 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from optrush import files
 from optrush.config import Config
-from optrush.errors import CheckpointError, ConfigError
+from optrush.data import readers
+from optrush.data.tokenize import cache_root
+from optrush.errors import CheckpointError, ConfigError, DataError
 from optrush.launch import launched
 from optrush.trainer.checkpoint import FOLDER, Manifest, find_checkpoints, remove_leftovers, verify
 from optrush.trainer.distributed import agree, from_first
@@ -23,8 +26,9 @@ from optrush.trainer.distributed import agree, from_first
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
 # written under another name, then renamed
 _WHOLE = (RUN, METRICS, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter", "adapter.old")
+DATA = "data.json"  # what the run read, to show what changed since
 KNOWN = frozenset(
-    {RUN, METRICS, LOCK, FOLDER, "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
+    {RUN, METRICS, LOCK, FOLDER, DATA, f"{DATA}.tmp", "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
     | {"cleaning.html", "cleaning.json", "tensorboard", "tracker", "tracker.json", "tracker.json.tmp"}
     | {f"{name}.tmp" for name in _WHOLE}  # what a kill leaves
 )
@@ -34,8 +38,8 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     """Check that a run may begin in `output`; write nothing.
 
     Raises:
-        ConfigError: it cannot be written, it holds a run that is neither resumed nor replaced, or `clean` is set where
-            other files exist too.
+        ConfigError: it cannot be written, it holds a run that is neither resumed nor replaced, a link leads out
+            of it, or `clean` is set where other files exist too.
     """
     path = Path(output)
     asked = f"`output: {output}`"
@@ -52,24 +56,83 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     names = {p.name for p in path.iterdir()} - {LOCK}
     if clean:
         _check_clean(path, names)
-    elif resume is None and "model" in names and not names & {RUN, METRICS}:
+        return
+    files.refuse_links(path, asked)
+    if resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
-    elif resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
+    if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
         do = "continue it: --resume auto; or replace it: `train.clean: true`; or another `output`"
         raise ConfigError(asked, "a run lies there", do)
 
 
 def check_inputs(output: Path | str, clean: bool, reads: Iterable[Path | str | None]) -> None:
-    """Check that the run does not overwrite or delete what it reads.
+    """Check that the run does not overwrite or delete what it reads, and does not write into a folder of its data.
+
+    Args:
+        reads: files, folders and patterns of names; what does not exist (an id of the hub) is passed over.
 
     Raises:
-        ConfigError: a model or data file is where the run writes.
+        ConfigError: one of them is where the run writes, or the other way round.
     """
     own = Path(output).resolve()
-    for path in (Path(r).resolve() for r in reads if r is not None):
-        if path.exists() and (path == own / "model" or (clean and path.is_relative_to(own))):
-            found = f"{path}, which this run reads, lies where it writes"
-            raise ConfigError(f"`output: {output}`", found, "take another `output`")
+    for name in (str(r) for r in reads if r is not None):
+        pattern = glob.has_magic(name) and not Path(name).exists()
+        for path in map(Path, glob.glob(name, recursive=True) if pattern else [name]):
+            place = path.resolve()
+            inside = place.relative_to(own).parts if place.is_relative_to(own) else None
+            written = inside is not None and (clean or (inside[0] in KNOWN if inside else place.is_dir()))
+            if path.exists() and written:
+                found = f"{place}, which this run reads, lies where it writes"
+                raise ConfigError(f"`output: {output}`", found, "take another `output`")
+
+
+SMALL_FILES_bytes = 1 << 20  # room for metrics, curves, pages and tokenizer
+
+
+def saved_copies(config: Config, steps: int) -> tuple[int, int]:
+    """Return how often a run of `steps` steps saves at most, and how many checkpoints lie on the disk at once."""
+    every, keep, tried = config.train.save_every, config.train.keep, config.train.eval_every
+    period = steps if every is None else _period(every, steps)
+    saved = {*range(period, steps + 1, period), steps}
+    evaluated = set() if tried is None else set(range(_period(tried, steps), steps, _period(tried, steps)))
+    best = bool(evaluated and config.train.best and every is not None and config.data.eval is not None)
+    saves = len(saved | evaluated if best else saved)
+    return saves, min(saves, keep + 1 + best)  # a new one is whole before an old one goes
+
+
+def _period(every: float, steps: int) -> int:
+    return max(1, round(every * steps)) if every < 1 else int(every)
+
+
+def free_space(output: Path | str) -> tuple[Path, int]:
+    """Return the folder of the output that exists, and the free bytes of its disk."""
+    path = Path(output).absolute()
+    there = next(p for p in (path, *path.parents) if p.is_dir())
+    return there, shutil.disk_usage(there).free
+
+
+def check_space(config: Config, steps: int, clean: bool, checkpoint_bytes: int, model_bytes: int) -> None:
+    """Check that the disk has room for what the run saves and exports; write nothing.
+
+    Args:
+        steps: of the whole run.
+        clean: the output folder is emptied first.
+        checkpoint_bytes, model_bytes: of one checkpoint, and of the exported model (0: none).
+
+    Raises:
+        ConfigError: it has not.
+    """
+    output, (_, copies) = Path(config.output), saved_copies(config, steps)
+    there, free = free_space(output)
+    going = output if clean else output / FOLDER
+    held = sum(p.lstat().st_size for p in going.rglob("*") if p.is_file()) if going.is_dir() else 0
+    needed = copies * checkpoint_bytes + model_bytes + SMALL_FILES_bytes - held
+    if free < needed:
+        parts = f"{copies} x {checkpoint_bytes / 2**20:,.1f} MiB of checkpoints"
+        parts += f", {model_bytes / 2**20:,.1f} MiB of model/" if model_bytes else ""
+        found = f"{free / 2**20:,.1f} MiB free in {there}, where {needed / 2**20:,.1f} MiB are needed ({parts})"
+        do = "make room, lower train.keep, or take another `output`"
+        raise ConfigError(f"`output: {output}`", found, do)
 
 
 def _exists(path: Path) -> bool:
@@ -128,7 +191,7 @@ def lock(output: Path | str) -> Iterator[None]:
     descriptor, error = None, None
     if launched()[0] == 0:
         try:
-            descriptor = os.open(Path(output) / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(Path(output) / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             error = ConfigError(f"`output: {output}`", "another run is at work there", "wait for it, or take another")
@@ -140,6 +203,29 @@ def lock(output: Path | str) -> Iterator[None]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+def data_record(config: Config) -> list[dict[str, Any]]:
+    """Return the record of the files that a run trains and evaluates on; empty where there are none."""
+    held_out = [config.data.eval] if isinstance(config.data.eval, str) else []
+    paths = [*(origin.path for origin in config.data.origins), *held_out]
+    return readers.record_files(paths, cache_root(config.data.cache))
+
+
+def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str:
+    """Return what changed of the data since the run wrote its record; empty if that is not known.
+
+    Args:
+        before: the configuration of the checkpoint.
+    """
+    old, new = before, config.model_dump(mode="json", by_alias=True)
+    keys = {key: (old["data"].get(key), value) for key, value in new["data"].items() if key not in ("cache", "workers")}
+    said = [f"`data.{key}` was {a} and is {b}" for key, (a, b) in keys.items() if a != b]
+    try:
+        record = json.loads((output / DATA).read_bytes())
+        return "; ".join([*readers.record_changes(record, data_record(config)), *said])
+    except (OSError, ValueError, KeyError, TypeError, DataError):  # of an earlier version, or damaged
+        return "; ".join(said)
 
 
 def cut_back(metrics: Path, step: int) -> int:

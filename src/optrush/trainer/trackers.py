@@ -8,9 +8,12 @@ tracker has END_S seconds without progress, then it is abandoned with its thread
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import math
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
+from optrush import files
 from optrush.config import LOGIN, Config, TrackerConfig, refuse_secrets, scrubbed
 from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.launch import TRACKER_THREAD, launched
@@ -310,9 +314,7 @@ class Reporter(threading.Thread):
         return True
 
     def _store(self) -> None:
-        new = self.state_path.with_name(f"{STATE}.tmp")
-        new.write_text(json.dumps(self.state) + "\n")
-        os.replace(new, self.state_path)
+        files.write_whole(self.state_path, json.dumps(self.state) + "\n")
         self.progress = time.monotonic()
         self.alive()
 
@@ -323,8 +325,8 @@ class Reporter(threading.Thread):
 
 def size_bytes(path: Path) -> int:
     """Return the size of a file, or of all files of a folder."""
-    files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-    return sum(p.stat().st_size for p in files)
+    parts = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
+    return sum(p.stat().st_size for p in parts)
 
 
 def content_digest(path: Path) -> str:
@@ -478,44 +480,51 @@ class Wandb(ReportClient):
 class TensorBoard(ReportClient):
     """Write TensorBoard's files: every number of metrics.jsonl under its own name, at its step, exactly once.
 
-    After a resume `purge_step` hides what may be written again. After a write that failed (a full disk) the files are
-    written anew from metrics.jsonl at the end.
+    After a resume `purge_step` hides what may be written again. The library's own writer has a thread that ends with an
+    unhandled exception when the disk is full; so records are written here, whole or not at all.
     """
 
     def __init__(self, output: Path) -> None:
-        self.folder, self.metrics = output / BOARD, output / "metrics.jsonl"
-        self.broken = False
+        self.folder = output / BOARD
+        self.path: Path | None = None
 
     def start(self, config: Mapping[str, Any], fresh: str, state: dict[str, Any]) -> str:
         """Hide events after the last step that is certainly complete, and report those lines again."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # which takes a second
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.events, self.summaries, self.records = event_pb2, summary_pb2, RecordWriter
         last = min(state["done"], *state["step"].values()) if state["step"] else -1
+        self.folder.mkdir(exist_ok=True)
+        unique = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{uuid.uuid4().hex[:8]}"
+        self.path = self.folder / f"events.out.tfevents.{unique}"
+        begin = self.events.SessionLog(status=self.events.SessionLog.START)
+        try:
+            self._write({"file_version": "brain.Event:2"}, {"step": last + 1, "session_log": begin})
+        except OSError:
+            self.path.unlink(missing_ok=True)
+            raise
         state["step"] = dict.fromkeys(state["step"], last)
-        self._open(last + 1)
         return fresh
 
-    def _open(self, purge_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # which takes a second
-
-        self.writer = SummaryWriter(str(self.folder), purge_step=purge_step)
+    def _write(self, *events: dict[str, Any]) -> None:
+        """Append events; after an error the file is as it was."""
+        assert self.path is not None, "started"
+        records = io.BytesIO()
+        for event in events:
+            self.records(records).write(self.events.Event(wall_time=time.time(), **event).SerializeToString())
+        with files.open_to_append(self.path) as file:
+            whole = file.tell()
+            try:
+                if file.write(records.getvalue()) < records.tell():
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(whole)
+                raise
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        if self.broken:
-            return
-        try:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, step)
-            self.writer.flush()
-        except OSError:
-            self.broken = True
-
-    def finish(self, status: str) -> None:
-        if self.broken:
-            self.broken = False
-            self._open(0)
-            for line in map(json.loads, self.metrics.read_text().splitlines()):
-                numbers = {k: v for k, v in line.items() if k != "step" and isinstance(v, int | float)}
-                self.log_metrics(line["step"], numbers)
-        self.writer.close()
+        numbers = [self.summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write({"step": step, "summary": self.summaries.Summary(value=numbers)})
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

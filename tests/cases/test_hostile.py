@@ -1,0 +1,364 @@
+"""Hostile files and disks: exit code 2 in three lines that name the place, or accepted and right."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from optrush.models.shapes import read_config_json
+
+from hostile import Box, called
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Box:
+    return Box(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.fixture(autouse=True)
+def _alone(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(box.folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+def refused(ended: Any, *says: str) -> None:
+    assert ended.refused, ended
+    for part in says:
+        assert part in ended.err, f"{part!r} is not in\n{ended.err}"
+
+
+# --- config.json: values of a wrong type or size
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "text for a size": ({"hidden_size": "64"}, "hidden_size"),
+    "null for a size": ({"num_attention_heads": None}, "num_attention_heads"),
+    "text for a number": ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+    "no finite number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    "text for a window": ({"sliding_window": "x"}, "sliding_window"),
+    "an unknown activation": ({"hidden_act": "foo"}, "hidden_act"),
+    "a list for a text": ({"model_type": ["llama"]}, "model_type"),
+    "401 digits": ({"hidden_size": 10**400}, "hidden_size"),
+    "401 digits under any key": ({"anything": {"deep": [10**400]}}, "anything.deep"),
+    "a text for a mapping": ({"rope_scaling": "x"}, "rope_scaling"),
+    "in a mapping": ({"rope_parameters": {"rope_type": "default", "rope_theta": "x"}}, "rope_parameters.rope_theta"),
+    "a mapping a kind of layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": 3}}}, "rope_parameters.full_attention.rope_type",
+    ),
+    "a number for a list": ({"architectures": 3}, "architectures"),
+    "a number for kinds of layers": ({"layer_types": 5}, "layer_types"),
+    "a text for a switch": ({"tie_word_embeddings": "x"}, "tie_word_embeddings"),
+    "no positions": ({"max_position_embeddings": 0}, "max_position_embeddings"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_value_in_config_json(name: str, verb: str, box: Box) -> None:
+    changes, key = WRONG[name]
+    if verb == "plan" and "foo" in changes.values():
+        return  # a plan counts bytes, and has no table of activations
+    refused(called(verb, box.write(model=str(box.edited(**changes)))), "edited/config.json", key)
+    assert not (box.folder / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 5000, '{"a": ' + "9" * 5000 + "}", "\x00", '{"a": "\\ud8'])
+def test_a_config_json_that_is_none(text: str, box: Box) -> None:
+    refused(called("train", box.write(model=str(box.edited(text)))), "edited/config.json", "not JSON")
+
+
+def test_a_large_or_deep_config_json(box: Box) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    refused(called("plan", box.write(model=str(box.edited(a=deep)))), "32 mappings in each other")
+    refused(called("plan", box.write(model=str(box.edited(" " * (17 << 20))))), "17825792 bytes")
+
+
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+def test_more_layers_than_the_files_have(implementation: str, box: Box) -> None:
+    """Refused at once, with the size that it would be; nothing is built."""
+    folder = box.edited(num_hidden_layers=1_000_000)
+    ended = called("train", box.write(model={"path": str(folder), "implementation": implementation}), limit_s=20)
+    refused(ended, "1,000,000 layers", "393,600,393,408 parameters", "38 tensors", "config.json fits the weights")
+    assert ended.seconds < 10
+
+
+def test_a_model_to_talk_to(box: Box) -> None:
+    """The verbs that read a folder through transformers refuse it the same way."""
+    prompts = box.folder / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Soup"}\n')
+    for changes, key in ({"hidden_size": "64"}, "hidden_size"), ({"num_hidden_layers": 10**6}, "1,000,000 layers"):
+        ended = called("generate", str(box.edited(**changes)), "--prompts", str(prompts), "--out", "answers.jsonl")
+        refused(ended, key)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sliding_window": None, "head_dim": None, "rope_scaling": None, "attention_bias": None, "use_cache": None},
+        {"eos_token_id": [1, 2], "pad_token_id": -1, "initializer_range": 1, "unheard_of": {"a": [1.5, "x", None]}},
+    ],
+)
+def test_values_that_are_right(changes: dict[str, Any], box: Box) -> None:
+    folder = box.edited(**changes)
+    assert read_config_json(folder / "config.json").items() >= changes.items()
+
+
+# --- YAML
+
+TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "nested lists": ("model: " + "[" * 1000 + "]" * 1000, ("run.yaml:1", "more than 32 mappings and lists")),
+    "nested mappings": ("".join(" " * i + "a:\n" for i in range(300)), ("run.yaml:32", "more than 32")),
+    "never closed": ("{a: " * 20_000, ("run.yaml:1", "more than 32")),
+    "a list as a key": ("seed: 1\n? [a, b]\n: 1", ("run.yaml:2", "a list or a mapping as a key", "give each key")),
+    "a mapping as a key": ("{a: b}: 1", ("run.yaml:1", "a list or a mapping as a key")),
+    "10 MB": ("".join(f"k{i}: 1\n" for i in range(1_000_000)), ("run.yaml", "10,888,890 characters", "data.path")),
+    "an alias of itself": ("seed: &x [*x]", ("run.yaml:1", "the alias *x")),
+    "a tag that its value is not of": ("seed: !!bool x", ("run.yaml:1", "`x`, not of its tag")),
+    "a time that is none": ("seed: !!timestamp x", ("run.yaml:1", "`x`, not of its tag")),
+    "an empty number": ("seed: !!int ''", ("run.yaml:1", "not of its tag")),
+    "a text tag on a mapping": ("seed: !!str {a: 1}", ("run.yaml:1", "the tag tag:yaml.org,2002:str")),
+    "a tag on a key": ("? !!python/object:os.system a\n: 1", ("run.yaml:1", "python/object:os.system")),
+    "5,000 digits": ("seed: " + "9" * 5000, ("run.yaml:1", " characters) ... ")),
+    "half a character": ('output: "a\\ud800"', ("run.yaml:1", "\\ud800", "leave that character out")),
+    "a NUL in a path": ('output: "a\\0b"', ("run.yaml:1", "\\x00", "leave that character out")),
+    "a line break in a key": ('"a\\nb": 1', ("run.yaml:1: `a\\nb`", "no such key")),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_yaml(name: str, box: Box) -> None:
+    text, says = TEXTS[name]
+    ended = called("train", box.write(text))
+    refused(ended, *says)
+    assert ended.seconds < 1 and max(map(len, ended.err.splitlines())) < 1100
+
+
+def test_flags_take_the_same_values(box: Box) -> None:
+    """What is no value of YAML is a text, as a pattern of names is; a tag is refused."""
+    refused(called("train", box.write(), "--set", "seed=" + "[" * 1000), "--set seed=", "`seed`", "integer")
+    refused(called("train", box.write(), "--set", "seed=!!python/object:os.system x"), "python/object")
+    refused(called("train", box.write(), "--set", "data.path=*.nothing"), "*.nothing")
+
+
+def test_a_card_that_is_a_bomb(tmp_path: Path) -> None:
+    """The front matter of the base's README is of strangers too; its licence is left out, and the card is written."""
+    from optrush.model_card import _licence
+
+    for text in ("a: " + "[" * 5000, "a: &a [1]\nlicense: *a", "license: mit\nb: !!python/object:os.system x", "[1]"):
+        (tmp_path / "README.md").write_text(f"---\n{text}\n---\n")
+        assert _licence(tmp_path) is None
+    (tmp_path / "README.md").write_text("---\nlicense: mit\ntags:\n- x\n---\n")
+    assert _licence(tmp_path) == "mit"
+    assert json.dumps(_licence(tmp_path))
+
+
+# --- the output folder: nothing is written through a link out of it, and nothing that the run reads is overwritten
+
+
+@pytest.mark.parametrize(
+    "name", ["report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "checkpoints", "tensorboard/x", "a/b"]
+)
+def test_a_link_out_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
+    target, output = tmp_path / "target", tmp_path / "out"
+    if name == "checkpoints":
+        target.mkdir()
+    else:
+        target.write_text("mine")
+    (output / name).parent.mkdir(parents=True)
+    (output / name).symlink_to(target)
+    refused(called("train", box.write(output=str(output))), name if name == ".lock" else f"{name} is a symbolic link")
+    assert {p.name for p in output.iterdir()} == {name.partition("/")[0]}
+    assert list(target.iterdir()) == [] if target.is_dir() else target.read_text() == "mine"
+
+
+def test_links_that_stay_inside(box: Box, tmp_path: Path) -> None:
+    """The output may be a link, as to a larger disk; links within it may lead to its own files."""
+    (tmp_path / "disk" / "tracker").mkdir(parents=True)
+    (tmp_path / "disk" / "tracker" / "latest").symlink_to("../tracker")
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    ended = called("train", box.write(output=str(tmp_path / "out")))
+    assert ended.code == 0, ended
+
+
+def test_links_made_while_it_writes(tmp_path: Path) -> None:
+    """Each writer replaces a link, or refuses it; none writes where it leads."""
+    from optrush.data.schema import RowLocation
+    from optrush.data.tokenize import append_bad_rows
+    from optrush.errors import DataError
+    from optrush.files import open_to_append, write_whole
+
+    target = tmp_path / "target"
+    target.write_text("mine")
+    for name in ("a", "a.tmp", "b"):
+        (tmp_path / name).symlink_to(target)
+    write_whole(tmp_path / "a", "ours")
+    assert (tmp_path / "a").read_text() == "ours" and not (tmp_path / "a").is_symlink()
+    with pytest.raises(OSError, match="symbolic"):
+        open_to_append(tmp_path / "b")
+    with pytest.raises(OSError, match="symbolic"):
+        append_bad_rows(tmp_path / "b", [(RowLocation(Path("x"), 1), DataError("a", "b", "c"))])
+    assert target.read_text() == "mine"
+
+
+def test_the_report_and_the_curve_replace_links(box: Box, tmp_path: Path) -> None:
+    output, target = tmp_path / "out", tmp_path / "target"
+    assert called("train", box.write(output=str(output))).code == 0
+    target.write_text("mine")
+    for name in ("report.html", "report.html.tmp"):
+        (output / name).unlink(missing_ok=True)
+        (output / name).symlink_to(target)
+    assert called("report", str(output)).code == 0
+    assert target.read_text() == "mine" and "<html" in (output / "report.html").read_text()
+
+
+READ = {
+    "an adapter to begin with": ("adapter/adapter_config.json", {"with": {"lora": {"init": "out/adapter"}}}),
+    "data": ("metrics.jsonl", {"data": {"path": "out/metrics.jsonl"}}),
+    "a pattern of data": ("quarantine.jsonl", {"data": {"path": "out/*.jsonl"}}),
+    "held-out data": ("checkpoints/x.jsonl", {"data": {"path": "text.jsonl", "eval": "out/checkpoints/x.jsonl"}}),
+    "contaminated data": (
+        "quarantine.jsonl", {"data": {"path": "text.jsonl", "clean": {"decontaminate": "out/quarantine.jsonl"}}},
+    ),
+    "a template": ("model/t.jinja", {"model": {"path": "model", "chat_template": "out/model/t.jinja"}}),
+    "a tokenizer": (
+        "model/tokenizer.json", {"model": {"shape": "llama-3.2-1b", "tokenizer": "out/model"}},
+    ),
+    "the folder itself": ("x.jsonl", {"data": {"path": "out"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_run_does_not_overwrite_what_it_reads(name: str, box: Box, tmp_path: Path, monkeypatch: Any) -> None:
+    from optrush.config import parse_config
+    from optrush.errors import ConfigError
+    from optrush.resolve import ResolvedConfig
+    from optrush.trainer.run import check_run_output
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(box.model)
+    (tmp_path / "text.jsonl").symlink_to(box.folder / "text.jsonl")
+    file, changes = READ[name]
+    (tmp_path / "out" / file).parent.mkdir(parents=True)
+    (tmp_path / "out" / file).write_text('{"text": "Stir."}\n')
+    config = parse_config(Path(box.write(**{"model": "model", "output": "out", **changes})).read_text(), "run.yaml")
+    resolved: Any = ResolvedConfig(config, [], None, None, {}, ())  # type: ignore[arg-type]
+    for resume in (None, "auto"):
+        with pytest.raises(ConfigError, match="lies where it writes"):
+            check_run_output(resolved, resume)
+
+
+def test_an_output_in_the_folder_of_the_data(box: Box, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_bytes((box.folder / "text.jsonl").read_bytes())
+    ended = called("train", box.write(data={"path": str(tmp_path)}, output=str(tmp_path / "runs" / "out")))
+    refused(ended, "it lies in", "would be, too")
+    assert not (tmp_path / "runs").exists()
+
+
+# --- names are text
+
+
+@pytest.mark.parametrize(
+    "name", ["$x^$", "$\\frac{$", "a $b$ <script>alert(1)</script>", "-rf", "${HOME}", "[red]x[/]"]
+)
+def test_any_name_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
+    output = tmp_path / name.replace("/", "∕")
+    ended = called("train", box.write(output=str(output)))
+    assert ended.code == 0, ended
+    assert (output / "loss.png").stat().st_size > 1000
+    page = (output / "report.html").read_text()
+    assert "<script>alert" not in page
+
+
+def test_dollar_signs_in_charts() -> None:
+    from optrush.report.page import BarRow, Series, bars_svg, curves, inline_svg
+
+    text = "$x^$"
+    figure = curves([Series(text, [(1, 2.0), (2, 1.0)]), Series("b$", [(1, 1.0)])], title=text, axis=text, unit=text)
+    assert inline_svg(figure, text, text).count("$x^$") > 3
+    assert "$x^$" in str(bars_svg(text, [BarRow(text, text, ((0.0, 1.0, "s0"),))], axis=text))
+
+
+# --- what changed of the data since a checkpoint
+
+ROWS = [{"text": f"Chop {i + 2} onions, fry them in butter and stir."} for i in range(12)]
+CHANGED: dict[str, tuple[list[dict[str, str]], str]] = {
+    "added": ([*ROWS, {"text": "More."}, {"text": "And more."}], "2 rows added, from row 13 on"),
+    "removed": (ROWS[:3] + ROWS[5:], "2 rows removed, from row 4 on"),
+    "altered": ([*ROWS[:6], {"text": "Other."}, *ROWS[7:]], "1 row altered, from row 7 on"),
+    "added before the others": ([{"text": "First."}, *ROWS], "1 row added, from row 1 on"),
+    "all": ([{"text": "Other."}, *ROWS[:5], *ROWS[8:]], "1 row altered, 2 rows removed, from row 1 on"),
+    "another order": (ROWS[::-1], "the same rows in another order, from row 1 on"),
+}
+
+
+@pytest.fixture(scope="module")
+def begun(box: Box, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with one checkpoint, and next to it what it read: rows.jsonl and held.jsonl."""
+    folder = tmp_path_factory.mktemp("begun")
+    for name in ("rows.jsonl", "held.jsonl"):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    ended = called("train", box.write(**of_two(folder)))
+    assert ended.code == 0, ended
+    return folder
+
+
+def of_two(folder: Path) -> dict[str, Any]:
+    data = {"path": str(folder / "rows.jsonl"), "eval": str(folder / "held.jsonl")}
+    train = {"steps": 2, "export": False, "save_every": 1}
+    return {"data": data, "train": train, "output": str(folder / "out")}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_the_rows_that_changed(name: str, box: Box, begun: Path) -> None:
+    rows, says = CHANGED[name]
+    before = (begun / "rows.jsonl").read_bytes()
+    (begun / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    try:
+        ended = called("train", box.write(**of_two(begun)), "--resume", "auto")
+    finally:
+        (begun / "rows.jsonl").write_bytes(before)
+    refused(ended, f"`data` was not the same: {begun}/rows.jsonl: {says}\n", "--allow-change data")
+    assert "held.jsonl" not in ended.err
+
+
+def test_files_and_keys_that_changed(box: Box, begun: Path) -> None:
+    other = of_two(begun)
+    (begun / "more.jsonl").write_text('{"text": "More."}\n')
+    other["data"]["path"] = [other["data"]["path"], str(begun / "more.jsonl")]
+    refused(
+        called("train", box.write(**other), "--resume", "auto"), "more.jsonl was not read before", "`data.path` was",
+    )  # fmt: skip
+    other = of_two(begun)
+    other["data"]["max_samples"] = 5
+    ended = called("train", box.write(**other), "--resume", "auto")
+    refused(ended, "`data` was not the same: `data.max_samples` was None and is 5\n")
+
+
+def test_without_a_record(box: Box, begun: Path) -> None:
+    """As a run of an earlier version left it: the digests, and not 64 digits of each."""
+    record, rows = (begun / "out" / "data.json").read_bytes(), (begun / "rows.jsonl").read_bytes()
+    (begun / "out" / "data.json").unlink()
+    (begun / "rows.jsonl").write_bytes(rows * 2)
+    try:
+        ended = called("train", box.write(**of_two(begun)), "--resume", "auto")
+    finally:
+        (begun / "rows.jsonl").write_bytes(rows)
+        (begun / "out" / "data.json").write_bytes(record)
+    refused(ended, "`data` was ", "... and is ")
+    assert max(map(len, ended.err.split())) < 64 + len(str(begun))
+
+
+def test_files_that_are_read_whole(tmp_path: Path) -> None:
+    from optrush.data.readers import record_changes, record_files
+
+    (tmp_path / "a.json").write_text('[{"text": "a"}]')
+    then = record_files([str(tmp_path)], None)
+    (tmp_path / "a.json").write_text('[{"text": "ab"}]')
+    (said,) = record_changes(then, record_files([str(tmp_path)], None))
+    assert said == f"{tmp_path}/a.json: other content (15 bytes then, 16 now)"

@@ -1,0 +1,144 @@
+"""R6, on a real file system of a few MiB: too small before the start, full before it, full from some step on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from test_best import scalars, shown
+
+from harness import told
+from runs import configuration, each_step, lines, said, trained, write_data, write_model
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    write_model(folder / "model")
+    write_data(folder / "data.jsonl")
+    return folder
+
+
+@pytest.fixture
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of as many MiB as the test's parameter says, else 8."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    size = f"size={getattr(request, 'param', 8)}m"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", point], capture_output=True).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield point
+    subprocess.run(["umount", "-l", point], check=True)
+
+
+def fill(disk: Path) -> None:
+    with suppress(OSError), (disk / "filler").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def on(disk: Path, home: Path, name: str, steps: int = 12) -> Path:
+    """A run whose output lies on the small disk; its configuration does not."""
+    return configuration(home, home / name, output=str(disk / "run"), train__steps=steps)
+
+
+@pytest.mark.parametrize("disk", [3], indirect=True)
+def test_too_small(home: Path, disk: Path) -> None:
+    """Refused before step 0 by the sizes of the checkpoints and of the model; nothing is written."""
+    config = on(disk, home, "small")
+    assert trained(config) == 2
+    for part in ("found: 3.0 MiB free in", "5.1 MiB are needed (3 x 1.2 MiB of checkpoints, 0.4 MiB of model/)"):
+        assert part in said(config), said(config)
+    assert list(disk.iterdir()) == []
+    told("R6", 1, "a tmpfs of 3 MiB")
+
+
+def test_full_before_the_start(home: Path, disk: Path) -> None:
+    fill(disk)
+    config = on(disk, home, "full")
+    assert trained(config) == 2
+    assert f"found: 0.0 MiB free in {disk}, where 5.1 MiB are needed" in said(config)
+    assert [p.name for p in disk.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("failing", ["run.yaml", ".lock"])
+def test_a_failure_after_the_check(home: Path, disk: Path, failing: str) -> None:
+    """As under a quota: the path and the free bytes are named, and the folder that was made is gone."""
+    config = on(disk, home, f"quota-{failing}")
+
+    def refuse() -> None:
+        real, opened = os.rename, os.open
+
+        def rename(old: Path, new: Path) -> None:
+            if Path(new).name == failing:
+                raise OSError(122, "Disk quota exceeded")
+            real(old, new)
+
+        def open_(path: Path, *rest: int) -> int:
+            if str(path).endswith(failing):
+                raise OSError(122, "Disk quota exceeded")
+            return opened(path, *rest)
+
+        os.rename = rename  # type: ignore[assignment]
+        if failing == ".lock":
+            os.open = open_  # type: ignore[assignment]
+
+    assert trained(config, before=refuse) == 2, said(config)
+    assert "Disk quota exceeded" in said(config) and "None" not in said(config), said(config)
+    assert list(disk.iterdir()) == [], said(config)
+
+
+def test_full_for_good(home: Path, disk: Path) -> None:
+    """Each loss is said once and training goes on to its end; the last good checkpoint is whole, the exit code 1."""
+    config = on(disk, home, "for-good", steps=40)
+    assert trained(config, before=each_step(lambda n: fill(disk) if n == 10 else None)) == 1
+    text = said(config)
+    assert "Traceback" not in text, text
+    assert "step 40/40" in text and "the last checkpoint is whole: --resume auto" in text
+    assert text.count("TensorBoard: ") == 1 and text.count("tensorboard OSError") <= 1
+    assert text.count("metrics_wait") <= 1
+    (disk / "filler").unlink()
+    assert trained(config, "--resume", "auto") == 0, said(config)
+    assert scalars(disk / "run") == shown(disk / "run")
+
+
+def test_room_comes_back(home: Path, disk: Path) -> None:
+    """TensorBoard's file, the metrics and the saves go on where they stopped."""
+    config = on(disk, home, "comes-back", steps=30)
+
+    def change(n: int) -> None:
+        if n == 10:
+            fill(disk)
+        elif n == 20:
+            (disk / "filler").unlink()
+
+    assert trained(config, before=each_step(change)) == 0, said(config)
+    output = disk / "run"
+    assert [m["step"] for m in lines(output) if "loss" in m] == list(range(1, 31))
+    assert [m["step"] for m in lines(output) if "save_failed" in m] == [12, 15, 18]
+    assert scalars(output) == shown(output)
+
+
+def test_the_log_is_on_the_full_disk(home: Path, disk: Path) -> None:
+    """What is printed is lost there; the training is not."""
+    config = on(disk, home, "log", steps=80)
+    (disk / "log").touch()
+    config.with_suffix(".log").symlink_to(disk / "log")
+    done = home / "done"
+
+    def change(n: int) -> None:
+        if n == 5:
+            fill(disk)
+        elif n == 79:
+            (disk / "filler").unlink()
+            done.touch()
+
+    assert trained(config, before=each_step(change)) == 0
+    assert done.exists() and lines(disk / "run")[-1]["step"] == 80
+    shutil.copy(disk / "log", home / "log.txt")
+    assert "Traceback" not in (home / "log.txt").read_text()
