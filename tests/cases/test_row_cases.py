@@ -18,6 +18,7 @@ from optrush.config import parse_config
 from optrush.data.chat_template import open_tokens
 from optrush.data.dataset import read_sources
 from optrush.data.packing import Packed
+from optrush.data.readers import find_files
 from optrush.data.sampler import Loading, Stream
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
 from optrush.errors import DataError
@@ -410,9 +411,7 @@ def test_held_out_data_that_is_trained_on_is_refused(how: str, stream: bool, her
     rows = [{"messages": [ASK, {**ANSWER, "content": f"Oslo {i}."}]} for i in range(12)]
     (here / "data").mkdir()
     path: Any = lines(here / "data" / "t.jsonl", rows)
-    held = {"same": path, "./same": f"{here}/./data/../data/t.jsonl", "link": "l.jsonl", "copy": "copy.jsonl"}.get(
-        how
-    )
+    held = {"same": path, "./same": f"{here}/./data/../data/t.jsonl", "link": "l.jsonl", "copy": "copy.jsonl"}.get(how)
     if how == "link":
         Path("l.jsonl").symlink_to(path)
     elif how == "copy":
@@ -440,3 +439,44 @@ def test_held_out_rows_that_are_trained_on_are_counted(tiny_home: Path) -> None:
     lines("twice.jsonl", rows[:2] * 20)
     assert "also trained on" in read(tiny_home, path="twice.jsonl", eval=0.25).summary
     assert "also trained on" not in read(tiny_home, path="t.jsonl", eval=0.3).summary
+
+
+# --- the splits of a data set
+
+
+@pytest.mark.parametrize(
+    ("names", "held"),
+    [
+        (["train.jsonl", "test.jsonl", "validation.jsonl"], "test.jsonl, validation.jsonl"),
+        (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"], "test-00000-of"),
+        (["data/train/0.jsonl", "data/test/0.jsonl"], "0.jsonl"),
+        (["train_sft.jsonl", "test_sft.jsonl"], "test_sft.jsonl"),
+        (["rows.jsonl", "rows.dev.jsonl"], "rows.dev.jsonl"),
+        (["a.train.csv", "a.val.csv"], "a.val.csv"),
+        (["train.txt", "eval.txt"], "eval.txt"),
+    ],
+)
+@pytest.mark.parametrize("how", ["ds", "ds/**/*.*"])
+def test_a_held_out_split_is_not_trained_on(names: list[str], held: str, how: str, here: Path) -> None:
+    for name in names:
+        (here / "ds" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "ds" / name).write_text("a\n")
+    with pytest.raises(DataError) as caught:
+        find_files(how)
+    assert held in caught.value.found and "train" not in caught.value.found.replace("trained", "")
+    line = yaml.safe_load(caught.value.do.split(", and data.eval")[0].split("data.path: ")[1])
+    wanted = line if isinstance(line, list) else [line]
+    assert [file for path in wanted for file in find_files(path)] and not any("test" in path for path in wanted)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a.jsonl", "b.jsonl"], ["test/1.jsonl", "test/2.jsonl"], ["intro.md", "test.md"], ["contest.csv", "latest.csv"],
+     ["train-1.jsonl", "train-2.jsonl"], ["train_test.jsonl", "train.jsonl"]],
+)  # fmt: skip
+def test_other_names_are_one_corpus(names: list[str], here: Path) -> None:
+    for name in names:
+        (here / "ds" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "ds" / name).write_text("a\n")
+    assert len(find_files("ds")) == len(names)
+    assert len(find_files(f"ds/{names[0]}")) == 1

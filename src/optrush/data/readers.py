@@ -524,6 +524,11 @@ ABOUT = frozenset({
     "README.md", "LICENSE.md", "LICENSE.txt", "dataset_info.json", "dataset_infos.json", "dataset_dict.json",
     "state.json",
 })  # fmt: skip
+# Names of a data set's parts: train.jsonl, test-00000-of-00001.parquet, valid_1.json, and folders of these names.
+SPLIT = re.compile(
+    r"(?i)(?:^|[-_. ])(train|training|test|testing|valid|validation|val|dev|eval|evaluation|heldout|holdout)"
+    r"(?=$|[-_. \d])"
+)
 SETTLED_ns = 2 * 10**9  # a file changed more recently could change again within one tick of its clock
 
 
@@ -553,10 +558,12 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
     if place.is_file():
         return _together(asked, [place], "")
     if place.is_dir():
-        return _together(asked, [file for file in sorted(_inside(place)) if file.name not in ABOUT], "an empty folder")
+        listed = [file for file in sorted(_inside(place)) if file.name not in ABOUT]
+        return _one_split(asked, _together(asked, listed, "an empty folder"), place)
     if glob.has_magic(path):
         matches = [Path(name) for name in sorted(glob.glob(str(place), recursive=True))]
-        return _together(asked, [file for file in matches if not file.is_dir()], "nothing that matches")
+        found = _together(asked, [file for file in matches if not file.is_dir()], "nothing that matches")
+        return _one_split(asked, found, Path(os.path.commonpath([file.parent for file in found])))
     if HUB_ID.fullmatch(path) and form(place) is None and not place.parent.is_dir():
         return [_from_hub(path, cache)]
     near = os.listdir(place.parent) if place.parent.is_dir() else []
@@ -603,6 +610,28 @@ def _together(asked: str, files: list[Path], nothing: str) -> list[Path]:
         if other != file:
             raise DataError(asked, f"{other.name} and {file.name}: the same rows twice?", "take one of them away")
     return list(known)
+
+
+def _one_split(asked: str, files: list[Path], root: Path) -> list[Path]:
+    """Return the files below a folder; raises DataError where some are a data set's held-out split and others are not.
+
+    Plain texts are split only where one of them is named after training: `test.md` may be a page like others.
+    """
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        names = [match[1].lower() for part in file.relative_to(root).parts for match in SPLIT.finditer(part)]
+        kinds = {"train" if name.startswith("train") else name for name in names}
+        splits.setdefault(kinds.pop() if len(kinds) == 1 else "", []).append(file)
+    held_out = [file for split, some in splits.items() if split not in ("", "train") for file in some]
+    text = all((form(file) or ("",))[0] in TEXT for file in files)
+    if not held_out or len(splits) == 1 or (text and "train" not in splits):
+        return files
+    rest = splits.get("train") or [file for file in files if file not in held_out]
+    line = str(rest[0]) if len(rest) == 1 else f"[{', '.join(map(str, rest))}]" if rest else "FILE"
+    found = f"a data set's splits, of which {_named(held_out)} would be trained on"
+    line = line if len(rest) <= NAMED else str(rest[0])
+    more = f", and data.eval: {held_out[0]}" if len(held_out) == 1 else ""
+    raise DataError(asked, found, f"name what to train on: data.path: {line}{more}")
 
 
 def _named(files: list[Path]) -> str:
