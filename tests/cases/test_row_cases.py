@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from optrush.config import parse_config
 from optrush.data.chat_template import open_tokens
 from optrush.data.dataset import read_sources
 from optrush.data.packing import Packed
-from optrush.data.readers import find_files
+from optrush.data.readers import attempts, chunks, find_files
 from optrush.data.sampler import Loading, Stream
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
 from optrush.errors import DataError
@@ -480,3 +481,54 @@ def test_other_names_are_one_corpus(names: list[str], here: Path) -> None:
         (here / "ds" / name).write_text("a\n")
     assert len(find_files("ds")) == len(names)
     assert len(find_files(f"ds/{names[0]}")) == 1
+
+
+# --- marks and line ends that editors write
+
+BOM = "\ufeff"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r\n \r\n\n", ""])
+def test_rows_are_read_as_without_marks_and_blank_lines_at_the_end(end: str, stream: bool, tiny_home: Path) -> None:
+    rows = [json.dumps({"text": f"soup {i}"}) for i in range(6)]
+    Path("plain.jsonl").write_text("\n".join(rows))
+    Path("marked.jsonl").write_bytes((BOM + end[:2].join(rows) + end).encode() if end in ("\n", "\r\n") else (
+        BOM + "\n".join(rows) + end).encode())  # fmt: skip
+    plain, marked = (read(tiny_home, "pretrain", path=f"{name}.jsonl", stream=stream) for name in ("plain", "marked"))
+    assert len(marked.train) == len(plain.train) == 6
+    for one in range(6):
+        (_, ours), (_, theirs) = (source.train.read([one]).samples[0] for source in (marked, plain))
+        assert ours[0].ids.tolist() == theirs[0].ids.tolist()
+    parts = list(chunks(Path("marked.jsonl"), 10))
+    found = [row for part in parts for _, row in attempts(part)]
+    assert found == [json.loads(row) for row in rows]
+
+
+def test_other_formats_are_read_as_without_marks_and_carriage_returns(tiny_home: Path) -> None:
+    text = "one\r\ntwo\r\n\r\nthree\r\n"
+    for mark in ("", BOM):
+        Path("a.txt").write_bytes((mark + text).encode())
+        assert [row for _, row in attempts(Path("a.txt"))] == [{"text": "one\ntwo\n\nthree\n"}]
+        assert [row for _, row in attempts(Path("a.txt"), "paragraph")] == [{"text": "one\ntwo"}, {"text": "three"}]
+        assert [row["text"] for _, row in attempts(Path("a.txt"), "line")] == ["one", "two", "three"]
+        Path("a.csv").write_bytes(f'{mark}text,n\r\n"one\r\ntwo",1\r\nthree,2\r\n\r\n\r\n'.encode())
+        assert [row for _, row in attempts(Path("a.csv"))] == [
+            {"text": "one\ntwo", "n": "1"},
+            {"text": "three", "n": "2"},
+        ]
+        Path("a.json").write_bytes(f'{mark}[{{"text": "one"}}]\r\n'.encode())
+        assert [row for _, row in attempts(Path("a.json"))] == [{"text": "one"}]
+        Path("a.jsonl.gz").write_bytes(gzip.compress(f'{mark}{{"text": "one"}}\r\n\r\n'.encode()))
+        assert [row for _, row in attempts(Path("a.jsonl.gz"))] == [{"text": "one"}]
+
+
+def test_a_template_is_read_as_without_a_mark(tiny_home: Path) -> None:
+    lines("chat.jsonl", [{"messages": TURNS}] * 3)
+    Path("t.jinja").write_bytes((BOM + tiny.TEMPLATE.replace("\n", "\r\n")).encode())
+    plain = read(tiny_home, path="chat.jsonl").train
+    marked = read(tiny_home, path="chat.jsonl", model={"chat_template": "t.jinja"}).train
+    assert marked.documents(0)[0].ids.tolist() == plain.documents(0)[0].ids.tolist()
+    run = config(tiny_home, path="chat.jsonl", model={"chat_template": "t.jinja"})
+    tokens = open_tokens(run, Path(run.model.path))
+    assert tokens is not None and not {BOM, "\r"} & set(tokens.tokenizer.chat_template)

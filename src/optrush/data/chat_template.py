@@ -794,10 +794,13 @@ def open_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
         asked = f"the tokenizer of {folder}"
         raise NeedsError(asked, str(error).splitlines()[0], "put its tokenizer.json there") from None
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
+    return tokenizer
 
 
 def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
@@ -850,7 +853,7 @@ def _template(given: str, tokenizer: Any) -> str:
             return _chatml(tokenizer)
         raise ConfigError(asked, "no such file", "name a file with a jinja template, or chatml")
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")  # without the byte order mark that some editors write
     except UnicodeDecodeError as error:
         raise ConfigError(asked, f"not UTF-8: {error.reason}", "save it as UTF-8") from None
 

@@ -38,7 +38,19 @@ import numpy as np
 from optrush import __version__
 from optrush.config import Bounds, Cleaning, Items, nearest
 from optrush.data import schema
-from optrush.data.readers import LINES, Chunk, attempts, chunks, find_files, form, lines, opened, read_rows
+from optrush.data.readers import (
+    LINES,
+    Chunk,
+    attempts,
+    chunks,
+    find_files,
+    form,
+    lines,
+    opened,
+    read_rows,
+    skip_mark,
+    without_blank_end,
+)  # fmt: skip
 from optrush.data.schema import NO_RULES, Chat, Completion, Pair, Row, RowLocation, RowRules, bad_row, decode_json
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.launch import die_with_parent
@@ -1114,7 +1126,8 @@ def _rows_of(file: Path, text_rows: str) -> Iterator[tuple[bytes, Callable[[], d
     suffix, packing = form(file) or ("", "")
     if suffix in LINES:
         with opened(file, packing) as whole:
-            for raw in lines(whole):
+            skip_mark(whole)
+            for raw in without_blank_end(lines(whole), whole):
                 yield raw or b"", partial(decode_json, raw or b"")
         return
     for _, found in attempts(file, text_rows):

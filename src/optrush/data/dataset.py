@@ -463,7 +463,7 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str = "line") -> Index
         if suffix in TEXT:  # blank lines are no rows
             file.seek(0)
             chosen = np.array([n for n, line in enumerate(file) if line.strip()], np.int64)
-    begins = np.concatenate(starts)
+    begins = _without_blank_end(path, np.concatenate(starts)) if suffix not in TEXT else np.concatenate(starts)
     if kept is not None:
         lines = np.arange(len(begins) - 1) if chosen is None else chosen
         firsts = np.array([part.first - 1 for part in parts])
@@ -474,6 +474,17 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str = "line") -> Index
 
 # Position of the file, place, samples or the reason for none, keys that `parse_row` noted.
 _Read = tuple[int, RowLocation, tokenize.Samples | DataError, Collection[str]]
+
+
+def _without_blank_end(path: Path, begins: np.ndarray) -> np.ndarray:
+    """Return where the lines of a file begin, and the end, without the blank lines at its end."""
+    with path.open("rb") as file:
+        while len(begins) > 1:
+            file.seek(begins[-2])
+            if file.read(int(begins[-1] - begins[-2])).strip():
+                break
+            begins = begins[:-1]
+    return begins
 
 
 @dataclass

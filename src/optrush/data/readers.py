@@ -163,6 +163,28 @@ def lines(file: io.BufferedReader, size: int | None = None) -> Iterator[bytes | 
         raise Damaged("a row is not where it was: the file is shorter than when its parts were counted")
 
 
+BOM = b"\xef\xbb\xbf"
+
+
+def skip_mark(file: io.BufferedReader[Any]) -> bool:
+    """Read the byte order mark that some editors write at the beginning of a file; return whether there is one."""
+    return file.peek(len(BOM))[: len(BOM)] == BOM and file.read(len(BOM)) == BOM
+
+
+def without_blank_end(found: Iterator[bytes | None], file: io.BufferedReader[Any]) -> Iterator[bytes | None]:
+    """Yield lines of a file without the blank ones at its end, which editors leave there; others are rows."""
+    blank = 0
+    for raw in found:
+        if raw is not None and not raw.strip():
+            blank += 1
+            continue
+        yield from (b"\n" for _ in range(blank))
+        blank = 0
+        yield raw
+    if blank and any(piece.strip() for piece in iter(lambda: file.read(PIECE_bytes), b"")):
+        yield from (b"\n" for _ in range(blank))
+
+
 # --- Rows of an open file, one function a layout. Each reads on after a bad row wherever the next one can be found, and
 # keeps one row in memory.
 
@@ -184,7 +206,12 @@ def _checked_object(value: Any) -> dict[str, Any] | str:
 
 def _text(raw: bytes) -> dict[str, Any] | str:
     reason, text = _decoded(raw)
-    return reason or {"text": text.rstrip("\r\n")}
+    return reason or {"text": _lines_ended(text).rstrip("\n")}
+
+
+def _lines_ended(text: str) -> str:
+    """Return a text whose lines end with a line feed alone, whichever system wrote it."""
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def _decoded(raw: bytes) -> tuple[str, str]:
@@ -202,7 +229,7 @@ def _whole(file: io.BufferedReader) -> Rows:
         yield 1, f"{_too_long()}; read the file by paragraphs or lines (data.text_rows)"
     elif raw:
         reason, text = _decoded(raw)
-        yield 1, reason or {"text": text}
+        yield 1, reason or {"text": _lines_ended(text)}
 
 
 def _paragraphs(file: io.BufferedReader) -> Rows:
@@ -244,10 +271,11 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
                 raise Damaged(f"row {row + 1}, line {first}: {_too_long()}, or a quote is not closed")
             reason, text = _decoded(raw)
             wrong.extend([reason] if reason else [])
-            yield text
+            yield text.removesuffix("\r\n") + "\n" if text.endswith("\r\n") else text
 
     table = csv.reader(decoded(), delimiter=delimiter, strict=True)
     header: list[str] | None = None
+    blank: list[tuple[int, str]] = []  # rows that are errors, unless nothing follows them
     while True:
         first, size = table.line_num + 1, 0
         wrong.clear()
@@ -272,6 +300,11 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
         row += 1
         if not wrong and len(cells) != len(header):
             wrong.append(f"{len(cells)} cells under {len(header)} columns" if cells else "an empty line")
+        if wrong == ["an empty line"]:
+            blank.append((row, f"{wrong[0]} (line {first} of the file)"))
+            continue
+        yield from blank
+        blank.clear()
         yield row, f"{wrong[0]} (line {first} of the file)" if wrong else dict(zip(header, cells))
 
 
@@ -436,6 +469,7 @@ def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> I
             parts = _parquet_chunks(file, size_bytes)
         else:
             with opened(file, packing) as start:
+                skip_mark(start)
                 begin = start.peek()
             array, empty = suffix == ARRAY and begin.lstrip()[:1] == b"[", not begin
             one = packing or array or suffix in CELLS or (suffix in TEXT and text_rows != "line")
@@ -479,6 +513,7 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
         yield from _parquet_rows(chunk)
         return
     with opened(chunk.file, packing) as file:
+        marked = not chunk.start and skip_mark(file)
         if suffix in CELLS:
             yield from _cells(file, CELLS[suffix])
         elif suffix == ARRAY and chunk.end is None and file.peek().lstrip()[:1] == b"[":
@@ -490,8 +525,9 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
         else:
             if chunk.start:
                 file.seek(chunk.start)
-            row, size = _text if suffix in TEXT else _object, None if chunk.end is None else chunk.end - chunk.start
-            for line, raw in enumerate(lines(file, size), chunk.first):
+            row = _text if suffix in TEXT else _object
+            size = None if chunk.end is None else chunk.end - chunk.start - len(BOM) * marked
+            for line, raw in enumerate(without_blank_end(lines(file, size), file), chunk.first):
                 if raw is None or raw.strip() or suffix not in TEXT:  # blank lines of a text are no rows
                     yield line, _too_long() if raw is None else row(raw)
 

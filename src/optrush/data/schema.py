@@ -376,7 +376,7 @@ def _mapping(found: dict[str, Any]) -> str:
     more = next((keys[k] for k in keys if BEFORE.get(k) == "input" or (k in BEFORE and k != (ask or "").lower())), None)
     if ask is None or answer is None:
         kinds = "text; messages; instruction, output; prompt, completion; prompt, chosen, rejected"
-        return f"name its keys (data.columns: {{KEY: text}}) after those of a known kind: {kinds}"
+        return f"{MEND}; or name its keys (data.columns: {{KEY: text}}) after those of a known kind: {kinds}"
     names = {ask: "instruction", answer: "output"}
     if more is not None:
         names[more] = "system" if BEFORE[more.lower()] == "system" else "input"
