@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import resource
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,16 @@ import yaml
 
 from optrush.cli import app
 from optrush.config import parse_config
+from optrush.data import chat_template
 from optrush.data.chat_template import open_tokens
 from optrush.data.dataset import read_sources
-from optrush.data.packing import Packed
+from optrush.data.packing import Packed, Padded
 from optrush.data.readers import attempts, chunks, find_files
 from optrush.data.sampler import Loading, Stream
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
-from optrush.errors import DataError
+from optrush.errors import ConfigError, DataError, UserError
 from optrush.models import tiny
+from optrush.resolve import check_fields
 
 WHERE = RowLocation(Path("rows.jsonl"), 7)
 ASK, ANSWER = {"role": "user", "content": "A city in Norway?"}, {"role": "assistant", "content": "Oslo."}
@@ -532,3 +537,114 @@ def test_a_template_is_read_as_without_a_mark(tiny_home: Path) -> None:
     run = config(tiny_home, path="chat.jsonl", model={"chat_template": "t.jinja"})
     tokens = open_tokens(run, Path(run.model.path))
     assert tokens is not None and not {BOM, "\r"} & set(tokens.tokenizer.chat_template)
+
+
+# --- what is refused in the first rows is refused in any
+
+# As Qwen3's: thoughts are written after the last question only.
+STRIPPING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if '</think>' in m.content and not loop.last %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last and m.role == 'assistant' and "
+    "'deep' in messages[0].content %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+)
+THOUGHT = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nOslo."}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_template_that_changes_earlier_turns_is_refused_in_any_row(stream: bool, tiny_home: Path) -> None:
+    Path("t.jinja").write_text(THINKING)
+    rows = [{"messages": [*TURNS, *TURNS]}] * 230 + [
+        {"messages": [{**ASK, "content": "Think deep."}, *TURNS[1:], *TURNS]}
+    ]
+    lines("late.jsonl", rows)
+    settings: dict[str, Any] = {"path": "late.jsonl", "model": {"chat_template": "t.jinja"}, "stream": stream}
+    with pytest.raises(DataError) as caught:
+        list(streamed(read(tiny_home, **settings))[2])
+    assert "late.jsonl:231" in caught.value.asked and "later turns change" in caught.value.found
+    assert "data.split_turns: true" in caught.value.do
+
+
+def test_two_begin_of_text_tokens_are_refused_in_any_row(tiny_home: Path) -> None:
+    lines("late.jsonl", [{"text": "soup"}] * 230 + [{"text": "<|bos|>soup"}])
+    with pytest.raises(DataError) as caught:
+        read(tiny_home, "pretrain", path="late.jsonl")
+    assert "late.jsonl:231" in caught.value.found and "one <|bos|>" in caught.value.asked
+
+
+# --- one document an answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("layout", [Packed(window=50), Padded()])
+def test_each_answer_is_learnt_as_it_would_be_asked_for(stream: bool, layout: Any, tiny_home: Path) -> None:
+    Path("t.jinja").write_text(STRIPPING)
+    talk = [ASK, THOUGHT, ASK, {**THOUGHT, "content": "<think>\nSo.\n</think>\n\nBergen."}]
+    lines("chat.jsonl", [{"messages": talk}, {"messages": TURNS}, {"messages": [ASK, {**ANSWER, "loss": 0}, *TURNS]}])
+    settings: dict[str, Any] = {"path": "chat.jsonl", "model": {"chat_template": "t.jinja"}, "split_turns": True}
+    run = config(tiny_home, **settings)
+    tokens = open_tokens(run, Path(run.model.path))
+    assert tokens is not None
+    want = []
+    for turns in (talk[:2], talk, TURNS, [ASK, ANSWER, *TURNS]):
+        parts = tokens.tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
+        whole = tokens.tokenizer.apply_chat_template(turns, tokenize=False)
+        asked = tokens.tokenizer(parts, add_special_tokens=False)["input_ids"]
+        ids = tokens.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        assert ids[: len(asked)] == asked, "the prompt is what generation would get"
+        want.append((tuple(ids), len(asked)))
+    source = read(tiny_home, stream=stream, **settings).train
+    found = [d for _, documents in source.read(range(3)).samples for d in documents] if stream else [
+        source.documents(i)[0] for i in range(len(source))]  # fmt: skip
+    assert [(tuple(d.ids.tolist()), int(d.targets.argmax())) for d in found] == want
+    steps = Stream(source, layout, T=128, rows=2, seed=0)
+    trained: Counter[int] = Counter()
+    for batches in steps.run(steps.plan(steps=2), 0, rank=0, ranks=1, micro_rows=2, loading=Loading()):
+        trained.update(b.n_targets for b in batches)
+    assert trained
+    held = read(tiny_home, **{**settings, "eval": 0.34})
+    assert len(held.train) + len(held.held_out) == 4 and held.held_out.counts.rows == 1
+
+
+def test_one_document_an_answer_is_for_answers(tiny_home: Path) -> None:
+    for objective, more in (("dpo", {}), ("pretrain", {}), ("sft", {"train_on": "last"})):
+        with pytest.raises(ConfigError, match=r"data\.split_turns"):
+            check_fields(config(tiny_home, objective, path="a.jsonl", split_turns=True, **more))
+
+
+# --- a template that takes too much
+
+MONSTERS = {
+    "product": "{{ 'a' * 10**10 }}",
+    "product of lists": "{{ [1] * 10**9 }}",
+    "power": "{{ 10**(10**10) }}",
+    "loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+    "string": "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "list": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "tilde": "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "square": "{% set n = namespace(s=7) %}{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}",
+    "center": "{{ 'a'.center(10**10) }}",
+    "filter": "{{ 'a' | center(3000000000) }}",
+    "width": "{{ '%9999999999d' % 1 }}",
+    "format": "{{ '{:9999999999}'.format(1) }}",
+    "huge error": "{{ raise_exception('a\n' * 10**6) }}",
+}
+
+
+@pytest.mark.parametrize("monster", MONSTERS)
+def test_a_monstrous_template_is_refused_soon(monster: str, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template.LIMITS, "seconds", 1)
+    monkeypatch.setattr(chat_template.LIMITS, "memory_bytes", 256 << 20)
+    Path("t.jinja").write_text(MONSTERS[monster] + tiny.TEMPLATE)
+    lines("chat.jsonl", [{"messages": TURNS}] * 30)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    begun = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        read(tiny_home, path="chat.jsonl", model={"chat_template": "t.jinja"})
+    assert time.monotonic() - begun < 20 and resource.getrlimit(resource.RLIMIT_AS) == before
+    assert "chat template" in caught.value.found and str(caught.value).count("\n") == 2
+    assert len(str(caught.value)) < 1000 and "model.chat_template" in caught.value.do

@@ -22,16 +22,16 @@ from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from optrush.config import Config
 from optrush.data import readers, sample, tokenize
-from optrush.data.chat_template import MEND_EARLIER, Tokens, answers
+from optrush.data.chat_template import Tokens
 from optrush.data.cleaning import clean_files
 from optrush.data.readers import PARQUET, TEXT, Chunk, attempts, chunks, form
-from optrush.data.schema import Chat, Document, Pair, Row, RowLocation, Text, quoted, row_rules
+from optrush.data.schema import Document, Row, RowLocation, Text, quoted, row_rules
 from optrush.data.tokenize import OTHER_KEYS, BadRow, Builder, Say, Shard, SHARD_tok, TokenizeWork, cache_root
 from optrush.errors import ConfigError, DataError
 from optrush.files import write_whole
@@ -675,8 +675,6 @@ def kept_rows(
 # begin-of-text tokens, or answers a first question otherwise than it was trained to.
 
 SAMPLES = 200  # rows that are checked
-HEAD, TAIL = 60, 30  # tokens of a sample that are shown, from its beginning and its end
-SHOWN = 100  # characters of a difference that are shown
 
 Samples = Sequence[tuple[RowLocation, Row]]
 DocumentLists = Sequence[Sequence[Document]]  # the documents of each sample
@@ -707,9 +705,6 @@ def probe_rows(
         found = f"not one token of them would be learnt; the first, {one}"
         do = "raise batch.seq if answers are cut off, or choose what is learnt (data.train_on)"
         raise DataError(f"to learn from the first {len(samples)} rows", found, do)
-    _one_bos(samples, documents, tokens)
-    if train_on == "assistant":
-        _steady(samples, whole, tokens)
     if rows and truncated / rows > most_truncated:
         n = next((n for n, made in enumerate(documents) if sum(map(len, made)) < sum(map(len, whole[n]))), None)
         one = "" if n is None else f"; one, {_show(tokens, samples[n], documents[n] or whole[n])}"
@@ -728,31 +723,6 @@ def _whole(samples: Samples, tokens: Tokens, train_on: str) -> DocumentLists:
     return [() if isinstance(made, DataError) else made for made in tokens.batch(samples, train_on)]
 
 
-def _one_bos(samples: Samples, documents: DocumentLists, tokens: Tokens) -> None:
-    bos = tokens.tokenizer.bos_token_id
-    for pair, made in zip(samples, documents, strict=True):
-        for document in made:
-            if bos is not None and document.ids[:2].tolist() == [bos, bos]:
-                asked = f"to begin a document with one {tokens.tokenizer.bos_token}"
-                writer = "chat template" if any(_chats(pair[1])) else "tokenizer"
-                do = f"take one out of the rows' text or the template: the {writer} writes one by itself"
-                raise DataError(asked, f"two of them; {_show(tokens, pair, [document])}", do)
-
-
-def _steady(samples: Samples, whole: DocumentLists, tokens: Tokens) -> None:
-    for (where, row), made in zip(samples, whole, strict=True):
-        for chat in _chats(row) if made else ():
-            turns = answers(chat, "assistant")
-            masker = tokens.masker(chat, turns, where)
-            masker.spans()
-            for i in turns:
-                if changed := masker.changes(i):
-                    alone, here = (_visible(text)[:SHOWN] for text in changed)
-                    asked = f"to learn every answer of the conversation at {where} (data.train_on: assistant)"
-                    found = f"later turns change how the template writes messages[{i}]: '{alone}' becomes '{here}'"
-                    raise DataError(asked, found, MEND_EARLIER)
-
-
 def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tokens: Tokens) -> None:
     trained = {int(i) for made in documents for document in made for i in document.ids[document.targets]}
     for n, made in enumerate(whole):
@@ -768,24 +738,11 @@ def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tok
                 raise DataError(asked, found, do)
 
 
-def _chats(row: Row) -> Iterator[Chat]:
-    for part in (row.chosen, row.rejected) if isinstance(row, Pair) else (row,):
-        if isinstance(part, Chat):
-            yield part
-
-
 def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[Document]) -> str:
     """Return a row's place and its first and last tokens as text, in one line."""
     if not documents:
         return f"at {sample[0]}"
-    ids = documents[0].ids.tolist()
-    parts = [ids] if len(ids) <= HEAD + TAIL else [ids[:HEAD], ids[-TAIL:]]
-    texts = [cast(str, tokens.tokenizer.decode(part, clean_up_tokenization_spaces=False)) for part in parts]
-    return f"at {sample[0]}: '{' ... '.join(map(_visible, texts))}'"
-
-
-def _visible(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return f"at {sample[0]}: '{tokens.shown(documents[0].ids.tolist())}'"
 
 
 # --- The sources of a run.
