@@ -129,6 +129,10 @@ class Template:
         self._whole: set[object] = set()  # shapes of conversations of which nothing is left out, a bounded number
         self._steady: set[object] = set()  # shapes of which later turns change nothing
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process needs: it compiles the source anew."""
+        return {name: value for name, value in vars(self).items() if name not in ("_environment", "_compiled")}
+
     def shown(self, message: Message) -> Shown:
         """Return the message in the form that the template takes."""
         shown = message.shown()

@@ -1008,7 +1008,7 @@ class _Reading:
         """Return all that was read, with its counts in a line."""
         evaluated = train if held_out is None else held_out
         record = self.cleaned
-        if train.tokenized:
+        if isinstance(train, Dataset):
             summary = describe_counts(train.counts)
         else:
             summary = f"{len(train)} rows, tokenised while training"
