@@ -145,6 +145,13 @@ class Cleaning(StrictModel):
     decontaminate: File | None = None  # rows that share text with this file's are taken out
 
 
+Column = Literal[  # a key of a row or, as `messages[].key`, of its turns
+    "text", "messages", "conversations", "instruction", "input", "output", "system", "prompt", "completion", "chosen",
+    "rejected", "tools", "role", "from", "content", "value", "reasoning_content", "tool_calls", "tool_call_id", "name",
+    "weight", "train", "ignore",
+]  # fmt: skip
+
+
 class Data(StrictModel):
     """Which documents; exactly one of path, sample, random."""
 
@@ -159,6 +166,9 @@ class Data(StrictModel):
     bad_rows: Literal["error", "quarantine"] = "error"
     most_bad: Annotated[float, Field(ge=0, le=1)] = 0.01  # of the rows, with bad_rows: quarantine
     text_rows: Literal["file", "paragraph", "line"] = "file"  # what is one document of a .txt file
+    columns: dict[Text, Column] = Field(default_factory=dict)  # what a key of the rows is: {question: prompt}
+    roles: dict[Text, Literal["system", "developer", "user", "assistant", "tool"]] = Field(default_factory=dict)
+    split_turns: bool = False  # a conversation is one document an answer
     clean: Cleaning | None = None
     stream: bool = False  # tokenise while training, without a cache
     cache: File | None = None  # the folder of tokenised shards

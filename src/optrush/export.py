@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from optrush import model_card
+from optrush.config import Config
 from optrush.data import readers, schema
 from optrush.data import sample as recipes
 from optrush.data.batch import collate
@@ -242,7 +243,7 @@ def comparison_texts(trainer: Trainer, paths: Sequence[str], sample: str | None)
     """
     documents: list[list[int]] = []
     if trainer.tokenizer is not None:
-        documents = list(islice(_documents(Tokens(trainer.tokenizer), paths, sample, trainer.config.seed), ROWS))
+        documents = list(islice(_documents(Tokens(trainer.tokenizer), paths, sample, trainer.config), ROWS))
     if documents:
         return documents, f"the first {len(documents)} documents of the data"
     assert isinstance(trainer.model.embedding.weight, Tensor)
@@ -250,27 +251,29 @@ def comparison_texts(trainer: Trainer, paths: Sequence[str], sample: str | None)
     return ids.tolist(), f"{ROWS} rows of random tokens"
 
 
-def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, seed: int) -> Iterator[list[int]]:
+def _documents(tokens: Tokens, paths: Sequence[str], sample: str | None, config: Config) -> Iterator[list[int]]:
     """Yield the documents of the files that can be read here."""
     if sample is not None:
-        talks = recipes.conversations(ROWS, seed)
+        talks = recipes.conversations(ROWS, config.seed)
         found = [(schema.RowLocation(Path(sample), i), {"messages": talk}) for i, talk in enumerate(talks, 1)]
-        yield from _tokenised(tokens, iter(found))
+        yield from _tokenised(tokens, iter(found), schema.row_rules(config))
     for path in paths:
         try:
             if path.startswith(readers.HUB) or not Path(path).exists():
                 continue
             for file in readers.find_files(path):
-                yield from _tokenised(tokens, readers.attempts(file))
+                yield from _tokenised(tokens, readers.attempts(file), schema.row_rules(config))
         except (DataError, OSError):
             continue
 
 
-def _tokenised(tokens: Tokens, found: Iterator[tuple[schema.RowLocation, Any]]) -> Iterator[list[int]]:
+def _tokenised(
+    tokens: Tokens, found: Iterator[tuple[schema.RowLocation, Any]], rules: schema.RowRules
+) -> Iterator[list[int]]:
     for where, row in islice(found, 10 * ROWS):
         try:
             if not isinstance(row, DataError):
-                for document in tokens.batch([(where, schema.parse_row(where, row))], "all"):
+                for document in tokens.batch([(where, schema.parse_row(where, row, rules))], "all"):
                     if not isinstance(document, DataError):
                         yield document[0].ids[:LENGTH].tolist()
         except DataError:  # a row that training refuses, too

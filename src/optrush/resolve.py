@@ -151,6 +151,11 @@ def check_fields(config: Config) -> None:
     d = config.data
     if config.objective == "pretrain" and d.train_on == "last":
         raise ConfigError("`data.train_on: last`", "`objective: pretrain` learns every token", "objective: sft")
+    if d.split_turns and (config.objective, d.train_on) != ("sft", "assistant"):
+        found = (
+            f"`objective: {config.objective}`, `data.train_on: {d.train_on}`: not every answer alone is learnt there"
+        )
+        raise ConfigError("`data.split_turns`", found, "leave it out, or take objective: sft and train_on: assistant")
     given = [name for name in ("path", "sample", "random") if getattr(d, name) is not None]
     if len(given) != 1:
         found = " and ".join(f"`data.{g}`" for g in given) or "none of them"

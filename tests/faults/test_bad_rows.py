@@ -45,6 +45,10 @@ KINDS = {
 }
 
 
+# At the ends of a file they are what some editors leave there, and no row's.
+READ_AS_WITHOUT = {("byte order mark", 0), ("empty line", 2)}
+
+
 def strictly(path: Path) -> DataError | None:
     try:
         for where, found in read_rows(path):
@@ -76,6 +80,8 @@ def everywhere(write: Callable[[Path, int, str], None], kinds: dict[str, str], p
     done = 0
     for kind, reason in kinds.items():
         for at in range(3):
+            if (kind, at) in READ_AS_WITHOUT:
+                continue
             write(path, at, kind)
             done += named(path, at, reason, goods)
     return done
@@ -89,7 +95,7 @@ def test_bad_rows_of_json_lines(tmp_path: Path) -> None:
 
     kinds = {kind: reason for kind, (_, reason) in KINDS.items()}
     done = everywhere(write, kinds, tmp_path / "däta.jsonl", GOODS)
-    assert done == 48
+    assert done == 46
     told("R14", done, f"{len(kinds)} kinds x first, middle, last: named, the good rows unchanged")
 
 
@@ -99,7 +105,7 @@ def test_bad_rows_of_csv(tmp_path: Path) -> None:
         "too many cells": (b"a,b,c,d", "4 cells under 3 columns"),
         "empty line": (b"", "an empty line"),
         "invalid UTF-8": (b"a,\xff,c", "invalid UTF-8"),
-        "byte order mark": (b"\xef\xbb\xbfa,b,c", "byte order mark"),
+        "byte order mark in a row": (b"\xef\xbb\xbfa,b,c", "byte order mark"),
         "quotes": (b'a,"b"b,c', "not valid CSV"),
         "empty cell": (b"a,,c", "chosen is empty"),
         "chosen == rejected": (b"a,b,b", "chosen and rejected are the same"),
@@ -113,7 +119,7 @@ def test_bad_rows_of_csv(tmp_path: Path) -> None:
     good = {"prompt": "a\nsk", "chosen": "yes", "rejected": 'n"o'}
     kinds = {kind: reason for kind, (_, reason) in rows.items()}
     done = everywhere(write, kinds, tmp_path / "data.csv", [good] * 2)
-    assert done == 24
+    assert done == 23
     told("R14", done, f"CSV: {len(kinds)} kinds x first, middle, last")
 
 

@@ -192,7 +192,7 @@ def test_a_template_without_an_end_of_turn_is_refused(bytelevel, source, after):
 
 def test_a_header_does_not_pass_for_an_end_of_turn(bytelevel):
     source = GLM + "{{ eos_token }}"  # only the whole conversation is ended
-    with pytest.raises(DataError, match="never learn to stop"):
+    with pytest.raises(DataError, match="later turns change"):
         Tokens(bytelevel, source).document(talk(["a", "b"]), "assistant", WHERE)
     tokens = Tokens(bytelevel, source)
     assert learnt(tokens, tokens.document(talk(["a", "b"]), "last", WHERE)) == ["b<|eos|>"]
@@ -221,7 +221,9 @@ def test_the_template_and_what_it_makes_are_capped(bytelevel, monkeypatch):
         Tokens(bytelevel, CHATML + "{#" + "x" * 70_000 + "#}").document(talk(["a"]), "assistant", WHERE)
     monkeypatch.setattr(chat_template, "LONGEST_RENDER_chars", 1000)
     with pytest.raises(DataError, match="made 5000 characters"):
-        Tokens(bytelevel, "{{ 'x' * 5000 }}").document(talk(["a"]), "assistant", WHERE)
+        Tokens(bytelevel, "{% for i in range(10) %}{{ 'x' * 500 }}{% endfor %}").document(
+            talk(["a"]), "assistant", WHERE
+        )
 
 
 def test_no_template_no_eos_nothing_to_learn(sentencepiece, bytelevel, tiny_folder):

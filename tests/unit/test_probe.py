@@ -39,6 +39,13 @@ def look(tokens, rows, train_on="assistant", *, cut=lambda documents: documents,
     probe_rows(samples, made, tokens, train_on, rows=len(rows), truncated=truncated, most_truncated=most)
 
 
+def masked(tokens, rows):
+    """Raises the first row's error, as each row is masked."""
+    for found in tokens.batch([(RowLocation(Path("d.jsonl"), n + 1), row) for n, row in enumerate(rows)], "assistant"):
+        if isinstance(found, DataError):
+            raise found
+
+
 def shorter(n):
     return lambda documents: tuple(Document(d.ids[:n], d.targets[:n]) for d in documents)
 
@@ -83,7 +90,7 @@ BARE = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{
 )
 def test_two_bos(tokenizer, row, template, who):
     with pytest.raises(DataError, match=r"two of them; at d.jsonl:2: '<\|bos\|><\|bos\|>") as caught:
-        look(Tokens(tokenizer, template), [Completion("Two ", "eggs."), row])
+        masked(Tokens(tokenizer, template), [Completion("Two ", "eggs."), row])
     assert caught.value.asked == "to begin a document with one <|bos|>" and f"the {who} writes" in caught.value.do
 
 
@@ -92,14 +99,14 @@ def test_a_template_that_changes_earlier_turns(tokenizer):
     look(tokens, [talk("Two.")])
     look(tokens, [talk("Two.", "Three.")], "last")
     with pytest.raises(DataError) as caught:
-        look(tokens, [talk("Two."), talk("Two.", "Three.")])
+        masked(tokens, [talk("Two."), talk("Two.", "Three.")])
     assert "conversation at d.jsonl:2" in caught.value.asked
     assert (
         r"writes messages[1]: '<think>\n\n</think>\n\nTwo.<|im_end|>' becomes 'Two.<|im_end|>\n<" in caught.value.found
     )
     assert "data.train_on: last" in caught.value.do and "model.chat_template" in caught.value.do
     with pytest.raises(DataError, match=r"writes messages\[1\]"):
-        look(tokens, [Pair(talk("Two."), talk("Two.", "Three."))])
+        masked(tokens, [Pair(talk("Two."), talk("Two.", "Three."))])
 
 
 def test_a_row_that_cannot_be_masked_is_not_looked_at(tokenizer):

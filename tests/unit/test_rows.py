@@ -222,9 +222,9 @@ def test_keys_that_a_turn_must_have():
     assert why(messages=[ASK, {"role": "assistant"}]) == "messages[1] has no 'content'"
     assert why(conversations=[{"from": "human"}]) == "conversations[0] has no 'value'"
     assert why(conversations=[{"value": "a"}]) == "conversations[0] has no 'role'"
-    assert "not one of system, human" in why(conversations=[{"from": "developer", "value": "a"}])
+    assert "not one of system, developer, user" in why(conversations=[{"from": "narrator", "value": "a"}])
     assert "has both 'from' and 'role'" in why(conversations=[{"from": "human", "role": "user", "value": "a"}])
-    assert "messages[0] has no 'role'" in why(messages=[{"from": "human", "value": "ask"}])
+    assert row(messages=[{"from": "human", "value": "ask"}, {"from": "gpt", "value": "answer"}]) == Chat((U, A))
     for turn in ({**ASK, "tool_calls": [CALL]}, {**ASK, "reasoning": "hm"}, {**ASK, "tool_call_id": "1"}):
         assert "messages[0], of the role 'user', has" in why(messages=[turn, ANSWER])
     assert "messages[0].train: a user turn is not learnt" in why(messages=[{**ASK, "train": True}, ANSWER])

@@ -258,7 +258,7 @@ def _sample(sample: Mapping[str, Any], facts: Mapping[str, Any], colour: bool, b
 def _pack_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     columns = {name: counts for name, counts in facts["counts"].items() if counts is not None}
     yield " " * 14 + "".join(f"{name.replace('_', ' '):>14}" for name in columns)
-    for key in columns["train"]:
+    for key in (name for name in columns["train"] if name != "keys"):  # those are in the summary
         yield f"{key.replace('_', ' '):<14}" + "".join(f"{counts[key]:>14,}" for counts in columns.values())
     yield from (f"refused {_plain(r['where'])}: {_plain(r['reason'])}" for r in facts["refused"])
     cache = f"cache {', '.join(map(_plain, facts['cache']))}: {facts['cache_bytes'] / 2**20:.1f} MiB"
@@ -363,12 +363,12 @@ def _run(sources: Sequence[str], sets: list[str]) -> Config:
     return read_run(Path(sources[0]), sets, [], [])
 
 
-def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str]) -> Config:
+def _bare(data: Mapping[str, Any], model: Mapping[str, Any], sets: list[str], objective: str = "pretrain") -> Config:
     import yaml
 
     from optrush.config import parse_config
 
-    document = {"model": dict(model), "objective": "pretrain", "data": dict(data), "output": "."}
+    document = {"model": dict(model), "objective": objective, "data": dict(data), "output": "."}
     return parse_config(yaml.safe_dump(document), "the command line", sets)
 
 
@@ -376,6 +376,7 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
     from optrush.data import readers
     from optrush.data.chat_template import open_tokens
     from optrush.data.cleaning import clean_files, cleaning_folder, write_rows
+    from optrush.data.schema import row_rules
     from optrush.data.tokenize import cache_root
     from optrush.models.source import locate
     from optrush.report import data
@@ -395,6 +396,7 @@ def _clean(config: Config, folder: Path) -> dict[str, Any]:
     with cleaning_folder(folder, [*reads, *evaluation]) as new, _bar() as progress:
         cleaned = clean_files(
             reads, d.clean, tokens=tokens, text_rows=d.text_rows, bad_rows=d.bad_rows, most_bad=d.most_bad,
+            rules=row_rules(config),
             workers=d.workers, progress=progress, folder=new, cache=cache,
         )  # fmt: skip
         model = config.model.model_dump(include={"path", "tokenizer"}, exclude_none=True) if tokens else {}
@@ -410,10 +412,10 @@ def _check_cleaning(folder: Path) -> None:
     asked = f"to check {folder}"
     try:
         record = json.loads((folder / RECORD).read_bytes())
-        data = {key: record[key] for key in ("text_rows", "bad_rows", "most_bad")}
+        data = {key: record[key] for key in ("text_rows", "bad_rows", "most_bad", "columns", "roles")}
         output, inputs, held = record["output"], record["inputs"], record["evaluation"]
         data |= {"path": [i["file"] for i in inputs], "clean": record["settings"]}
-        config = _bare(data, record["model"], [])
+        config = _bare(data, record["model"], [], record["objective"])
         if record["format"] != FORMAT:
             raise DataError(asked, f"a record of format {record['format']}", "clean again with --out")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import resource
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -42,11 +45,79 @@ LONGEST_RENDER_chars = 32 * 2**20
 # What an expression of a template can raise apart from jinja's own errors.
 RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 MEND = "mend the row, or give another template (model.chat_template)"
+MOST_BITS = 10_000  # of an integer that a template computes
+MOST_ERROR_chars = 200  # of a template's own error that is shown
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
 SHOWN = 4  # things left out that an error message names
+SHOWN_chars = 100  # of a difference that an error message shows
+HEAD, TAIL = 60, 30  # tokens of a document that an error message shows, from its beginning and its end
 PLACEHOLDER = "97351{:06}"  # digits pass through quoting, escaping and capitals as they are
 
 Shown = dict[str, Any]  # a message as a template gets it
+
+
+class RenderLimits:
+    """Limits the time and the memory of rendering, in which the code of a template runs, which may be anybody's.
+
+    Within the block a timer's signal ends a rendering (in the main thread, the only one that receives it), and a limit
+    of the address space lets allocations fail. Blocks can be nested: the outer one sets the limit of memory, each
+    begins the time anew.
+    """
+
+    def __init__(self, seconds: float, memory_bytes: int) -> None:
+        self.seconds, self.memory_bytes = seconds, memory_bytes
+        self._depth = 0
+        self._before: tuple[Any, int] = (None, -1)  # the signal's handler, the soft limit of the address space
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        timed = threading.current_thread() is threading.main_thread()
+        if self._depth == 1:
+            soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+            self._before = (signal.signal(signal.SIGALRM, self._late) if timed else None, soft)
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            most = pages * resource.getpagesize() + self.memory_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (most if soft == -1 else min(soft, most), hard))
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            handler, soft = self._before
+            if handler is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, handler)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        if isinstance(error, MemoryError):
+            raise _monstrous(f"more than {self.memory_bytes >> 20} MiB of memory") from None
+
+    def _late(self, *_: object) -> None:
+        raise _monstrous(f"more than {self.seconds:g} s")
+
+
+LIMITS = RenderLimits(seconds=10, memory_bytes=1 << 30)
+
+
+def _monstrous(what: str) -> ConfigError:
+    """Return the error of a template that takes too much; no bad row, for the template is at fault."""
+    return ConfigError("to render messages", f"the chat template takes {what}", "give another: model.chat_template")
+
+
+def _times(left: Any, right: Any) -> Any:
+    """Return a product in a template; MemoryError for a monstrous one, before it is computed."""
+    for one, n in ((left, right), (right, left)):
+        if isinstance(n, int) and hasattr(one, "__len__") and len(one) * n > LONGEST_RENDER_chars:
+            raise MemoryError
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > MOST_BITS:
+        raise MemoryError
+    return left * right
+
+
+def _power(left: Any, right: Any) -> Any:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_BITS:
+        raise MemoryError
+    return left**right
 
 
 class Template:
@@ -56,6 +127,11 @@ class Template:
         self.source = source
         self._special = dict(special)
         self._whole: set[object] = set()  # shapes of conversations of which nothing is left out, a bounded number
+        self._steady: set[object] = set()  # shapes of which later turns change nothing
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy in another process needs: it compiles the source anew."""
+        return {name: value for name, value in vars(self).items() if name not in ("_environment", "_compiled")}
 
     def shown(self, message: Message) -> Shown:
         """Return the message in the form that the template takes."""
@@ -81,7 +157,8 @@ class Template:
             rendered = self._render(turns, tools, prompt)
             rendered.encode()
         except RENDERING as error:
-            raise DataError(asked, f"the chat template failed: {type(error).__name__}: {error}", MEND) from error
+            why = f"{type(error).__name__}: {visible(str(error)[:MOST_ERROR_chars])}"
+            raise DataError(asked, f"the chat template failed: {why}", MEND) from error
         if len(rendered) > LONGEST_RENDER_chars:
             found = f"the chat template made {len(rendered)} characters; at most {LONGEST_RENDER_chars} are taken"
             raise DataError(asked, found, MEND)
@@ -121,15 +198,73 @@ class Template:
         if len(shape) <= LONGEST_SHAPE:
             self._whole.add(shape)
 
+    def check_steady(self, masker: Masker, chat: Chat, turns: Sequence[int], where: RowLocation) -> None:
+        """Raises DataError where later turns change how the template writes one of these: other text would be asked.
+
+        Each shape of a conversation is checked once. It has what templates look at: the roles, which parts a turn has,
+        and which of the texts that the template looks for are in it.
+        """
+        if not turns or turns[0] + 1 == len(chat.messages):
+            return
+        shape: tuple[object, ...] = (bool(chat.tools), tuple(turns))
+        for m in chat.messages:
+            text = f"{m.content}{m.reasoning or ''}" if self._sought else ""
+            shape += (
+                (m.role, not m.content.strip(), m.reasoning is None, len(m.calls)),
+                *(s in text for s in self._sought),
+            )
+        if shape in self._steady:
+            return
+        for i in turns:
+            if i + 1 < len(chat.messages) and (changed := masker.changes(i)):
+                alone, here = (visible(text)[:SHOWN_chars] for text in changed)
+                asked = f"to learn every answer of the conversation at {where} (data.train_on: assistant)"
+                found = f"later turns change how the template writes messages[{i}]: '{alone}' becomes '{here}'"
+                raise DataError(asked, found, MEND_EARLIER)
+        if len(self._steady) == MOST_SHAPES:
+            self._steady.clear()
+        if len(chat.messages) <= LONGEST_SHAPE:
+            self._steady.add(shape)
+
+    @cached_property
+    def _sought(self) -> tuple[str, ...]:
+        """The texts that the template looks for in others: `'</think>' in content`, `content.split('</think>')`."""
+        from jinja2 import nodes
+
+        found: set[str] = set()
+        tree = self._environment.parse(self.source)
+        for compare in tree.find_all(nodes.Compare):
+            operands = [operand.expr for operand in compare.ops]
+            if isinstance(compare.expr, nodes.Const):
+                found.add(str(compare.expr.value))
+            found |= {str(operand.value) for operand in operands if isinstance(operand, nodes.Const)}
+        for call in (*tree.find_all(nodes.Call), *tree.find_all(nodes.Filter)):
+            found |= {str(given.value) for given in call.args if isinstance(given, nodes.Const)}
+        plain = {*schema.ROLE_NAMES, "role", "content", "True", "False", "None"}
+        return tuple(sorted(text for text in found - plain if len(text.strip()) > 1))
+
     def _render(self, turns: Sequence[Shown], tools: Sequence[Any] = (), prompt: bool = False) -> str:
         # As apply_chat_template, without its copies of the data, which come from JSON and are plain already.
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        rendered = _compile_jinja_template(self.source).render(
-            messages=turns, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **self._special
-        )
+        with LIMITS:
+            rendered = self._compiled.render(
+                messages=turns, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **self._special
+            )
         assert isinstance(rendered, str)
         return rendered
+
+    @cached_property
+    def _environment(self) -> Any:
+        """Transformers' environment for templates, in which no product or power becomes monstrous."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        environment = _compile_jinja_template("").environment.overlay()
+        environment.intercepted_binops = frozenset({"*", "**"})  # read by jinja for each environment
+        environment.binop_table = {**environment.binop_table, "*": _times, "**": _power}
+        return environment
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return self._environment.from_string(self.source)
 
     @cached_property
     def _parts(self) -> bool:
@@ -186,7 +321,10 @@ def _json(arguments: Any) -> str:
 CHANGED = "the template changes the assistant's text, so it cannot be masked"
 NO_STOP = "no end-of-turn token follows the assistant's text: the model would never learn to stop"
 MEND_TEMPLATE = "give another template (model.chat_template), or train on all tokens (data.train_on: all)"
-MEND_EARLIER = "train on the last answer only (data.train_on: last), or give another template (model.chat_template)"
+MEND_EARLIER = (
+    "train on the last answer only (data.train_on: last), on each as it would be asked for (data.split_turns: true), "
+    "or give another template (model.chat_template)"
+)
 MOST_TURNS = 1000  # if each turn needs a render of its own
 THINKING = re.compile("(</?think>)")
 
@@ -558,6 +696,7 @@ class Tokens:
         control = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._control = frozenset(control) & frozenset(self._marks.tokens) - REASONING_MARKS
         self._controls = any_of(self._control)
+        self._bos = self._added.get(str(tokenizer.special_tokens_map.get("bos_token")))
 
     def batch(
         self, samples: Sequence[tuple[RowLocation, Row]], train_on: str
@@ -569,12 +708,13 @@ class Tokens:
                 `all` every token but the first. A text is always learnt whole.
         """
         drafts: list[list[_Draft] | DataError] = []  # of each row
-        for where, row in samples:
-            try:
-                parts = (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
-                drafts.append([self._draft(part, train_on, where) for part in parts])
-            except DataError as error:
-                drafts.append(error)
+        with LIMITS:
+            for where, row in samples:
+                try:
+                    parts = (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
+                    drafts.append([self._draft(part, train_on, where) for part in parts])
+                except DataError as error:
+                    drafts.append(error)
         encodings = iter(self._encode([draft for of in drafts if isinstance(of, list) for draft in of]))
         made: list[tuple[Document, ...] | DataError] = []
         for of in drafts:
@@ -605,6 +745,12 @@ class Tokens:
             return False
         text = schema.row_text(row)
         return self._controls.search(text.removesuffix(self._end)) is not None
+
+    def shown(self, ids: Sequence[int]) -> str:
+        """Return the first and last tokens of a document as text, in one line."""
+        parts = [ids] if len(ids) <= HEAD + TAIL else [ids[:HEAD], ids[-TAIL:]]
+        decode = self._engine.decode
+        return " ... ".join(visible(decode(list(part), skip_special_tokens=False)) for part in parts)
 
     def template(self) -> str:
         """Return the chat template's source; raises DataError if there is none, or a monstrous one."""
@@ -652,6 +798,8 @@ class Tokens:
             masker = self.masker(row, turns, where)
             refuse(row, self._forgers, where)
             spans = tuple(masker.spans()) if turns else ()
+            if train_on == "assistant":
+                self._template.check_steady(masker, row, turns, where)
         except RecursionError as error:
             raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "take them out") from error
         if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:
@@ -689,6 +837,11 @@ class Tokens:
                 # The token that reaches over the seam is learnt: it is what must follow the tokens before it.
                 covers = (encoding.char_to_token(at) for at in range(draft.seam, len(draft.text)))
                 targets[: next((token for token in covers if token is not None), None)] = False
+        if self._bos is not None and ids[:2].tolist() == [self._bos, self._bos]:
+            writer = "tokenizer" if draft.special else "chat template"
+            asked = f"to begin a document with one {self.tokenizer.convert_ids_to_tokens(self._bos)}"
+            do = f"take one out of the rows' text or the template: the {writer} writes one by itself"
+            raise DataError(asked, f"two of them; at {draft.where}: '{self.shown(ids.tolist())}'", do)
         targets[:1] = False
         if not ((len(ids) and targets[-1]) or targets.any()):  # the end of most rows is learnt, and `any` is slow
             asked = f"to learn from the row at {draft.where}"
@@ -734,6 +887,11 @@ def answers(chat: Chat, train_on: str) -> list[int]:
         return [i for i in turns if not chat.messages[i].learnt]
     turns = [i for i in turns if i >= chat.prompt and chat.messages[i].learnt]
     return turns[-1:] if train_on == "last" else turns
+
+
+def visible(text: str) -> str:
+    """Return text with its control characters written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _dated(source: str, today: datetime.date) -> str:
@@ -794,11 +952,14 @@ def open_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
         text = " ".join(str(error).split())[:300]
         found = text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
         raise NeedsError(f"the tokenizer of {folder}", found, "put its tokenizer.json there") from None
+    if isinstance(tokenizer.chat_template, str):
+        tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
+    return tokenizer
 
 
 def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
@@ -851,7 +1012,7 @@ def _template(given: str, tokenizer: Any) -> str:
             return _chatml(tokenizer)
         raise ConfigError(asked, "no such file", "name a file with a jinja template, or chatml")
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")  # without the byte order mark that some editors write
     except UnicodeDecodeError as error:
         raise ConfigError(asked, f"not UTF-8: {error.reason}", "save it as UTF-8") from None
 

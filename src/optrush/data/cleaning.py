@@ -38,8 +38,20 @@ import numpy as np
 from optrush import __version__
 from optrush.config import Bounds, Cleaning, Items, nearest
 from optrush.data import schema
-from optrush.data.readers import LINES, Chunk, attempts, chunks, find_files, form, lines, opened, read_rows
-from optrush.data.schema import Chat, Completion, Pair, Row, RowLocation, bad_row, decode_json
+from optrush.data.readers import (
+    LINES,
+    Chunk,
+    attempts,
+    chunks,
+    find_files,
+    form,
+    lines,
+    opened,
+    read_rows,
+    skip_mark,
+    without_blank_end,
+)  # fmt: skip
+from optrush.data.schema import NO_RULES, Chat, Completion, Pair, Row, RowLocation, RowRules, bad_row, decode_json
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
 from optrush.launch import die_with_parent
 
@@ -58,7 +70,7 @@ BATCH_chars = 1 << 20  # and about how much text: a tokenizer needs some 100 byt
 LANGUAGE_chars = 2000  # of a row's text, by which its language is identified
 BLOCK = 1 << 16  # rows whose keys or items are read at once
 BANDS = 8  # bands whose keys are read at once
-FORMAT = 1  # of the record
+FORMAT = 2  # of the record
 EXAMPLES, EXAMPLE_chars = 10, 280  # of each filter in the record, and the length of each
 BINS = 60  # of a histogram, about
 LIBRARIES = ("numpy", "py3langid", "rensa", "tokenizers")
@@ -97,6 +109,7 @@ def clean_files(
     *,
     tokens: Tokens | None,
     text_rows: str = "file",
+    rules: RowRules = NO_RULES,
     bad_rows: Literal["error", "quarantine"] = "error",
     most_bad: float = 0.01,
     workers: int | None = None,
@@ -130,13 +143,13 @@ def clean_files(
             raise ConfigError("`data.clean.tokens`", "no tokenizer", do)
         tokenizer = tokens.tokenizer.backend_tokenizer.to_str()
     judging = [] if settings.decontaminate is None else find_files(settings.decontaminate, cache)
-    evaluation = read_evaluation(judging, text_rows) if judging else None
+    evaluation = read_evaluation(judging, text_rows, rules) if judging else None
     parts = [part for file in files for part in chunks(file, text_rows=text_rows)]
     # The cost of a part against that of others: its bytes, or row groups of a Parquet file.
     sizes = [max(1, p.file.stat().st_size if p.end is None else p.end - p.start) for p in parts]
     reading, done = 0.75 if settings.near_duplicates is not None else 0.95, 0.0  # of the work, about
     with tempfile.TemporaryDirectory(prefix=WORK, dir=folder) as name:
-        table = Table(Task(settings, text_rows, tokenizer, evaluation, Path(name)))
+        table = Table(Task(settings, text_rows, rules, tokenizer, evaluation, Path(name)))
         table.stamps = {file: _stamp(file) for file in files}
         for part, size, found in zip(parts, sizes, _measured(table.task, parts, workers)):
             table.add(part, found)
@@ -151,7 +164,8 @@ def clean_files(
             tokenize.check_bad_share(refused, len(table), most_bad)
         for share in table.apply():
             progress(reading + (1 - reading) * share, len(table))
-    given = {"text_rows": text_rows, "bad_rows": bad_rows, "most_bad": most_bad}
+    given = {"text_rows": text_rows, "bad_rows": bad_rows, "most_bad": most_bad, "objective": rules.objective}
+    given |= {"columns": dict(rules.columns), "roles": dict(rules.roles)}
     if tokenizer is not None:
         given["tokenizer"] = hashlib.sha256(tokenizer.encode()).hexdigest()
     cleaned = Cleaned(table.kept(), table.record(files, judging, **given), table)
@@ -365,13 +379,14 @@ class EvaluationRuns:
         return np.where(self.hashes[at] == found, self.owners[at] + 1, 0).astype(np.int32)
 
 
-def read_evaluation(files: Sequence[Path], text_rows: str) -> EvaluationRuns:
+def read_evaluation(files: Sequence[Path], text_rows: str, rules: RowRules = NO_RULES) -> EvaluationRuns:
     """Return the runs of all rows of the evaluation files. Raises DataError: at the first bad row."""
     places: list[RowLocation] = []
     all_hashes, all_owners = [np.zeros(0, np.uint64)], [np.zeros(0, np.int32)]
     pairs = (pair for file in files for pair in read_rows(file, text_rows))
     while batch := list(islice(pairs, BATCH_rows)):
-        found, counts = word_runs(*hashed_words([own_text(schema.parse_row(*pair)) for pair in batch]), SHARED_words)
+        texts = [own_text(schema.parse_row(where, found, rules)) for where, found in batch]
+        found, counts = word_runs(*hashed_words(texts), SHARED_words)
         all_hashes.append(found)
         all_owners.append(np.repeat(np.arange(len(places), len(places) + len(batch), dtype=np.int32), counts))
         places += [where for where, _ in batch]
@@ -616,6 +631,7 @@ class Task(NamedTuple):
 
     settings: Cleaning
     text_rows: str
+    rules: RowRules
     tokenizer: str | None
     evaluation: EvaluationRuns | None
     folder: Path
@@ -700,7 +716,7 @@ class Measure:
                 handles[name].write(values.tobytes())
 
             done = 0
-            for places, entries, refused in _batches(chunk, self.task.text_rows):
+            for places, entries, refused in _batches(chunk, self.task.text_rows, self.task.rules):
                 blocks.append(self._block(np.array(places), entries, write))
                 bad += [(done + place, places[place], why) for place, why in refused]
                 done += len(places)
@@ -760,7 +776,9 @@ class Measure:
         return columns | {f"different{one.at}": np.array(list(map(len, different)), np.int32)}
 
 
-def _batches(chunk: Chunk, text_rows: str) -> Iterator[tuple[list[int], list[_Entry], list[tuple[int, str]]]]:
+def _batches(
+    chunk: Chunk, text_rows: str, rules: RowRules
+) -> Iterator[tuple[list[int], list[_Entry], list[tuple[int, str]]]]:
     """Yield (the rows' lines, the good ones, the bad ones with the reason) of some rows at a time."""
     places: list[int] = []
     entries: list[_Entry] = []
@@ -772,7 +790,7 @@ def _batches(chunk: Chunk, text_rows: str) -> Iterator[tuple[list[int], list[_En
         try:
             if isinstance(raw, DataError):
                 raise raw
-            row = schema.parse_row(where, raw)
+            row = schema.parse_row(where, raw, rules)
         except DataError as error:
             bad.append((place, error.found))
         else:
@@ -965,11 +983,11 @@ class Table:
         evaluation = self.task.evaluation
         assert evaluation is not None
         where = evaluation.places[int(columns["contaminated"][i]) - 1]
-        passage = evaluation.passage(schema.parse_row(self.where(i), dict(reread())))
+        passage = evaluation.passage(schema.parse_row(self.where(i), dict(reread()), self.task.rules))
         return f"shares words with {where}: {_shortened(passage, 120)!r}"
 
     def _text(self, i: int, raw: Mapping[str, Any]) -> str:
-        return schema.row_text(schema.parse_row(self.where(i), dict(raw)))
+        return schema.row_text(schema.parse_row(self.where(i), dict(raw), self.task.rules))
 
     # --- the record
 
@@ -1108,7 +1126,8 @@ def _rows_of(file: Path, text_rows: str) -> Iterator[tuple[bytes, Callable[[], d
     suffix, packing = form(file) or ("", "")
     if suffix in LINES:
         with opened(file, packing) as whole:
-            for raw in lines(whole):
+            skip_mark(whole)
+            for raw in without_blank_end(lines(whole), whole):
                 yield raw or b"", partial(decode_json, raw or b"")
         return
     for _, found in attempts(file, text_rows):

@@ -16,22 +16,23 @@ import json
 import os
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from optrush.config import Config
 from optrush.data import readers, sample, tokenize
-from optrush.data.chat_template import MEND_EARLIER, Tokens, answers
+from optrush.data.chat_template import Tokens
 from optrush.data.cleaning import clean_files
 from optrush.data.readers import PARQUET, TEXT, Chunk, attempts, chunks, form
-from optrush.data.schema import Chat, Document, Pair, Row, RowLocation, Text
-from optrush.data.tokenize import BadRow, Builder, Say, Shard, SHARD_tok, TokenizeWork, cache_root
+from optrush.data.schema import Document, Row, RowLocation, Text, quoted, row_rules
+from optrush.data.tokenize import OTHER_KEYS, BadRow, Builder, Say, Shard, SHARD_tok, TokenizeWork, cache_root
 from optrush.errors import ConfigError, DataError
 from optrush.files import write_whole
 from optrush.objectives import learnt
@@ -48,6 +49,7 @@ class SampleChunk(NamedTuple):
     samples: list[Sample]
     rows: int  # that were read
     refused: Sequence[BadRow] = ()
+    counts: Counts | None = None  # of a streamed source: of these rows
 
 
 class SampleSource(Protocol):
@@ -97,6 +99,13 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     targets: int = 0
+    known: int = 0  # documents of the held-out part that are trained on, too
+    keys: Counter[str] = field(default_factory=Counter)  # rows with each key that `parse_row` noted
+
+    def add(self, other: Counts) -> None:
+        """Add the counts of other rows."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
 @dataclass
@@ -110,6 +119,7 @@ class TokenShards:
     parts: int = 1
     cleaned: int = 0
     marked: int = 0
+    keys: Counter[str] = field(default_factory=Counter)  # as in Counts
     refused: list[tuple[int, BadRow]] = field(default_factory=list)
     total: int = 0  # rows of the data: all in the shards, or the first so many
     names: list[str] = field(default_factory=list)
@@ -130,6 +140,7 @@ class TokenShards:
         self.total = self.rows_before[-1] if most is None else min(most, self.rows_before[-1])
         self.cleaned += shard.cleaned
         self.marked += shard.marked
+        self.keys.update(shard.noted())
         refused = [(before + n, row) for n, row in shard.refusals(self.files) if before + n < self.total]
         self.refused += refused
         return shard, refused
@@ -197,6 +208,13 @@ class Dataset:
     def where(self, i: int) -> RowLocation:
         """Return the place of the row that sample i comes from."""
         return self.shelf.where(int(self.row[i]))
+
+    def digests(self) -> np.ndarray:
+        """Return a digest of the tokens of each row's samples before they were cut, (rows,) int64."""
+        shards = map(self.shelf.shard, range(len(self.shelf.made)))
+        parts = [(shard.numbers + before, shard.digests) for shard, before in zip(shards, self.shelf.rows_before)]
+        rows, digests = (np.concatenate([np.zeros(0, np.int64), *column]) for column in zip(*parts, strict=True))
+        return np.asarray(digests[np.isin(rows, self.row)])
 
 
 def view(
@@ -445,13 +463,28 @@ def index(path: Path, kept: np.ndarray | None, text_rows: str = "line") -> Index
         if suffix in TEXT:  # blank lines are no rows
             file.seek(0)
             chosen = np.array([n for n, line in enumerate(file) if line.strip()], np.int64)
-    begins = np.concatenate(starts)
+    begins = _without_blank_end(path, np.concatenate(starts)) if suffix not in TEXT else np.concatenate(starts)
     if kept is not None:
         lines = np.arange(len(begins) - 1) if chosen is None else chosen
         firsts = np.array([part.first - 1 for part in parts])
         part = np.searchsorted(firsts, lines, "right") - 1
         chosen = lines[kept[firsts[part] + np.arange(len(lines)) - np.searchsorted(lines, firsts)[part]]]
     return Index(path, begins, False, chosen)
+
+
+# Position of the file, place, samples or the reason for none, keys that `parse_row` noted.
+_Read = tuple[int, RowLocation, tokenize.Samples | DataError, Collection[str]]
+
+
+def _without_blank_end(path: Path, begins: np.ndarray) -> np.ndarray:
+    """Return where the lines of a file begin, and the end, without the blank lines at its end."""
+    with path.open("rb") as file:
+        while len(begins) > 1:
+            file.seek(begins[-2])
+            if file.read(int(begins[-1] - begins[-2])).strip():
+                break
+            begins = begins[:-1]
+    return begins
 
 
 @dataclass
@@ -464,10 +497,10 @@ class Streamed:
     T: int | None
     vocab: int
     parts: int = 1
+    first_keys: frozenset[str] = frozenset()  # that the first rows had, of those that `parse_row` notes
     limit: int | None = None  # rows of the data are only the first so many
     rows: np.ndarray | None = None  # the numbers of those that are trained on; None: all
     named: str = "all"
-    counts: Counts = field(default_factory=Counts)  # of all reading
     tokenized = False
 
     def __post_init__(self) -> None:
@@ -477,6 +510,11 @@ class Streamed:
 
     def __len__(self) -> int:
         return self.total if self.rows is None else len(self.rows)
+
+    @property
+    def most_truncated(self) -> float:
+        """The largest share of rows without their end."""
+        return self.work.config.data.most_truncated
 
     @property
     def spans(self) -> tuple[tuple[int, float], ...]:
@@ -492,8 +530,8 @@ class Streamed:
         data = self.work.config.data
         parts = [
             readers.files_fingerprint(self.work.files, cache_root(data.cache)), tokenize.identity(self.work.tokens),
-            learnt(self.work.config),
-            self.work.cleaning, data.text_rows, data.too_long, self.T, self.total, self.named,
+            learnt(self.work.config), astuple(row_rules(self.work.config)), self.work.cleaning,
+            data.text_rows, data.too_long, self.T, self.total, self.named,
             [weight for _, weight in self.origins],
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -503,20 +541,23 @@ class Streamed:
         chosen = numbers if self.rows is None else self.rows[list(numbers)].tolist()
         samples: list[Sample] = []
         refused: list[BadRow] = []
-        for n, (_, where, made) in zip(numbers, self._tokenized(chosen), strict=True):
-            self.counts.rows += 1
-            if isinstance(made, DataError):
-                refused.append(self._refused(where, made))
+        counts = Counts(rows=len(numbers))
+        too_long = self.work.config.data.too_long
+        for n, (_, where, row, keys) in zip(numbers, self._tokenized(chosen), strict=True):
+            counts.keys.update(keys)
+            if isinstance(row, DataError):
+                refused.append(self._refused(where, row))
+                counts.refused += 1
                 continue
-            if len(made) != self.parts:
-                raise tokenize.mixed_kinds(where)
-            highest = max(int(document.ids.max()) for document in made)
-            if highest >= self.vocab:
-                raise foreign(str(where), highest, self.vocab)
-            too_long = self.work.config.data.too_long
-            fitted = [made] if self.T is None else fit_row(made, self.T, too_long, where, self.counts)
-            samples += [(n, sample) for sample in fitted]
-        return SampleChunk(samples, len(numbers), refused)
+            for made in row:
+                if len(made) != self.parts:
+                    raise tokenize.mixed_kinds(where)
+                highest = max(int(document.ids.max()) for document in made)
+                if highest >= self.vocab:
+                    raise foreign(str(where), highest, self.vocab)
+                fitted = [made] if self.T is None else fit_row(made, self.T, too_long, where, counts)
+                samples += [(n, sample) for sample in fitted]
+        return SampleChunk(samples, len(numbers), refused, counts)
 
     def documents(self, i: int = 0) -> Any:
         """Raise ConfigError: what other sources return is not known here."""
@@ -533,10 +574,11 @@ class Streamed:
         """Tokenize the rows of a mask (rows,) bool into shards in memory."""
         numbers, shelf, builder = np.flatnonzero(held), TokenShards(self.work.files), Builder()
         for first in range(0, len(numbers), tokenize.BATCH_rows):
-            for file, where, made in self._tokenized(numbers[first : first + tokenize.BATCH_rows].tolist()):
+            for file, where, made, keys in self._tokenized(numbers[first : first + tokenize.BATCH_rows].tolist()):
                 if isinstance(made, DataError):
                     self._refused(where, made)
-                builder.add(where, file, made)
+                builder.note(keys)
+                builder.add_samples(where, file, made)
             if builder.tokens >= SHARD_tok or first + tokenize.BATCH_rows >= len(numbers):
                 shard, _ = shelf.add(builder.shard(last=False), None)
                 if shard.highest >= self.vocab:
@@ -544,28 +586,35 @@ class Streamed:
                 builder = Builder()
         return shelf
 
-    def _tokenized(self, numbers: Sequence[int]) -> list[tuple[int, RowLocation, tuple[Document, ...] | DataError]]:
-        """Return (file, place, documents or the reason for none) of rows of the data, in the order of `numbers`."""
+    def _tokenized(self, numbers: Sequence[int]) -> list[_Read]:
+        """Return what is read of rows of the data, in the order of `numbers`."""
         file = (np.searchsorted(self._before, numbers, "right") - 1).tolist()
-        rows: dict[int, tuple[int, RowLocation, Row | DataError]] = {}
+        rows: dict[int, tokenize.Parsed] = {}
+        rules = row_rules(self.work.config)
         for f in sorted(set(file)):
             before = int(self._before[f])
             inside = [n - before for n, of in zip(numbers, file, strict=True) if of == f]
             for n, where, row in self.indexes[f].read(inside):
-                rows[before + n] = f, where, row if isinstance(row, DataError) else tokenize.meaning(where, row)
+                keys = set[str]()
+                parsed = row if isinstance(row, DataError) else tokenize.meaning(where, row, rules, keys)
+                rows[before + n] = f, where, parsed, keys
         if len(rows) < len(set(numbers)):
             asked = f"a row of {', '.join(map(str, self.work.files[:3]))}"
             raise DataError(asked, "it is not where it was", "leave the files alone while a run reads them")
-        good = {n: (where, row) for n, (_, where, row) in rows.items() if not isinstance(row, DataError)}
-        made: dict[int, tuple[Document, ...] | DataError]
-        made = {n: row for n, (_, _, row) in rows.items() if isinstance(row, DataError)}
-        made.update(zip(good, self.work.tokens.batch(list(good.values()), learnt(self.work.config)), strict=True))
-        return [(*rows[n][:2], made[n]) for n in numbers]
+        good = {
+            n: (where, row)
+            for n, (_, where, row, _) in rows.items()
+            if row is not None and not isinstance(row, DataError)
+        }
+        made: dict[int, tokenize.Samples | DataError]
+        made = {n: row for n, (_, _, row, _) in rows.items() if isinstance(row, DataError)}
+        samples = tokenize.row_samples(self.work.tokens, list(good.values()), learnt(self.work.config))
+        made.update(zip(good, samples, strict=True))
+        return [(*rows[n][:2], made[n], rows[n][3]) for n in numbers]
 
     def _refused(self, where: RowLocation, error: DataError) -> BadRow:
         if self.work.config.data.bad_rows == "error":
             raise error
-        self.counts.refused += 1
         return BadRow(where, error)
 
 
@@ -577,7 +626,7 @@ def foreign(where: str, highest: int, vocab: int) -> DataError:
 
 # --- Cleaning once: which rows `data.clean` keeps, stored next to the tokenized data under a key of its own.
 
-FORMAT = 1  # of the stored result
+FORMAT = 2  # of the stored result
 
 
 def kept_rows(
@@ -595,12 +644,14 @@ def kept_rows(
         result = clean_files(
             paths, settings, tokens=tokens, text_rows=data.text_rows, bad_rows=data.bad_rows,
             most_bad=data.most_bad, workers=data.workers, progress=progress.share, cache=cache,
+            rules=row_rules(config),
         )  # fmt: skip
         return [result.kept[path] for path in paths], result.record
 
     evaluation = [] if settings.decontaminate is None else readers.find_files(settings.decontaminate, cache)
     parts = [
         FORMAT, settings.model_dump(mode="json"), data.text_rows, data.bad_rows, data.most_bad,
+        astuple(row_rules(config)),
         [str(path) for path in paths], readers.files_fingerprint([*paths, *evaluation], cache),
         settings.tokens and tokenize.identity(tokens),
     ]  # fmt: skip
@@ -624,8 +675,6 @@ def kept_rows(
 # begin-of-text tokens, or answers a first question otherwise than it was trained to.
 
 SAMPLES = 200  # rows that are checked
-HEAD, TAIL = 60, 30  # tokens of a sample that are shown, from its beginning and its end
-SHOWN = 100  # characters of a difference that are shown
 
 Samples = Sequence[tuple[RowLocation, Row]]
 DocumentLists = Sequence[Sequence[Document]]  # the documents of each sample
@@ -656,45 +705,22 @@ def probe_rows(
         found = f"not one token of them would be learnt; the first, {one}"
         do = "raise batch.seq if answers are cut off, or choose what is learnt (data.train_on)"
         raise DataError(f"to learn from the first {len(samples)} rows", found, do)
-    _one_bos(samples, documents, tokens)
-    if train_on == "assistant":
-        _steady(samples, whole, tokens)
     if rows and truncated / rows > most_truncated:
         n = next((n for n, made in enumerate(documents) if sum(map(len, made)) < sum(map(len, whole[n]))), None)
         one = "" if n is None else f"; one, {_show(tokens, samples[n], documents[n] or whole[n])}"
-        asked = f"at most {most_truncated:.1%} of the rows without their end (data.most_truncated)"
-        found = f"{truncated} of {rows} rows ({truncated / rows:.1%}) are longer than batch.seq and truncated{one}"
-        raise DataError(asked, found, "raise batch.seq, or choose data.too_long: drop or split")
+        raise truncated_rows(truncated, rows, most_truncated, one)
     _stops(samples, documents, whole if train_on != "all" else _whole(samples, tokens, "last"), tokens)
+
+
+def truncated_rows(truncated: int, rows: int, most: float, one: str = "") -> DataError:
+    """Return the error of more rows that lost their end than the share `most`; `one` shows one of them."""
+    asked = f"at most {most:.1%} of the rows without their end (data.most_truncated)"
+    found = f"{truncated} of {rows} rows ({truncated / rows:.1%}) are longer than batch.seq and truncated{one}"
+    return DataError(asked, found, "raise batch.seq, or choose data.too_long: drop or split")
 
 
 def _whole(samples: Samples, tokens: Tokens, train_on: str) -> DocumentLists:
     return [() if isinstance(made, DataError) else made for made in tokens.batch(samples, train_on)]
-
-
-def _one_bos(samples: Samples, documents: DocumentLists, tokens: Tokens) -> None:
-    bos = tokens.tokenizer.bos_token_id
-    for pair, made in zip(samples, documents, strict=True):
-        for document in made:
-            if bos is not None and document.ids[:2].tolist() == [bos, bos]:
-                asked = f"to begin a document with one {tokens.tokenizer.bos_token}"
-                writer = "chat template" if any(_chats(pair[1])) else "tokenizer"
-                do = f"take one out of the rows' text or the template: the {writer} writes one by itself"
-                raise DataError(asked, f"two of them; {_show(tokens, pair, [document])}", do)
-
-
-def _steady(samples: Samples, whole: DocumentLists, tokens: Tokens) -> None:
-    for (where, row), made in zip(samples, whole, strict=True):
-        for chat in _chats(row) if made else ():
-            turns = answers(chat, "assistant")
-            masker = tokens.masker(chat, turns, where)
-            masker.spans()
-            for i in turns:
-                if changed := masker.changes(i):
-                    alone, here = (_visible(text)[:SHOWN] for text in changed)
-                    asked = f"to learn every answer of the conversation at {where} (data.train_on: assistant)"
-                    found = f"later turns change how the template writes messages[{i}]: '{alone}' becomes '{here}'"
-                    raise DataError(asked, found, MEND_EARLIER)
 
 
 def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tokens: Tokens) -> None:
@@ -712,30 +738,18 @@ def _stops(samples: Samples, documents: DocumentLists, whole: DocumentLists, tok
                 raise DataError(asked, found, do)
 
 
-def _chats(row: Row) -> Iterator[Chat]:
-    for part in (row.chosen, row.rejected) if isinstance(row, Pair) else (row,):
-        if isinstance(part, Chat):
-            yield part
-
-
 def _show(tokens: Tokens, sample: tuple[RowLocation, Row], documents: Sequence[Document]) -> str:
     """Return a row's place and its first and last tokens as text, in one line."""
     if not documents:
         return f"at {sample[0]}"
-    ids = documents[0].ids.tolist()
-    parts = [ids] if len(ids) <= HEAD + TAIL else [ids[:HEAD], ids[-TAIL:]]
-    texts = [cast(str, tokens.tokenizer.decode(part, clean_up_tokenization_spaces=False)) for part in parts]
-    return f"at {sample[0]}: '{' ... '.join(map(_visible, texts))}'"
-
-
-def _visible(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return f"at {sample[0]}: '{tokens.shown(documents[0].ids.tolist())}'"
 
 
 # --- The sources of a run.
 
 SAMPLE_ROWS = 1000  # conversations of a sample, unless data.max_samples is given
 RANDOM_DOCUMENTS = 4096  # of `data.random: true`
+NAMED_KEYS = 12  # keys that the summary names
 
 
 @dataclass(frozen=True)
@@ -781,6 +795,8 @@ def read_sources(
         raise DataError(f"`data.eval: {d.eval}`", "no such file", "give a JSONL file, or a fraction such as 0.1")
     limit, held_out = T if cut else None, None
     with _places(config) as (paths, origins):
+        if isinstance(d.eval, str):
+            _refuse_same(paths, readers.find_files(d.eval, cache_root(d.cache)), d.eval)
         work = reading.work(paths, d.clean is not None)
         reading.look(work, limit)
         rows = reading.streamed(work, origins, limit) if d.stream else reading.shelf(work, limit, d.max_samples)
@@ -798,14 +814,42 @@ def read_sources(
                 reading.refused += [row for _, row in shelf.refused]
         else:
             train = view(rows, T=limit, how=d.too_long, keep=~held, named=f"but {named}", origins=origins)
-            train.counts.cleaned, train.counts.marked = rows.cleaned, rows.marked
+            train.counts.cleaned, train.counts.marked, train.counts.keys = rows.cleaned, rows.marked, rows.keys
             if train.counts.truncated:
                 reading.probe(train.counts.rows, train.counts.truncated)
             if held.any():
                 held_out = view(rows, T=T, how=how, keep=held, named=named)
         if isinstance(d.eval, str):
             held_out = reading.evaluation(d.eval, how)
+    if isinstance(train, Dataset) and held_out is not None:
+        _count_known(train, held_out, d.eval)
+    reading.check_columns(train, held_out)
     return reading.sources(train, held_out)
+
+
+def _refuse_same(paths: Sequence[Path], held_out: Sequence[Path], named: str) -> None:
+    """Raise DataError if a file of the held-out data is trained on, or has the contents of one that is."""
+    sizes: dict[int, list[Path]] = {}
+    for path in paths:
+        sizes.setdefault(path.stat().st_size, []).append(path)
+    for file in held_out:
+        for path in sizes.get(file.stat().st_size, ()):
+            if path.samefile(file) or readers.files_fingerprint(path) == readers.files_fingerprint(file):
+                same = "is" if path.samefile(file) else "has the contents of"
+                raise _trained_on(named, f"{file} {same} {path} of data.path")
+
+
+def _count_known(train: Dataset, held_out: Dataset, named: str | float | None) -> None:
+    """Count the held-out samples that are trained on, too; raises DataError if all of a file's are."""
+    both = np.isin(held_out.digests(), train.digests())
+    held_out.counts.known = int(both.sum())
+    if both.all() and isinstance(named, str):
+        raise _trained_on(named, f"each of its {len(both)} documents is in data.path too")
+
+
+def _trained_on(named: str, found: str) -> DataError:
+    do = "hold out rows that are not trained on: name another file, or a fraction such as data.eval: 0.1"
+    return DataError(f"`data.eval: {named}`", f"{found}: what is memorised would look best", do)
 
 
 def _random(config: Config, vocab: int) -> Sources:
@@ -845,6 +889,8 @@ class _Reading:
     parts: int = 1
     refused: list[BadRow] = field(default_factory=list)
     cleaned: dict[str, Any] | None = None  # the record of data.clean
+    first_keys: Counter[str] = field(default_factory=Counter)  # that `parse_row` noted, of the first rows
+    first_rows: int = 0
     _first: tuple[list[tuple[RowLocation, Row]], list[list[Document]]] = field(default=([], []))
 
     def work(self, paths: Sequence[Path], clean: bool) -> TokenizeWork:
@@ -858,23 +904,27 @@ class _Reading:
         """Check the first rows before all others are tokenized."""
         d, counts = self.config.data, Counts()
         all_jobs = tokenize.jobs(work.files, d.text_rows)
-        rows = (entry for job in all_jobs for entry in tokenize.parsed(job, d.text_rows, work.kept))
+        rules, train_on = row_rules(self.config), learnt(self.config)
+        rows = (entry for job in all_jobs for entry in tokenize.parsed(job, d.text_rows, work.kept, rules))
         most = min(SAMPLES, d.max_samples or SAMPLES)
-        first = list(islice(((where, row) for _, where, row in rows if row is not None), most))
-        good = [(where, row) for where, row in first if not isinstance(row, DataError)]
-        made = iter(self.tokens.batch(good, learnt(self.config)))
+        first = list(islice(((where, row, keys) for _, where, row, keys in rows if row is not None), most))
+        good = [(where, row) for where, row, _ in first if not isinstance(row, DataError)]
+        made = iter(tokenize.row_samples(self.tokens, good, train_on))
         samples, documents = list[tuple[RowLocation, Row]](), list[list[Document]]()
-        for where, row in first:
+        for where, row, keys in first:
+            counts.keys.update(keys)
             result = row if isinstance(row, DataError) else next(made)
             if isinstance(result, DataError):
                 if d.bad_rows == "error":
                     raise result
                 continue
             assert not isinstance(row, DataError)
-            self._suits(len(result), where)
-            cut = [result] if T is None else fit_row(result, T, d.too_long, where, counts)
-            samples.append((where, row))
-            documents.append([document for sample in cut for document in sample])
+            for part, one in zip(tokenize.split_turns(row) if train_on == "each" else [row], result, strict=True):
+                self._suits(len(one), where)
+                cut = [one] if T is None else fit_row(one, T, d.too_long, where, counts)
+                samples.append((where, part))
+                documents.append([document for piece in cut for document in piece])
+        self.first_keys, self.first_rows = counts.keys, len(first)
         self._first = samples, documents
         if any(documents):  # else all were too long, and what is left is counted later
             self.probe(len(samples) if d.stream else 0, counts.truncated)
@@ -882,7 +932,8 @@ class _Reading:
     def probe(self, rows: int, truncated: int) -> None:
         """Raise DataError at the first fault; `rows` 0: how many are truncated is unknown yet."""
         most = self.config.data.most_truncated
-        probe_rows(*self._first, self.tokens, learnt(self.config), rows=rows, truncated=truncated, most_truncated=most)
+        how = "last" if self.config.data.split_turns else learnt(self.config)
+        probe_rows(*self._first, self.tokens, how, rows=rows, truncated=truncated, most_truncated=most)
 
     def _suits(self, parts: int, where: RowLocation) -> None:
         """Raise DataError for a row of so many documents if the objective cannot learn from it."""
@@ -914,7 +965,8 @@ class _Reading:
         kept: Sequence[np.ndarray | None] = work.kept or [None] * len(work.files)
         d = self.config.data
         indexes = [index(path, keep, d.text_rows) for path, keep in zip(work.files, kept, strict=True)]
-        return Streamed(work, indexes, origins, T, self.vocab, self.parts, d.max_samples)
+        first = frozenset(self.first_keys)
+        return Streamed(work, indexes, origins, T, self.vocab, self.parts, first, d.max_samples)
 
     def _check(self, shelf: TokenShards, shard: Shard, refused: Sequence[tuple[int, BadRow]], T: int | None) -> None:
         """Raise the first error of a shard's rows, in their order."""
@@ -934,17 +986,30 @@ class _Reading:
         if shelf.total >= tokenize.EARLY_rows:
             tokenize.check_bad_share([row for _, row in shelf.refused], shelf.total, d.most_bad)
 
+    def check_columns(self, train: Dataset | Streamed, held_out: Dataset | None) -> None:
+        """Raise DataError for a key of `data.columns` that no row has: of streamed data no row of the first ones."""
+        keys = Counter(train.counts.keys if isinstance(train, Dataset) else self.first_keys)
+        keys.update(held_out.counts.keys if held_out is not None else {})
+        for key, name in self.config.data.columns.items():
+            if f"{key} -> {name}" not in keys and OTHER_KEYS not in keys:
+                there = [k for k in keys if " -> " not in k]
+                found = f"no row has {quoted(key)}" + (f"; not read are {_listed(there)}" if there else "")
+                raise DataError(f"`data.columns: {{{key}: {name}}}`", found, "name a key of the rows, or leave it out")
+
     def evaluation(self, path: str, how: str) -> Dataset:
         """Return all of a file, to be evaluated on."""
         T = self.config.batch.seq
         work = self.work(readers.find_files(path, cache_root(self.config.data.cache)), clean=False)
-        return view(self.shelf(work, T if how == "error" else None, None), T=T, how=how)
+        shelf = self.shelf(work, T if how == "error" else None, None)
+        found = view(shelf, T=T, how=how)
+        found.counts.keys = shelf.keys
+        return found
 
     def sources(self, train: Dataset | Streamed, held_out: Dataset | None) -> Sources:
         """Return all that was read, with its counts in a line."""
         evaluated = train if held_out is None else held_out
         record = self.cleaned
-        if train.tokenized:
+        if isinstance(train, Dataset):
             summary = describe_counts(train.counts)
         else:
             summary = f"{len(train)} rows, tokenised while training"
@@ -954,19 +1019,48 @@ class _Reading:
         if held_out is not None and held_out is not train:
             summary += f"; held out: {describe_counts(held_out.counts)}"
             fingerprint += held_out.fingerprint
+        keys, of = (train.counts.keys, "") if isinstance(train, Dataset) else (self.first_keys, "first ")
+        rows = train.counts.rows if isinstance(train, Dataset) else self.first_rows
+        if held_out is not None and held_out is not train:
+            keys, rows = keys + held_out.counts.keys, rows + (0 if of else held_out.counts.rows)
+        summary += describe_keys(keys, f"the {of}{rows} rows")
         names = sorted({name for origin in self.config.data.origins for name in readers.about(origin.path)})
         if names:
             summary += f"; not read as data: {', '.join(names)}"
-        return Sources(train, held_out, fingerprint, summary, evaluated.counts.too_long, self.refused, record)
+        too_long = evaluated.counts.too_long if isinstance(evaluated, Dataset) else 0
+        return Sources(train, held_out, fingerprint, summary, too_long, self.refused, record)
+
+
+def describe_keys(keys: Mapping[str, int], rows: str) -> str:
+    """Return the keys that are not read, and those that `data.columns` names, with how many rows have each."""
+    named = {key: n for key, n in keys.items() if " -> " in key}
+    unread = {key: n for key, n in keys.items() if key not in named}
+    text = f"; not read, of {rows}: {_listed(unread, unread)}" if unread else ""
+    return text + (f"; by data.columns: {_listed(named, named)}" if named else "")
+
+
+def _listed(keys: Iterable[str], counts: Mapping[str, int] | None = None) -> str:
+    listed = sorted(keys, key=lambda key: (-(counts or {}).get(key, 0), key))
+    shown = [quoted(key) + (f" ({counts[key]})" if counts else "") for key in listed[:NAMED_KEYS]]
+    return ", ".join(shown) + (f" and {len(listed) - NAMED_KEYS} more" if len(listed) > NAMED_KEYS else "")
+
+
+def describe_stream(c: Counts) -> str:
+    """Return the counts of streamed rows in a line."""
+    losses = ", ".join(f"{n} {what}" for n, what in _losses(c) if n) or "nothing lost"
+    return f"{c.rows} rows read: {losses}{describe_keys(c.keys, 'them')}"
+
+
+def _losses(c: Counts) -> tuple[tuple[int, str], ...]:
+    return (
+        (c.cleaned, "cleaned away"), (c.refused, "bad and set aside"), (c.too_long, "too long"),
+        (c.truncated, "truncated"), (c.dropped, "pieces dropped"), (c.targets_lost, "targets lost"),
+        (c.marked, "with special tokens written in their text"), (c.known, "also trained on"),
+    )  # fmt: skip
 
 
 def describe_counts(c: Counts) -> str:
     """Return the counts of a dataset in a line, with all that was left out or cut."""
-    left_out = (
-        (c.cleaned, "cleaned away"), (c.refused, "bad and set aside"), (c.too_long, "too long"),
-        (c.truncated, "truncated"), (c.dropped, "pieces dropped"), (c.targets_lost, "targets lost"),
-        (c.marked, "with special tokens written in their text"),
-    )  # fmt: skip
-    losses = ", ".join(f"{n} {what}" for n, what in left_out if n)
+    losses = ", ".join(f"{n} {what}" for n, what in _losses(c) if n)
     text = f"{c.documents} documents, {c.tokens} tokens, {c.targets} targets"
     return f"{text} (of {c.rows + c.cleaned} rows: {losses})" if losses else text

@@ -57,7 +57,7 @@ def estimate(data: Data, seed: int, *, pairs: bool = False) -> list[float]:
     files = [file for origin in data.origins for file in _spread(_files(origin.path), each)]
     found: list[float] = []
     for file in files[:ROWS]:
-        found += _chars(file, data.text_rows, max(1, ROWS // len(files)))
+        found += _chars(file, data, max(1, ROWS // len(files)))
     return [chars / CHARS_A_TOKEN for chars in found]
 
 
@@ -81,19 +81,19 @@ def _spread(files: Sequence[Path], most: int) -> list[Path]:
     return [files[i * len(files) // most] for i in range(most)] if len(files) > most else list(files)
 
 
-def _chars(file: Path, text_rows: str, most: int) -> Iterator[int]:
+def _chars(file: Path, data: Data, most: int) -> Iterator[int]:
     """Yield the characters of the first rows of a file, with those of a template; bad rows are left out."""
     from optrush.data.readers import attempts
-    from optrush.data.schema import Chat, Pair, parse_row, row_text
+    from optrush.data.schema import Chat, Pair, RowRules, parse_row, row_text
     from optrush.errors import UserError
 
-    left = MOST_CHARS
+    left, rules = MOST_CHARS, RowRules("sft", tuple(data.columns.items()), tuple(data.roles.items()))
     try:
-        for where, found in islice(attempts(file, text_rows), most):
+        for where, found in islice(attempts(file, data.text_rows), most):
             if left < 0:
                 return
             try:
-                row = parse_row(where, found) if isinstance(found, dict) else None
+                row = parse_row(where, found, rules) if isinstance(found, dict) else None
             except UserError:
                 continue
             if row is not None:

@@ -167,6 +167,28 @@ def lines(file: io.BufferedReader, size: int | None = None) -> Iterator[bytes | 
         raise Damaged("a row is not where it was: the file is shorter than when its parts were counted")
 
 
+BOM = b"\xef\xbb\xbf"
+
+
+def skip_mark(file: io.BufferedReader[Any]) -> bool:
+    """Read the byte order mark that some editors write at the beginning of a file; return whether there is one."""
+    return file.peek(len(BOM))[: len(BOM)] == BOM and file.read(len(BOM)) == BOM
+
+
+def without_blank_end(found: Iterator[bytes | None], file: io.BufferedReader[Any]) -> Iterator[bytes | None]:
+    """Yield lines of a file without the blank ones at its end, which editors leave there; others are rows."""
+    blank = 0
+    for raw in found:
+        if raw is not None and not raw.strip():
+            blank += 1
+            continue
+        yield from (b"\n" for _ in range(blank))
+        blank = 0
+        yield raw
+    if blank and any(piece.strip() for piece in iter(lambda: file.read(PIECE_bytes), b"")):
+        yield from (b"\n" for _ in range(blank))
+
+
 # --- Rows of an open file, one function a layout. Each reads on after a bad row wherever the next one can be found, and
 # keeps one row in memory.
 
@@ -188,7 +210,12 @@ def _checked_object(value: Any) -> dict[str, Any] | str:
 
 def _text(raw: bytes) -> dict[str, Any] | str:
     reason, text = _decoded(raw)
-    return reason or {"text": text.rstrip("\r\n")}
+    return reason or {"text": _lines_ended(text).rstrip("\n")}
+
+
+def _lines_ended(text: str) -> str:
+    """Return a text whose lines end with a line feed alone, whichever system wrote it."""
+    return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def _decoded(raw: bytes) -> tuple[str, str]:
@@ -206,7 +233,7 @@ def _whole(file: io.BufferedReader) -> Rows:
         yield 1, f"{_too_long()}; read the file by paragraphs or lines (data.text_rows)"
     elif raw:
         reason, text = _decoded(raw)
-        yield 1, reason or {"text": text}
+        yield 1, reason or {"text": _lines_ended(text)}
 
 
 def _paragraphs(file: io.BufferedReader) -> Rows:
@@ -248,10 +275,11 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
                 raise Damaged(f"row {row + 1}, line {first}: {_too_long()}, or a quote is not closed")
             reason, text = _decoded(raw)
             wrong.extend([reason] if reason else [])
-            yield text
+            yield text.removesuffix("\r\n") + "\n" if text.endswith("\r\n") else text
 
     table = csv.reader(decoded(), delimiter=delimiter, strict=True)
     header: list[str] | None = None
+    blank: list[tuple[int, str]] = []  # rows that are errors, unless nothing follows them
     while True:
         first, size = table.line_num + 1, 0
         wrong.clear()
@@ -276,6 +304,11 @@ def _cells(file: io.BufferedReader, delimiter: str) -> Rows:
         row += 1
         if not wrong and len(cells) != len(header):
             wrong.append(f"{len(cells)} cells under {len(header)} columns" if cells else "an empty line")
+        if wrong == ["an empty line"]:
+            blank.append((row, f"{wrong[0]} (line {first} of the file)"))
+            continue
+        yield from blank
+        blank.clear()
         yield row, f"{wrong[0]} (line {first} of the file)" if wrong else dict(zip(header, cells))
 
 
@@ -440,6 +473,7 @@ def chunks(file: Path, size_bytes: int = 16 << 20, text_rows: str = "file") -> I
             parts = _parquet_chunks(file, size_bytes)
         else:
             with opened(file, packing) as start:
+                skip_mark(start)
                 begin = start.peek()
             array, empty = suffix == ARRAY and begin.lstrip()[:1] == b"[", not begin
             one = packing or array or suffix in CELLS or (suffix in TEXT and text_rows != "line")
@@ -483,6 +517,7 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
         yield from _parquet_rows(chunk)
         return
     with opened(chunk.file, packing) as file:
+        marked = not chunk.start and skip_mark(file)
         if suffix in CELLS:
             yield from _cells(file, CELLS[suffix])
         elif suffix == ARRAY and chunk.end is None and file.peek().lstrip()[:1] == b"[":
@@ -494,8 +529,9 @@ def _rows(chunk: Chunk, suffix: str, packing: str, text_rows: str) -> Rows:
         else:
             if chunk.start:
                 file.seek(chunk.start)
-            row, size = _text if suffix in TEXT else _object, None if chunk.end is None else chunk.end - chunk.start
-            for line, raw in enumerate(lines(file, size), chunk.first):
+            row = _text if suffix in TEXT else _object
+            size = None if chunk.end is None else chunk.end - chunk.start - len(BOM) * marked
+            for line, raw in enumerate(without_blank_end(lines(file, size), file), chunk.first):
                 if raw is None or raw.strip() or suffix not in TEXT:  # blank lines of a text are no rows
                     yield line, _too_long() if raw is None else row(raw)
 
@@ -528,6 +564,11 @@ ABOUT = frozenset({
     "README.md", "LICENSE.md", "LICENSE.txt", "dataset_info.json", "dataset_infos.json", "dataset_dict.json",
     "state.json",
 })  # fmt: skip
+# Names of a data set's parts: train.jsonl, test-00000-of-00001.parquet, valid_1.json, and folders of these names.
+SPLIT = re.compile(
+    r"(?i)(?:^|[-_. ])(train|training|test|testing|valid|validation|val|dev|eval|evaluation|heldout|holdout)"
+    r"(?=$|[-_. \d])"
+)
 SETTLED_ns = 2 * 10**9  # a file changed more recently could change again within one tick of its clock
 
 
@@ -557,10 +598,12 @@ def _find(path: str, asked: str, cache: Path | None) -> list[Path]:
     if place.is_file():
         return _together(asked, [place], "")
     if place.is_dir():
-        return _together(asked, [file for file in sorted(_inside(place)) if file.name not in ABOUT], "an empty folder")
+        listed = [file for file in sorted(_inside(place)) if file.name not in ABOUT]
+        return _one_split(asked, _together(asked, listed, "an empty folder"), place)
     if glob.has_magic(path):
         matches = [Path(name) for name in sorted(glob.glob(str(place), recursive=True))]
-        return _together(asked, [file for file in matches if not file.is_dir()], "nothing that matches")
+        found = _together(asked, [file for file in matches if not file.is_dir()], "nothing that matches")
+        return _one_split(asked, found, Path(os.path.commonpath([file.parent for file in found])))
     if HUB_ID.fullmatch(path) and form(place) is None and not place.parent.is_dir():
         return [_from_hub(path, cache)]
     near = os.listdir(place.parent) if place.parent.is_dir() else []
@@ -607,6 +650,28 @@ def _together(asked: str, files: list[Path], nothing: str) -> list[Path]:
         if other != file:
             raise DataError(asked, f"{other.name} and {file.name}: the same rows twice?", "take one of them away")
     return list(known)
+
+
+def _one_split(asked: str, files: list[Path], root: Path) -> list[Path]:
+    """Return the files below a folder; raises DataError where some are a data set's held-out split and others are not.
+
+    Plain texts are split only where one of them is named after training: `test.md` may be a page like others.
+    """
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        names = [match[1].lower() for part in file.relative_to(root).parts for match in SPLIT.finditer(part)]
+        kinds = {"train" if name.startswith("train") else name for name in names}
+        splits.setdefault(kinds.pop() if len(kinds) == 1 else "", []).append(file)
+    held_out = [file for split, some in splits.items() if split not in ("", "train") for file in some]
+    text = all((form(file) or ("",))[0] in TEXT for file in files)
+    if not held_out or len(splits) == 1 or (text and "train" not in splits):
+        return files
+    rest = splits.get("train") or [file for file in files if file not in held_out]
+    line = str(rest[0]) if len(rest) == 1 else f"[{', '.join(map(str, rest))}]" if rest else "FILE"
+    found = f"a data set's splits, of which {_named(held_out)} would be trained on"
+    line = line if len(rest) <= NAMED else str(rest[0])
+    more = f", and data.eval: {held_out[0]}" if len(held_out) == 1 else ""
+    raise DataError(asked, found, f"name what to train on: data.path: {line}{more}")
 
 
 def _named(files: list[Path]) -> str:

@@ -32,9 +32,18 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from optrush.data import tokenize
 from optrush.data.batch import Batch, collate
-from optrush.data.dataset import Sample, SampleChunk, SampleSource, permutation
+from optrush.data.dataset import (
+    Counts,
+    Sample,
+    SampleChunk,
+    SampleSource,
+    Streamed,
+    describe_stream,
+    permutation,
+    truncated_rows,
+)  # fmt: skip
 from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, snug, snug_slots
-from optrush.data.schema import Document, RowLocation
+from optrush.data.schema import Document, RowLocation, quoted
 from optrush.data.tokenize import BadRow
 from optrush.errors import ConfigError, DataError, RunError, UserError
 from optrush.launch import die_with_parent
@@ -254,7 +263,13 @@ class Stream:
             assert self._lengths.min() > 0 and longest <= T, "samples must be cut before"
         # Of a streamed source:
         self.aside: Path | None = None  # the file that lists bad rows
-        self.read = 0  # rows, by this process and its workers
+        self.counts = Counts()  # of all rows read, by this process and its workers
+        self.report: Callable[[str], None] = tokenize.silent  # gets a line when a key appears, and after each epoch
+        self._described = 0  # rows that were reported
+        self._keys: set[str] = set()  # that were reported
+        self.most_truncated = 1.0
+        if isinstance(source, Streamed):
+            self._keys, self.most_truncated = set(source.first_keys), source.most_truncated
         self._refused: dict[RowLocation, BadRow] = {}
         self._positions = {0: 0}  # where steps begin, of those handed out and the next
         self._parts: Iterator[SampleChunk] | None = None  # of the windows from `_next_window` on
@@ -357,6 +372,7 @@ class Stream:
                 documents = max(len(row) + 1 for row in rows) if self.layout.isolated else 2
                 room = max(room, -(-documents // ROOM) * ROOM)
                 yield _pinned(micro_batches(self, rows, room, rank=rank, ranks=ranks, micro_rows=micro_rows), pinned)
+            self._describe()
         finally:
             self._parts, self._next_step = None, -1  # drops the loader, which ends its workers
 
@@ -432,14 +448,31 @@ class Stream:
         return samples
 
     def _note(self, part: SampleChunk) -> None:
-        """List new bad rows in the file, and check their share over all workers."""
-        self.read += part.rows
+        """List new bad rows in the file, report new keys, and check the shares of bad and cut rows over all workers."""
+        epochs = self.counts.rows // self.samples
+        self.counts.add(part.counts or Counts(rows=part.rows))
         new = [r for r in part.refused if r.where not in self._refused]
         self._refused.update((r.where, r) for r in new)
         if self.aside is not None:
             tokenize.append_bad_rows(self.aside, new)
-        if self._refused and self.read >= min(tokenize.EARLY_rows, self.samples):
-            tokenize.check_bad_share(list(self._refused.values()), min(self.read, self.samples), self.most_bad)
+        counts, enough = self.counts, self.counts.rows >= min(tokenize.EARLY_rows, self.samples)
+        if self._refused and enough:
+            tokenize.check_bad_share(list(self._refused.values()), min(counts.rows, self.samples), self.most_bad)
+        if enough and counts.truncated > self.most_truncated * counts.rows:
+            raise truncated_rows(counts.truncated, counts.rows, self.most_truncated)
+        if fresh := {key for key in counts.keys if " -> " not in key} - self._keys:
+            self._keys |= fresh
+            self.report(
+                f"not read: {', '.join(map(quoted, sorted(fresh)))}, first in the rows before row {counts.rows}"
+            )
+        if counts.rows // self.samples > epochs:
+            self._describe()
+
+    def _describe(self) -> None:
+        """Report the counts of a streamed source, unless they are as they were."""
+        if self.counts.rows > self._described:
+            self._described = self.counts.rows
+            self.report(describe_stream(self.counts))
 
     def _tasks(self, window: int) -> Iterator[Task]:
         for w in itertools.count(window):

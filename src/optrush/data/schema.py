@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from optrush.config import Config
 from optrush.errors import DataError
 
 # --- JSON without leniency: one meaning or none.
@@ -96,9 +100,10 @@ def quoted(value: str) -> str:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT = {
-    "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "function_call": "assistant", "tool": "tool", "observation": "tool",
+# Other names of roles: ShareGPT's, and those of single model families.
+ROLE_NAMES = {
+    **{role: role for role in ROLES}, "human": "user", "gpt": "assistant", "model": "assistant",
+    "function": "tool", "observation": "tool", "ipython": "tool", "function_call": "assistant",
 }  # fmt: skip
 MAY_BE_EMPTY = ("system", "developer", "tool")  # an empty prompt or result has a meaning; another empty turn has none
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -106,14 +111,97 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 TURN_NOT_UNDERSTOOD = (*MEDIA, "function_call", "refusal", "prefix", "train_detail")
 ROW_NOT_UNDERSTOOD = (*MEDIA, "history", "functions", "function_call", "chat_template_kwargs")
-# They determine a row's kind; `chosen` and `rejected` are one kind.
+# They determine a row's kind; `chosen` and `rejected` are one kind. With each, the keys of a row of that kind.
 SIGNS = ("text", "messages", "conversations", "instruction", "completion", "chosen", "rejected")
+READ = {
+    "text": frozenset({"text"}), "messages": frozenset({"messages", "system", "tools"}),
+    "conversations": frozenset({"conversations", "system", "tools"}),
+    "instruction": frozenset({"instruction", "input", "output", "system"}),
+    "completion": frozenset({"prompt", "completion", "tools"}),
+    "chosen": frozenset({"prompt", "chosen", "rejected", "tools"}),
+}  # fmt: skip
+READ_OF_TURN = frozenset({"tool_calls", "tool_call_id", "name", *REASONING})
 # All keys of a row that are read.
 MEANT = frozenset({*SIGNS, *ROW_NOT_UNDERSTOOD, "input", "output", "prompt", "system", "tools", "label"})
 
+IGNORE = "ignore"  # in `data.columns`: a key that is not read
+
+# --- Keys of other tools. One that such a tool reads, and that changes what is learnt, is obeyed or refused; any other
+# key that is not read is counted, and the run names it.
+
+# Whether a turn is learnt: 0 or false, 1 or true.
+LEARNT = ("weight", "train", "loss", "loss_weight", "loss_mask", "loss_scale", "training", "trainable")
+# Words of a key that may tell a tool what to learn: `turn_mask`, `ignore_loss`.
+CONTROL = re.compile(
+    r"(?:^|_)(?:loss|masks?|masked|weights?|train|training|trainable|learn|learnt|learned|learnable|supervised?|ignored?"
+    r"|excluded?|skip)(?:_|$)"
+)
+ROW_CONTROL = frozenset({
+    *LEARNT, "weights", "sample_weight", "example_weight", "token_weights", "mask", "masks", "train_mask", "labels",
+    "completion_mask", "assistant_mask", "assistant_masks", "ignore_loss", "no_loss", "skip_loss",
+})  # fmt: skip
+JUDGEMENT = frozenset({"label", "kto_tag", "kto_label", "desirable", "is_desirable", "is_good", "thumbs_up"})
+OTHER_ANSWER = re.compile(r"(?:chosen|rejected)_(?:response|message|answer|completion|output|text|conversation)s?")
+TEMPLATE_SETTING = ("chat_template", "enable_thinking", "tool_choice")
+THOUGHTS = (
+    *REASONING, "reasoning_details", "reasoning_text", "thinking_blocks", "thought", "thoughts", "think", "cot",
+    "chain_of_thought", "complex_cot", "rationale", "analysis",
+)  # fmt: skip
+# What precedes an answer, and the key that it would be in a row with an instruction, and in others.
+BEFORE = {
+    **dict.fromkeys(("system_prompt", "system_message", "system_msg", "sys_prompt", "preamble"), "system"),
+    **dict.fromkeys(("instruction", "question", "query", "input", "prompt", "problem", "user_prompt"), "prompt"),
+    **dict.fromkeys((
+        "context", "contexts", "background", "passage", "passages", "document", "documents", "knowledge", "persona",
+        "history", "conversation_history", "system", "developer",
+    ), "input"),
+}  # fmt: skip
+ASKING = ("instruction", "question", "query", "prompt", "input", "problem", "user", "human", "user_prompt", "ask")
+ANSWERING = ("output", "answer", "response", "completion", "reply", "solution", "target", "assistant", "gpt", "bot")
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """How a run reads rows: its objective, and its names for keys (`data.columns`) and roles (`data.roles`)."""
+
+    objective: str = ""
+    columns: tuple[tuple[str, str], ...] = ()  # (a key, or `messages[].key` of turns; what it is, or `ignore`)
+    roles: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def of_rows(self) -> dict[str, str]:
+        """The names of a row's own keys."""
+        return {key: name for key, name in self.columns if "[]." not in key}
+
+    @cached_property
+    def of_turns(self) -> dict[str, str]:
+        """The names of the keys of turns."""
+        return {key: name for key, name in self.columns if "[]." in key}
+
+    @cached_property
+    def role_names(self) -> dict[str, str]:
+        """The role of each name."""
+        return {**ROLE_NAMES, **dict(self.roles)}
+
+
+NO_RULES = RowRules()
+
+
+def row_rules(config: Config) -> RowRules:
+    """Return how a run reads rows."""
+    data = config.data
+    return RowRules(config.objective, tuple(data.columns.items()), tuple(data.roles.items()))
+
+
+MEND = "mend that line, or take it out"
+
 
 class _Bad(Exception):
-    """The reason why a row is none."""
+    """The reason why a row is none, and what to do."""
+
+    def __init__(self, reason: str, do: str = "") -> None:
+        super().__init__(reason)
+        self.do = do
 
 
 class RowLocation(NamedTuple):
@@ -180,9 +268,9 @@ class Pair:
 Row = Text | Chat | Completion | Pair
 
 
-def bad_row(where: RowLocation, reason: str) -> DataError:
+def bad_row(where: RowLocation, reason: str, do: str = MEND) -> DataError:
     """Return the error of one row, with the same words for every reader and cleaner."""
-    return DataError(f"a row of training data at {where}", reason, "mend that line, or take it out")
+    return DataError(f"a row of training data at {where}", reason, do)
 
 
 def row_text(row: Row) -> str:
@@ -203,64 +291,219 @@ def row_text(row: Row) -> str:
     return f"{row_text(row.chosen)}\n{row_text(Chat(rejected.messages[rejected.prompt :]))}"
 
 
-def parse_row(where: RowLocation, found: dict[str, Any]) -> Row:
+def parse_row(
+    where: RowLocation, found: dict[str, Any], rules: RowRules = NO_RULES, noted: set[str] | None = None
+) -> Row:
     """Return a row's meaning: exactly one kind must be recognized by its keys.
 
     text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected
-    with or without prompt. A null counts as no key. Other keys (identifiers, sources, scores) are ignored.
+    with or without prompt. Of several kinds the objective takes one: pretrain the text, any other the structured one,
+    if what is left out has nothing of its own. A null counts as no key.
+
+    Args:
+        noted: gets the names of keys that are not read, turns' as `messages[].id`, and `key -> name` of those that
+            `data.columns` names.
 
     Raises DataError with the place: no kind or several, a wrong type, an empty turn, nothing to learn, or a key that
     would change the row's meaning and is not understood.
     """
+    unread = set[str]() if noted is None else noted
     try:
-        return _row(found)
+        if rules.columns:
+            found = _named_columns(found, rules, unread)
+        sign = _sign(found, rules.objective)
+        row = _row(found, sign, rules, unread)
+        if left := found.keys() - READ[sign]:
+            _left(found, left, sign, row, unread)
+        return row
     except _Bad as bad:
-        raise bad_row(where, str(bad)) from None
+        raise bad_row(where, str(bad), bad.do or _hint(found, rules.objective) or MEND) from None
 
 
-def _row(found: dict[str, Any]) -> Row:
+def _named_columns(found: dict[str, Any], rules: RowRules, noted: set[str]) -> dict[str, Any]:
+    """Return the row under the names of `data.columns`."""
+    result = {key: value for key, value in found.items() if key not in rules.of_rows}
+    for key, name in rules.of_rows.items():
+        if found.get(key) is None:
+            continue
+        noted.add(f"{key} -> {name}")
+        if name != IGNORE:
+            if result.get(name) is not None:
+                raise _Bad(f"{quoted(key)} is {quoted(name)} by data.columns, and the row has {quoted(name)} too")
+            result[name] = found[key]
+    for name, turns in found.items() if rules.of_turns else ():
+        own = {k.partition("[].")[2]: to for k, to in rules.of_turns.items() if k.startswith(f"{name}[].")}
+        if own and isinstance(turns := _turn_list(turns, name), list):
+            result[name] = [_named_keys(turn, own, name, noted) if isinstance(turn, dict) else turn for turn in turns]
+    return result
+
+
+def _named_keys(turn: dict[str, Any], own: dict[str, str], name: str, noted: set[str]) -> dict[str, Any]:
+    result = {key: value for key, value in turn.items() if key not in own}
+    for key, to in own.items():
+        if turn.get(key) is not None:
+            noted.add(f"{name}[].{key} -> {to}")
+            if to != IGNORE:
+                if result.get(to) is not None:
+                    raise _Bad(f"{name}[].{key} is {quoted(to)} by data.columns, and the turn has {quoted(to)} too")
+                result[to] = turn[key]
+    return result
+
+
+def _sign(found: dict[str, Any], objective: str) -> str:
+    """Return the kind of a row."""
     signs = [key for key in SIGNS if found.get(key) is not None] or [key for key in SIGNS if key in found]
+    if len(signs) == 1:
+        return "chosen" if signs[0] == "rejected" else signs[0]
     if not signs:
         keys = ", ".join(quoted(key) for key in list(found)[:8]) or "no keys"
-        raise _Bad(f"neither 'text' nor 'messages' nor another known kind is there, but {keys}")
-    sign = "chosen" if signs == ["chosen", "rejected"] else signs[0]
-    if (len(signs) > 1 and sign != "chosen") or len(signs) > 2:
-        raise _Bad(f"both {quoted(signs[0])} and {quoted(signs[-1])}; which one is meant cannot be known")
+        raise _Bad(f"neither 'text' nor 'messages' nor another known kind is there, but {keys}", _mapping(found))
+    kinds = [sign for sign in signs if sign != "rejected" or "chosen" not in signs]
+    if objective and "text" in kinds:
+        kinds = ["text"] if objective == "pretrain" else [kind for kind in kinds if kind != "text"]
+    if objective and len(kinds) == 2 and kinds[1] == "chosen" and found[kinds[0]] == found["chosen"]:
+        kinds = kinds[1:] if objective == "dpo" else kinds[:1]  # the conversation is the chosen one
+    if len(kinds) > 1:
+        reason = f"both {quoted(signs[0])} and {quoted(signs[-1])}; which one is meant cannot be known"
+        raise _Bad(reason, f"leave one out: `data.columns: {{{signs[-1]}: ignore}}`, or mend that line")
+    return "chosen" if kinds[0] == "rejected" else kinds[0]
+
+
+def _mapping(found: dict[str, Any]) -> str:
+    """Return what to do with a row of an unknown kind: the line that names its keys."""
+    keys = {key.lower(): key for key in found if found[key] is not None}
+    ask, answer = (next((keys[k] for k in names if k in keys), None) for names in (ASKING, ANSWERING))
+    more = next((keys[k] for k in keys if BEFORE.get(k) == "input" or (k in BEFORE and k != (ask or "").lower())), None)
+    if ask is None or answer is None:
+        kinds = "text; messages; instruction, output; prompt, completion; prompt, chosen, rejected"
+        return f"{MEND}; or name its keys (data.columns: {{KEY: text}}) after those of a known kind: {kinds}"
+    names = {ask: "instruction", answer: "output"}
+    if more is not None:
+        names[more] = "system" if BEFORE[more.lower()] == "system" else "input"
+    changed = ", ".join(f"{key}: {name}" for key, name in names.items() if key != name)
+    return (
+        f"as a question and its answer: `data.columns: {{{changed}}}`; or name them after another kind (docs/data.md)"
+    )
+
+
+def _row(found: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) -> Row:
     _refuse(found, MEDIA if sign == "text" else ROW_NOT_UNDERSTOOD, "the row")
     if sign == "text":
         return Text(_full(found["text"], "text"))
     if sign in ("messages", "conversations"):
-        return _chat(_system(found, sign) + _turns(found[sign], sign), _tools(found))
+        return _chat(_system(found, sign) + _turns(found[sign], sign, rules, unread), _tools(found))
     if sign == "instruction":
         return _alpaca(found)
     _refuse(found, ("system",), "the row")
     if sign == "completion":
-        if isinstance(found.get("label"), bool):
-            raise _Bad("the row has 'label': a judged answer, which must not be learnt as if it were a good one")
-        if found.get("prompt") is None:
-            raise _Bad("'completion' without 'prompt'")
-        return _answer(found, "completion")
-    return _pair(found)
+        if found.get("prompt") is None and not isinstance(found.get("label"), bool):
+            raise _Bad("'completion' without 'prompt'", _mapping(found))
+        _judged(found, {"label"})
+        return _answer(found, "completion", rules, unread)
+    return _pair(found, rules, unread)
+
+
+def _left(found: dict[str, Any], left: set[str], sign: str, row: Row, unread: set[str]) -> None:
+    """Note the keys of a row that its kind does not read; raises _Bad for one that would change what is learnt."""
+    for key in sorted(left):
+        value = found[key]
+        if value is None or value in ("", [], {}):
+            continue
+        name = key.lower()
+        if name in ROW_CONTROL:
+            if _flag(value) is not True:  # 1 and true change nothing
+                reason = f"the row has {quoted(key)}, which is not read: how much of it is learnt would be another"
+                raise _Bad(reason, f"take the row out, or leave the key out: `data.columns: {{{key}: ignore}}`")
+        elif sign != "text":
+            if sign != "chosen":
+                _judged(found, {key})
+            _understood(found, key, row, sign)
+        unread.add(key)
+
+
+def _judged(found: dict[str, Any], keys: set[str]) -> None:
+    """Raise _Bad if a row has a judgement of its answer: one that is not learnt as if it were good."""
+    for key in keys:
+        value = found.get(key)
+        if key.lower() in JUDGEMENT and (_flag(value) is not None or (value is not None and key != "label")):
+            reason = f"the row has {quoted(key)}: a judged answer, which must not be learnt as if it were a good one"
+            raise _Bad(reason, f"take bad answers out, then leave the key out: `data.columns: {{{key}: ignore}}`")
+
+
+def _understood(found: dict[str, Any], key: str, row: Row, sign: str) -> None:
+    """Raise _Bad for a key of another tool that would change the row's text, unless its text is in the row already."""
+    name, value = key.lower(), found[key]
+    other = OTHER_ANSWER.fullmatch(name) is not None
+    if not (other or name in BEFORE or name in THOUGHTS or name in TEMPLATE_SETTING):
+        return
+    if name in BEFORE or name in THOUGHTS:
+        there = row_text(row)
+        texts = [text for text in _inner_texts(value) if text.strip() and text not in ROLE_NAMES]
+        if not isinstance(value, str | list | dict) or all(text.strip() in there for text in texts):
+            return
+    to = _column(name, sign)
+    ways = [f"`data.columns: {{{key}: {to}}}`"] if to and to != key and found.get(to) is None else []
+    ways.append(f"leave it out: `data.columns: {{{key}: ignore}}`")
+    raise _Bad(f"the row has {quoted(key)}, which is not read and would change what is learnt", ", or ".join(ways))
+
+
+def _column(name: str, sign: str) -> str | None:
+    """Return the key that one of BEFORE would be in a row of a kind, if any."""
+    to = BEFORE.get(name)
+    if sign == "instruction" and to == "prompt":
+        to = "input"
+    return to if to in READ[sign] else "prompt" if to == "input" and "prompt" in READ[sign] else None
+
+
+def _hint(found: dict[str, Any], objective: str) -> str:
+    """Return the line that names a key of the row which another tool takes for the prompt, if there is one."""
+    try:
+        sign = _sign(found, objective)
+    except _Bad:
+        return ""
+    other = next(
+        (key for key in found if key not in READ[sign] and _column(key.lower(), sign) not in (None, key)), None
+    )
+    return (
+        ""
+        if other is None
+        else f"{MEND}; is {quoted(other)} its prompt? `data.columns: {{{other}: {_column(other.lower(), sign)}}}`"
+    )
+
+
+def _inner_texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _inner_texts(inner)
+
+
+def _flag(value: Any) -> bool | None:
+    """Return the boolean that a value is: true, 1, or the texts of them, which CSV has; None if it is none."""
+    if isinstance(value, str):
+        return {"1": True, "true": True, "1.0": True, "0": False, "false": False, "0.0": False}.get(value.lower())
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
 def _alpaca(found: dict[str, Any]) -> Chat:
     _refuse(found, ("tools",), "the row")
     ask = _full(found["instruction"], "instruction")
     if found.get("output") is None:
-        raise _Bad("'instruction' without 'output'")
+        raise _Bad("'instruction' without 'output'", _mapping(found))
     given = _string(_given(found, "input", ""), "input")
     if given.strip():
         ask = f"{ask}\n\n{given}"
     return _chat((*_system(found, ""), Message("user", ask), Message("assistant", _full(found["output"], "output"))))
 
 
-def _pair(found: dict[str, Any]) -> Pair:
+def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if found.get(key) is None:
             raise _Bad(f"{quoted(other)} without {quoted(key)}")
     if found["chosen"] == found["rejected"]:
         raise _Bad("chosen and rejected are the same")
-    chosen, rejected = _answer(found, "chosen"), _answer(found, "rejected")
+    chosen, rejected = (_answer(found, key, rules, unread) for key in ("chosen", "rejected"))
     if isinstance(chosen, Completion) != isinstance(rejected, Completion):
         raise _Bad(f"chosen is {kind_of(found['chosen'])}, rejected is {kind_of(found['rejected'])}")
     if isinstance(chosen, Completion) and isinstance(rejected, Completion) and found.get("prompt") is None:
@@ -280,17 +523,18 @@ def _pair(found: dict[str, Any]) -> Pair:
     return Pair(chosen, rejected)
 
 
-def _answer(found: dict[str, Any], key: str) -> Chat | Completion:
+def _answer(found: dict[str, Any], key: str, rules: RowRules, unread: set[str]) -> Chat | Completion:
     """Return the prompt with one of its answers; a conversation that begins with the prompt has it once."""
-    prompt, answer = found.get("prompt"), found[key]
+    prompt, answer = _turn_list(found.get("prompt"), "prompt"), _turn_list(found[key], key)
     if isinstance(answer, str):
         _refuse(found, ("tools",), "the row")
         return Completion("" if prompt is None else _full(prompt, "prompt"), _full(answer, key))
-    turns = _turns(answer, key)
+    turns = _turns(answer, key, rules, unread)
     if prompt is None:
         return Chat(turns, _tools(found))
-    before = _turns(prompt, "prompt") if isinstance(prompt, list) else (Message("user", _full(prompt, "prompt")),)
-    n = 0
+    n, before = 0, (Message("user", prompt),) if isinstance(prompt, str) else _turns(prompt, "prompt", rules, unread)
+    if isinstance(prompt, str):
+        _full(prompt, "prompt")
     if isinstance(prompt, str):  # a system turn comes before it
         n = next((i for i, turn in enumerate(turns) if turn.role not in ("system", "developer")), len(turns))
     before, turns = turns[:n] + before, turns[n:]
@@ -335,43 +579,75 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def _turns(found: Any, name: str) -> tuple[Message, ...]:
-    if not _list(found, name):
+def _turn_list(found: Any, name: str) -> Any:
+    """Return the turns that a text holds as JSON, as tables have them; any other value as it is."""
+    if not isinstance(found, str) or not TURNS.match(found):
+        return found
+    try:
+        return decode_json(found.encode())
+    except ValueError as error:
+        raise _Bad(f"{name} looks like a list of turns as text, and is no JSON: {error}") from None
+
+
+TURNS = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:""")
+
+
+def _turns(found: Any, name: str, rules: RowRules, unread: set[str]) -> tuple[Message, ...]:
+    if not _list(found := _turn_list(found, name), name):
         raise _Bad(f"{name} is an empty list")
-    return tuple([_turn(turn, f"{name}[{i}]", name == "conversations") for i, turn in enumerate(found)])
+    return tuple([_turn(turn, f"{name}[{i}]", rules, unread) for i, turn in enumerate(found)])
 
 
-def _turn(found: Any, name: str, sharegpt: bool) -> Message:
+def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
     if not isinstance(found, dict):
         raise _Bad(f"{name} is {kind_of(found)}, not an object with role and content")
-    said, content_key = ("from", "value") if sharegpt and "from" in found else ("role", "content")
+    said, content_key = ("from", "value") if found.get("from") is not None else ("role", "content")
     if said == "from" and found.get("role") is not None:
         raise _Bad(f"{name} has both 'from' and 'role'")
     if said not in found:
-        raise _Bad(f"{name} has no {said!r}")
-    known = SHAREGPT if said == "from" else ROLES
-    role = _string(found[said], f"{name}.{said}")
-    if role not in known:
-        raise _Bad(f"{name}.{said} is {quoted(role)}, not one of {', '.join(known)}")
+        raise _Bad(f"{name} has no {said!r}", _turn_mapping(found, name, said))
+    given = _string(found[said], f"{name}.{said}")
+    role = rules.role_names.get(given)
+    if role is None:
+        known = ", ".join(ROLE_NAMES)
+        raise _Bad(
+            f"{name}.{said} is {quoted(given)}, not one of {known}",
+            f"say which it is: `data.roles: {{{given}: assistant}}`, or mend that line",
+        )
     content = found.get(content_key)
-    if role == "function_call":
+    if given == "function_call" and said == "from":
         value = _decoded(_string(content, f"{name}.value"), f"{name}.value")
-        given = [{"function": call} for call in (value if isinstance(value, list) else [value])]
-        calls = _calls(given, f"{name}.value")
-        return Message("assistant", "", calls=calls, learnt=_learnt(found, "assistant", name))
-    role = SHAREGPT[role] if said == "from" else role
-    more = _more(found, role, name) if len(found) > 2 else {}
+        listed = [{"function": call} for call in (value if isinstance(value, list) else [value])]
+        more = _more(found, role, name, {said, content_key}, unread)
+        return Message("assistant", "", **{**more, "calls": _calls(listed, f"{name}.value", unread)})
+    more = _more(found, role, name, {said, content_key}, unread) if len(found) > 2 or content is None else {}
     if content is None and role == "assistant" and more.get("calls"):
         content = ""
     if content_key not in found and content is None:
-        raise _Bad(f"{name} has no {content_key!r}")
-    content = _content(content, f"{name}.{content_key}")
+        raise _Bad(f"{name} has no {content_key!r}", _turn_mapping(found, name, content_key))
+    content = _content(content, f"{name}.{content_key}", unread)
     if not content.strip() and role not in MAY_BE_EMPTY and not more.get("calls"):
         raise _Bad(f"{name}.{content_key}: an empty {role} turn")
     return Message(role, content, **more)
 
 
-def _more(found: dict[str, Any], role: str, name: str) -> dict[str, Any]:
+def _turn_mapping(found: dict[str, Any], name: str, lacking: str) -> str:
+    """Return what to do with a turn that lacks a key: the line that names another one."""
+    names = (
+        ("speaker", "author", "user", "type", "from") if lacking in ("role", "from") else ("text", "value", "message")
+    )
+    other = next((key for key in names if isinstance(found.get(key), str)), None)
+    if other is None:
+        return MEND
+    return f"`data.columns: {{'{_of_all(name)}.{other}': {lacking}}}`, or mend that line"
+
+
+def _of_all(name: str) -> str:
+    """Return the name of all turns: `messages[3]` is one of `messages[]`."""
+    return name[: name.index("[")] + "[]"
+
+
+def _more(found: dict[str, Any], role: str, name: str, named: set[str], unread: set[str]) -> dict[str, Any]:
     _refuse(found, TURN_NOT_UNDERSTOOD, name)
     if role != "assistant":
         _refuse(found, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")
@@ -380,9 +656,21 @@ def _more(found: dict[str, Any], role: str, name: str) -> dict[str, Any]:
     thoughts = {_string(found[key], f"{name}.{key}") for key in REASONING if found.get(key)}
     if len(thoughts) > 1:
         raise _Bad(f"{name} has several of {', '.join(REASONING)}, which differ")
+    for key in found.keys() - READ_OF_TURN - named:
+        value = found[key]
+        if value is None or key in LEARNT:
+            continue
+        lower = key.lower()
+        strange = lower in THOUGHTS or (lower in BEFORE and str(value).strip() not in str(found.get("content", "")))
+        if CONTROL.search(lower) or (strange and value):
+            reason = f"{name} has {quoted(key)}, which is not read and would change what is learnt"
+            do = f"mend that line, or leave the key out: `data.columns: {{'{_of_all(name)}.{key}': ignore}}`"
+            raise _Bad(reason, do)
+        if value not in ("", [], {}):
+            unread.add(f"{_of_all(name)}.{key}")
     return {
         "reasoning": thoughts.pop() if thoughts else None,
-        "calls": _calls(_given(found, "tool_calls", []), f"{name}.tool_calls"),
+        "calls": _calls(_given(found, "tool_calls", []), f"{name}.tool_calls", unread),
         "name": _string(_given(found, "name", ""), f"{name}.name") or None,
         "call_id": _string(_given(found, "tool_call_id", ""), f"{name}.tool_call_id") or None,
         "learnt": _learnt(found, role, name),
@@ -390,28 +678,34 @@ def _more(found: dict[str, Any], role: str, name: str) -> dict[str, Any]:
 
 
 def _learnt(found: dict[str, Any], role: str, name: str) -> bool:
-    """Return whether `weight` (0 or 1) or `train` (true or false) makes a turn learnt."""
-    given = {key: found[key] for key in ("weight", "train") if found.get(key) is not None}
+    """Return whether a turn is learnt: one of LEARNT is 0 or 1; `weight` is a number, `train` a boolean."""
+    given = {key: found[key] for key in LEARNT if found.get(key) is not None}
     for key, value in given.items():
-        if value not in (0, 1) or isinstance(value, bool) != (key == "train"):
+        if key in ("weight", "train"):
+            wrong = value not in (0, 1) or isinstance(value, bool) != (key == "train")
+        else:
+            wrong = not isinstance(value, bool | int | float) or value not in (0, 1)
+        if wrong:
             raise _Bad(f"{name}.{key} is neither {'false nor true' if key == 'train' else '0 nor 1'}")
         if value and role != "assistant":
             raise _Bad(f"{name}.{key}: a {role} turn is not learnt")
     if len(set(given.values())) > 1:
-        raise _Bad(f"{name}: weight and train contradict each other")
+        raise _Bad(f"{name}: {' and '.join(given)} contradict each other")
     return all(given.values())
 
 
-def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
+def _calls(found: Any, name: str, unread: set[str]) -> tuple[dict[str, Any], ...]:
     """Return tool calls as {"type": "function", "id" if any, "function": {"name", "arguments" as an object}}."""
     _list(found, name)
     calls: list[dict[str, Any]] = []
     for i, call in enumerate(found):
         at = f"{name}[{i}]"
         inner = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(inner, dict) or call.get("type", "function") != "function":
+        if not isinstance(inner, dict) or call.get("type", "function") not in ("function", None):
             raise _Bad(f"{at} is no call of a function: {{'type': 'function', 'function': {{'name', 'arguments'}}}}")
-        arguments = inner.get("arguments", {})
+        if inner.get("arguments") is None and inner.get("parameters"):
+            raise _Bad(f"{at} has 'parameters' where 'arguments' belong")
+        arguments = _given(inner, "arguments", {})
         if isinstance(arguments, str):
             arguments = _decoded(arguments, f"{at}.arguments")
         if not isinstance(arguments, dict):
@@ -419,16 +713,24 @@ def _calls(found: Any, name: str) -> tuple[dict[str, Any], ...]:
         number = {"id": _string(call["id"], f"{at}.id")} if call.get("id") else {}
         function = {"name": _full(inner.get("name"), f"{at}.name"), "arguments": arguments}
         calls.append({"type": "function", **number, "function": function})
+        for keys, known in ((call, ("function", "type", "id", "index")), (inner, ("name", "arguments", "strict"))):
+            left = [key for key in keys if key not in known and keys[key] not in (None, "", [], {})]
+            unread.update(f"{_of_all(name)}.tool_calls[].{key}" for key in left)
     return tuple(calls)
 
 
-def _content(found: Any, name: str) -> str:
+def _content(found: Any, name: str, unread: set[str]) -> str:
     if not isinstance(found, list):
         return _string(found, name)
     for i, part in enumerate(found):
         if not isinstance(part, dict) or part.get("type") != "text":
             shown = quoted(str(part.get("type"))) if isinstance(part, dict) else kind_of(part)
             raise _Bad(f"{name}[{i}] is {shown}, not a part of the type 'text'")
+        for key in part.keys() - {"type", "text"}:
+            if part[key] is not None and CONTROL.search(key.lower()):
+                raise _Bad(f"{name}[{i}] has {quoted(key)}: a part of a turn is not learnt apart from the rest")
+            if part[key] not in (None, "", [], {}):
+                unread.add(f"{_of_all(name)}.content[].{key}")
     return "".join(_string(part.get("text"), f"{name}[{i}].text") for i, part in enumerate(found))
 
 

@@ -25,11 +25,11 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -40,9 +40,9 @@ import numpy as np
 from optrush import __version__, errors
 from optrush.config import Config
 from optrush.data import readers, schema
-from optrush.data.chat_template import Tokens
+from optrush.data.chat_template import Tokens, answers
 from optrush.data.readers import PARQUET, Chunk, attempts, chunks, form
-from optrush.data.schema import Document, Row, RowLocation
+from optrush.data.schema import NO_RULES, Chat, Document, Row, RowLocation, RowRules, row_rules
 from optrush.errors import DataError, UserError
 from optrush.files import open_to_append, sync_folder, write_whole
 from optrush.objectives import learnt
@@ -53,15 +53,15 @@ from optrush.objectives import learnt
 # The name has the shard's place and the SHA-256 of its bytes, so a shard that was cut off or has one bit flipped is
 # found by reading it once. Nothing in it depends on the paths of the data files, or on T: documents are whole.
 
-FORMAT = 3  # part of every key: shards of another format are other shards
+FORMAT = 4  # part of every key: shards of another format are other shards
 HERE = "\0"  # in place of the row's place in the text of an error
 TEMPORARY = ".tmp-"
 STALE_S = 86400.0  # the age at which a temporary file of another machine counts as abandoned
 
 _DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
 _ARRAYS = (  # widest elements first, so that each array is aligned
-    ("starts", "I64"), ("numbers", "I64"), ("lines", "I64"), ("files", "I32"), ("learnt", "I32"),
-    ("ids", "I32"), ("targets", "U8"), ("refused", "U8"),
+    ("starts", "I64"), ("numbers", "I64"), ("lines", "I64"), ("digests", "I64"), ("files", "I32"), ("learnt", "I32"),
+    ("ids", "I32"), ("targets", "U8"), ("refused", "U8"), ("keys", "U8"),
 )  # fmt: skip
 _FACTS = ("rows", "cleaned", "marked", "parts", "highest", "last")
 
@@ -77,7 +77,8 @@ class BadRow(NamedTuple):
 class Shard:
     """S samples of one document each, or of two (`parts`); arrays are in memory, or of a mapped file.
 
-    A row's number counts the rows of the shard from 0, refused ones included, those that cleaning removed not.
+    A row's number counts the rows of the shard from 0, refused ones included, those that cleaning removed not. A row
+    can have several samples (`data.split_turns`).
     """
 
     rows: int  # with the refused ones
@@ -89,11 +90,13 @@ class Shard:
     starts: np.ndarray  # (S * parts + 1,) int64: where the documents begin in ids
     numbers: np.ndarray  # (S,) int64: of each sample's row, rising
     lines: np.ndarray  # (S,) int64: of each sample's row in its file
+    digests: np.ndarray  # (S,) int64: of each sample's tokens, to find samples that are equal
     files: np.ndarray  # (S,) int32: of each sample's row, a position in the list of files
     learnt: np.ndarray  # (S,) int32: targets of each sample
     ids: np.ndarray  # (tokens,) int32
     targets: np.ndarray  # (tokens / 8,) uint8: bits
     refused: np.ndarray  # uint8: JSON, a list of [number, file, line and the three texts of the error]
+    keys: np.ndarray  # uint8: JSON, how many rows have each key that is not read, or that `data.columns` names
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -116,6 +119,11 @@ class Shard:
             where = RowLocation(files[file], line)
             result.append((number, BadRow(where, DataError(*(text.replace(HERE, str(where)) for text in texts)))))
         return result
+
+    def noted(self) -> dict[str, int]:
+        """Return how many rows have each key that `parse_row` noted."""
+        found: dict[str, int] = json.loads(self.keys.tobytes() or b"{}")
+        return found
 
     def encoded(self) -> list[bytes | memoryview]:
         """Return the pieces of the shard's safetensors file."""
@@ -140,13 +148,28 @@ class Builder:
     marked: int = 0
     tokens: int = 0
     parts: int = 0
+    keys: Counter[str] = field(default_factory=Counter)
     _ids: list[np.ndarray] = field(default_factory=list)
     _targets: list[np.ndarray] = field(default_factory=list)
-    _samples: list[tuple[int, int, int, int]] = field(default_factory=list)  # number, line, file, learnt
+    _samples: list[tuple[int, int, int, int, int]] = field(default_factory=list)  # number, line, digest, file, learnt
     _refused: list[list[Any]] = field(default_factory=list)
 
+    def note(self, keys: Iterable[str]) -> None:
+        """Count the keys that a row had; of many different ones the first."""
+        for key in keys:
+            self.keys[key if key in self.keys or len(self.keys) < MOST_KEYS else OTHER_KEYS] += 1
+
+    def add_samples(self, where: RowLocation, file: int, made: Samples | DataError) -> None:
+        """Append a row: its samples, or the error."""
+        if isinstance(made, DataError):
+            self.add(where, file, made)
+            return
+        for n, sample in enumerate(made):
+            self.rows -= n > 0  # of the same row
+            self.add(where, file, sample)
+
     def add(self, where: RowLocation, file: int, row: tuple[Document, ...] | DataError) -> None:
-        """Append a row: its documents, or the error. Raises DataError if pairs and other rows meet."""
+        """Append a row of one sample: its documents, or the error. Raises DataError if pairs and other rows meet."""
         if isinstance(row, DataError):
             texts = (text.replace(str(where), HERE) for text in (row.asked, row.found, row.do))
             self._refused.append([self.rows, file, where.line, *texts])
@@ -157,21 +180,23 @@ class Builder:
             self._ids += [document.ids for document in row]
             self._targets += [document.targets for document in row]
             targets = sum(int(np.count_nonzero(document.targets)) for document in row)
-            self._samples.append((self.rows, where.line, file, targets))
+            digest = hashlib.blake2b(b"".join([document.ids.tobytes() for document in row]), digest_size=8).digest()
+            self._samples.append((self.rows, where.line, int.from_bytes(digest, "little", signed=True), file, targets))
             self.tokens += sum(map(len, row))
         self.rows += 1
 
     def shard(self, last: bool) -> Shard:
         """Return the rows collected so far as a shard."""
-        numbers, lines, files, learnt = np.array(self._samples, np.int64).reshape(-1, 4).T
+        numbers, lines, digests, files, learnt = np.array(self._samples, np.int64).reshape(-1, 5).T
         ids = np.concatenate([np.zeros(0, np.int32), *self._ids])
         bits = np.packbits(np.concatenate([np.zeros(0, bool), *self._targets]))
         refused = np.frombuffer(json.dumps(self._refused).encode() if self._refused else b"", np.uint8)
         starts = np.cumsum([0, *map(len, self._ids)], dtype=np.int64)
+        keys = np.frombuffer(json.dumps(dict(sorted(self.keys.items()))).encode() if self.keys else b"", np.uint8)
         highest = int(ids.max(initial=-1))
         return Shard(
             self.rows, self.cleaned, self.marked, self.parts or 1, highest, int(last), starts, numbers, lines,
-            files.astype(np.int32), learnt.astype(np.int32), ids, bits, refused,
+            digests, files.astype(np.int32), learnt.astype(np.int32), ids, bits, refused, keys,
         )  # fmt: skip
 
 
@@ -234,7 +259,10 @@ SHARD_rows = 1 << 17  # likewise, refused ones included: a file of empty lines m
 
 # Of each file whether cleaning kept a row: row k of a chunk is at chunk.first - 1 + k. None: it kept all.
 Kept = Sequence[np.ndarray] | None
-Parsed = tuple[int, RowLocation, Row | DataError | None]  # position of the file, place, row; None: cleaning removed it
+# Position of the file, place, row (None: cleaning removed it), keys that `parse_row` noted.
+Parsed = tuple[int, RowLocation, Row | DataError | None, Collection[str]]
+Samples = Sequence[tuple[Document, ...]]  # of one row
+MOST_KEYS, OTHER_KEYS = 100, "other keys"  # different keys that are counted one by one; the name of the others
 
 
 @dataclass(frozen=True)
@@ -255,6 +283,7 @@ def shards(
     skip: int = 0,
     most: int | None = None,
     progress: Callable[[int], None] = lambda n: None,
+    rules: RowRules = NO_RULES,
 ) -> Iterator[Shard]:
     """Yield the job's rows as shards of bounded size, the last one marked.
 
@@ -263,18 +292,19 @@ def shards(
     builder, batch, chars, seen = Builder(), list[Parsed](), 0, 0
 
     def flush() -> None:
-        good = [(where, row) for _, where, row in batch if row is not None and not isinstance(row, DataError)]
-        documents = iter(tokens.batch(good, train_on))
+        good = [(where, row) for _, where, row, _ in batch if row is not None and not isinstance(row, DataError)]
+        made = iter(row_samples(tokens, good, train_on))
         builder.marked += sum(tokens.marked(row) for _, row in good)
-        for file, where, row in batch:
+        for file, where, row, keys in batch:
             if row is None:
                 builder.cleaned += 1
             else:
-                builder.add(where, file, row if isinstance(row, DataError) else next(documents))
+                builder.note(keys)
+                builder.add_samples(where, file, row if isinstance(row, DataError) else next(made))
         progress(len(batch))
         batch.clear()
 
-    for entry in islice(parsed(job, text_rows, kept), skip, None):
+    for entry in islice(parsed(job, text_rows, kept, rules), skip, None):
         batch.append(entry)
         row = entry[2]
         chars += 0 if row is None or isinstance(row, DataError) else len(schema.row_text(row))
@@ -291,21 +321,46 @@ def shards(
     yield builder.shard(last=True)
 
 
-def parsed(job: TokenizeJob, text_rows: str, kept: Kept) -> Iterator[Parsed]:
+def row_samples(tokens: Tokens, rows: Sequence[tuple[RowLocation, Row]], train_on: str) -> list[Samples | DataError]:
+    """Return the samples of each row, or the error that names it: one, or with `each` one an answer that is learnt."""
+    if train_on != "each":
+        return [made if isinstance(made, DataError) else [made] for made in tokens.batch(rows, train_on)]
+    parts = [split_turns(row) for _, row in rows]
+    flat = [(where, part) for (where, _), of in zip(rows, parts, strict=True) for part in of]
+    made = iter(tokens.batch(flat, "last"))
+    result: list[Samples | DataError] = []
+    for of in parts:
+        samples = [next(made) for _ in of]
+        bad = next((sample for sample in samples if isinstance(sample, DataError)), None)
+        result.append(bad or [sample for sample in samples if not isinstance(sample, DataError)])
+    return result
+
+
+def split_turns(row: Row) -> list[Row]:
+    """Return a conversation up to each of its answers that are learnt; any other row as it is."""
+    if not isinstance(row, Chat):
+        return [row]
+    return [replace(row, messages=row.messages[: i + 1]) for i in answers(row, "assistant")] or [row]
+
+
+def parsed(job: TokenizeJob, text_rows: str, kept: Kept, rules: RowRules = NO_RULES) -> Iterator[Parsed]:
     """Yield the job's rows with their meaning, or the error of one that has none."""
     for file, chunk in job.chunks:
         keep = None if kept is None else kept[file]
         for k, (where, row) in enumerate(attempts(chunk, text_rows), chunk.first - 1):
             if keep is not None and not keep[k]:
-                yield file, where, None
+                yield file, where, None, ()
+            elif isinstance(row, DataError):
+                yield file, where, row, ()
             else:
-                yield file, where, row if isinstance(row, DataError) else meaning(where, row)
+                keys = set[str]()
+                yield file, where, meaning(where, row, rules, keys), keys
 
 
-def meaning(where: RowLocation, row: dict[str, Any]) -> Row | DataError:
-    """Return the row, or the error of one that is none."""
+def meaning(where: RowLocation, row: dict[str, Any], rules: RowRules, keys: set[str]) -> Row | DataError:
+    """Return the row, or the error of one that is none; `keys` gets those that `parse_row` notes."""
     try:
-        return schema.parse_row(where, row)
+        return schema.parse_row(where, row, rules, keys)
     except DataError as error:
         return error
 
@@ -327,14 +382,14 @@ def _template(tokens: Tokens) -> str | None:
 
 def commit_chunk(
     job: TokenizeJob, tokens: Tokens, train_on: str, text_rows: str, kept: Kept, folder: Path, skip: int, piece: int,
-    marks: Sequence[list[int]] = (),
+    marks: Sequence[list[int]] = (), rules: RowRules = NO_RULES,
 ) -> tuple[list[str], int]:  # fmt: skip
     """Write the missing shards of a job; return (their names, rows). Each shard written stays.
 
     Raises DataError: the disk is full, or a file has changed since its mark was taken.
     """
     names, n = list[str](), 0
-    for shard in shards(job, tokens, train_on, text_rows, kept, skip):
+    for shard in shards(job, tokens, train_on, text_rows, kept, skip, rules=rules):
         for (_, chunk), mark in zip(job.chunks, marks):
             if readers.mark(chunk.file) != mark:
                 raise readers.changed_meanwhile(chunk.file)
@@ -425,11 +480,13 @@ def _begin(given: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Open the tokenizer; return a function that does a job."""
     tokens = Tokens(cast(Any, _Tokenizer(given)))
     folder, kept = Path(given["folder"]), None if given["kept"] is None else load_kept(Path(given["kept"]))
+    objective, columns, roles = given["rules"]
+    rules = RowRules(objective, tuple(map(tuple, columns)), tuple(map(tuple, roles)))
 
     def work(task: dict[str, Any]) -> dict[str, Any]:
         chunks = tuple((file, Chunk(Path(path), *rest)) for file, path, *rest in task["chunks"])
         how = given["train_on"], given["text_rows"], kept, folder, task["skip"], task["piece"], task["marks"]
-        names, n = commit_chunk(TokenizeJob(task["number"], chunks), tokens, *how)
+        names, n = commit_chunk(TokenizeJob(task["number"], chunks), tokens, *how, rules)
         return {"names": names, "rows": n}
 
     return work
@@ -444,7 +501,7 @@ def _instructions(work: TokenizeWork, folder: Path) -> dict[str, Any]:
     return {
         "tokenizer": str(engine), "eos": tokenizer.eos_token_id, "special": tokenizer.special_tokens_map,
         "template": _template(work.tokens), "kept": work.kept and str(rows), "train_on": learnt(work.config),
-        "text_rows": work.config.data.text_rows, "folder": str(folder),
+        "text_rows": work.config.data.text_rows, "folder": str(folder), "rules": astuple(row_rules(work.config)),
     }  # fmt: skip
 
 
@@ -490,7 +547,7 @@ class TokenizeWork:
         key = {
             "format": FORMAT, "files": readers.files_fingerprint(self.files, cache_root(self.config.data.cache)),
             "tokens": identity(self.tokens), "train_on": learnt(self.config), "text_rows": self.config.data.text_rows,
-            "cleaning": self.cleaning,
+            "cleaning": self.cleaning, "rules": astuple(row_rules(self.config)),
             "made_by": [__version__, *map(version, ("tokenizers", "transformers", "jinja2"))],
         }  # fmt: skip
         return cache_root(self.config.data.cache) / "tokens" / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
@@ -512,7 +569,7 @@ def tokenized(work: TokenizeWork, most: int | None = None) -> Generator[Path | S
     if small(work.files):
         how = learnt(work.config), work.config.data.text_rows, work.kept
         for job in jobs(work.files, work.config.data.text_rows):
-            yield from shards(job, work.tokens, *how, most=most, progress=progress.done)
+            yield from shards(job, work.tokens, *how, most=most, progress=progress.done, rules=row_rules(work.config))
         return
     marks = [readers.mark(path) for path in work.files]
     folder = work.folder

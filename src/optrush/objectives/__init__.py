@@ -23,7 +23,12 @@ def unit(config: Config) -> str:
 
 
 def learnt(config: Config) -> str:
-    """Return which tokens of a conversation are targets: in pre-training all, in fine-tuning `data.train_on`."""
+    """Return which tokens of a conversation are targets: in pre-training all, in fine-tuning `data.train_on`.
+
+    `each` is one document an answer, in which that answer alone is learnt (`data.split_turns`).
+    """
+    if config.data.split_turns:
+        return "each"
     return "all" if config.objective == "pretrain" else config.data.train_on
 
 

@@ -469,6 +469,7 @@ class Session:
             self.meter.write({"step": manifest.step, "changed": changed})
         trainer.set_step = partial(set_step, trainer, steps=plan.total)
         trainer.log_event = lambda what: self.meter.write({"step": self.meter.last, **what})
+        trainer.stream.report = lambda line: trainer.log_event({"data": line})
         trainer.batches = batches(trainer, plan)
 
     def __enter__(self) -> Session:

@@ -1,0 +1,650 @@
+"""Rows as other tools write them: each key is read, obeyed, refused or named, whatever the row's number or format."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from optrush.cli import app
+from optrush.config import parse_config
+from optrush.data import chat_template
+from optrush.data.chat_template import open_tokens
+from optrush.data.dataset import read_sources
+from optrush.data.packing import Packed, Padded
+from optrush.data.readers import attempts, chunks, find_files
+from optrush.data.sampler import Loading, Stream
+from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
+from optrush.errors import ConfigError, DataError, UserError
+from optrush.models import tiny
+from optrush.resolve import check_fields
+
+WHERE = RowLocation(Path("rows.jsonl"), 7)
+ASK, ANSWER = {"role": "user", "content": "A city in Norway?"}, {"role": "assistant", "content": "Oslo."}
+U, A = Message("user", "A city in Norway?"), Message("assistant", "Oslo.")
+TURNS = [ASK, ANSWER]
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+VOCAB = 32768
+
+
+def parsed(row: dict[str, Any], objective: str = "sft", columns: Any = (), roles: Any = ()) -> tuple[Any, set[str]]:
+    """What a row means, and the keys that are noted."""
+    noted: set[str] = set()
+    rules = RowRules(objective, tuple(dict(columns).items()), tuple(dict(roles).items()))
+    return parse_row(WHERE, row, rules, noted), noted
+
+
+def refused(row: dict[str, Any], objective: str = "sft") -> DataError:
+    with pytest.raises(DataError) as caught:
+        parsed(row, objective)
+    assert str(caught.value).count("\n") == 2 and str(WHERE) in caught.value.asked
+    return caught.value
+
+
+@pytest.fixture(scope="session")
+def tiny_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    tiny.write_tiny(home / "optrush" / "tiny-1")
+    return home
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tiny_home))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield tmp_path
+    torch.set_num_threads(before)
+
+
+def lines(path: Path | str, rows: list[Any]) -> str:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def config(tiny_home: Path, objective: str = "sft", **data: Any) -> Any:
+    """A run on the tiny model; `seq` and `model` are its own keys."""
+    model = {"path": str(data.pop("folder", tiny_home / "optrush" / "tiny-1")), **data.pop("model", {})}
+    train = {"steps": 4} if data.get("stream") else {}
+    run = {"model": model, "objective": objective, "batch": {"seq": data.pop("seq", 128), "tokens": 256}}
+    run |= {"data": data, "output": "out", "train": train}
+    return parse_config(yaml.safe_dump(run), "run.yaml")
+
+
+def read(tiny_home: Path, objective: str = "sft", **data: Any) -> Any:
+    """The sources of a run."""
+    run = config(tiny_home, objective, **data)
+    return read_sources(run, open_tokens(run, Path(run.model.path)), VOCAB)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`optrush ARGUMENTS` in this process: exit code, standard output, standard error."""
+
+    def called(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["optrush", *arguments])
+        code = 0
+        try:
+            app.main()
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        return code, *capsys.readouterr()
+
+    return called
+
+
+def run_file(**changes: Any) -> str:
+    run = {
+        "model": "tiny", "objective": "sft", "data": {"path": "chat.jsonl"}, "batch": {"seq": 128, "tokens": 256},
+        "train": {"epochs": 1, "log_every": 1}, "output": "out", "with": {"packing": {}}, **changes,
+    }  # fmt: skip
+    Path("run.yaml").write_text(yaml.safe_dump(run))
+    return "run.yaml"
+
+
+# --- a turn that another tool does not learn
+
+
+@pytest.mark.parametrize("key", ["loss", "loss_weight", "loss_mask", "loss_scale", "training", "trainable", "weight"])
+def test_a_turn_that_is_not_to_be_learnt_is_not(key: str) -> None:
+    turns = [ASK, {**ANSWER, key: 0}, ASK, {**ANSWER, key: 1}]
+    assert [turn.learnt for turn in parsed({"messages": turns})[0].messages] == [True, False, True, True]
+    if key != "weight":
+        turns = [ASK, {**ANSWER, key: False}, ASK, {**ANSWER, key: True}]
+        assert [turn.learnt for turn in parsed({"messages": turns})[0].messages] == [True, False, True, True]
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", key: 0}, *({"from": "gpt", "value": "c"},)]
+    assert [turn.learnt for turn in parsed({"conversations": said})[0].messages] == [True, False, True]
+    for wrong in (0.5, [0, 1], "no"):
+        assert f"messages[1].{key} is neither" in refused({"messages": [ASK, {**ANSWER, key: wrong}]}).found
+
+
+def test_a_key_that_is_null_in_every_turn_means_nothing() -> None:
+    turns = [{**turn, "loss": None, "train": None, "mask": None, "id": None} for turn in TURNS]
+    assert parsed({"messages": turns, "loss": None, "label": None, "weight": None}) == (Chat((U, A)), set())
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["mask", "masked", "turn_mask", "ignore", "ignore_loss", "no_loss", "skip", "loss_multiplier", "token_weights"],
+)
+def test_a_turns_key_that_may_say_what_is_learnt_is_refused(key: str) -> None:
+    for value in (False, True, 0, 1, [0, 1]):
+        error = refused({"messages": [ASK, {**ANSWER, key: value}]})
+        assert f"messages[1] has '{key}'" in error.found and f"'messages[].{key}': ignore" in error.do
+    columns = {f"messages[].{key}": "ignore"}
+    assert parsed({"messages": [ASK, {**ANSWER, key: 1}]}, columns=columns)[0] == Chat((U, A))
+
+
+def test_a_part_of_a_turn_that_is_not_to_be_learnt_is_refused() -> None:
+    parts = [{"type": "text", "text": "Os"}, {"type": "text", "text": "lo.", "train": False}]
+    assert "messages[1].content[1] has 'train'" in refused({"messages": [ASK, {**ANSWER, "content": parts}]}).found
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("loss", False), ("loss", 0), ("loss_mask", [0, 1]), ("weight", 0.5), ("weight", "0"), ("train", False),
+     ("sample_weight", 2.0), ("labels", [1, -100]), ("mask", 0), ("assistant_masks", [1])],
+)  # fmt: skip
+@pytest.mark.parametrize("row", [{"messages": TURNS}, {"instruction": "a", "output": "b"}, {"text": "a"}])
+def test_how_much_a_row_is_learnt_is_refused(key: str, value: Any, row: dict[str, Any]) -> None:
+    assert f"the row has '{key}'" in refused({**row, key: value}).found
+    assert parsed({**row, key: 1})[1] == {key}  # changes nothing
+    assert parsed({**row, key: value}, columns={key: "ignore"})[1] == {f"{key} -> ignore"}
+
+
+# --- what precedes an answer under another key
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "line"),
+    [
+        ({"system_prompt": "Answer in French only.", "messages": TURNS}, "system_prompt", "system_prompt: system"),
+        ({"system_message": "Be brief.", "conversations": TURNS}, "system_message", "system_message: system"),
+        ({"instruction": "A city?", "context": "Oslo is in Norway.", "output": "Oslo."}, "context", "context: input"),
+        ({"instruction": "A city?", "passage": "Oslo is.", "output": "Oslo."}, "passage", "passage: input"),
+        ({"instruction": "A city?", "question": "Which one?", "output": "Oslo."}, "question", "question: input"),
+        ({"instruction": "A?", "system_prompt": "Be brief.", "output": "b"}, "system_prompt", "system_prompt: system"),
+        ({"prompt": "a", "completion": "b", "context": "c"}, "context", "context: ignore"),
+        ({"messages": TURNS, "context": "Oslo is in Norway."}, "context", "context: ignore"),
+        ({"messages": TURNS, "prompt": "Another question?"}, "prompt", "prompt: ignore"),
+        ({"messages": TURNS, "documents": [{"title": "a", "text": "b"}]}, "documents", "documents: ignore"),
+        ({"messages": TURNS, "reasoning": "Let me think."}, "reasoning", "reasoning: ignore"),
+        ({"messages": TURNS, "enable_thinking": False}, "enable_thinking", "enable_thinking: ignore"),
+        ({"messages": TURNS, "rejected_response": "A dog."}, "rejected_response", "rejected_response: ignore"),
+        ({"question": "A city in Norway?", "chosen": "Oslo.", "rejected": "A dog."}, "question", "question: prompt"),
+        ({"instruction": "A?", "input": "b", "chosen": "b", "rejected": "c"}, "instruction", "instruction: ignore"),
+        ({"query": "A?", "chosen": "Oslo.", "rejected": "A."}, "query", "query: prompt"),
+        ({"context": "A?", "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "b"}]}, "context", "context: prompt"),
+    ],
+)  # fmt: skip
+def test_what_precedes_an_answer_is_never_dropped(row: dict[str, Any], key: str, line: str) -> None:
+    objective = "dpo" if "chosen" in row else "sft"
+    error = refused(row, objective)
+    assert f"'{key}'" in error.found + error.do and "`data.columns: {" in error.do
+    if key != "instruction":  # which is a kind of its own, beside a pair
+        assert line in error.do
+    columns = {key: line.split(": ")[1]}
+    if columns[key] != "ignore":
+        found = parsed(row, objective, columns)[0]
+        assert row[key] in json.dumps([str(found)])
+
+
+def test_the_prompt_of_a_pair_arrives() -> None:
+    row = {"question": "A city in Norway?", "chosen": "Oslo.", "rejected": "A dog."}
+    want = Pair(Completion("A city in Norway?", "Oslo."), Completion("A city in Norway?", "A dog."))
+    assert parsed(row, "dpo", {"question": "prompt"}) == (want, {"question -> prompt"})
+
+
+def test_a_text_that_is_in_the_row_already_is_only_named() -> None:
+    assert parsed({"messages": TURNS, "prompt": "A city in Norway?", "id": 3}) == (Chat((U, A)), {"prompt", "id"})
+    assert parsed({"messages": TURNS, "prompt": [ASK], "context": " "}) == (Chat((U, A)), {"prompt", "context"})
+
+
+def test_thoughts_and_context_of_a_turn_are_never_dropped() -> None:
+    for key, value in (
+        ("thought", "hm"),
+        ("reasoning_details", [{"text": "hm"}]),
+        ("context", "Norway"),
+        ("cot", "hm"),
+    ):
+        assert f"messages[1] has '{key}'" in refused({"messages": [ASK, {**ANSWER, key: value}]}).found
+    row = {"messages": [ASK, {**ANSWER, "thought": "hm"}]}
+    found, _ = parsed(row, columns={"messages[].thought": "reasoning_content"})
+    assert found.messages[1].reasoning == "hm"
+
+
+def test_other_keys_are_named_once_a_row() -> None:
+    turns = [{**ASK, "id": "u"}, {**ANSWER, "id": "a", "model": "m", "tool_calls": [{**CALL, "extra": 1}]}]
+    assert parsed({"messages": turns, "source": "web", "empty": "", "score": 0})[1] == {
+        "source", "score", "messages[].id", "messages[].model", "messages[].tool_calls[].extra"
+    }  # fmt: skip
+    call = {"function": {"name": "add", "parameters": {"a": 1}}}
+    assert (
+        "'parameters' where 'arguments' belong" in refused({"messages": [ASK, {**ANSWER, "tool_calls": [call]}]}).found
+    )
+
+
+# --- a judged answer
+
+
+@pytest.mark.parametrize(("key", "value"), [("label", False), ("label", True), ("label", 0), ("label", "False"),
+                                           ("kto_tag", True), ("desirable", False), ("Label", 1)])  # fmt: skip
+def test_a_judged_answer_is_not_learnt_as_a_good_one(key: str, value: Any) -> None:
+    for row in ({"messages": TURNS}, {"conversations": TURNS}, {"instruction": "a", "output": "b"}):
+        assert f"'{key}': a judged answer" in refused({**row, key: value}).found
+    assert "a judged answer" in refused({"prompt": "a", "completion": "b", key: value}).found
+
+
+def test_a_label_that_is_no_judgement_is_named() -> None:
+    assert parsed({"messages": TURNS, "label": "geography"})[1] == {"label"}
+    assert parsed({"text": "a", "label": 1})[1] == {"label"}
+
+
+# --- several kinds in one row
+
+
+def test_the_objective_tells_which_kind_is_meant() -> None:
+    alpaca = {"instruction": "A city?", "input": "", "output": "Oslo.", "text": "Below is an instruction ... Oslo."}
+    assert parsed(alpaca) == (Chat((Message("user", "A city?"), A)), {"text"})
+    assert parsed(alpaca, "pretrain") == (Text(alpaca["text"]), {"instruction", "output"})
+    worse = [ASK, {**ANSWER, "content": "A dog."}]
+    ultra = {"prompt": ASK["content"], "messages": TURNS, "chosen": TURNS, "rejected": worse, "score_chosen": 8.5}
+    assert parsed(ultra) == (Chat((U, A)), {"prompt", "chosen", "rejected", "score_chosen"})
+    pair, noted = parsed(ultra, "dpo")
+    assert isinstance(pair, Pair) and pair.rejected.messages[-1].content == "A dog."
+    assert noted == {"messages", "score_chosen"}
+    for row in ({**ultra, "messages": [*TURNS, ASK]}, {"messages": TURNS, "instruction": "a", "output": "b"}):
+        assert "which one is meant cannot be known" in refused(row).found
+    assert "ignore" in refused({"messages": TURNS, "instruction": "a", "output": "b"}).do
+
+
+@pytest.mark.parametrize(
+    ("row", "line", "want"),
+    [
+        ({"question": "a", "answer": "b"}, "{question: instruction, answer: output}", ("a", "b")),
+        ({"prompt": "a", "response": "b"}, "{prompt: instruction, response: output}", ("a", "b")),
+        ({"query": "a", "response": "b", "id": 1}, "{query: instruction, response: output}", ("a", "b")),
+        ({"Question": "a", "Answer": "b"}, "{Question: instruction, Answer: output}", ("a", "b")),
+        ({"input": "a", "output": "b"}, "{input: instruction}", ("a", "b")),
+        ({"instruction": "a", "context": "c", "response": "b", "category": "qa"}, "{response: output, context: input}",
+         ("a\n\nc", "b")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_the_line_that_maps_unknown_keys_works(
+    row: dict[str, Any], line: str, want: tuple[str, str], suffix: str, tiny_home: Path
+) -> None:
+    path = f"rows{suffix}"
+    if suffix == ".jsonl":
+        lines(path, [row] * 3)
+    elif suffix == ".csv":
+        with open(path, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerows([list(row), *[list(row.values())] * 3])
+    else:
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row] * 3), path)
+    with pytest.raises(DataError) as caught:
+        read(tiny_home, path=path)
+    mapping = caught.value.do.split("`data.columns: ")[1].split("`")[0]
+    assert mapping == line
+    found, _ = parsed(row, columns=yaml.safe_load(line))
+    assert [turn.content for turn in found.messages] == list(want)
+    sources = read(tiny_home, path=path, columns=yaml.safe_load(line))
+    assert len(sources.train) == 3 and "by data.columns" in sources.summary
+
+
+def test_a_column_that_no_row_has_is_refused(tiny_home: Path) -> None:
+    lines("rows.jsonl", [{"messages": TURNS, "source": "web"}] * 3)
+    with pytest.raises(DataError) as caught:
+        read(tiny_home, path="rows.jsonl", columns={"sorce": "ignore"})
+    assert caught.value.found == "no row has 'sorce'; not read are 'source'"
+    lines("late.jsonl", [{"messages": TURNS}] * 250 + [{"messages": TURNS, "mask": 1}])
+    assert "'mask -> ignore' (1)" in read(tiny_home, path="late.jsonl", columns={"mask": "ignore"}).summary
+
+
+def test_roles_of_single_families_and_others_by_one_line() -> None:
+    for asking, answering in (("human", "gpt"), ("user", "model"), ("human", "assistant")):
+        turns = [{"role": asking, "content": U.content}, {"role": answering, "content": A.content}]
+        assert parsed({"messages": turns})[0] == Chat((U, A))
+    result = {"role": "function", "name": "add", "content": "2"}
+    turns = [ASK, {"role": "assistant", "tool_calls": [CALL]}, result, ANSWER]
+    assert parsed({"messages": turns})[0].messages[2] == Message("tool", "2", name="add")
+    turns = [ASK, {"role": "ai", "content": "Oslo."}]
+    assert "`data.roles: {ai: assistant}`" in refused({"messages": turns}).do
+    assert parsed({"messages": turns}, roles={"ai": "assistant"})[0] == Chat((U, A))
+    turns = [{"speaker": "user", "text": U.content}, {"speaker": "assistant", "text": A.content}]
+    assert "'messages[].speaker': role" in refused({"messages": turns}).do
+    columns = {"messages[].speaker": "role", "messages[].text": "content"}
+    assert parsed({"messages": turns}, columns=columns)[0] == Chat((U, A))
+
+
+def test_turns_as_json_text() -> None:
+    assert parsed({"messages": json.dumps(TURNS)})[0] == Chat((U, A))
+    assert parsed({"conversations": json.dumps(TURNS)})[0] == Chat((U, A))
+    worse = json.dumps([ASK, {**ANSWER, "content": "A dog."}])
+    assert isinstance(parsed({"chosen": json.dumps(TURNS), "rejected": worse}, "dpo")[0].chosen, Chat)
+    assert "is no JSON" in refused({"messages": str(TURNS)}).found
+    assert "is no JSON" in refused({"chosen": str(TURNS), "rejected": str(TURNS[:1])}, "dpo").found
+
+
+# --- calls without content
+
+
+@pytest.mark.parametrize("turn", [{"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "content": None,
+                         "tool_calls": [CALL]}, {"from": "gpt", "tool_calls": [CALL]}])  # fmt: skip
+def test_a_call_without_content_is_an_empty_content(turn: dict[str, Any]) -> None:
+    found = parsed({"messages": [ASK, turn]})[0]
+    assert found.messages[1].shown() == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+# --- what the run names
+
+
+def test_keys_that_are_not_read_are_named_with_how_many_rows_have_them(
+    call: Callable[..., tuple[int, str, str]], tiny_home: Path
+) -> None:
+    rows = [{"messages": TURNS, "source": "web"} for _ in range(240)]
+    rows[230]["late"] = 1
+    lines("chat.jsonl", rows)
+    run_file(train={"steps": 1})
+    code, out, err = call("train", "run.yaml", "--dry-run")
+    assert code == 0 and "not read, of the 240 rows: 'source' (240), 'late' (1)" in out, err
+    code, out, err = call("train", "run.yaml")
+    assert code == 0 and "not read, of the 240 rows: 'source' (240), 'late' (1)" in out + err
+    held = lines("held.jsonl", [{"messages": [ASK, {**ANSWER, "content": "Bergen."}], "judge": "x"}])
+    assert "'judge' (1)" in read(tiny_home, path="chat.jsonl", eval=held).summary
+
+
+# --- streamed rows are held to the same limits
+
+
+def streamed(sources: Any, steps: int = 40) -> tuple[Stream, list[str], Iterator[Any]]:
+    """A stream's steps as a run reads them, and the lines that it reports."""
+    stream, lines = Stream(sources.train, Packed(window=50), T=64, rows=4, seed=0), list[str]()
+    stream.report = lines.append
+    batches = stream.run(stream.plan(steps=steps), 0, rank=0, ranks=1, micro_rows=4, loading=Loading())
+    return stream, lines, batches
+
+
+def test_cut_rows_of_a_stream_are_counted_and_refused_as_without_it(tiny_home: Path) -> None:
+    short, long = {"text": "soup " * 5}, {"text": "soup " * 100}
+    lines("late.jsonl", [short] * 210 + [long] * 100)
+    for stream in (False, True):
+        with pytest.raises(DataError) as caught:  # noqa: PT012 - of the data, or of the stream
+            sources = read(tiny_home, "pretrain", path="late.jsonl", stream=stream, seq=64, too_long="truncate")
+            list(streamed(sources)[2])
+        assert caught.value.asked == "at most 10.0% of the rows without their end (data.most_truncated)"
+        assert "100 of 310 rows (32.3%)" in caught.value.found
+    sources = read(
+        tiny_home, "pretrain", path="late.jsonl", stream=True, seq=64, too_long="truncate", most_truncated=0.5
+    )
+    _, reported, batches = streamed(sources)
+    assert len(list(batches)) == 40
+    assert reported and "310 rows read: 100 too long, 100 truncated" in reported[0]
+
+
+def test_keys_of_a_stream_are_named_when_they_appear(tiny_home: Path) -> None:
+    lines("late.jsonl", [{"text": "soup", "id": i} for i in range(250)] + [{"text": "stew", "late": 1}])
+    sources = read(tiny_home, "pretrain", path="late.jsonl", stream=True)
+    assert "not read, of the first 200 rows: 'id' (200)" in sources.summary
+    _, reported, batches = streamed(sources)
+    assert len(list(batches)) == 40
+    assert reported[0].startswith("not read: 'late'") and "'id' (250), 'late' (1)" in reported[1]
+
+
+# --- held-out data that is trained on
+
+
+@pytest.mark.parametrize("how", ["same", "./same", "link", "copy", "glob", "folder", "list", "other format", "part"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_held_out_data_that_is_trained_on_is_refused(how: str, stream: bool, here: Path, tiny_home: Path) -> None:
+    rows = [{"messages": [ASK, {**ANSWER, "content": f"Oslo {i}."}]} for i in range(12)]
+    (here / "data").mkdir()
+    path: Any = lines(here / "data" / "t.jsonl", rows)
+    held = {"same": path, "./same": f"{here}/./data/../data/t.jsonl", "link": "l.jsonl", "copy": "copy.jsonl"}.get(how)
+    if how == "link":
+        Path("l.jsonl").symlink_to(path)
+    elif how == "copy":
+        lines("copy.jsonl", rows)
+    elif how in ("glob", "folder", "list"):
+        held, path = (
+            path,
+            {"glob": "data/*.jsonl", "folder": "data", "list": [path, lines("other.jsonl", rows[:1])]}[how],
+        )
+    elif how == "other format":
+        Path(held := "t.json").write_text(json.dumps(rows))
+    elif how == "part":
+        held = lines("part.jsonl", rows[3:6])
+    if stream and how in ("other format", "part"):
+        return  # the documents of a stream are not known before they are trained on
+    with pytest.raises(DataError) as caught:
+        read(tiny_home, path=path, eval=held, stream=stream)
+    assert f"`data.eval: {held}`" == caught.value.asked and "memorised" in caught.value.found
+
+
+def test_held_out_rows_that_are_trained_on_are_counted(tiny_home: Path) -> None:
+    rows = [{"messages": [ASK, {**ANSWER, "content": f"Oslo {i}."}]} for i in range(12)]
+    lines("t.jsonl", rows[:10])
+    assert "(of 4 rows: 2 also trained on)" in read(tiny_home, path="t.jsonl", eval=lines("e.jsonl", rows[8:])).summary
+    lines("twice.jsonl", rows[:2] * 20)
+    assert "also trained on" in read(tiny_home, path="twice.jsonl", eval=0.25).summary
+    assert "also trained on" not in read(tiny_home, path="t.jsonl", eval=0.3).summary
+
+
+# --- the splits of a data set
+
+
+@pytest.mark.parametrize(
+    ("names", "held"),
+    [
+        (["train.jsonl", "test.jsonl", "validation.jsonl"], "test.jsonl, validation.jsonl"),
+        (["train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "test-00000-of-00001.jsonl"], "test-00000-of"),
+        (["data/train/0.jsonl", "data/test/0.jsonl"], "0.jsonl"),
+        (["train_sft.jsonl", "test_sft.jsonl"], "test_sft.jsonl"),
+        (["rows.jsonl", "rows.dev.jsonl"], "rows.dev.jsonl"),
+        (["a.train.csv", "a.val.csv"], "a.val.csv"),
+        (["train.txt", "eval.txt"], "eval.txt"),
+    ],
+)
+@pytest.mark.parametrize("how", ["ds", "ds/**/*.*"])
+def test_a_held_out_split_is_not_trained_on(names: list[str], held: str, how: str, here: Path) -> None:
+    for name in names:
+        (here / "ds" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "ds" / name).write_text("a\n")
+    with pytest.raises(DataError) as caught:
+        find_files(how)
+    assert held in caught.value.found and "train" not in caught.value.found.replace("trained", "")
+    line = yaml.safe_load(caught.value.do.split(", and data.eval")[0].split("data.path: ")[1])
+    wanted = line if isinstance(line, list) else [line]
+    assert [file for path in wanted for file in find_files(path)] and not any("test" in path for path in wanted)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [["a.jsonl", "b.jsonl"], ["test/1.jsonl", "test/2.jsonl"], ["intro.md", "test.md"], ["contest.csv", "latest.csv"],
+     ["train-1.jsonl", "train-2.jsonl"], ["train_test.jsonl", "train.jsonl"]],
+)  # fmt: skip
+def test_other_names_are_one_corpus(names: list[str], here: Path) -> None:
+    for name in names:
+        (here / "ds" / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / "ds" / name).write_text("a\n")
+    assert len(find_files("ds")) == len(names)
+    assert len(find_files(f"ds/{names[0]}")) == 1
+
+
+# --- marks and line ends that editors write
+
+BOM = "\ufeff"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\n\n", "\r\n \r\n\n", ""])
+def test_rows_are_read_as_without_marks_and_blank_lines_at_the_end(end: str, stream: bool, tiny_home: Path) -> None:
+    rows = [json.dumps({"text": f"soup {i}"}) for i in range(6)]
+    Path("plain.jsonl").write_text("\n".join(rows))
+    Path("marked.jsonl").write_bytes((BOM + end[:2].join(rows) + end).encode() if end in ("\n", "\r\n") else (
+        BOM + "\n".join(rows) + end).encode())  # fmt: skip
+    plain, marked = (read(tiny_home, "pretrain", path=f"{name}.jsonl", stream=stream) for name in ("plain", "marked"))
+    assert len(marked.train) == len(plain.train) == 6
+    for one in range(6):
+        (_, ours), (_, theirs) = (source.train.read([one]).samples[0] for source in (marked, plain))
+        assert ours[0].ids.tolist() == theirs[0].ids.tolist()
+    parts = list(chunks(Path("marked.jsonl"), 10))
+    found = [row for part in parts for _, row in attempts(part)]
+    assert found == [json.loads(row) for row in rows]
+
+
+def test_other_formats_are_read_as_without_marks_and_carriage_returns(tiny_home: Path) -> None:
+    text = "one\r\ntwo\r\n\r\nthree\r\n"
+    for mark in ("", BOM):
+        Path("a.txt").write_bytes((mark + text).encode())
+        assert [row for _, row in attempts(Path("a.txt"))] == [{"text": "one\ntwo\n\nthree\n"}]
+        assert [row for _, row in attempts(Path("a.txt"), "paragraph")] == [{"text": "one\ntwo"}, {"text": "three"}]
+        assert [row["text"] for _, row in attempts(Path("a.txt"), "line")] == ["one", "two", "three"]
+        Path("a.csv").write_bytes(f'{mark}text,n\r\n"one\r\ntwo",1\r\nthree,2\r\n\r\n\r\n'.encode())
+        assert [row for _, row in attempts(Path("a.csv"))] == [
+            {"text": "one\ntwo", "n": "1"},
+            {"text": "three", "n": "2"},
+        ]
+        Path("a.json").write_bytes(f'{mark}[{{"text": "one"}}]\r\n'.encode())
+        assert [row for _, row in attempts(Path("a.json"))] == [{"text": "one"}]
+        Path("a.jsonl.gz").write_bytes(gzip.compress(f'{mark}{{"text": "one"}}\r\n\r\n'.encode()))
+        assert [row for _, row in attempts(Path("a.jsonl.gz"))] == [{"text": "one"}]
+
+
+def test_a_template_is_read_as_without_a_mark(tiny_home: Path) -> None:
+    lines("chat.jsonl", [{"messages": TURNS}] * 3)
+    Path("t.jinja").write_bytes((BOM + tiny.TEMPLATE.replace("\n", "\r\n")).encode())
+    plain = read(tiny_home, path="chat.jsonl").train
+    marked = read(tiny_home, path="chat.jsonl", model={"chat_template": "t.jinja"}).train
+    assert marked.documents(0)[0].ids.tolist() == plain.documents(0)[0].ids.tolist()
+    run = config(tiny_home, path="chat.jsonl", model={"chat_template": "t.jinja"})
+    tokens = open_tokens(run, Path(run.model.path))
+    assert tokens is not None and not {BOM, "\r"} & set(tokens.tokenizer.chat_template)
+
+
+# --- what is refused in the first rows is refused in any
+
+# As Qwen3's: thoughts are written after the last question only.
+STRIPPING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if '</think>' in m.content and not loop.last %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last and m.role == 'assistant' and "
+    "'deep' in messages[0].content %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+)
+THOUGHT = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nOslo."}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_template_that_changes_earlier_turns_is_refused_in_any_row(stream: bool, tiny_home: Path) -> None:
+    Path("t.jinja").write_text(THINKING)
+    rows = [{"messages": [*TURNS, *TURNS]}] * 230 + [
+        {"messages": [{**ASK, "content": "Think deep."}, *TURNS[1:], *TURNS]}
+    ]
+    lines("late.jsonl", rows)
+    settings: dict[str, Any] = {"path": "late.jsonl", "model": {"chat_template": "t.jinja"}, "stream": stream}
+    with pytest.raises(DataError) as caught:
+        list(streamed(read(tiny_home, **settings))[2])
+    assert "late.jsonl:231" in caught.value.asked and "later turns change" in caught.value.found
+    assert "data.split_turns: true" in caught.value.do
+
+
+def test_two_begin_of_text_tokens_are_refused_in_any_row(tiny_home: Path) -> None:
+    lines("late.jsonl", [{"text": "soup"}] * 230 + [{"text": "<|bos|>soup"}])
+    with pytest.raises(DataError) as caught:
+        read(tiny_home, "pretrain", path="late.jsonl")
+    assert "late.jsonl:231" in caught.value.found and "one <|bos|>" in caught.value.asked
+
+
+# --- one document an answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("layout", [Packed(window=50), Padded()])
+def test_each_answer_is_learnt_as_it_would_be_asked_for(stream: bool, layout: Any, tiny_home: Path) -> None:
+    Path("t.jinja").write_text(STRIPPING)
+    talk = [ASK, THOUGHT, ASK, {**THOUGHT, "content": "<think>\nSo.\n</think>\n\nBergen."}]
+    lines("chat.jsonl", [{"messages": talk}, {"messages": TURNS}, {"messages": [ASK, {**ANSWER, "loss": 0}, *TURNS]}])
+    settings: dict[str, Any] = {"path": "chat.jsonl", "model": {"chat_template": "t.jinja"}, "split_turns": True}
+    run = config(tiny_home, **settings)
+    tokens = open_tokens(run, Path(run.model.path))
+    assert tokens is not None
+    want = []
+    for turns in (talk[:2], talk, TURNS, [ASK, ANSWER, *TURNS]):
+        parts = tokens.tokenizer.apply_chat_template(turns[:-1], tokenize=False, add_generation_prompt=True)
+        whole = tokens.tokenizer.apply_chat_template(turns, tokenize=False)
+        asked = tokens.tokenizer(parts, add_special_tokens=False)["input_ids"]
+        ids = tokens.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        assert ids[: len(asked)] == asked, "the prompt is what generation would get"
+        want.append((tuple(ids), len(asked)))
+    source = read(tiny_home, stream=stream, **settings).train
+    found = [d for _, documents in source.read(range(3)).samples for d in documents] if stream else [
+        source.documents(i)[0] for i in range(len(source))]  # fmt: skip
+    assert [(tuple(d.ids.tolist()), int(d.targets.argmax())) for d in found] == want
+    steps = Stream(source, layout, T=128, rows=2, seed=0)
+    trained: Counter[int] = Counter()
+    for batches in steps.run(steps.plan(steps=2), 0, rank=0, ranks=1, micro_rows=2, loading=Loading()):
+        trained.update(b.n_targets for b in batches)
+    assert trained
+    held = read(tiny_home, **{**settings, "eval": 0.34})
+    assert len(held.train) + len(held.held_out) == 4 and held.held_out.counts.rows == 1
+
+
+def test_one_document_an_answer_is_for_answers(tiny_home: Path) -> None:
+    for objective, more in (("dpo", {}), ("pretrain", {}), ("sft", {"train_on": "last"})):
+        with pytest.raises(ConfigError, match=r"data\.split_turns"):
+            check_fields(config(tiny_home, objective, path="a.jsonl", split_turns=True, **more))
+
+
+# --- a template that takes too much
+
+MONSTERS = {
+    "product": "{{ 'a' * 10**10 }}",
+    "product of lists": "{{ [1] * 10**9 }}",
+    "power": "{{ 10**(10**10) }}",
+    "loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+    "string": "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "list": "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+    "tilde": "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+    "square": "{% set n = namespace(s=7) %}{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}",
+    "center": "{{ 'a'.center(10**10) }}",
+    "filter": "{{ 'a' | center(3000000000) }}",
+    "width": "{{ '%9999999999d' % 1 }}",
+    "format": "{{ '{:9999999999}'.format(1) }}",
+    "huge error": "{{ raise_exception('a\n' * 10**6) }}",
+}
+
+
+@pytest.mark.parametrize("monster", MONSTERS)
+def test_a_monstrous_template_is_refused_soon(monster: str, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template.LIMITS, "seconds", 1)
+    monkeypatch.setattr(chat_template.LIMITS, "memory_bytes", 256 << 20)
+    Path("t.jinja").write_text(MONSTERS[monster] + tiny.TEMPLATE)
+    lines("chat.jsonl", [{"messages": TURNS}] * 30)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    begun = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        read(tiny_home, path="chat.jsonl", model={"chat_template": "t.jinja"})
+    assert time.monotonic() - begun < 20 and resource.getrlimit(resource.RLIMIT_AS) == before
+    assert "chat template" in caught.value.found and str(caught.value).count("\n") == 2
+    assert len(str(caught.value)) < 1000 and "model.chat_template" in caught.value.do
