@@ -210,6 +210,20 @@ def native_obstacle(hf: HF) -> str | None:
     return f"layer types {', '.join(map(repr, odd))}" if odd else None
 
 
+def sdpa_obstacle(hf: HF) -> str | None:
+    """Return the reason why transformers' model of a config.json cannot run sdpa; None: it can, or torch is missing."""
+    cap = hf.get("attn_logit_softcapping")
+    if cap is not None:
+        return f"attn_logit_softcapping {cap}, which sdpa would leave out"
+    try:
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[str(hf.get("model_type"))]]
+    except (ImportError, KeyError):
+        return None
+    return None if model._supports_sdpa else f"a model of type {hf['model_type']!r}, which has no sdpa in transformers"
+
+
 def refuse_foreign(hf: HF) -> None:
     """Raise NeedsError for what is not one dense, unquantized, text-only causal language model."""
     kind = str(hf.get("model_type", ""))

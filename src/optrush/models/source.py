@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 from optrush.config import Config, nearest
 from optrush.errors import ConfigError
 from optrush.models.shapes import SHAPES
+from optrush.tokenizer_files import PATTERNS
 
 CONFIG = ["config.json"]  # files that are downloaded from the hub
-TOKENIZER = ["*.json", "*.jinja", "*.model"]
+TOKENIZER = ["*.json", *PATTERNS]
 WEIGHTS = ["*.safetensors", *TOKENIZER]
+GENERATION = "generation_config.json"
 
 
 def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str, Any]]:
@@ -83,6 +85,24 @@ def _download(name: str, patterns: list[str]) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         found = f"no such folder, and the hub did not give it: {type(error).__name__}"
         raise ConfigError(asked, found, "check the name and the network, or name a folder") from None
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return a folder's generation_config.json; an empty object if there is none.
+
+    Raises:
+        ConfigError: it is no JSON object.
+    """
+    file = folder / GENERATION
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file}", f"not JSON: {error}", "download the model again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}", "no JSON object", "download the model again")
+    return found
 
 
 def check_positions(hf: dict[str, Any], length: int, asked: str) -> None:
