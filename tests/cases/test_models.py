@@ -184,3 +184,54 @@ def test_a_family_without_sdpa(base: Base, tmp_path: Path) -> None:
     assert started.code == 0, started.err
     refused = optrush("train", write_run(tmp_path / "sdpa", base("gemma2"), with_={"attention": {}}))
     assert refused.code == 2 and refused.lines == ["asked", "found", "do"] and "impl=masked" in refused.err
+
+
+# --- adapters, as PEFT reads them
+
+SAVED = {"rank": 2, "save": ["embed_tokens", "lm_head"]}
+NEW = [f"<{i}>" for i in range(60)]
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("tokens", [[], NEW[:3], NEW])
+def test_an_adapter_has_its_tokenizer(kind: str, tokens: list[str], base: Base, tmp_path: Path) -> None:
+    """Under added tokens with rows to spare, and with an embedding that grows; the base by its absolute path."""
+    from peft import AutoPeftModelForCausalLM
+
+    run = trained(tmp_path / "run", base(kind), model={"add_tokens": tokens}, with_={"lora": SAVED, "packing": {}})
+    own = {name for name in contents(run / "model") if "token" in name or name in ("vocab.json", "merges.txt")}
+    for name in own:
+        assert (run / "adapter" / name).read_bytes() == (run / "model" / name).read_bytes()
+    assert json.loads((run / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        base(kind)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
+    ids = torch.tensor([tokenizer.encode(f"The town{''.join(tokens)} of Oslo")])
+    merged = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+    adapted = AutoPeftModelForCausalLM.from_pretrained(run / "adapter", dtype=torch.float32)
+    with torch.no_grad():
+        ours, theirs = merged(ids).logits, adapted(ids).logits
+    assert len(tokenizer) <= theirs.shape[-1]
+    torch.testing.assert_close(theirs, ours[..., : theirs.shape[-1]], rtol=1e-4, atol=1e-5)
+    if tokens == NEW and kind == "llama":
+        shutil.rmtree(run / "model")
+        asked = ("--prompts", tmp_path / "run" / "rows.jsonl", "--max-tokens", 3, "--greedy")
+        said = optrush("generate", run, *asked, "--out", tmp_path / "said.jsonl")
+        assert said.code == 0, said.err
+        lora = {**SAVED, "init": str(run / "adapter")}
+        again = trained(
+            tmp_path / "again", base(kind), model={"add_tokens": tokens}, with_={"lora": lora, "packing": {}},
+            optim={"lr": 1e-30},
+        )  # fmt: skip
+        a, b = (load_file(r / "adapter" / "adapter_model.safetensors") for r in (run, again))
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a), "it began where that ended"
+
+
+def test_a_relative_base(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "at").mkdir()
+    monkeypatch.chdir(tmp_path / "at")
+    shutil.copytree(base("llama"), tmp_path / "base")
+    run = trained(tmp_path / "run", "../base", with_={"lora": {"rank": 2}, "packing": {}})
+    named = json.loads((run / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(tmp_path / "base")

@@ -231,7 +231,12 @@ def adapt(
     stored = {} if folder is None else _stored_names(folder, hf_model, buffers)
     held = {entries[name].pieces[0][0]: value for name, value in adapter.to_meta().items()}
     recipe = WeightMap(
-        entries, drawn or Memory(held), buffers, stored_names=stored, architecture=type(hf_model).__name__
+        entries,
+        drawn or Memory(held),
+        buffers,
+        stored_names=stored,
+        architecture=type(hf_model).__name__,
+        growth=growth,
     )
     return adapter, recipe
 
@@ -488,14 +493,14 @@ def load(
     entries = weights.native_entries(model)
     if folder is None:
         drawn = weights.random_init(hf, seed, weights.native_constants(entries))
-        return model, WeightMap(entries, weights.widened(drawn, model, entries, growth))
+        return model, WeightMap(entries, weights.widened(drawn, model, entries, growth), growth=growth)
     stored = weights.open_weights(folder)
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in weights.vocabulary_names(model, entries)}
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.shape.tied else {}
     stored.check(needed, tied)
-    return model, WeightMap(entries, weights.widened(stored, model, entries, growth))
+    return model, WeightMap(entries, weights.widened(stored, model, entries, growth), growth=growth)
 
 
 def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:

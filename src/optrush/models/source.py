@@ -129,6 +129,7 @@ class Growth(NamedTuple):
     first: int
     last: int
     vocab: int  # rows from now on
+    length: int = 0  # of the tokenizer with the new tokens: rows beyond it have no token
 
     @property
     def note(self) -> str:
@@ -162,15 +163,17 @@ def grow(config: Config, folder: Path | None, hf: dict[str, Any]) -> Growth | No
     start, fresh = _added(folder, asked)
     known = tuple(token for token in asked if token not in fresh)
     if not fresh:
-        return Growth((), known, rows, rows, rows, rows)
+        return Growth((), known, rows, rows, rows, rows, start)
     end = start + len(fresh)
     vocab = rows if end <= rows else -(-end // MULTIPLE) * MULTIPLE
-    return Growth(fresh, known, rows, min(start, rows), end if end <= rows else vocab, vocab)
+    return Growth(fresh, known, rows, min(start, rows), end if end <= rows else vocab, vocab, end)
 
 
 @cache
 def _added(folder: Path, tokens: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return the first new token's id, and the new tokens in the order of their ids, which are consecutive.
+    """Return the first new token's id (the tokenizer's length if none is new), and the new tokens by their ids.
+
+    The ids are consecutive.
 
     Cached, because a plan repeats the call.
     """
@@ -180,4 +183,4 @@ def _added(folder: Path, tokens: tuple[str, ...]) -> tuple[int, tuple[str, ...]]
     fresh = add_tokens(tokenizer, tokens)
     ids = [tokenizer.convert_tokens_to_ids(token) for token in fresh]
     assert ids == list(range(ids[0], ids[0] + len(ids))) if ids else True, "a tokenizer numbers new tokens in turn"
-    return (ids[0] if ids else 0), fresh
+    return (ids[0] if ids else len(tokenizer)), fresh

@@ -189,6 +189,7 @@ class WeightMap:
     fillers: dict[str, Initializer] = field(default_factory=dict)  # by canonical name
     stored_names: dict[str, str] = field(default_factory=dict)  # Hugging Face name -> the base's file's, if different
     architecture: str = ""  # transformers' class of the model
+    growth: Growth | None = None  # of the vocabulary: the base has fewer rows
 
     def fill(self, name: str, local: Tensor, offset: Shape) -> None:
         """Fill `local` with the rectangle of parameter `name` that begins at `offset` and has `local`'s shape.
@@ -199,6 +200,10 @@ class WeightMap:
             if local.numel():
                 self.fillers[name](local, offset)
             return
+        self.fill_published(name, local, offset)
+
+    def fill_published(self, name: str, local: Tensor, offset: Shape) -> None:
+        """Fill as `fill` does, from the source even where a filler takes its place."""
         entry = self.entries[name]
         whole = entry.shape
         ends = [start + size for start, size in zip(offset, local.shape, strict=True)]
