@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from bases import KINDS, edited, optrush, trained, write_base, write_run
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WRITTEN = {"model.safetensors", "README.md"}
@@ -235,3 +235,29 @@ def test_a_relative_base(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyP
     run = trained(tmp_path / "run", "../base", with_={"lora": {"rank": 2}, "packing": {}})
     named = json.loads((run / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == str(tmp_path / "base")
+
+
+# --- what is refused, and what is not
+
+
+def test_keys_left_over_in_a_text_model(base: Base, tmp_path: Path) -> None:
+    trained(tmp_path / "run", edited(base("llama"), tmp_path / "base", text_config={}, num_experts=1))
+
+
+def test_an_evaluation_that_is_not_finite(base: Base, tmp_path: Path) -> None:
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ended = optrush("eval", write_run(tmp_path / "run", folder), "--json")
+    assert (ended.code, ended.out) == (1, "") and "no finite number" in ended.err
+
+
+def test_a_generation_config_that_is_no_json(base: Base, tmp_path: Path) -> None:
+    """Where the run's template changes it, before step 0."""
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    (folder / "generation_config.json").write_text("{")
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['content'] }}</s>{% endfor %}")
+    run = write_run(tmp_path / "run", folder, model={"chat_template": str(tmp_path / "t.jinja")})
+    ended = optrush("train", run)
+    assert ended.code == 2 and ended.lines == ["asked", "found", "do"] and not (tmp_path / "run" / "out").exists()

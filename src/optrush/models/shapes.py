@@ -230,11 +230,11 @@ def refuse_foreign(hf: HF) -> None:
     asked = f"to train a model of type {kind!r}"
     dense = "choose a dense text-only causal language model (architecture ...ForCausalLM)"
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    found = next((f"{key} = {hf[key]}" for key in experts if hf.get(key)), None)
+    found = next((f"{key} = {hf[key]}" for key in experts if hf.get(key) not in (None, 0, 1)), None)
     if found is not None or "moe" in kind or kind == "mixtral":
         raise NeedsError(asked, f"a mixture of experts ({found or kind}), which is not supported", dense)
     for key in ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config"):
-        if hf.get(key) is not None:
+        if hf.get(key) not in (None, {}):
             raise NeedsError(asked, f"a model of more than text ({key} in config.json)", dense)
     names = hf.get("architectures") or ()
     if hf.get("is_encoder_decoder"):
