@@ -26,16 +26,17 @@ from optrush.data import sample as recipes
 from optrush.data.batch import collate
 from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
-from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError
+from optrush.errors import ConfigError, DataError, RunError, UserError
 from optrush.models.hf import load_plain
+from optrush.models.source import GENERATION, read_generation
 from optrush.models.weights import Folder, export_weights
 from optrush.peft import io
 from optrush.restore import RebuiltModel, open_run, rebuild
+from optrush.tokenizer_files import copy_tokenizer
 from optrush.trainer import run_dir
 from optrush.trainer.distributed import agree, gathered, is_gathered
 from optrush.trainer.trainer import Trainer, exhausted
 
-GENERATION = "generation_config.json"
 SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -58,15 +59,15 @@ def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None)
         pass
     agree(error)
     if io.adapters(trainer.model):
-        write_adapter(trainer, output / "adapter")
+        write_adapter(trainer, output / "adapter", source)
     return output / "model"
 
 
-def write_adapter(trainer: Trainer, folder: Path) -> Path:
+def write_adapter(trainer: Trainer, folder: Path, source: Path | None) -> Path:
     """Write trained adapters in PEFT's format, whole or not at all; every rank takes part."""
     values, error = trained_parameters(trainer), None
     if trainer.world.rank == 0:
-        error = _write_folder(folder, lambda fresh: _fill_adapter(fresh, trainer, values))
+        error = _write_folder(folder, lambda fresh: _fill_adapter(fresh, trainer, values, source))
     agree(error)
     return folder
 
@@ -89,19 +90,31 @@ def _write_folder(folder: Path, fill: Callable[[Path], None]) -> RunError | None
     return None
 
 
-def _fill_adapter(fresh: Path, trainer: Trainer, values: dict[str, Tensor]) -> None:
-    base = trainer.config.model.path or trainer.config.model.shape
+def _fill_adapter(fresh: Path, trainer: Trainer, values: dict[str, Tensor], source: Path | None) -> None:
+    """Write an adapter's files and the tokenizer that it was trained with."""
+    path = trainer.config.model.path
+    local = source is not None and path is not None and (path == "tiny" or Path(path).is_dir())
+    base = str(source.resolve()) if local and source is not None else path or trainer.config.model.shape
     io.save_adapter(fresh, trainer.model, trainer.weight_map, values, str(base))
+    _write_tokenizer(fresh, trainer, source)
 
 
 def _fill_model(
     fresh: Path, trainer: Trainer, tensors: Iterator[tuple[str, Tensor]], source: Path | None, shard_bytes: float = 5e9
 ) -> None:
     """Write weights, tokenizer and generation config; the model card is written by the caller."""
-    export_weights(fresh, tensors, trainer.weight_map, trainer.hf, shard_bytes)
-    if trainer.tokenizer is not None:
-        trainer.tokenizer.save_pretrained(fresh)
+    export_weights(fresh, tensors, trainer.weight_map, trainer.hf, shard_bytes, source)
+    _write_tokenizer(fresh, trainer, source)
     write_generation(trainer, fresh, source)
+
+
+def _write_tokenizer(fresh: Path, trainer: Trainer, source: Path | None) -> None:
+    """Write the tokenizer's own files, with the run's tokens and template."""
+    m, tokenizer = trainer.config.model, trainer.tokenizer
+    folder = source if m.tokenizer is None else Path(m.tokenizer)
+    if folder is not None:
+        template = None if m.chat_template is None or tokenizer is None else tokenizer.chat_template
+        copy_tokenizer(folder, fresh, tokenizer, m.add_tokens, template)
 
 
 def trained_parameters(trainer: Trainer) -> dict[str, Tensor]:
@@ -121,19 +134,17 @@ def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None
         if published is not None:
             shutil.copyfile(published, fresh / GENERATION)
         return
-    try:
-        found = (
-            {key: trainer.hf.get(key) for key in SPECIAL} if published is None else json.loads(published.read_bytes())
-        )
-        ends = found.get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        asked = f"to add the end of a turn to {published}"
-        raise NeedsError(asked, f"no JSON object: {error}", "download the model again") from None
+    found = {} if published is None else read_generation(published.parent)
+    ends = found.get("eos_token_id", trainer.hf.get("eos_token_id"))
     ends = trainer.tokenizer.eos_token_id if ends is None else ends
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    found["eos_token_id"] = list(dict.fromkeys([*ends, *turn_ends(trainer.tokenizer)])) or None
-    kept = {key: value for key, value in found.items() if value is not None}
-    (fresh / GENERATION).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    changed = list(dict.fromkeys([*ends, *turn_ends(trainer.tokenizer)])) or None
+    if published is not None and changed == ends:
+        shutil.copyfile(published, fresh / GENERATION)
+        return
+    others = {} if published is not None else {key: trainer.hf.get(key) for key in SPECIAL}
+    kept = {key: value for key, value in {**others, **found, "eos_token_id": changed}.items() if value is not None}
+    (fresh / GENERATION).write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
@@ -397,7 +408,7 @@ def export_run(
             written: dict[str, str] = {}
             with _writing(where):
                 if kind is None:
-                    _fill_adapter(fresh, found.trainer, trained_parameters(found.trainer))
+                    _fill_adapter(fresh, found.trainer, trained_parameters(found.trainer), found.base)
                 else:
                     written = _write_merged(found, fresh, dtype, max_shard_bytes)
             if kind is not None and verifies:
@@ -460,7 +471,7 @@ def _write_merged(found: RebuiltModel, fresh: Path, dtype: str | None, max_shard
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, t in published_tensors(trainer):
             kept = t if dtype is None else t.to(getattr(torch, dtype))
-            written.update((hf, tensor_digest(part)) for hf, part in trainer.weight_map.split(name, kept))
+            written.update((hf, tensor_digest(part)) for hf, part in trainer.weight_map.stored(name, kept))
             yield name, kept
 
     _fill_model(fresh, trainer, tensors(), found.base, max_shard_bytes)

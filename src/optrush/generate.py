@@ -309,6 +309,9 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
     except (OSError, SafetensorError):
         raise NeedsError(asked, f"no {WEIGHTS} that can be read", do) from None
     base = load_plain(source.folder, None, device)
+    tokens = len(open_tokenizer(_tokenizer_folder(source)))
+    if tokens > base.get_input_embeddings().weight.shape[0]:  # tokens that the run added
+        base.resize_token_embeddings(tokens, mean_resizing=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT warns of missing names is an error here
         try:

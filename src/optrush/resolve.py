@@ -17,8 +17,8 @@ from optrush.config import Config, Dpo, refuse_secrets
 from optrush.errors import ConfigError, NeedsError
 from optrush.hardware import Device
 from optrush.launch import launched
-from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign
-from optrush.models.source import Growth, check_positions, grow, locate
+from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign, sdpa_obstacle
+from optrush.models.source import Growth, check_positions, grow, locate, read_generation
 from optrush.planner.cost import choose_micro_batch
 from optrush.technique import (
     Edit,
@@ -74,6 +74,8 @@ def resolve(
     ranks = launched()[1] if ranks is None else ranks
     rows, micro_rows = rows_of_batch(config, ranks)
     folder, hf = locate(config, weights=device is None)
+    if config.model.chat_template is not None and folder is not None:
+        read_generation(folder)  # its end of a turn is added after the last step
     growth = grow(config, folder, hf)
     if growth is not None:
         hf["vocab_size"] = growth.vocab
@@ -97,7 +99,8 @@ def resolve(
     env = Environment(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0), vocab=int(hf.get("vocab_size") or 0),
-        shape=shape, spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), dpo=config.dpo,
+        shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
+        spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), dpo=config.dpo,
     )  # fmt: skip
     if automatic:
         env = dataclasses.replace(env, micro_rows=choose_micro_batch(techniques, env, hf))

@@ -134,6 +134,13 @@ def _same(checkpoint: Manifest, trainer: Trainer) -> None:
             what = "the model's config.json" if name == "config" else "the weights that the run did not train"
             found = f"{what} changed since: {then or 'absent'} then, {now or 'absent'} now"
             raise CheckpointError(f"the checkpoint {checkpoint.path}", found, "bring back the model of `model.path`")
+    for name in ("tokenizer", "template"):  # written from the base's files
+        then, now = checkpoint.fingerprints.get(name), trainer.fingerprints.get(name)
+        if then is not None and now is not None and then != now:
+            found = f"the model's {'chat template' if name == 'template' else name} changed since"
+            raise CheckpointError(
+                f"the checkpoint {checkpoint.path}", found, "bring back the one that it was trained with"
+            )
     then, now = (prints.get("adapters", "absent") for prints in (checkpoint.fingerprints, trainer.fingerprints))
     if then != now:
         found = f"`adapters` was {then} and is {now}"

@@ -134,6 +134,7 @@ class Environment:
     claimed: frozenset[Part] = frozenset()
     vocab: int = 0  # V; 0: unknown
     shape: ModelShape | None = None  # of a model of our own decoder
+    sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
     spec: ModelSpec = ModelSpec()
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it

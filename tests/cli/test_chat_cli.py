@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,8 +305,8 @@ def test_no_code_that_a_folder_names(
     loaded = load_plain(folder, None, torch.device("cpu"))
     assert loaded.config._attn_implementation == "sdpa"
     weight = torch.zeros(2, 2)
-    recipe = SimpleNamespace(entries={"w": 1}, buffers={}, split=lambda name, full: [(name, full)])
-    weights.export_weights(here / "out", iter([("w", weight)]), recipe, {"model_type": "llama", **kernel})  # type: ignore[arg-type]
+    recipe = weights.WeightMap({"w": weights.WeightEntry((2, 2), (("w", 2),))}, weights.Memory({}))
+    weights.export_weights(here / "out", iter([("w", weight)]), recipe, {"model_type": "llama", **kernel})
     written = json.loads((here / "out" / "config.json").read_text())
     assert written["model_type"] == "llama" and not written.keys() & kernel.keys()
 

@@ -181,12 +181,12 @@ def test_a_folder_of_that_name_is_no_template(box, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "tokens", "want"),
     [
-        (80, ("<a>",), Growth(("<a>",), (), 80, 80, 128, 128)),  # the tokenizer has 80: no row is spare
-        (82, ("<a>", "<b>"), Growth(("<a>", "<b>"), (), 82, 80, 82, 82)),
-        (82, ("<a>", "<b>", "<c>"), Growth(("<a>", "<b>", "<c>"), (), 82, 80, 128, 128)),
-        (300, ("<a>", "<end>"), Growth(("<a>",), ("<end>",), 300, 80, 81, 300)),
-        (80, ("<end>",), Growth((), ("<end>",), 80, 80, 80, 80)),
-        (70, ("<a>",), Growth(("<a>",), (), 70, 70, 128, 128)),  # a tokenizer longer than its embedding
+        (80, ("<a>",), Growth(("<a>",), (), 80, 80, 128, 128, 81)),  # the tokenizer has 80: no row is spare
+        (82, ("<a>", "<b>"), Growth(("<a>", "<b>"), (), 82, 80, 82, 82, 82)),
+        (82, ("<a>", "<b>", "<c>"), Growth(("<a>", "<b>", "<c>"), (), 82, 80, 128, 128, 83)),
+        (300, ("<a>", "<end>"), Growth(("<a>",), ("<end>",), 300, 80, 81, 300, 81)),
+        (80, ("<end>",), Growth((), ("<end>",), 80, 80, 80, 80, 80)),
+        (70, ("<a>",), Growth(("<a>",), (), 70, 70, 128, 128, 81)),  # a tokenizer longer than its embedding
     ],
 )  # fmt: skip
 def test_growth(box, rows, tokens, want):
@@ -207,7 +207,7 @@ def test_growth_needs_a_tokenizer_and_a_size(box):
     with pytest.raises(ConfigError, match="no vocab_size"):
         grow(run(box, add_tokens=["<a>"]), box / "untied", {})
     of_a_shape = run(box, path=None, shape="llama-3.2-1b", tokenizer=str(box / "untied"), add_tokens=["<a>"])
-    assert grow(of_a_shape, None, {"vocab_size": 128256}) == Growth(("<a>",), (), 128256, 80, 81, 128256)
+    assert grow(of_a_shape, None, {"vocab_size": 128256}) == Growth(("<a>",), (), 128256, 80, 81, 128256, 81)
 
 
 def test_the_plan_counts_the_new_rows(box):

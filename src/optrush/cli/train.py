@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from optrush.cli.options import ConfigFile, Json, Ranks, Set, With, Without, launches, read_run
-from optrush.errors import ConfigError
+from optrush.errors import ConfigError, RunError
 from optrush.launch import launched
 
 if TYPE_CHECKING:
@@ -189,4 +190,6 @@ def eval_command(
         assert trainer.evaluation is not None
         result = {"loss": loss, "target_tokens": targets, "documents": trainer.evaluation.documents}
         result |= {"rows": trainer.evaluation.rows, "too_long": trainer.sources.too_long, **figures}
+        if bad := [name for name, value in result.items() if isinstance(value, float) and not math.isfinite(value)]:
+            raise RunError(f"{', '.join(bad)} of the evaluation is no finite number: the weights or the data overflow")
         print(json.dumps(result) if as_json else "\n".join(f"{k:<14} {v}" for k, v in result.items()))

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -29,6 +30,7 @@ from optrush.config import Config
 from optrush.data import schema
 from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.tokenizer_files import copy_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -937,10 +939,12 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
         folder = Path(config.model.tokenizer)
     if folder is None:
         return None
-    if config.data.random is not None and not (folder / "tokenizer.json").exists():
+    if config.data.random is not None and not config.model.add_tokens and not (folder / "tokenizer.json").exists():
         return None  # random tokens need none
     tokenizer = open_tokenizer(folder)
-    add_tokens(tokenizer, config.model.add_tokens)
+    if config.model.add_tokens:
+        add_tokens(tokenizer, config.model.add_tokens)
+        _refuse_moved(folder, tokenizer, config.model.add_tokens)
     given = None if config.model.chat_template is None else _template(config.model.chat_template, tokenizer)
     if given is not None:
         tokenizer.chat_template = given
@@ -993,6 +997,18 @@ def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:
                 do = "take another, or a tokenizer that keeps special tokens whole (split_special_tokens: false)"
                 raise ConfigError(f"`model.add_tokens`: {token!r}", found, do)
     return fresh
+
+
+def _refuse_moved(folder: Path, tokenizer: Any, tokens: tuple[str, ...]) -> None:
+    """Raise NeedsError for an added token that has another id once the tokenizer's files are written and read."""
+    with TemporaryDirectory() as made:
+        copy_tokenizer(folder, Path(made), tokenizer, tokens)
+        again = open_tokenizer(Path(made))
+    for token in tokens:
+        own, there = tokenizer.convert_tokens_to_ids(token), again.convert_tokens_to_ids(token)
+        if own != there:
+            found = f"its id is {own} while training, and would be {there} in the exported tokenizer"
+            raise NeedsError(f"`model.add_tokens`: {token!r}", found, "save the tokenizer with transformers 5 first")
 
 
 def turn_ends(tokenizer: Any) -> list[int]:

@@ -11,6 +11,7 @@ Canonical names are transformers' own, except the head's: `head.weight`, `head.b
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -24,7 +25,7 @@ from optrush.data.batch import Documents
 from optrush.errors import NeedsError, UserError
 from optrush.models import weights
 from optrush.models.decoder import Decoder, Head, Linear, build_decoder, call, redo_ties
-from optrush.models.shapes import HF, native_obstacle, read_config_json, refuse_foreign
+from optrush.models.shapes import HF, native_obstacle, read_config_json, refuse_foreign, sdpa_obstacle
 from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource
 
 if TYPE_CHECKING:
@@ -144,10 +145,9 @@ class HFModel(nn.Module):
             do = "choose one of them, or a model of a family that our own decoder represents"
             found = f"the adapter has {', '.join(ATTENTIONS)}"
             raise NeedsError(f"attention {name!r} in a transformers model", found, do)
-        cap = getattr(self.config, "attn_logit_softcapping", None)
-        if name == "sdpa" and cap is not None:
-            found = f"attn_logit_softcapping {cap}, which sdpa would leave out"
-            raise NeedsError(f"sdpa attention in a {self.config.model_type} model", found, "use masked attention")
+        obstacle = sdpa_obstacle(self.config.to_dict()) if name == "sdpa" else None
+        if obstacle is not None:
+            raise NeedsError(f"sdpa attention in a {self.config.model_type} model", obstacle, "use masked attention")
         self._trunk.set_attn_implementation(ATTENTIONS[name])
         self._attention_flags = {}
         if name == "sdpa" and self.maskless:
@@ -229,8 +229,39 @@ def adapt(
     probe_model(adapter, hf_model, dtype)
     persistent = hf_model.state_dict().keys() - dict(hf_model.named_parameters(remove_duplicate=False)).keys()
     buffers = {name: hf_model.state_dict()[name].clone() for name in sorted(persistent)}
+    stored = {} if folder is None else _stored_names(folder, hf_model, buffers)
     held = {entries[name].pieces[0][0]: value for name, value in adapter.to_meta().items()}
-    return adapter, WeightMap(entries, drawn or Memory(held), buffers)
+    recipe = WeightMap(
+        entries,
+        drawn or Memory(held),
+        buffers,
+        stored_names=stored,
+        architecture=type(hf_model).__name__,
+        growth=growth,
+    )
+    return adapter, recipe
+
+
+def _stored_names(folder: Path, hf_model: Any, buffers: dict[str, Tensor]) -> dict[str, str]:
+    """Return the names of tensors in a folder's files, by their names in transformers' model, where they differ.
+
+    transformers renames tensors while it reads them (GPT-NeoX's head), and adds or removes the backbone's prefix.
+    Tensors that it makes of several stored ones keep its names, which it reads as well.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    files, prefix = Folder(folder).files, f"{hf_model.base_model_prefix}."
+    values = {**dict(hf_model.named_parameters()), **buffers}
+    names = {id(value): name for name, value in values.items()}
+    reverted = {names[id(t)]: name for name, t in revert_weight_conversion(hf_model, values).items() if id(t) in names}
+    found: dict[str, str] = {}
+    for name in values:
+        old = reverted.get(name, name)
+        forms = (form for n in (old, name) for form in (n, n.removeprefix(prefix), prefix + n))
+        stored = next((form for form in forms if form in files), name)
+        if stored != name:
+            found[name] = stored
+    return found
 
 
 def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
@@ -244,7 +275,8 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
         raise NeedsError(f"a model of type {kind!r}", found, do)
     auto = cast(Any, AutoModelForCausalLM)
     try:  # checks that the families define themselves are of many classes, down to KeyError and AttributeError
-        config = CONFIG_MAPPING[kind].from_dict(dict(hf))
+        # A copy of all of it: transformers adds its own keys to what it is given.
+        config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(hf)))
         if folder is not None:
             return _pretrained(folder, config, dtype, "eager")
         with _Undrawn():
@@ -489,13 +521,13 @@ def load(
     entries = weights.native_entries(model)
     if stored is None:
         drawn = weights.random_init(hf, seed, weights.native_constants(entries))
-        return model, WeightMap(entries, weights.widened(drawn, model, entries, growth))
+        return model, WeightMap(entries, weights.widened(drawn, model, entries, growth), growth=growth)
     needed = {name: shape for entry in entries.values() for name, shape in entry.hf_shapes()}
     if growth is not None:
         needed |= {name: (growth.rows, *needed[name][1:]) for name in weights.vocabulary_names(model, entries)}
     tied = {"lm_head.weight": "model.embed_tokens.weight"} if model.shape.tied else {}
     stored.check(needed, tied)
-    return model, WeightMap(entries, weights.widened(stored, model, entries, growth))
+    return model, WeightMap(entries, weights.widened(stored, model, entries, growth), growth=growth)
 
 
 def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Any:
@@ -513,8 +545,9 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
     try:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # config.json may name an attention whose code is on the hub, and has precedence over the argument.
-        config._attn_implementation = "sdpa"
-        model = _pretrained(folder, config, dtype or "auto", "sdpa")
+        attention = "eager" if sdpa_obstacle(config.to_dict()) else "sdpa"
+        config._attn_implementation = attention
+        model = _pretrained(folder, config, dtype or "auto", attention)
     except UserError:
         raise
     except Exception as error:

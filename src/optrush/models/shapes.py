@@ -311,17 +311,31 @@ def native_obstacle(hf: HF) -> str | None:
     return f"layer types {', '.join(map(repr, odd))}" if odd else None
 
 
+def sdpa_obstacle(hf: HF) -> str | None:
+    """Return the reason why transformers' model of a config.json cannot run sdpa; None: it can, or torch is missing."""
+    cap = hf.get("attn_logit_softcapping")
+    if cap is not None:
+        return f"attn_logit_softcapping {cap}, which sdpa would leave out"
+    try:
+        from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+        model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[str(hf.get("model_type"))]]
+    except (ImportError, KeyError):
+        return None
+    return None if model._supports_sdpa else f"a model of type {hf['model_type']!r}, which has no sdpa in transformers"
+
+
 def refuse_foreign(hf: HF) -> None:
     """Raise NeedsError for what is not one dense, unquantized, text-only causal language model."""
     kind = str(hf.get("model_type", ""))
     asked = f"to train a model of type {kind!r}"
     dense = "choose a dense text-only causal language model (architecture ...ForCausalLM)"
     experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    found = next((f"{key} = {hf[key]}" for key in experts if hf.get(key)), None)
+    found = next((f"{key} = {hf[key]}" for key in experts if hf.get(key) not in (None, 0, 1)), None)
     if found is not None or "moe" in kind or kind == "mixtral":
         raise NeedsError(asked, f"a mixture of experts ({found or kind}), which is not supported", dense)
     for key in ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config"):
-        if hf.get(key) is not None:
+        if hf.get(key) not in (None, {}):
             raise NeedsError(asked, f"a model of more than text ({key} in config.json)", dense)
     names = hf.get("architectures") or ()
     if hf.get("is_encoder_decoder"):

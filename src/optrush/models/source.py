@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import tempfile
 from functools import cache
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 from optrush.config import Config, nearest
 from optrush.errors import ConfigError
 from optrush.models.shapes import SHAPES, read_config_json
+from optrush.tokenizer_files import PATTERNS
 
 CONFIG = ["config.json"]  # files that are downloaded from the hub
-TOKENIZER = ["*.json", "*.jinja", "*.model"]
+TOKENIZER = ["*.json", *PATTERNS]
 WEIGHTS = ["*.safetensors", *TOKENIZER]
+GENERATION = "generation_config.json"
 
 
 def locate(config: Config, weights: bool = True) -> tuple[Path | None, dict[str, Any]]:
@@ -78,6 +81,24 @@ def _download(name: str, patterns: list[str]) -> Path:
         raise ConfigError(asked, found, "check the name and the network, or name a folder") from None
 
 
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return a folder's generation_config.json; an empty object if there is none.
+
+    Raises:
+        ConfigError: it is no JSON object.
+    """
+    file = folder / GENERATION
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file}", f"not JSON: {error}", "download the model again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}", "no JSON object", "download the model again")
+    return found
+
+
 def check_positions(hf: dict[str, Any], length: int, asked: str) -> None:
     """Raise ConfigError for rows longer than the positions in a model's config.json."""
     positions = hf.get("max_position_embeddings") or hf.get("n_positions")
@@ -102,6 +123,7 @@ class Growth(NamedTuple):
     first: int
     last: int
     vocab: int  # rows from now on
+    length: int = 0  # of the tokenizer with the new tokens: rows beyond it have no token
 
     @property
     def note(self) -> str:
@@ -135,15 +157,17 @@ def grow(config: Config, folder: Path | None, hf: dict[str, Any]) -> Growth | No
     start, fresh = _added(folder, asked)
     known = tuple(token for token in asked if token not in fresh)
     if not fresh:
-        return Growth((), known, rows, rows, rows, rows)
+        return Growth((), known, rows, rows, rows, rows, start)
     end = start + len(fresh)
     vocab = rows if end <= rows else -(-end // MULTIPLE) * MULTIPLE
-    return Growth(fresh, known, rows, min(start, rows), end if end <= rows else vocab, vocab)
+    return Growth(fresh, known, rows, min(start, rows), end if end <= rows else vocab, vocab, end)
 
 
 @cache
 def _added(folder: Path, tokens: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return the first new token's id, and the new tokens in the order of their ids, which are consecutive.
+    """Return the first new token's id (the tokenizer's length if none is new), and the new tokens by their ids.
+
+    The ids are consecutive.
 
     Cached, because a plan repeats the call.
     """
@@ -153,4 +177,4 @@ def _added(folder: Path, tokens: tuple[str, ...]) -> tuple[int, tuple[str, ...]]
     fresh = add_tokens(tokenizer, tokens)
     ids = [tokenizer.convert_tokens_to_ids(token) for token in fresh]
     assert ids == list(range(ids[0], ids[0] + len(ids))) if ids else True, "a tokenizer numbers new tokens in turn"
-    return (ids[0] if ids else 0), fresh
+    return (ids[0] if ids else len(tokenizer)), fresh

@@ -197,6 +197,9 @@ class WeightMap:
     source: WeightSource
     buffers: dict[str, Tensor] = field(default_factory=dict)  # persistent ones, by Hugging Face name: exported as is
     fillers: dict[str, Initializer] = field(default_factory=dict)  # by canonical name
+    stored_names: dict[str, str] = field(default_factory=dict)  # Hugging Face name -> the base's file's, if different
+    architecture: str = ""  # transformers' class of the model
+    growth: Growth | None = None  # of the vocabulary: the base has fewer rows
 
     def fill(self, name: str, local: Tensor, offset: Shape) -> None:
         """Fill `local` with the rectangle of parameter `name` that begins at `offset` and has `local`'s shape.
@@ -207,6 +210,10 @@ class WeightMap:
             if local.numel():
                 self.fillers[name](local, offset)
             return
+        self.fill_published(name, local, offset)
+
+    def fill_published(self, name: str, local: Tensor, offset: Shape) -> None:
+        """Fill as `fill` does, from the source even where a filler takes its place."""
         entry = self.entries[name]
         whole = entry.shape
         ends = [start + size for start, size in zip(offset, local.shape, strict=True)]
@@ -242,6 +249,11 @@ class WeightMap:
         parts = torch.split(full.reshape(entry.groups, -1, *entry.shape[1:]), [n for _, n in entry.pieces], 1)
         for (hf, _), part in zip(entry.pieces, parts, strict=True):
             yield hf, part.clone(memory_format=torch.contiguous_format).flatten(0, 1)  # storage of its own
+
+    def stored(self, name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of `split` under the names of the base's file."""
+        for hf_name, part in self.split(name, full):
+            yield self.stored_names.get(hf_name, hf_name), part
 
     def release(self) -> None:
         """Free host values that only `fill` needs; afterwards `fill` fails, `split` works."""
@@ -323,8 +335,10 @@ def native_constants(entries: Mapping[str, WeightEntry]) -> dict[str, float]:
 
 # --- export: config.json and safetensors in transformers' layout, written tensor by tensor
 
-# Keys of config.json: the old name of `dtype`; and the choice of attention, which may refer to code on the hub.
-LEFT_OUT = ("torch_dtype", "attn_implementation", "_attn_implementation", "_attn_implementation_internal")
+CONFIG = "config.json"
+TYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: the weights' type, and its name before transformers 4.56
+# The choice of attention, which may refer to code on the hub.
+LEFT_OUT = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
 
 
 class _Shards:
@@ -367,15 +381,17 @@ class _Shards:
 
 
 def export_weights(
-    folder: Path, tensors: Iterator[tuple[str, Tensor]], recipe: WeightMap, hf: HF, max_shard_bytes: float = 5e9
-) -> None:
+    folder: Path, tensors: Iterator[tuple[str, Tensor]], recipe: WeightMap, hf: HF, max_shard_bytes: float = 5e9,
+    base: Path | None = None,
+) -> None:  # fmt: skip
     """Write a folder that transformers' AutoModelForCausalLM loads: config.json and safetensors, in its own layout.
 
     Args:
         folder: created if missing; must not contain weights.
         tensors: every parameter by canonical name, whole, on the CPU, without aliases; consumed one at a time.
-        hf: the model's config.json; "dtype" becomes the type that most of the bytes have.
+        hf: the model's config.json; its type becomes the one that most of the bytes have.
         max_shard_bytes: begin a new file rather than exceed this, unless one tensor alone does.
+        base: the folder that training began with; config.json is its file, byte for byte, if `hf` has its values.
 
     Raises:
         CheckpointError: the folder already contains weights, or a parameter is unknown, given twice or missing.
@@ -389,19 +405,29 @@ def export_weights(
         if name not in missing:
             raise CheckpointError(asked, f"parameter {name} is unknown or came twice", "export the model's parameters")
         missing.remove(name)
-        for hf_name, part in recipe.split(name, full):
+        for hf_name, part in recipe.stored(name, full):
             shards.add(hf_name, part)
     if missing:
         raise CheckpointError(asked, f"no values for {sorted(missing)[0]}", "export all of the model's parameters")
     dtype = shards.bytes_of.most_common(1)[0][0]
     for hf_name, buffer in recipe.buffers.items():
-        shards.add(hf_name, buffer)
+        shards.add(recipe.stored_names.get(hf_name, hf_name), buffer)
     shards.close()
+    (folder / CONFIG).write_bytes(_config_bytes(hf, str(dtype).removeprefix("torch."), recipe.architecture, base))
+
+
+def _config_bytes(hf: HF, dtype: str, architecture: str, base: Path | None) -> bytes:
+    """Return config.json: the base's bytes, unless a value is another one; then its keys in their order."""
     config = {key: value for key, value in hf.items() if key not in LEFT_OUT}
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    # Readers before transformers 4.56 have no `dtype`; where a base has neither key, they take the type of the tensors.
+    for key in [key for key in TYPE_KEYS if key in config] or ([] if base is not None else TYPE_KEYS[:1]):
+        config[key] = dtype
     if not config.get("architectures"):
-        config["architectures"] = [ARCHITECTURES[config["model_type"]]]
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        config["architectures"] = [architecture or ARCHITECTURES[config["model_type"]]]
+    published = b"" if base is None else (base / CONFIG).read_bytes()
+    if published and json.loads(published) == config:
+        return published
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 # --- new tokens: their rows of embedding and head are the mean of the rows of the existing tokens

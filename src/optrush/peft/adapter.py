@@ -232,8 +232,15 @@ def place(
 
 
 def fill_from(values: Tensor, local: Tensor, offset: Shape) -> None:
-    """Fill a rectangle with its part of the whole `values`."""
-    local.copy_(values[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))])
+    """Fill a rectangle with its part of the whole `values`, as far as they have rows."""
+    part = values[tuple(slice(o, o + n) for o, n in zip(offset, local.shape, strict=True))]
+    local[: len(part)].copy_(part)
+
+
+def fill_over(values: Tensor, recipe: WeightMap, name: str, local: Tensor, offset: Shape) -> None:
+    """Fill a rectangle of a published parameter with its own values, then with its part of `values`."""
+    recipe.fill_published(name, local, offset)
+    fill_from(values, local, offset)
 
 
 def fill_constant(value: float, local: Tensor, offset: Shape) -> None:

@@ -63,7 +63,8 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
             # PEFT selects all modules with this ending: `norm` would be every norm.
             alone = all(last(m) == last(module) for m in modules.values() if m.endswith(last(module)))
             saved.add(last(module) if alone else module)
-            found |= {key: trained[parameter].clone() for key in _whole(model, parameter, module)}
+            rows = _stored_rows(recipe, parameter)
+            found |= {key: trained[parameter][:rows].clone() for key in _whole(model, parameter, module)}
     if model.ties and EMBEDDING in saved:
         saved.add(HEAD)
     config = {
@@ -77,6 +78,15 @@ def save_adapter(folder: Path, model: Model, recipe: WeightMap, trained: Mapping
         config["feedforward_modules"] = sorted(scaled)
     save_file({PREFIX + key: t for key, t in found.items()}, folder / TENSORS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _stored_rows(recipe: WeightMap, parameter: str) -> int:
+    """Return the rows of a parameter in an adapter's file.
+
+    A grown embedding has as many as the tokenizer next to it has tokens: PEFT gives the base's embedding that length.
+    """
+    rows, growth = recipe.entries[parameter].shape[0], recipe.growth
+    return growth.length if growth is not None and growth.rows < growth.vocab == rows else rows
 
 
 def _whole(model: Model, parameter: str, module: str) -> Iterator[str]:
@@ -123,6 +133,8 @@ def load_adapter(
 ) -> dict[str, Tensor]:
     """Read an adapter's tensors as whole parameters of a model with adapters, by canonical name.
 
+    Of a grown embedding the rows without a token are missing.
+
     Args:
         trained: canonical names of parameters trained whole.
 
@@ -147,7 +159,8 @@ def load_adapter(
     for parameter, module in outside(model, recipe).items():
         if parameter in trained:
             keys = list(_whole(model, parameter, module))
-            shapes |= dict.fromkeys(keys, recipe.entries[parameter].shape)
+            shape = recipe.entries[parameter].shape
+            shapes |= dict.fromkeys(keys, (_stored_rows(recipe, parameter), *shape[1:]))
             of[parameter] = keys[0]
     for key in sorted({*shapes, *tensors}):
         if key not in tensors:

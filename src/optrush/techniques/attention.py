@@ -40,6 +40,8 @@ class Attention(Technique):
         return replace(spec, attention=self.impl)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        if self.impl == "sdpa" and env.sdpa_obstacle is not None:
+            yield Requirement(False, "`attention:impl=sdpa`", env.sdpa_obstacle, "take impl=masked")
         if self.impl in ("masked", "sdpa"):
             return
         asked = f"attention:impl={self.impl}"

@@ -148,7 +148,9 @@ class Lora(Technique):
             adapted.place(name, linear, adapter, recipe, adapter.fillers(name, linear, recipe, trainer.config.seed))
         if self.init is not None:
             begun = io.load_adapter(self.name, self.init, model, recipe, trained)
-            recipe.fillers.update({name: partial(adapted.fill_from, whole) for name, whole in begun.items()})
+            for name, whole in begun.items():
+                fills = partial(adapted.fill_over, whole, recipe, name) if name in trained else None
+                recipe.fillers[name] = fills or partial(adapted.fill_from, whole)
         trainer.adapters_disabled = switch.off if self._removable else None
         chosen = f"lora, scaling {settings.scaling:g}, dora {self.dora}, of {', '.join(names)}"
         trainer.fingerprints["adapters"] = chosen

@@ -1,0 +1,113 @@
+"""Copy a tokenizer's files next to trained weights, byte for byte but for added tokens and the run's chat template.
+
+Readers differ in the files that they read: transformers 5 tokenizer.json, its earlier versions and llama.cpp's
+converter also tokenizer.model, vocab.json, merges.txt and added_tokens.json. A tokenizer that transformers 5 writes
+back has only the first; therefore the files are copied, and edited as JSON where training changed an entry.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+ENGINE, SETTINGS, SPECIAL, ADDED = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
+)  # fmt: skip
+TEMPLATE = "chat_template.jinja"
+OTHER_TEMPLATES = ("chat_template.json", "additional_chat_templates/*.jinja")
+PATTERNS = (
+    ENGINE, SETTINGS, SPECIAL, ADDED, "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.model.v*", "*.tiktoken",
+    "tekken.json", TEMPLATE, *OTHER_TEMPLATES,
+)  # fmt: skip
+WAYS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token, besides its text
+
+Entry = dict[str, Any]  # an added token, as tokenizer_config.json has it
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Return the names of a folder's tokenizer files, relative to it."""
+    names = (path.relative_to(folder).as_posix() for path in [*folder.glob("*"), *folder.glob("*/*")] if path.is_file())
+    return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in PATTERNS))
+
+
+def copy_tokenizer(
+    source: Path, target: Path, tokenizer: Any = None, added: Sequence[str] = (), template: str | None = None
+) -> None:
+    """Copy the tokenizer files of a folder, with added tokens and another chat template.
+
+    Args:
+        target: an existing folder.
+        tokenizer: transformers' tokenizer, in which `added` are; None where none are.
+        added: special tokens that the run added or made special.
+        template: the run's chat template in place of the folder's; None: the folder's.
+
+    Raises:
+        OSError: a file cannot be read or written.
+    """
+    names = tokenizer_files(source)
+    for name in names:
+        if template is None or not any(fnmatch(name, pattern) for pattern in OTHER_TEMPLATES):
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+    if added:
+        _add(target, names, _entries(target, tokenizer, added))
+    if template is not None:
+        (target / TEMPLATE).write_text(template, encoding="utf-8", newline="")
+        if "chat_template" in (settings := read_object(target / SETTINGS)):
+            _write(target / SETTINGS, settings, {**settings, "chat_template": template})
+
+
+def _entries(target: Path, tokenizer: Any, added: Sequence[str]) -> dict[int, Entry]:
+    """Return the tokens to write by id: the run's, and those that transformers adds to a tokenizer while it reads it.
+
+    The latter have ids before the run's (Gemma's mask, Qwen's end of text). Readers number tokens in turn: with a gap
+    in the list, the run's tokens would get other ids.
+    """
+    engine, settings = read_object(target / ENGINE), read_object(target / SETTINGS)
+    words = (engine.get("model") or {}).get("vocab") or ()
+    known = {*words} if isinstance(words, dict) else {word for word, _ in words}
+    known |= {token["content"] for token in engine.get("added_tokens") or ()} | read_object(target / ADDED).keys()
+    known |= {token["content"] for token in (settings.get("added_tokens_decoder") or {}).values()}
+    found: dict[int, Entry] = {}
+    for i, token in tokenizer.added_tokens_decoder.items():
+        if str(token) in added or (engine and str(token) not in known):
+            found[i] = {"content": str(token), **{way: getattr(token, way) for way in WAYS}}
+    return found
+
+
+def _add(target: Path, names: Sequence[str], entries: Mapping[int, Entry]) -> None:
+    """Add tokens to each file that lists added tokens, by id."""
+    engine, settings = read_object(target / ENGINE), read_object(target / SETTINGS)
+    if engine:
+        listed = {token["id"]: token for token in engine.get("added_tokens") or ()}
+        listed |= {i: {"id": i, **entry} for i, entry in entries.items()}
+        _write(target / ENGINE, engine, {**engine, "added_tokens": [listed[i] for i in sorted(listed)]})
+    if "added_tokens_decoder" in settings:
+        decoder = {**settings["added_tokens_decoder"], **{str(i): entry for i, entry in entries.items()}}
+        _write(target / SETTINGS, settings, {**settings, "added_tokens_decoder": decoder})
+    # llama.cpp's converter reads tokenizer.model, and the tokens after it from the decoder above or from this list.
+    if ADDED in names or ("added_tokens_decoder" not in settings and any(name.endswith(".model") for name in names)):
+        ids = read_object(target / ADDED)
+        _write(target / ADDED, ids, {**ids, **{entry["content"]: i for i, entry in entries.items()}})
+    if not engine and "added_tokens_decoder" not in settings:
+        special = read_object(target / SPECIAL)
+        more = list(special.get("additional_special_tokens") or ())
+        contents = {token["content"] if isinstance(token, dict) else token for token in more}
+        more += [entry["content"] for entry in entries.values() if entry["content"] not in contents]
+        _write(target / SPECIAL, special, {**special, "additional_special_tokens": more})
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return a file's JSON object; an empty one for no file, or for another value."""
+    found = json.loads(path.read_bytes()) if path.is_file() else None
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Write a JSON object if it differs from the one that was read."""
+    if new != old:
+        path.write_text(json.dumps(new, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

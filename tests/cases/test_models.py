@@ -1,0 +1,263 @@
+"""Models of many families: what is written for other programs to read, and which config.json is refused.
+
+What training did not change is the base's own file, to the byte, because other programs read more files, and older
+ones, than transformers 5 writes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from bases import KINDS, edited, optrush, trained, write_base, write_run
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+WRITTEN = {"model.safetensors", "README.md"}
+Base = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
+    """The folder of a kind, written once; nobody writes there."""
+    root = tmp_path_factory.mktemp("bases")
+
+    def find(kind: str) -> Path:
+        return root / kind if (root / kind).is_dir() else write_base(root / kind, kind)
+
+    return find
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def changed(base: Path, folder: Path) -> set[str]:
+    """Names of the files that differ, or that one of the folders lacks."""
+    a, b = contents(base), contents(folder)
+    return {name for name in a.keys() | b.keys() if a.get(name) != b.get(name)}
+
+
+# --- what training did not change
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_and_names_are_the_bases_own(kind: str, base: Base, tmp_path: Path) -> None:
+    """After a run, and in a folder exported again; merged adapters too."""
+    run = trained(tmp_path / "run", base(kind))
+    assert changed(base(kind), run / "model") == WRITTEN
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run / "model", base(kind)))
+    assert {name: t.shape for name, t in ours.items()} == {name: t.shape for name, t in theirs.items()}
+    assert any(not torch.equal(ours[name], theirs[name]) for name in ours), "it was trained"
+    again = optrush("export", run, "--out", tmp_path / "again")
+    assert again.code == 0, again.err
+    assert changed(run / "model", tmp_path / "again") <= {"README.md"}
+    if kind in ("gpt_neox", "phi3"):  # adapters have other modules' names
+        merged = trained(tmp_path / "lora", base(kind), with_={"lora": {"rank": 2}, "packing": {}})
+        assert changed(base(kind), merged / "model") == WRITTEN
+        assert load_file(merged / "model" / "model.safetensors").keys() == theirs.keys()
+
+
+def test_everything_that_a_tokenizer_may_have_is_copied(base: Base, tmp_path: Path) -> None:
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    names = ("tokenizer.model.v3", "spiece.model", "vocab.txt", "o200k.tiktoken", "chat_template.jinja",
+             "additional_chat_templates/tool_use.jinja")  # fmt: skip
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{{ messages }}\r\n")
+    (folder / "modeling.py").write_text("")
+    (folder / "LICENSE").write_text("")
+    run = trained(tmp_path / "run", folder)
+    assert changed(folder, run / "model") == {*WRITTEN, "modeling.py", "LICENSE"}
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-pieces", "qwen2", "phi3"])
+def test_added_tokens_and_a_template_change_their_own_entries(kind: str, base: Base, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}<a>{{ m['content'] }}<b>{% endfor %}")
+    model = {"add_tokens": ["<a>", "<b>", "</s>"], "chat_template": str(tmp_path / "t.jinja")}
+    run = trained(tmp_path / "run", base(kind), model=model)
+    files = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    listed = {"added_tokens.json"} & set(contents(base(kind)))
+    assert changed(base(kind), run / "model") == WRITTEN | files | listed | {"generation_config.json"}
+    ends = json.loads((run / "model" / "generation_config.json").read_text())
+    at = max(AutoTokenizer.from_pretrained(base(kind)).get_vocab().values()) + 1
+    old, new = (json.loads((folder / "tokenizer.json").read_text()) for folder in (base(kind), run / "model"))
+    added = new.pop("added_tokens")
+    assert [t["id"] for t in added] == [*range(3), *range(280, at + 2)], "no gap: readers number them in turn"
+    assert added[:3] == old.pop("added_tokens") and new == old
+    assert added[-2] == {"id": at, "content": "<a>", "special": True} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False
+    )
+    old, new = (json.loads((folder / "tokenizer_config.json").read_text()) for folder in (base(kind), run / "model"))
+    assert list(new) == list(old), "keys in their order"
+    decoder = new.pop("added_tokens_decoder")
+    more = {str(i) for i in range(280, at + 2)}
+    assert decoder.keys() - old.pop("added_tokens_decoder").keys() == more and new == old
+    if listed:
+        ids = json.loads((run / "model" / "added_tokens.json").read_text())
+        assert ids.items() >= {"</s>": 2, "<a>": at, "<b>": at + 1}.items() and len(ids) == 1 + len(more)
+    assert (run / "model" / "chat_template.jinja").read_bytes() == (tmp_path / "t.jinja").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    assert tokenizer.encode("x<a>y<b>", add_special_tokens=False)[1::2] == [at, at + 1]
+    assert ends["eos_token_id"] == [2, at + 1] and next(iter(ends)) == "_from_model_config"
+
+
+def test_added_tokens_where_a_file_lists_none(base: Base, tmp_path: Path) -> None:
+    """A folder older than added_tokens_decoder: converters read added_tokens.json beside tokenizer.model."""
+    folder = shutil.copytree(base("llama-pieces"), tmp_path / "base")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["added_tokens_decoder"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    run = trained(tmp_path / "run", folder, model={"add_tokens": ["<a>"]})
+    assert changed(folder, run / "model") == {*WRITTEN, "tokenizer.json", "added_tokens.json"}
+    at = AutoTokenizer.from_pretrained(run / "model").convert_tokens_to_ids("<a>")
+    assert json.loads((run / "model" / "added_tokens.json").read_text()) == {"<a>": at}
+
+
+def test_a_template_takes_the_place_of_the_others(base: Base, tmp_path: Path) -> None:
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": "{{ old }}"}))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ old }}")
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['content'] }}</s>{% endfor %}")
+    out = trained(tmp_path / "run", folder, model={"chat_template": str(tmp_path / "t.jinja")}) / "model"
+    source = (tmp_path / "t.jinja").read_text()
+    assert json.loads((out / "tokenizer_config.json").read_text()) == {**settings, "chat_template": source}
+    assert not (out / "additional_chat_templates").exists()
+    assert AutoTokenizer.from_pretrained(out).chat_template == source
+    ends = {"_from_model_config": True, "eos_token_id": 2, "bos_token_id": 1, "transformers_version": "4.44.2"}
+    assert json.loads((out / "generation_config.json").read_text()) == ends, "</s> ended answers before"
+
+
+def test_a_tokenizer_that_changed_since(base: Base, tmp_path: Path) -> None:
+    """Its files would be exported, with weights that were trained with others."""
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    run = trained(tmp_path / "run", folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    refused = optrush("export", run, "--out", tmp_path / "out")
+    assert refused.code == 2 and "the model's chat template changed since" in refused.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_config_changes_in_what_training_changed(base: Base, tmp_path: Path) -> None:
+    """The weights' type under its old name, and the vocabulary; other keys, unknown ones too, stay in their order."""
+    folder = edited(base("phi3"), tmp_path / "base", torch_dtype="bfloat16", of_the_future={"b": 1, "a": [None]})
+    run = trained(tmp_path / "run", folder, model={"add_tokens": [f"<{i}>" for i in range(60)]})
+    old, new = (json.loads((f / "config.json").read_text()) for f in (folder, run / "model"))
+    assert {key for key in old.keys() | new.keys() if old.get(key) != new.get(key)} == {"torch_dtype", "vocab_size"}
+    assert (new["torch_dtype"], new["vocab_size"], list(new)) == ("float32", 384, list(old))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "phi3", "llama"])
+def test_no_architectures_in_config(kind: str, base: Base, tmp_path: Path) -> None:
+    folder = edited(base(kind), tmp_path / "base", architectures=None, torch_dtype=None)
+    run = trained(tmp_path / "run", folder)
+    old, new = (json.loads((f / "config.json").read_text()) for f in (folder, run / "model"))
+    assert new == {**old, "architectures": json.loads((base(kind) / "config.json").read_text())["architectures"]}
+    assert optrush("export", run, "--out", tmp_path / "out").code == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+# --- attention that a family has
+
+
+def test_a_family_without_sdpa(base: Base, tmp_path: Path) -> None:
+    """It is trained, exported, asked and verified with masked attention; `init` writes what `train` takes."""
+    run = trained(tmp_path / "run", base("gemma2"))
+    for folder in (run / "model", base("gemma2")):
+        asked = ("--prompts", tmp_path / "run" / "rows.jsonl", "--max-tokens", 3, "--greedy")
+        said = optrush("generate", folder, *asked, "--out", tmp_path / f"{folder.name}.jsonl")
+        assert said.code == 0, said.err
+    assert optrush("export", run, "--out", tmp_path / "out").code == 0
+    first = tmp_path / "first.yaml"
+    arguments = ("--model", base("gemma2"), "--data", tmp_path / "run" / "rows.jsonl", "--objective", "pretrain")
+    made = optrush("init", first, *arguments, "--output", tmp_path / "new", "--yes")
+    assert made.code == 0, made.err
+    assert "no sdpa" in first.read_text() or "softcapping" in first.read_text()
+    sets = [f"batch.{key}={n}" for key, n in (("seq", 64), ("tokens", 128), ("micro_tokens", 64))]
+    started = optrush("train", first, *(word for each in sets for word in ("--set", each)))
+    assert started.code == 0, started.err
+    refused = optrush("train", write_run(tmp_path / "sdpa", base("gemma2"), with_={"attention": {}}))
+    assert refused.code == 2 and refused.lines == ["asked", "found", "do"] and "impl=masked" in refused.err
+
+
+# --- adapters, as PEFT reads them
+
+SAVED = {"rank": 2, "save": ["embed_tokens", "lm_head"]}
+NEW = [f"<{i}>" for i in range(60)]
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("tokens", [[], NEW[:3], NEW])
+def test_an_adapter_has_its_tokenizer(kind: str, tokens: list[str], base: Base, tmp_path: Path) -> None:
+    """Under added tokens with rows to spare, and with an embedding that grows; the base by its absolute path."""
+    from peft import AutoPeftModelForCausalLM
+
+    run = trained(tmp_path / "run", base(kind), model={"add_tokens": tokens}, with_={"lora": SAVED, "packing": {}})
+    own = {name for name in contents(run / "model") if "token" in name or name in ("vocab.json", "merges.txt")}
+    for name in own:
+        assert (run / "adapter" / name).read_bytes() == (run / "model" / name).read_bytes()
+    assert json.loads((run / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        base(kind)
+    )
+    tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
+    ids = torch.tensor([tokenizer.encode(f"The town{''.join(tokens)} of Oslo")])
+    merged = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)
+    adapted = AutoPeftModelForCausalLM.from_pretrained(run / "adapter", dtype=torch.float32)
+    with torch.no_grad():
+        ours, theirs = merged(ids).logits, adapted(ids).logits
+    assert len(tokenizer) <= theirs.shape[-1]
+    torch.testing.assert_close(theirs, ours[..., : theirs.shape[-1]], rtol=1e-4, atol=1e-5)
+    if tokens == NEW and kind == "llama":
+        shutil.rmtree(run / "model")
+        asked = ("--prompts", tmp_path / "run" / "rows.jsonl", "--max-tokens", 3, "--greedy")
+        said = optrush("generate", run, *asked, "--out", tmp_path / "said.jsonl")
+        assert said.code == 0, said.err
+        lora = {**SAVED, "init": str(run / "adapter")}
+        again = trained(
+            tmp_path / "again", base(kind), model={"add_tokens": tokens}, with_={"lora": lora, "packing": {}},
+            optim={"lr": 1e-30},
+        )  # fmt: skip
+        a, b = (load_file(r / "adapter" / "adapter_model.safetensors") for r in (run, again))
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a), "it began where that ended"
+
+
+def test_a_relative_base(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "at").mkdir()
+    monkeypatch.chdir(tmp_path / "at")
+    shutil.copytree(base("llama"), tmp_path / "base")
+    run = trained(tmp_path / "run", "../base", with_={"lora": {"rank": 2}, "packing": {}})
+    named = json.loads((run / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == str(tmp_path / "base")
+
+
+# --- what is refused, and what is not
+
+
+def test_keys_left_over_in_a_text_model(base: Base, tmp_path: Path) -> None:
+    trained(tmp_path / "run", edited(base("llama"), tmp_path / "base", text_config={}, num_experts=1))
+
+
+def test_an_evaluation_that_is_not_finite(base: Base, tmp_path: Path) -> None:
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ended = optrush("eval", write_run(tmp_path / "run", folder), "--json")
+    assert (ended.code, ended.out) == (1, "") and "no finite number" in ended.err
+
+
+def test_a_generation_config_that_is_no_json(base: Base, tmp_path: Path) -> None:
+    """Where the run's template changes it, before step 0."""
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    (folder / "generation_config.json").write_text("{")
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m['content'] }}</s>{% endfor %}")
+    run = write_run(tmp_path / "run", folder, model={"chat_template": str(tmp_path / "t.jinja")})
+    ended = optrush("train", run)
+    assert ended.code == 2 and ended.lines == ["asked", "found", "do"] and not (tmp_path / "run" / "out").exists()
