@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -75,11 +76,13 @@ def train_command(
         from optrush import launch
 
         resolved = resolve(config, ranks=ranks)
-        if overfit is None:
-            from optrush.trainer.run import check_run_output
+        if overfit is not None:
+            raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
+        from optrush.trainer.run import check_run_output
+        from optrush.trainer.run_dir import resume_line
 
-            check_run_output(resolved, start)  # one process refuses, not each rank
-        raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
+        check_run_output(resolved, start)  # one process refuses, not each rank
+        raise typer.Exit(launch.spawn(sys.argv[1:], ranks, partial(resume_line, Path(config.output))))
     if overfit is not None:
         from optrush.trainer.overfit import STEPS, run_overfit
 
