@@ -64,8 +64,8 @@ def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None
             if p.poll() is None:
                 p.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    for number in stop_numbers():
-        signal.signal(number, forward)
+    for stop in stop_numbers():
+        signal.signal(stop, forward)
     begin = partial(die_with_parent, os.getpid())
     for rank in range(ranks):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -122,7 +122,7 @@ def _signal_name(number: int) -> str:
 
 
 def stop_numbers() -> list[signal.Signals]:
-    """Return the signals that stop a run; SIGHUP, of a terminal that closes, unless `nohup` has set it to be ignored."""
+    """Return the signals that stop a run; SIGHUP, of a closed terminal, unless `nohup` ignores it."""
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     return numbers if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*numbers, signal.SIGHUP]
 

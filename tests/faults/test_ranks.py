@@ -20,7 +20,7 @@ import torch.distributed as dist
 from optrush.data import sampler
 from optrush.errors import RunError
 from optrush.launch import process_stat
-from optrush.trainer import build, peers, run
+from optrush.trainer import build, peers
 from optrush.trainer.checkpoint import find_checkpoints, verify
 
 from harness import ended, launch_env, told
@@ -142,7 +142,8 @@ def test_ranks_meet_over_old_keys() -> None:
     for _ in range(3):
         found: dict[int, str] = {}
         threads = [
-            threading.Thread(target=lambda r=r: found.update({r: peers.meet(store, r, 3, 30)})) for r in (2, 0, 1)
+            threading.Thread(target=lambda r=r, found=found: found.update({r: peers.meet(store, r, 3, 30)}))
+            for r in (2, 0, 1)
         ]
         for thread in threads:
             thread.start()

@@ -129,7 +129,7 @@ def _awaited(items: Iterator[Item], stopping: Callable[[], bool]) -> Iterator[It
         while wanted.get():
             try:
                 made.put((next(items), None))
-            except BaseException as error:  # noqa: BLE001 - raised again by the trainer's thread
+            except BaseException as error:  # raised again by the trainer's thread
                 made.put((None, error))
 
     thread = threading.Thread(target=fetch, args=(items,), daemon=True, name="optrush-batches")

@@ -300,6 +300,7 @@ class RunPlan:
 
 
 def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:
+    """Take the steps of the plan; evaluate and save where they are due."""
     for step in plan.steps:  # ends early, on the same step everywhere
         under_way("reading data", step)
         batches: list[Batch] = []
