@@ -132,10 +132,10 @@ def a_rank_dies(folder: Path, moments: int) -> dict[str, Any]:
         with busy(load):
             process = start(config, launcher)
             if after < 0:  # while it is built
-                wait_for(lambda: len(ranks_of(process.pid)) == 2, 60)
+                wait_for(lambda p=process.pid: len(ranks_of(p)) == 2, 60)
                 time.sleep(rng.random() * (4 + load))
             else:
-                wait_for(lambda: logged(output) >= after, 120)
+                wait_for(lambda at=output, step=after: logged(at) >= step, 120)
                 time.sleep(rng.random() * 0.05)
             alive, begin = ranks_of(process.pid), time.monotonic()
             if victim in alive:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from optrush import errors
@@ -91,16 +92,16 @@ def _join_group(backend: str, timeout_s: float) -> None:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
-    def connect(serves: bool) -> dist.Store:
+    def connect(serves: bool) -> Store:
         limit = timedelta(seconds=limit_s)
-        return dist.TCPStore(*where, ranks, serves, limit, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(*where, ranks, serves, limit, wait_for_workers=False, multi_tenant=True)
 
     try:
         store = connect(rank == 0 and not agent)
         name = meet(store, rank, ranks, limit_s)
-        reports, store = dist.PrefixStore(f"{name}/watch", store), dist.PrefixStore(name, store)
+        reports, store = PrefixStore(f"{name}/watch", store), PrefixStore(name, store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
-        _watch = Watch(dist.PrefixStore(f"{name}/watch", connect(False)), reports, rank, ranks, timeout_s)
+        _watch = Watch(PrefixStore(f"{name}/watch", connect(False)), reports, rank, ranks, timeout_s)
     except RuntimeError as error:
         found = next(iter(str(error).splitlines()), "") or type(error).__name__
         do = "look for another rank's error above, and at MASTER_ADDR and MASTER_PORT"

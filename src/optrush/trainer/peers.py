@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from optrush.errors import RunError
 from optrush.launch import LAUNCHER, process_stat
@@ -72,7 +73,7 @@ HOST = _host()
 class Watch:
     """The beats of all ranks of a run. `under_way` is written by the training thread, the rest by the watch's own."""
 
-    def __init__(self, store: dist.Store, reports: dist.Store, rank: int, ranks: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, reports: Store, rank: int, ranks: int, timeout_s: float) -> None:
         """Begin to beat and to watch.
 
         Args:
@@ -260,7 +261,7 @@ def _at(step: int) -> str:
 # --- Joining
 
 
-def meet(store: dist.Store, rank: int, ranks: int, limit_s: float) -> str:
+def meet(store: Store, rank: int, ranks: int, limit_s: float) -> str:
     """Return a name for this start of the ranks, the same on all of them and never used before.
 
     torchrun starts dead ranks again with the store that holds the keys of those before them: without a new name a rank
@@ -290,5 +291,5 @@ def meet(store: dist.Store, rank: int, ranks: int, limit_s: float) -> str:
     raise RunError(f"{ranks} ranks", found, "look for its error above, and whether every machine runs the same command")
 
 
-def _peek(store: dist.Store, key: str) -> str:
+def _peek(store: Store, key: str) -> str:
     return store.get(key).decode() if store.check([key]) else ""
