@@ -54,7 +54,7 @@ def watched(arguments: list[str], folder: Path) -> tuple[int, list[tuple[float, 
 def config(folder: Path, **changes: Any) -> Path:
     """Write the configuration of a tiny run on folder/data.jsonl."""
     tree: dict[str, Any] = {
-        "model": str(folder.parent / "model") if (folder.parent / "model").is_dir() else str(folder.parents[1] / "model"),
+        "model": str(next(up for up in folder.parents if (up / "model").is_dir()) / "model"),
         "objective": "pretrain",
         "data": {"path": "data.jsonl", "cache": "cache"},
         "batch": {"seq": 64, "tokens": 256, "micro_tokens": 256},

@@ -211,6 +211,7 @@ class Training(StrictModel):
     best: bool = True  # with save_every and data.eval: keeps and exports the checkpoint with the least held-out loss
     export: bool = True  # writes model/ at the end
     clean: bool = False
+    timeout: Annotated[float, Field(ge=1)] = 600.0  # seconds: how long a rank may keep the others waiting
 
 
 class Dpo(StrictModel):

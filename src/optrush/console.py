@@ -128,3 +128,8 @@ def say(text: str) -> None:
     """Print a line on the first rank."""
     if launched()[0] == 0:
         err.print(shown(text), markup=False)
+
+
+def warn(text: str) -> None:
+    """Print a line about this rank, whichever it is."""
+    err.print(shown(text), markup=False)

@@ -60,6 +60,13 @@ class CheckpointError(UserError):
 
 
 class RunError(Exception):
-    """The run failed, and a changed configuration may not help."""
+    """The run failed, and a changed configuration may not help: a reason alone, or request, finding and remedy."""
 
     everywhere = False  # as UserError.everywhere
+
+    def __init__(self, asked: str, found: str = "", do: str = "") -> None:
+        super().__init__(asked, found, do)
+        self.text = f"asked: {asked}\nfound: {found}\ndo:    {do}" if found else asked
+
+    def __str__(self) -> str:
+        return self.text

@@ -63,8 +63,12 @@ def write_model(trainer: Trainer, output: Path, steps: int, source: Path | None)
     return output / "model"
 
 
-def write_adapter(trainer: Trainer, folder: Path, source: Path | None) -> Path:
-    """Write trained adapters in PEFT's format, whole or not at all; every rank takes part."""
+def write_adapter(trainer: Trainer, folder: Path, source: Path | None = None) -> Path:
+    """Write trained adapters in PEFT's format, whole or not at all; every rank takes part.
+
+    Args:
+        source: the base model's folder, whose tokenizer goes along.
+    """
     values, error = trained_parameters(trainer), None
     if trainer.world.rank == 0:
         error = _write_folder(folder, lambda fresh: _fill_adapter(fresh, trainer, values, source))

@@ -7,20 +7,24 @@ be resumed; this launcher returns it.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
-from optrush.errors import ConfigError
+from optrush.errors import ConfigError, RunError
 
 _LIBC = ctypes.CDLL(None)
 TRACKER_THREAD = "optrush-tracker"  # the name of a daemon thread that may be blocked in a client library
-GRACE_S = 30.0  # how long the others may take to leave after one has failed
+LAUNCHER = "OPTRUSH_LAUNCHER"  # set in the environment of ranks whose launcher prints which signal ended one
+GRACE_S = 30.0  # how long the others may take to leave after one has stopped
+FAILED_GRACE_S = 8.0  # after one has failed: they cannot go on, and name the rank that is missing within this time
 
 
 def launched() -> tuple[int, int]:
@@ -37,8 +41,11 @@ def launched() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def spawn(arguments: Sequence[str], ranks: int) -> int:
+def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None = None) -> int:
     """Run `python -m optrush ARGUMENTS` as `ranks` processes; SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed to all.
+
+    Args:
+        resume: returns the remedy to print where a signal has ended a rank; None: to start the command again.
 
     Returns:
         0 if all succeeded; else 143 if a signal stopped one cleanly, 2 if one refused its input, else the smallest
@@ -48,6 +55,7 @@ def spawn(arguments: Sequence[str], ranks: int) -> int:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared[LAUNCHER] = str(os.getpid())
     shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -56,25 +64,67 @@ def spawn(arguments: Sequence[str], ranks: int) -> int:
             if p.poll() is None:
                 p.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, forward)
+    for stop in stop_numbers():
+        signal.signal(stop, forward)
     begin = partial(die_with_parent, os.getpid())
     for rank in range(ranks):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-m", "optrush", *arguments]
         processes.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=begin))
-    failed_at: float | None = None
-    while any(p.poll() is None for p in processes):
-        time.sleep(0.05)
-        if failed_at is None and any(p.returncode not in (None, 0) for p in processes):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > GRACE_S:
-            for p in processes:
-                if p.poll() is None:
-                    p.kill()
+    killed = _wait(processes)
+    if killed is not None:
+        rank, number = killed
+        asked, found = f"`--ranks {ranks}`", f"rank {rank} was ended by {_signal_name(number)}"
+        if number == signal.SIGKILL:
+            found += ", as the kernel does where memory is short"
+        do = "start the same command again" if resume is None else resume()
+        sys.stderr.write(f"{RunError(asked, found, do)}\n")
     codes = [p.returncode for p in processes]
     bad = [c if c > 0 else 128 - c for c in codes if c != 0]
     return next((c for c in (143, 2) if c in bad), min(bad, default=0))
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+    """Wait for all processes; end those that stay after one has failed.
+
+    Returns:
+        The rank that failed first and the signal that ended it; None if none failed, or it ended by itself.
+    """
+    until = math.inf
+    failed: list[int] = []
+    while any(p.poll() is None for p in processes):
+        time.sleep(0.05)
+        failed = failed or [r for r, p in enumerate(processes) if p.poll() not in (None, 0)]
+        if failed and until == math.inf:
+            code = processes[failed[0]].returncode
+            until = time.monotonic() + (GRACE_S if code in (2, 128 + signal.SIGTERM) else FAILED_GRACE_S)
+        for p in processes if failed else ():
+            if p.poll() is None and (time.monotonic() > until or process_stat(p.pid)[0] in "Tt"):
+                p.kill()
+    return next(((r, -processes[r].returncode) for r in failed if processes[r].returncode < 0), None)
+
+
+def process_stat(pid: int) -> tuple[str, int]:
+    """Return the letter of a process' state (T: stopped, Z: has ended) and its start time, as the kernel counts.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def stop_numbers() -> list[signal.Signals]:
+    """Return the signals that stop a run; SIGHUP, of a closed terminal, unless `nohup` ignores it."""
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    return numbers if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [*numbers, signal.SIGHUP]
 
 
 def die_with_parent(parent: int) -> None:

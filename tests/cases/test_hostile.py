@@ -301,8 +301,8 @@ CHANGED: dict[str, tuple[list[dict[str, str]], str]] = {
 def begun(box: Box, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with one checkpoint, and next to it what it read: rows.jsonl and held.jsonl."""
     folder = tmp_path_factory.mktemp("begun")
-    for name in ("rows.jsonl", "held.jsonl"):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, verb in (("rows.jsonl", "Chop"), ("held.jsonl", "Peel")):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS).replace("Chop", verb))
     ended = called("train", box.write(**of_two(folder)))
     assert ended.code == 0, ended
     return folder

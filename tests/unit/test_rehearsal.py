@@ -232,7 +232,9 @@ def test_a_late_lack_of_memory_says_how_to_go_on(box, saved):
     with pytest.raises(RunError) as caught:
         fit(RunRequest(resolve(run, CLASSES)))
     said = str(caught.value)
-    assert said.startswith("out of memory in step 2: CUDA out of memory")
+    assert said.startswith(
+        f"asked: 4 rows of {T} tokens a micro-batch\nfound: out of memory in step 2: CUDA out of memory"
+    )
     assert f"--set batch.micro_tokens={2 * T}" in said
     assert ("go on from step-000001 with: --resume auto" if saved else "nothing is saved yet; begin again") in said
 
@@ -271,4 +273,4 @@ def test_the_advice_is_none_that_the_run_would_refuse(box):
     job = assembled(golden_run(box, packed=True, sets=sets, update_in_backward={}))
     do = preflight._out_of_memory(job, "out of memory").do
     assert f"batch.tokens: {4 * T}" in do and "or auto" not in do
-    assert "micro_tokens" not in out_of_memory_in(job, 3, RuntimeError("out of memory"))
+    assert "micro_tokens" not in str(out_of_memory_in(job, 3, RuntimeError("out of memory")))

@@ -65,11 +65,19 @@ app.command()(chat.generate)
 app.command()(setup.doctor)
 
 
+def _of_rank(rank: str, text: str) -> str:
+    """Return an error of a rank with its number in the first line; of rank 0 as it is."""
+    first, newline, rest = text.partition("\n")
+    return text if rank == "0" else f"{first} (rank {rank}){newline}{rest}"
+
+
 def main() -> None:
     """Parse sys.argv, run the verb, and exit with the code that the module's docstring lists."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a question mark
+    if "RANK" in os.environ:  # a lost connection is an error of three lines: its traces in C++ are not printed
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     debug = "--debug" in sys.argv
     if debug:
         sys.argv.remove("--debug")
@@ -105,7 +113,7 @@ def _run(debug: bool) -> int:
             raise
         rank = os.environ.get("RANK", "0")
         if rank == "0" or not error.everywhere:
-            _complain(f"{error}" if rank == "0" else f"rank {rank}:\n{error}")
+            _complain(str(error) if f"rank {rank}" in str(error) else _of_rank(rank, str(error)))
         code = 2 if isinstance(error, UserError) else 1
     except OSError as error:
         if debug or error.filename is None or error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EROFS):

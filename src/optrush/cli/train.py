@@ -6,6 +6,8 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -76,11 +78,7 @@ def train_command(
         from optrush import launch
 
         resolved = resolve(config, ranks=ranks)
-        if overfit is None:
-            from optrush.trainer.run import check_run_output
-
-            check_run_output(resolved, start)  # one process refuses, not each rank
-        raise typer.Exit(launch.spawn(sys.argv[1:], ranks))
+        raise typer.Exit(launch.spawn(sys.argv[1:], ranks, None if overfit else _checked(resolved, start)))
     if overfit is not None:
         from optrush.trainer.overfit import STEPS, run_overfit
 
@@ -99,6 +97,15 @@ def train_command(
             print(f"held-out loss {losses}", file=sys.stderr)
         print(outcome.output)
     raise typer.Exit(outcome.code)
+
+
+def _checked(resolved: ResolvedConfig, start: Literal["auto"] | Path | None) -> Callable[[], str]:
+    """Check the run's output folder in one process, not in each rank; return what gives the remedy later."""
+    from optrush.trainer.run import check_run_output
+    from optrush.trainer.run_dir import resume_line
+
+    check_run_output(resolved, start)
+    return partial(resume_line, Path(resolved.config.output))
 
 
 def _check_flags(

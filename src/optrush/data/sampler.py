@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import multiprocessing
 import os
+import queue
 import signal
 import threading
+import time
 import traceback
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -30,6 +33,7 @@ import torch.utils.data
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from optrush import console
 from optrush.data import tokenize
 from optrush.data.batch import Batch, collate
 from optrush.data.dataset import (
@@ -46,7 +50,7 @@ from optrush.data.packing import Packed, Padded, RowLayout, Rows, deal, snug, sn
 from optrush.data.schema import Document, RowLocation, quoted
 from optrush.data.tokenize import BadRow
 from optrush.errors import ConfigError, DataError, RunError, UserError
-from optrush.launch import die_with_parent
+from optrush.launch import die_with_parent, launched, process_stat
 
 # --- Prefetching by worker processes, in order: torch's DataLoader over a pure function of a number.
 #
@@ -57,6 +61,8 @@ Number = TypeVar("Number")
 Item = TypeVar("Item")
 
 GRACE_S = 2.0  # for a worker to end after SIGTERM
+LATE_S, REPEAT_S = 20.0, 60.0  # until a batch that does not come is reported, and between two reports
+GIVING_UP_S = 5.0  # after a signal to stop the run, for the batch that is under way
 _workers: list[BaseProcess] = []  # of the newest loader
 os.register_at_fork(after_in_child=_workers.clear)  # a forked child must not end its parent's workers
 
@@ -68,6 +74,11 @@ class Loading:
     workers: int = 0
     prefetch: int = 2  # items that each worker prepares ahead
     pinned: bool = False  # in page-locked memory, which a GPU reads without the CPU
+    stopping: Callable[[], bool] = lambda: False  # whether the run is to end, with or without the next batch
+
+
+class NoBatch(Exception):
+    """The run is to end, and the next batch does not come."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,7 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
     Raises UserError and RunError as `make` does, any other exception of a worker as a RunError with its place.
     """
     if not loading.workers:
-        return _received(map(make, numbers), loading.pinned)
+        return _received(map(make, numbers), loading.pinned)  # in this process: nothing to wait for
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # more workers than cores
         loader: DataLoader[Item] = DataLoader(
@@ -111,7 +122,68 @@ def ahead(make: Callable[[Number], Item], numbers: Iterable[Number], loading: Lo
         before = set(multiprocessing.active_children())
         items = iter(loader)
         _workers[:] = set(multiprocessing.active_children()) - before
-        return _received(items, loading.pinned)
+        return _received(_awaited(items, loading.stopping), loading.pinned)
+
+
+def _awaited(items: Iterator[Item], stopping: Callable[[], bool]) -> Iterator[Item]:
+    """Yield the items, requested one by one in a thread: torch waits for a worker that is stopped without end.
+
+    Raises:
+        NoBatch: `stopping()` is true, and the next item has not come within GIVING_UP_S.
+    """
+    wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    made: queue.SimpleQueue[tuple[Item | None, BaseException | None]] = queue.SimpleQueue()
+
+    def fetch(items: Iterator[Item]) -> None:
+        while wanted.get():
+            try:
+                made.put((next(items), None))
+            except BaseException as error:  # raised again by the trainer's thread
+                made.put((None, error))
+
+    thread = threading.Thread(target=fetch, args=(items,), daemon=True, name="optrush-batches")
+    thread.start()
+    del items  # the thread alone holds the loader, whose end ends its workers
+    try:
+        while True:
+            wanted.put(True)
+            item, error = _wait(made, stopping)
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            assert item is not None
+            yield item
+    finally:
+        wanted.put(False)
+        thread.join(GRACE_S)
+
+
+def _wait(made: queue.SimpleQueue[Item], stopping: Callable[[], bool]) -> Item:
+    """Return the next item; report on standard error if it does not come."""
+    begun, since, report_at = time.monotonic(), math.inf, LATE_S
+    while True:
+        with suppress(queue.Empty):
+            return made.get(timeout=1.0)
+        now = time.monotonic()
+        since = min(since, now) if stopping() else math.inf
+        if now - since > GIVING_UP_S:
+            raise NoBatch
+        if now - begun > report_at:
+            report_at += REPEAT_S
+            console.warn(_late(now - begun))
+
+
+def _late(seconds: float) -> str:
+    """Return a line about a batch that does not come."""
+    rank, ranks = launched()
+    stopped = [str(worker.pid) for worker in _workers if worker.pid and process_stat(worker.pid)[0] in "Tt"]
+    who = f"rank {rank} has waited" if ranks > 1 else "waited"
+    if not stopped:
+        return f"{who} {seconds:.0f} s for the next batch; its data workers are at work, or blocked while they read"
+    names = f"data worker{'s' * (len(stopped) > 1)} (process {', '.join(stopped)})"
+    do = f"let it go on: kill -CONT {' '.join(stopped)}; or end the run, which saves: SIGTERM"
+    return f"{who} {seconds:.0f} s for the next batch: the {names} is stopped; {do}"
 
 
 def _received(items: Iterator[Item], pinned: bool) -> Iterator[Item]:
@@ -134,7 +206,7 @@ def _start_worker(trainer: int, _: int) -> None:
     """
     gc.freeze()  # objects that the trainer left to collect may belong to a device that does not work here
     die_with_parent(trainer)
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

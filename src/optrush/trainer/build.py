@@ -54,7 +54,7 @@ class ProcessGroup:
 def join_ranks(prepared: ResolvedConfig) -> ProcessGroup:
     """Apply the process stage, then join the process group."""
     edits = [Edit.of("process", t, n) for t in prepared.techniques if (n := t.process(prepared.env))]
-    return ProcessGroup(distributed.join(prepared.env.device.kind), tuple(edits))
+    return ProcessGroup(distributed.join(prepared.env.device.kind, prepared.config.train.timeout), tuple(edits))
 
 
 def build(
@@ -76,6 +76,7 @@ def build(
         today: the date for chat templates that use one; a resumed run keeps its first date.
     """
     started = started or join_ranks(prepared)
+    distributed.under_way("reading the data and the model")
     world = distributed.build_mesh({}, started.device)
     error: UserError | None = None
     try:
@@ -179,7 +180,9 @@ def _defaults(trainer: Trainer) -> None:
         return t
 
     def total(n: int) -> int:
-        n, told, failed = distributed.host_sum([n, trainer.stopping == 1, trainer.stopping == 2])
+        flags = [trainer.stopping == 1, trainer.stopping == 2, trainer.starved]
+        n, told, failed, starved = distributed.host_sum([n, *flags])
+        trainer.starved = starved > 0
         trainer.stopped = 2 if failed else 1 if told else trainer.stopped
         return n
 

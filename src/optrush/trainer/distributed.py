@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from optrush import errors
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.launch import launched
+from optrush.trainer.peers import Watch, meet
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -56,11 +58,22 @@ class World:
         return 1 if self.mesh is None else int(self.mesh["dp"].size())
 
 
-def join(kind: str) -> torch.device:
+TIMEOUT_S = 600.0  # the default of `train.timeout`
+JOINING_S = 60.0  # at least, for the others to start: they may import torch from a slow disk
+_watch: Watch | None = None  # of the process group that `join` has joined
+
+
+def join(kind: str, timeout_s: float = TIMEOUT_S) -> torch.device:
     """Set the device up, and join the process group if a launcher has started several processes.
+
+    Args:
+        timeout_s: how long a rank may keep the others waiting in a collective.
 
     Returns:
         This process's device.
+
+    Raises:
+        RunError: a rank has not come within `timeout_s`, at least JOINING_S.
     """
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -68,9 +81,55 @@ def join(kind: str) -> torch.device:
         if not any(name in os.environ for name in CHOSEN):
             torch._C._accelerator_setAllocatorSettings(SEGMENTS)  # the variable is read once, maybe before
     if launched()[1] > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        _join_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo", timeout_s)
     return device
+
+
+def _join_group(backend: str, timeout_s: float) -> None:
+    global _watch
+    rank, ranks = launched()
+    limit_s = max(timeout_s, JOINING_S)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def connect(serves: bool) -> Store:
+        limit = timedelta(seconds=limit_s)
+        return TCPStore(*where, ranks, serves, limit, wait_for_workers=False, multi_tenant=True)
+
+    try:
+        store = connect(rank == 0 and not agent)
+        name = meet(store, rank, ranks, limit_s)
+        reports, store = PrefixStore(f"{name}/watch", store), PrefixStore(name, store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
+        _watch = Watch(PrefixStore(f"{name}/watch", connect(False)), reports, rank, ranks, timeout_s)
+    except RuntimeError as error:
+        found = next(iter(str(error).splitlines()), "") or type(error).__name__
+        do = "look for another rank's error above, and at MASTER_ADDR and MASTER_PORT"
+        raise RunError(f"rank {rank} of {ranks}, joining the others", found, do) from error
+
+
+def under_way(operation: str, step: int = 0) -> None:
+    """Note the operation that begins: what an error names if another rank does not come to it."""
+    if _watch is not None:
+        _watch.under_way = (step, operation)
+
+
+def resume_with(line: Callable[[], str]) -> None:
+    """Set what the error about a missing rank gives as the remedy."""
+    if _watch is not None:
+        _watch.resume = line
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Report an error of this rank alone to the others; name the rank that is missing where a collective fails."""
+    try:
+        yield
+    except BaseException as error:
+        raised = error if _watch is None else _watch.explain(error)
+        if raised is error:
+            raise
+        raise raised from error
 
 
 def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
@@ -88,12 +147,17 @@ def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
 @contextmanager
 def leaving() -> Iterator[None]:
     """Leave the process group at the end, after the others where no error was raised."""
-    try:
+    global _watch
+    with reported():
         yield
-        host_sum([0])  # rank 0 holds the store that the others still use
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        under_way("the end of the run")
+        wait_for_all()  # rank 0 may write for long, and holds the store that the others still use
+        host_sum([0])
+    if _watch is not None:
+        _watch.close()
+        _watch = None
+    if dist.is_initialized():  # after an error it may wait for the others
+        dist.destroy_process_group()
 
 
 def host_sum(values: list[int]) -> list[int]:
@@ -120,11 +184,12 @@ def exchange(text: str, limit_s: float) -> list[str] | None:
     store, place = dist.distributed_c10d._get_default_store(), next(_meetings)
     everyone = [f"optrush/{place}/{rank}" for rank in range(dist.get_world_size())]
     store.set(everyone[dist.get_rank()], text)
-    until = time.monotonic() + limit_s
+    until, pause = time.monotonic() + limit_s, 0.001
     while not store.check(everyone):
         if time.monotonic() > until:
             return None
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(0.05, 2 * pause)
     return [store.get(key).decode() for key in everyone]
 
 

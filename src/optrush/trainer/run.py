@@ -12,12 +12,13 @@ import gc
 import glob
 import json
 import math
+import os
 import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +36,7 @@ from optrush.data.schema import Document
 from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError
 from optrush.export import write_model
 from optrush.hardware import GIB
+from optrush.launch import stop_numbers
 from optrush.objectives import unit
 from optrush.report import data
 from optrush.report.bench import write_run
@@ -84,6 +86,7 @@ def run(request: RunRequest) -> Outcome:
     config, output = request.resolved.config, Path(request.resolved.config.output)
     check_run_output(request.resolved, request.resume)
     group = join_ranks(request.resolved)  # the ranks agree on a checkpoint
+    distributed.resume_with(partial(run_dir.resume_line, output))
     with ExitStack() as stack:
         reporter = stack.enter_context(open_reporter(absolute(config)))
         manifest, passed = checkpoint.choose(output, request.resume)
@@ -101,12 +104,13 @@ def run(request: RunRequest) -> Outcome:
         stack.enter_context(stop_signals(trainer))
         bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None
         session = stack.enter_context(Session(trainer, plan, manifest, passed, reporter, bar))
-        with reading(trainer.batches), session.out_of_memory_reported():
+        with distributed.reported(), reading(trainer.batches), session.out_of_memory_reported():
             session.evaluate_untrained()
             train(trainer, session.meter, plan, session.save)
         session.check_ended_well()
         if trainer.stopped:
             return session.stopped()
+        distributed.under_way("the export")
         export_best(trainer, plan.total, request.resolved.folder, session.best)
         return session.finished()
 
@@ -525,7 +529,7 @@ class Session:
         except (RuntimeError, MemoryError) as error:
             if not exhausted(error):
                 raise
-            raise RunError(out_of_memory_in(self.trainer, self.meter.last + 1, error)) from error
+            raise out_of_memory_in(self.trainer, self.meter.last + 1, error) from error
 
     def check_ended_well(self) -> None:
         """Raise RunError after updates that were not finite, or a stop whose checkpoint could not be saved."""
@@ -540,7 +544,10 @@ class Session:
         for reporter in self.reporters:
             reporter.status = "stopped"
         if self.bar is not None:
-            console.err.print(f"stopped and saved; go on with: --resume auto (output {self.output})", markup=False)
+            saved = (
+                "stopped and saved; go on with: --resume auto" if self.meter.last else "stopped before the first step"
+            )
+            console.err.print(f"{saved} (output {self.output})", markup=False)
         return Outcome(RESUMABLE, self.output)
 
     def finished(self) -> Outcome:
@@ -579,7 +586,7 @@ def batches(trainer: Trainer, plan: RunPlan) -> Iterator[list[Batch]]:
     world, micro_rows = trainer.world, trainer.env.micro_rows
     return trainer.stream.run(
         plan.length, plan.done, rank=world.data_rank, ranks=world.data_ranks, micro_rows=micro_rows,
-        loading=trainer.loading,
+        loading=replace(trainer.loading, stopping=lambda: trainer.stopping == 1),
     )  # fmt: skip
 
 
@@ -590,28 +597,38 @@ def changes(before: dict[str, Any], config: Config) -> dict[str, str]:
     return {k: f"{old.get(k)} -> {new.get(k)}" for k in keys if old.get(k) != new.get(k)}
 
 
-def out_of_memory_in(trainer: Trainer, step: int, error: BaseException) -> str:
-    """Return the message for a lack of memory that the preflight did not meet."""
+def out_of_memory_in(trainer: Trainer, step: int, error: BaseException) -> RunError:
+    """Return the error for a lack of memory that the preflight did not meet."""
     rows, T = trainer.env.micro_rows, trainer.env.seq
     found = next(iter(str(error).splitlines()), "") or type(error).__name__
     # The owner of UPDATE needs a step to be one micro-batch.
     halves = rows > 1 and rows % 2 == 0 and Part.UPDATE not in trainer.env.claimed
     fewer = f" --set batch.micro_tokens={rows // 2 * T}" if halves else ""
-    saved = checkpoint.find_checkpoints(Path(trainer.config.output))
-    do = f"go on from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
-    return f"out of memory in step {step}: {found}; {do}{fewer}"
+    rank = "" if trainer.world.ranks == 1 else f", on rank {trainer.world.rank} of {trainer.world.ranks}"
+    asked = f"{rows} row{'s' * (rows > 1)} of {T} tokens a micro-batch{rank}"
+    do = run_dir.resume_line(Path(trainer.config.output)) + fewer
+    return RunError(asked, f"out of memory in step {step}: {found}", do)
 
 
 @contextmanager
 def stop_signals(trainer: Trainer) -> Iterator[None]:
-    """Make SIGTERM, SIGINT and SIGUSR1 stop all ranks after a save of the current step; a second Ctrl-C at once."""
+    """Make SIGTERM, SIGINT, SIGUSR1 and SIGHUP stop all ranks after a save of the current step.
+
+    A second Ctrl-C stops at once. After SIGHUP nothing more is written to the terminal, which has closed.
+    """
+    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def handle(number: int, _: object) -> None:
         if number == signal.SIGINT and trainer.stopping:
             raise KeyboardInterrupt
+        if number == signal.SIGHUP:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for fd in terminals:
+                os.dup2(nowhere, fd)
+            os.close(nowhere)
         trainer.stopping = max(trainer.stopping, 1)
 
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    numbers = stop_numbers()
     before = [signal.signal(n, handle) for n in numbers]
     try:
         yield

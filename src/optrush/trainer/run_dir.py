@@ -228,6 +228,12 @@ def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str
         return "; ".join(said)
 
 
+def resume_line(output: Path) -> str:
+    """Return how to go on with a run that has ended early."""
+    saved = find_checkpoints(output)
+    return f"go on from {saved[0].name} with: --resume auto" if saved else "nothing is saved yet; begin again"
+
+
 def cut_back(metrics: Path, step: int) -> int:
     """Keep the complete lines of steps up to `step`; return how many were removed.
 

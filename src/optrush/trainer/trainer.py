@@ -20,14 +20,14 @@ from optrush.data import sampler
 from optrush.data.batch import Batch
 from optrush.data.dataset import Sources
 from optrush.data.packing import Padded, RowLayout
-from optrush.data.sampler import Evaluation, Loading, Stream
+from optrush.data.sampler import Evaluation, Loading, NoBatch, Stream
 from optrush.kernels.adamw import Rounding
 from optrush.models.weights import WeightMap
 from optrush.optim.adamw import Optimizer, OptimizerFactory, build_optimizer
 from optrush.optim.schedule import learning_rate
 from optrush.technique import Edit, Environment
 from optrush.trainer import distributed
-from optrush.trainer.distributed import World
+from optrush.trainer.distributed import World, under_way
 from optrush.trainer.metrics import Meter
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ class Trainer:
     applied: list[Edit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     stopping: Literal[0, 1, 2] = 0  # this rank must stop: 1 by a signal, 2 the run has failed
+    starved: bool = False  # a rank that must stop has no batch for the step under way, which is given up
     stopped: Literal[0, 1, 2] = 0  # what all ranks agreed on: the step under way is the last
 
     @property
@@ -299,18 +300,33 @@ class RunPlan:
 
 
 def train(trainer: Trainer, meter: Meter, plan: RunPlan, save: Callable[[int], None]) -> None:
+    """Take the steps of the plan; evaluate and save where they are due."""
     for step in plan.steps:  # ends early, on the same step everywhere
-        with meter.waiting():
-            batches = next(trainer.batches)  # this rank's micro-batches of one step
+        under_way("reading data", step)
+        batches: list[Batch] = []
+        try:
+            with meter.waiting():
+                batches = next(trainer.batches)  # this rank's micro-batches of one step
+        except NoBatch:
+            trainer.starved = True
+        under_way("the sum of the targets", step)
         terms = trainer.all_reduce_int(sum(b.n_terms for b in batches))  # over the data axes; a host integer
+        if trainer.starved:  # a rank was told to stop and has no batch: the step before is the last, on all ranks
+            if step - 1 > plan.done:
+                save(step - 1)
+            return
         trainer.set_step(step)  # learning rate and random state are functions of the step
+        under_way("the forward and backward passes", step)
         loss = trainer.forward_backward(batches, terms)  # forward, backward, reduction
+        under_way("the update", step)
         norm, skipped = trainer.optimizer_step()  # unscale, guard, clip, step, free
         meter.tick(step, batches, loss, norm, skipped)  # reads the device only when this step logs
         if plan.evaluates(step):
+            under_way("the evaluation", step)
             with meter.aside():
                 meter.evaluated(step, *evaluate(trainer))
         if plan.saves(step):
+            under_way("saving a checkpoint", step)
             with meter.aside():
                 save(step)
 

@@ -1,0 +1,176 @@
+"""Hold a run of two processes to what it must survive: ranks that die, stop, run out of memory, and slow saves.
+
+    python benchmarks/faults/ranks.py R7 [--moments 20] [--folder DIR]
+
+Each fault prints one JSON line {"fault", "n", "pass", "figure"}. The runs are those of tests/faults: a random model of
+two layers, in processes of their own, started by `--ranks 2` or by torchrun with restarts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests/faults")]
+
+from runs import configuration, figures, weights, write_data, write_model  # noqa: E402
+
+LAUNCHERS = ("--ranks", "torchrun")
+TECHNIQUES = ("ddp", "fsdp")
+STEPS, SAVE_EVERY = 40, 5
+LIMIT_S = 240.0  # for a whole run: beyond it counts as hung
+
+
+def start(config: Path, launcher: str, *flags: str) -> subprocess.Popen[bytes]:
+    """Start a run on two ranks in a session of its own; its output goes next to the configuration."""
+    own = [sys.executable, "-m", "optrush", "train", str(config), "--resume", "auto", *flags]
+    if launcher == "--ranks":
+        command = [*own, "--ranks", "2"]
+    else:
+        options = ["--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+        options += ["--rdzv-endpoint", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "torch.distributed.run", *options, *own[1:]]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    with config.with_suffix(".log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Return the process id of each rank that a launcher has started and that is alive."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                status = (entry / "stat").read_text().rpartition(")")[2].split()
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                if int(status[1]) == launcher and status[0] != "Z":
+                    found |= {int(v[5:]): int(entry.name) for v in variables if v.startswith(b"RANK=")}
+    return found
+
+
+def wait_for(check: Callable[[], Any], limit_s: float) -> Any:
+    """Return what `check` returns once it is true; None after `limit_s` seconds."""
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        if found := check():
+            return found
+        time.sleep(0.01)
+    return None
+
+
+def logged(output: Path) -> int:
+    """Return the last step in metrics.jsonl; 0 without one."""
+    with suppress(OSError, IndexError):
+        return int(figures(output, torn=True)[-1]["step"])
+    return 0
+
+
+def finish(process: subprocess.Popen[bytes], limit_s: float = LIMIT_S) -> int | None:
+    """Return the exit code of a launcher; None if it hangs, and then end all of its session's processes."""
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        for pid in [*ranks_of(process.pid).values(), process.pid]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        return None
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep so many processes busy next to the block."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def home(folder: Path) -> None:
+    """Write the model and the data of all runs."""
+    if not (folder / "data.jsonl").exists():
+        write_model(folder / "model")
+        write_data(folder / "data.jsonl")
+
+
+def small(folder: Path, output: Path, technique: str, **changes: Any) -> Path:
+    """Write the configuration of a run of STEPS steps."""
+    train = {"steps": STEPS, "log_every": 1, "save_every": SAVE_EVERY}
+    techniques: dict[str, Any] = {"packing": {}, technique: {}} if technique else {"packing": {}}
+    return configuration(folder, output, **{"train": train, "with": techniques, **changes})
+
+
+def a_rank_dies(folder: Path, moments: int) -> dict[str, Any]:
+    """R7: kill -9 of either rank at random moments, under either launcher, every other time on a loaded machine."""
+    home(folder)
+    references = {}
+    for technique in TECHNIQUES:
+        config = small(folder, folder / f"reference-{technique}", technique)
+        assert finish(start(config, "--ranks")) == 0, config.with_suffix(".log").read_text()
+        references[technique] = (figures(config.with_suffix("")), weights(config.with_suffix("")))
+    rng, passed, slowest, notes = random.Random(7), 0, 0.0, []
+    for moment in range(moments):
+        launcher, technique = LAUNCHERS[moment % 2], TECHNIQUES[moment // 2 % 2]
+        load, victim, after = moment // 4 % 2 * 6, rng.randrange(2), rng.randrange(-4, STEPS - 3)
+        output = folder / f"dies-{moment}"
+        config = small(folder, output, technique)
+        with busy(load):
+            process = start(config, launcher)
+            if after < 0:  # while it is built
+                wait_for(lambda p=process.pid: len(ranks_of(p)) == 2, 60)
+                time.sleep(rng.random() * (4 + load))
+            else:
+                wait_for(lambda at=output, step=after: logged(at) >= step, 120)
+                time.sleep(rng.random() * 0.05)
+            alive, begin = ranks_of(process.pid), time.monotonic()
+            if victim in alive:
+                os.kill(alive[victim], signal.SIGKILL)
+            code = finish(process)
+            slowest = max(slowest, time.monotonic() - begin)
+            again = code
+            if code == 1 and launcher == "--ranks":
+                again = finish(start(config, launcher))
+        same = again == 0 and (figures(output), weights(output)) == references[technique]
+        passed += same
+        note = f"{launcher} {technique} rank {victim} at step {after}, {load} busy: code {code}, then {again}"
+        print(
+            f"{moment}: {note}, {time.monotonic() - begin:.1f} s, {'equal' if same else 'NOT EQUAL'}",
+            file=sys.stderr,
+            flush=True,
+        )
+        notes += [] if same else [note]
+    figure = f"all ended or went on, the slowest {slowest:.0f} s after the kill; losses and weights equal to the bit"
+    return {"fault": "R7", "n": moments, "pass": passed, "figure": "; ".join(notes) or figure}
+
+
+FAULTS = {"R7": a_rank_dies}
+
+
+def main() -> None:
+    """Run the named fault and print its line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("fault", choices=FAULTS)
+    parser.add_argument("--moments", type=int, default=20)
+    parser.add_argument("--folder", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(FAULTS[given.fault](given.folder or Path(folder), given.moments)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Watch the other ranks, and end this process with a reason when one of them is gone or does not answer.
+
+A process that waits in a collective cannot be interrupted from Python, and a collective's own error names no rank. So
+every rank writes a beat to a store, twice a second: a count, and the step and operation that are under way. A second
+thread compares the beats of the others with the clock: the store's own calls block while its process is stopped.
+
+A rank is gone when its process on this host has ended; it does not answer when its beat, or its part of a collective,
+has not come for `train.timeout` seconds. A rank that fails for a reason of its own reports that to the store, and the
+others end without a message. Everything else is an error of three lines, printed by the first rank that is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from optrush.errors import RunError
+from optrush.launch import LAUNCHER, process_stat
+
+BEAT_S = 0.5
+LATE_S = 2.0  # a beat older than this is missing, once a collective has failed
+NAMING_S = 3.0  # how long a failed collective waits for the name of the rank that is missing
+LEAVING_S = 5.0  # for this process to leave by itself after another rank's failure
+COLLECTIVE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
+
+State = Literal["alive", "stopped", "gone", "unknown"]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank reports: where it runs, and what is under way there."""
+
+    host: str
+    pid: int
+    begun: int  # the kernel's start time of the process: a process id may be used again
+    step: int
+    operation: str
+
+    def state(self) -> State:
+        """Return the state of the process; "unknown" on another host."""
+        if self.host != HOST:
+            return "unknown"
+        with suppress(OSError, IndexError, ValueError):
+            letter, begun = process_stat(self.pid)
+            if begun == self.begun and letter not in "ZX":
+                return "stopped" if letter in "Tt" else "alive"
+        return "gone"
+
+
+def _host() -> str:
+    """Return the name of this host and of its space of process ids: containers may share the first."""
+    with suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+HOST = _host()
+
+
+class Watch:
+    """The beats of all ranks of a run. `under_way` is written by the training thread, the rest by the watch's own."""
+
+    def __init__(self, store: Store, reports: Store, rank: int, ranks: int, timeout_s: float) -> None:
+        """Begin to beat and to watch.
+
+        Args:
+            store: a connection that nothing else uses; rank 0's process, or torchrun's agent, holds the other end.
+            reports: the same store by the connection of the training thread.
+        """
+        self.store, self.reports, self.rank, self.ranks, self.timeout_s = store, reports, rank, ranks, timeout_s
+        self.under_way = (0, "starting")  # the step, and the operation
+        self.resume: Callable[[], str] = lambda: "start it again with: --resume auto"
+        self.begun = process_stat(os.getpid())[1]
+        now = time.monotonic()
+        self.beats: dict[int, tuple[str, float]] = {r: ("", now) for r in range(ranks) if r != rank}
+        self.answered, self.reads = now, 0  # when the store answered last, and how often it has
+        self.hurry = threading.Event()  # read again without a pause
+        self.failed_at: float | None = None  # when another rank's own failure was read
+        self.closing = self.broken = False
+        self.ending = threading.Lock()
+        self._own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        for work in (self._beat, self._judge):
+            threading.Thread(target=work, name="optrush-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """End the watch: the ranks are about to leave."""
+        self.closing = True
+
+    # --- the thread that talks to the store
+
+    def _beat(self) -> None:
+        count = 0
+        try:
+            while not self.closing:
+                count += 1
+                report = [count, HOST, os.getpid(), self.begun, *self.under_way]
+                self.store.set(f"beat/{self.rank}", json.dumps(report))
+                self._read()
+                self.answered, self.reads = time.monotonic(), self.reads + 1
+                self.hurry.wait(BEAT_S)
+        except RuntimeError:  # the store's process has ended
+            self.broken = True
+
+    def _read(self) -> None:
+        keys = [f"beat/{r}" for r in self.beats]
+        if not self.store.check(keys):
+            return
+        now = time.monotonic()
+        for r, value in zip(self.beats, self.store.multi_get(keys), strict=True):
+            text = value.decode()
+            if text != self.beats[r][0]:
+                self.beats[r] = (text, now)
+        if self.failed_at is None and self.store.check(["failed"]):
+            self.failed_at = now
+
+    # --- the thread that compares beats with the clock
+
+    def _judge(self) -> None:
+        gone_since: float | None = None
+        while not self.closing:
+            time.sleep(BEAT_S)
+            now = time.monotonic()
+            if self.failed_at is not None and now - self.failed_at > LEAVING_S:
+                self._leave(None)
+            if missing := self._missing(self.timeout_s):
+                self._leave(missing)
+            gone_since = (gone_since or now) if self._in_state("gone") or self.broken else None
+            if gone_since is not None and now - gone_since > LEAVING_S:
+                self._leave(self._missing(LATE_S) or [0])
+
+    def _leave(self, missing: list[int] | None) -> None:
+        """End this process, whatever its other threads wait for."""
+        if self.closing or not self.ending.acquire(blocking=False):
+            return
+        error = None if missing is None else self._error(missing)
+        if error is not None:
+            sys.stderr.write(f"{error}\n")
+        elif missing:
+            time.sleep(1.0)  # the rank that prints goes first
+        sys.stderr.flush()
+        os._exit(1)
+
+    # --- who is missing
+
+    def _beat_of(self, r: int) -> Beat | None:
+        text = self.beats[r][0]
+        return Beat(*json.loads(text)[1:]) if text else None
+
+    def _in_state(self, state: State) -> list[int]:
+        return [r for r in self.beats if (beat := self._beat_of(r)) is not None and beat.state() == state]
+
+    def _missing(self, late_s: float) -> list[int]:
+        """Return the ranks that are gone or whose beats are older than `late_s`."""
+        now = time.monotonic()
+        if late_s < self.timeout_s and (gone := self._in_state("gone")):
+            return gone
+        if self.broken or now - self.answered > late_s:  # nothing is known of the others since
+            return [0] if self._own_store and self.rank else []
+        return [r for r, (_, at) in self.beats.items() if now - at > late_s]
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return what to raise for an error that has ended this rank's training; report it to the other ranks.
+
+        Returns:
+            The error itself if it is this rank's own; RunError that names the missing rank for a collective that
+            failed; SystemExit where another rank or the launcher prints the reason.
+        """
+        if getattr(error, "everywhere", False) or isinstance(error, KeyboardInterrupt | SystemExit):
+            return error
+        if not isinstance(error, RuntimeError) or not _of_a_collective(error):
+            self._report()
+            return error
+        if not self.ending.acquire(blocking=False):
+            time.sleep(2 * LEAVING_S)  # the watch's own thread prints and ends the process
+        end, enough = time.monotonic() + NAMING_S, self.reads + 2  # one of them begins after the error
+        self.hurry.set()
+        while time.monotonic() < end and self.failed_at is None:
+            if (self.broken or self.reads >= enough) and self._missing(LATE_S):
+                break
+            time.sleep(0.05)
+        self.hurry.clear()
+        if self.failed_at is not None:
+            return SystemExit(1)
+        missing = self._missing(LATE_S)
+        if self._gone(missing) and LAUNCHER in os.environ:
+            return SystemExit(1)  # the launcher prints which signal it was
+        return self._error(missing) or SystemExit(1)
+
+    def _report(self) -> None:
+        with suppress(RuntimeError):
+            self.reports.set("failed", str(self.rank))
+            if self._own_store and self.rank == 0:
+                time.sleep(2 * BEAT_S)  # until the others have read it: the store ends with this process
+
+    def _gone(self, missing: list[int]) -> bool:
+        return bool(missing) and all(r in self._in_state("gone") or (r == 0 and self.broken) for r in missing)
+
+    def _error(self, missing: list[int]) -> RunError | None:
+        """Return the error that names the missing ranks; None if another rank prints it. Ends those that are stopped.
+
+        Args:
+            missing: the ranks; empty: all are there, and one has not come to the collective.
+        """
+        left = min(r for r in range(self.ranks) if r not in missing)
+        stopped = self._in_state("stopped")
+        if left != self.rank:
+            return None
+        step, operation = self.under_way
+        names = missing or [r for r in self.beats if self._elsewhere(r)] or list(self.beats)
+        limit = f"for {self.timeout_s:g} s (train.timeout)"
+        if self._gone(missing):
+            found = f"{_ranks(names)} ended, and rank {self.rank} waited for {'it' if len(names) == 1 else 'them'}"
+        else:
+            found = f"{_ranks(names)} did not answer rank {self.rank} {limit}"
+        found += "".join(self._place(r, r in stopped) for r in names[:4])
+        for r in set(stopped) & set(names) if LAUNCHER not in os.environ else ():
+            if beat := self._beat_of(r):
+                with suppress(OSError):
+                    os.kill(beat.pid, signal.SIGKILL)  # its training is over, and torchrun would wait for 30 s
+        return RunError(f"{_at(step)}{operation}, on {self.ranks} ranks", found, self.resume())
+
+    def _elsewhere(self, r: int) -> bool:
+        beat = self._beat_of(r)
+        return beat is not None and (beat.step, beat.operation) != self.under_way
+
+    def _place(self, r: int, stopped: bool) -> str:
+        beat = self._beat_of(r)
+        if beat is None:
+            return ""
+        what = f"process {beat.pid} on {beat.host.partition(' ')[0]}"
+        state = "is stopped, last seen in" if stopped else "was last seen in"
+        return f"; rank {r}, {what}, {state} {_at(beat.step)}{beat.operation}"
+
+
+def _of_a_collective(error: RuntimeError) -> bool:
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in COLLECTIVE)
+
+
+def _ranks(names: list[int]) -> str:
+    shown = ", ".join(map(str, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return f"rank{'s' * (len(names) > 1)} {shown}"
+
+
+def _at(step: int) -> str:
+    return f"step {step}, " if step else ""
+
+
+# --- Joining
+
+
+def meet(store: Store, rank: int, ranks: int, limit_s: float) -> str:
+    """Return a name for this start of the ranks, the same on all of them and never used before.
+
+    torchrun starts dead ranks again with the store that holds the keys of those before them: without a new name a rank
+    would read the address of one that is gone. Rank 0 answers the greetings that it finds, and each rank waits until
+    the answer contains its own.
+
+    Raises:
+        RunError: a rank did not come within `limit_s` seconds.
+    """
+    own, end = secrets.token_hex(8), time.monotonic() + limit_s
+    store.set(f"hello/{rank}", own)
+    others = [r for r in range(ranks) if r != rank]
+    missing = others
+    while time.monotonic() < end:
+        if rank == 0:
+            hellos = {r: _peek(store, f"hello/{r}") for r in others}
+            store.set("start", json.dumps([own, *(hellos[r] for r in others)]))
+            missing = [r for r in others if _peek(store, f"met/{r}") != own]
+            if not missing:
+                return own
+        elif (start := _peek(store, "start")) and json.loads(start)[rank] == own:
+            name: Any = json.loads(start)[0]
+            store.set(f"met/{rank}", name)
+            return str(name)
+        time.sleep(0.02)
+    found = f"{_ranks(missing if rank == 0 else [0])} did not come within {limit_s:g} s"
+    raise RunError(f"{ranks} ranks", found, "look for its error above, and whether every machine runs the same command")
+
+
+def _peek(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""

@@ -1,0 +1,289 @@
+"""R7, R8, R12: ranks that die, stop, hang or run out of memory; data workers that stop; a terminal that closes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from optrush.data import sampler
+from optrush.errors import RunError
+from optrush.launch import process_stat
+from optrush.trainer import build, peers
+from optrush.trainer.checkpoint import find_checkpoints, verify
+
+from harness import ended, launch_env, told
+from runs import (
+    begun,
+    begun_on,
+    command,
+    configuration,
+    each_step,
+    figures,
+    fork,
+    said,
+    trained,
+    trained_on,
+    wait_for,
+    weights,
+    write_data,
+    write_model,
+)
+
+STEPS = 12
+DDP: dict[str, Any] = {"packing": {}, "ddp": {}}
+FSDP: dict[str, Any] = {"packing": {}, "fsdp": {}}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, data, and what a run on two ranks leaves if nothing happens to it."""
+    folder = tmp_path_factory.mktemp("home")
+    write_model(folder / "model")
+    write_data(folder / "data.jsonl")
+    assert trained_on(2, configuration(folder, folder / "ddp", **{"with": DDP})) == [0, 0]
+    return folder
+
+
+def slow(pause_s: float = 0.1) -> Callable[[], None]:
+    """A `before` that makes each step last a while."""
+    return each_step(lambda n: time.sleep(pause_s))
+
+
+def refusal(config: Path) -> list[str]:
+    """The lines of the one error in a run's output."""
+    text = said(config)
+    assert "Traceback" not in text and text.count("asked: ") == 1, text
+    return text[text.index("asked: ") :].splitlines()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_is_named(home: Path, victim: int) -> None:
+    config = configuration(home, home / f"dies-{victim}", **{"with": DDP})
+    pids = begun_on(2, config, before=slow())
+    wait_for(config.with_suffix(""), 4)
+    begin = time.monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    assert ended(pids[1 - victim]) == 1 and ended(pids[victim]) == -9
+    assert time.monotonic() - begin < 10
+    asked, found, do = refusal(config)
+    assert re.fullmatch(r"asked: step [5-7], .*, on 2 ranks", asked)
+    assert found.startswith(f"found: rank {victim} ended, and rank {1 - victim} waited for it; rank {victim}, process ")
+    assert re.fullmatch(r"do:    go on from step-00000[36] with: --resume auto", do)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_is_named_within_the_timeout(home: Path, victim: int) -> None:
+    """All ranks end, the stopped one too, whichever holds the store."""
+    config = configuration(home, home / f"stops-{victim}", **{"with": FSDP})
+    pids = begun_on(2, config, "--set", "train.timeout=2", before=slow())
+    wait_for(config.with_suffix(""), 4)
+    begin = time.monotonic()
+    os.kill(pids[victim], signal.SIGSTOP)
+    assert ended(pids[1 - victim]) == 1 and ended(pids[victim]) == -9
+    assert time.monotonic() - begin < 2 + 5
+    asked, found, do = refusal(config)
+    assert re.fullmatch(r"asked: step [5-7], .*, on 2 ranks", asked)
+    assert f"rank {victim} did not answer rank {1 - victim} for 2 s (train.timeout)" in found and "is stopped" in found
+    assert "--resume auto" in do
+
+
+def test_a_rank_that_hangs_is_named_with_what_it_does(home: Path) -> None:
+    """Its process is alive, and its beat comes."""
+
+    def hang(n: int) -> None:
+        if n == 5 and os.environ["RANK"] == "1":
+            threading.Event().wait()
+
+    config = configuration(home, home / "hangs", **{"with": DDP})
+    first, second = begun_on(2, config, "--set", "train.timeout=2", before=each_step(hang))
+    begin = time.monotonic()
+    assert ended(first) == 1
+    assert time.monotonic() - begin < 25
+    os.kill(second, signal.SIGKILL)  # as its launcher would
+    ended(second)
+    asked, found, _ = refusal(config)
+    assert asked == "asked: step 5, the forward and backward passes, on 2 ranks"
+    assert (
+        "rank 1 did not answer rank 0 for 2 s" in found and "was last seen in step 5, the sum of the targets" in found
+    )
+
+
+def test_restarted_over_the_store_of_those_before(home: Path) -> None:
+    """torchrun starts its ranks again with the store in which the addresses of the dead ones are."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    config = configuration(home, home / "restarted", **{"with": DDP})
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    for kill in (3, 7, None):
+        envs = [{**env, **agent} for env in launch_env(2)]
+        pids = [begun(config, "--resume", "auto", before=slow(0.05), env=env) for env in envs]
+        if kill is not None:
+            wait_for(config.with_suffix(""), kill)
+            os.kill(pids[kill % 2], signal.SIGKILL)
+        assert sorted(ended(pid) for pid in pids) == ([0, 0] if kill is None else [-9, 1]), said(config)
+    assert figures(config.with_suffix("")) == figures(home / "ddp")
+    assert weights(config.with_suffix("")) == weights(home / "ddp")
+    told("R7", 2, "restarted over the same store; every loss and weight equal")
+
+
+def test_ranks_meet_over_old_keys() -> None:
+    store, names = dist.HashStore(), []
+    for _ in range(3):
+        found: dict[int, str] = {}
+        threads = [
+            threading.Thread(target=lambda r=r, found=found: found.update({r: peers.meet(store, r, 3, 30)}))
+            for r in (2, 0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)  # the last comes late, and its key of the start before lies there
+        for thread in threads:
+            thread.join()
+        assert len(found) == 3 and len(set(found.values())) == 1
+        names.append(found[0])
+    assert len(set(names)) == 3
+    with pytest.raises(RunError, match=r"found: ranks 1, 2 did not come within 0\.2 s"):
+        peers.meet(store, 0, 3, 0.2)
+
+
+def test_the_launcher_says_which_signal_ended_a_rank(home: Path) -> None:
+    config = configuration(home, home / "launched", train__steps=400, train__save_every=5, **{"with": DDP})
+    launcher = fork(lambda: command("train", str(config), "--ranks", "2"), {}, config.with_suffix(".log"))
+    wait_for(config.with_suffix(""), 6)
+    children = [int(p) for p in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+    (second,) = [p for p in children if b"RANK=1" in Path(f"/proc/{p}/environ").read_bytes().split(b"\0")]
+    os.kill(second, signal.SIGKILL)
+    assert ended(launcher) == 1
+    asked, found, do = refusal(config)
+    assert asked == "asked: `--ranks 2`"
+    assert found == "found: rank 1 was ended by SIGKILL, as the kernel does where memory is short"
+    assert re.fullmatch(r"do:    go on from step-\d{6} with: --resume auto", do)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_out_of_memory_on_one_rank(home: Path, victim: int) -> None:
+    """One message, of the rank that it happened on; all ranks end with the same code."""
+
+    def before() -> None:
+        gradients, at = build.forward_backward, {"n": 0}
+
+        def greedy(job: Any, batches: Any, terms: int) -> Any:
+            at["n"] += 1
+            if at["n"] == 7 and os.environ["RANK"] == str(victim):  # the rehearsal takes two
+                raise MemoryError("no memory for 9 GiB")
+            return gradients(job, batches, terms)
+
+        build.forward_backward = greedy
+
+    config = configuration(home, home / f"memory-{victim}", **{"with": DDP})
+    begin = time.monotonic()
+    assert trained_on(2, config, before=before) == [1, 1]
+    assert time.monotonic() - begin < 25
+    asked, found, do = refusal(config)
+    assert asked == f"asked: 2 rows of 64 tokens a micro-batch, on rank {victim} of 2"
+    assert found == "found: out of memory in step 5: no memory for 9 GiB"
+    assert do == "do:    go on from step-000003 with: --resume auto --set batch.micro_tokens=64"
+
+
+def test_a_terminal_that_closes(home: Path) -> None:
+    """SIGHUP saves, though nothing can be written to the terminal any more; data workers leave it to the trainer."""
+    techniques = {"packing": {}, "loader": {"workers": 1}}
+    config = configuration(home, home / "hangup", **{"with": techniques})
+    ours, theirs = pty.openpty()
+
+    def on_terminal() -> None:
+        for fd in (1, 2):
+            os.dup2(theirs, fd)
+        os.close(ours)
+        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
+        slow()()
+
+    pid = begun(config, before=on_terminal)
+    os.close(theirs)
+    wait_for(config.with_suffix(""), 4)
+    os.close(ours)
+    os.killpg(pid, signal.SIGHUP)
+    assert ended(pid) == 143
+    saved = verify(find_checkpoints(config.with_suffix(""))[0]).step
+    assert saved in (5, 6, 7) and figures(config.with_suffix(""))[-1]["step"] == saved
+
+
+def test_a_hangup_that_is_ignored(home: Path) -> None:
+    """As `nohup` sets it."""
+    config = configuration(home, home / "nohup")
+
+    def ignore() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        slow(0.05)()
+
+    pid = begun(config, before=ignore)
+    wait_for(config.with_suffix(""), 4)
+    os.kill(pid, signal.SIGHUP)
+    assert ended(pid) == 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_stopped_data_worker(home: Path, streams: bool) -> None:
+    """It is reported, the run goes on with it, and a signal saves the step before the batch that does not come."""
+    output = home / f"worker-{streams}"
+    techniques = {"packing": {"window": 64}, "loader": {"workers": 1, "prefetch": 1}}
+    data = {"path": str(home / "data.jsonl"), "stream": streams}
+    config = configuration(home, output, data=data, train__steps=200, **{"with": techniques})
+
+    def before() -> None:
+        sampler.LATE_S, sampler.REPEAT_S, sampler.GIVING_UP_S = 0.5, 0.5, 0.5
+        slow(0.05)()
+
+    def workers_of(trainer: int) -> list[int]:
+        return [int(p) for p in Path(f"/proc/{trainer}/task/{trainer}/children").read_text().split()]
+
+    pid = begun(config, before=before)
+    wait_for(output, 4)
+    (worker,) = workers_of(pid)
+    os.kill(worker, signal.SIGSTOP)
+    end = time.monotonic() + 30
+    while f"(process {worker}) is stopped" not in said(config) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert f"(process {worker}) is stopped" in said(config)
+    waiting = figures(output)[-1]["step"]
+    os.kill(worker, signal.SIGCONT)
+    wait_for(output, waiting + 2)
+    os.kill(worker, signal.SIGSTOP)
+    os.kill(pid, signal.SIGTERM)
+    assert ended(pid) == 143, said(config)
+    assert verify(find_checkpoints(output)[0]).step == figures(output)[-1]["step"] >= waiting + 2
+    with pytest.raises(FileNotFoundError):
+        process_stat(worker)
+    end_config = configuration(home, output, data=data, train__steps=200, **{"with": techniques})
+    assert trained(end_config, "--resume", "auto") == 0
+
+
+def test_one_rank_without_a_batch(home: Path) -> None:
+    """The others stop before the same step."""
+    output = home / "starved"
+    techniques = {**DDP, "loader": {"workers": 1, "prefetch": 1}}
+    config = configuration(home, output, train__steps=200, **{"with": techniques})
+
+    def before() -> None:
+        sampler.GIVING_UP_S = 0.5
+        slow(0.05)()
+
+    pids = begun_on(2, config, before=before)
+    wait_for(output, 4)
+    (worker,) = map(int, Path(f"/proc/{pids[1]}/task/{pids[1]}/children").read_text().split())
+    os.kill(worker, signal.SIGSTOP)
+    time.sleep(1.0)
+    os.kill(pids[1], signal.SIGTERM)
+    assert [ended(pid) for pid in pids] == [143, 143], said(config)
+    assert verify(find_checkpoints(output)[0]).step == figures(output)[-1]["step"]
