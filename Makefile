@@ -5,7 +5,7 @@ CONSTRAINTS ?= constraints.txt
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint faults clean
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py demo
@@ -22,6 +22,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+faults: $(VENV)/.dev  # about an hour; benchmarks/faults/run.py R7 tries one
+	$(BIN)/python benchmarks/faults/run.py --write
 
 $(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

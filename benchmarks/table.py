@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import runpy
 import shutil
 import statistics
 import sys
@@ -54,6 +55,7 @@ TRAINED = Path("benchmarks/results/h200-gradients-trained.jsonl")
 CHOICES = tuple(Path(f"benchmarks/results/h200-{name}") for name in ("choices", "choices-kernels"))
 CURVES = Path("benchmarks/results/h200-float8-curve.jsonl")
 CALIBRATION = Path("benchmarks/results/h200-calibration.json")  # `optrush calibrate --out`, where a record has no own
+FAULTS = Path("benchmarks/results/faults.jsonl")  # `make faults`
 BEGIN, END = "<!-- figures: benchmarks/table.py -->", "<!-- end of figures -->"
 GIB = 2**30
 # The rung of the plain loop (transformers and torch alone) that does the same.
@@ -448,6 +450,15 @@ def learnt() -> str:
     return "\n".join([*rows, "", f"Record: [{CURVES.stem}](../../{CURVES})."])
 
 
+def survived() -> str:
+    """Return the table of the faults that `make faults` tried."""
+    rows = ["| | what happens | held | figures |", "|---|---|---|---|"]
+    what = runpy.run_path(str(ROOT / "benchmarks/faults/run.py"))["TRIED"]
+    for one in map(json.loads, (ROOT / FAULTS).read_text().splitlines()):
+        rows.append(f"| {one['fault']} | {what[one['fault']][0]} | {one['pass']} of {one['n']} | {one['figure']} |")
+    return "\n".join([*rows, "", f"Record: [{FAULTS.stem}](../{FAULTS})."])
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "README.md": first_page,
     "docs/benchmarks.md": table,
@@ -455,6 +466,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/ladder.md": fastest,
     "docs/plan.md": accuracy,
     "docs/calibrate.md": parted,
+    "docs/reliability.md": survived,
     **{f"docs/techniques/{c.name}.md": partial(lambda name: gained()[name], c.name) for c in ALL},
     "docs/techniques/fp8.md": lambda: f"{gained()['fp8']}\n\n{learnt()}",
 }

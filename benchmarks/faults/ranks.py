@@ -1,4 +1,4 @@
-"""Hold a run of two processes to what it must survive: ranks that die, stop, run out of memory, and slow saves.
+"""Hold a run of two processes to what it must survive: a rank that dies, a rank that stops.
 
     python benchmarks/faults/ranks.py R7 [--moments 20] [--folder DIR]
 
@@ -27,9 +27,11 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests/faults
 
 from runs import configuration, figures, weights, write_data, write_model  # noqa: E402
 
+PATH = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
 LAUNCHERS = ("--ranks", "torchrun")
 TECHNIQUES = ("ddp", "fsdp")
 STEPS, SAVE_EVERY = 40, 5
+TIMEOUT_S = 5
 LIMIT_S = 240.0  # for a whole run: beyond it counts as hung
 
 
@@ -42,7 +44,7 @@ def start(config: Path, launcher: str, *flags: str) -> subprocess.Popen[bytes]:
         options = ["--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "3", "--rdzv-backend", "c10d"]
         options += ["--rdzv-endpoint", "127.0.0.1:0"]
         command = [sys.executable, "-m", "torch.distributed.run", *options, *own[1:]]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"}
     with config.with_suffix(".log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
@@ -158,7 +160,36 @@ def a_rank_dies(folder: Path, moments: int) -> dict[str, Any]:
     return {"fault": "R7", "n": moments, "pass": passed, "figure": "; ".join(notes) or figure}
 
 
-FAULTS = {"R7": a_rank_dies}
+def a_rank_stops(folder: Path, moments: int) -> dict[str, Any]:
+    """R8: SIGSTOP of either rank at random moments, under either launcher: how long until no rank is left."""
+    home(folder)
+    rng, passed, slowest, notes = random.Random(8), 0, 0.0, []
+    for moment in range(moments):
+        launcher, technique = LAUNCHERS[moment % 2], TECHNIQUES[moment // 2 % 2]
+        victim, after = moment // 4 % 2, rng.randrange(1, STEPS - 5)
+        output = folder / f"stops-{moment}"
+        config = small(folder, output, technique)
+        process = start(config, launcher, "--set", f"train.timeout={TIMEOUT_S}")
+        wait_for(lambda at=output, step=after: logged(at) >= step, 120)
+        alive, begin = ranks_of(process.pid), time.monotonic()
+        os.kill(alive[victim], signal.SIGSTOP)
+        pids = set(alive.values())
+        gone = wait_for(lambda p=process.pid, pids=pids: not pids & set(ranks_of(p).values()), 60)
+        seconds = time.monotonic() - begin
+        code = finish(process)  # torchrun starts the ranks again, and they go on
+        text = config.with_suffix(".log").read_text()
+        named = f"rank {victim} did not answer" in text and "Traceback" not in text.split("asked: ")[-1]
+        held = bool(gone) and seconds <= TIMEOUT_S + 5 and named and code == (1 if launcher == "--ranks" else 0)
+        passed += held
+        slowest = max(slowest, seconds)
+        note = f"{launcher} {technique} rank {victim} at step {after}: {seconds:.1f} s, code {code}, named: {named}"
+        print(f"{moment}: {note}", file=sys.stderr, flush=True)
+        notes += [] if held else [note]
+    figure = f"no rank was left {slowest:.1f} s after the stop, at most, with train.timeout: {TIMEOUT_S}"
+    return {"fault": "R8", "n": moments, "pass": passed, "figure": "; ".join(notes) or figure}
+
+
+FAULTS = {"R7": a_rank_dies, "R8": a_rank_stops}
 
 
 def main() -> None:
