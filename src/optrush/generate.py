@@ -234,9 +234,24 @@ class GenerationModel:
             mask[i, longest - len(ids) :] = 1
         torch.manual_seed(seed)
         out = self.model.generate(
-            tokens.to(self.device), attention_mask=mask.to(self.device), generation_config=settings
-        )
+            tokens.to(self.device), attention_mask=mask.to(self.device), generation_config=settings,
+            logits_processor=[self._check_scores],
+        )  # fmt: skip
         return [self._answer(row) for row in out[:, longest:]]
+
+    def _check_scores(self, _: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores of the next token, (prompts, vocabulary); transformers calls it before it draws one.
+
+        Raises:
+            RunError: NaN or infinity among them; -infinity is a token that cannot follow.
+        """
+        if scores.amax(-1).isfinite().all():
+            return scores
+        broken = next((name for name, value in self.model.named_parameters() if not value.isfinite().all()), None)
+        why = "none of its weights is" if broken is None else f"{broken} holds some"
+        found = f"NaN or infinity among the scores of the next token; {why}"
+        do = "compute in float32" if broken is None else "export an earlier checkpoint, or copy the weights anew"
+        raise RunError(f"an answer of {self.name}", found, do)
 
     def _answer(self, row: Tensor, interrupted: bool = False) -> Answer:
         ids = row.tolist()
@@ -260,6 +275,7 @@ class GenerationModel:
                     out = self.model.generate(
                         prompt, attention_mask=torch.ones_like(prompt), streamer=streamer,
                         stopping_criteria=[_StopEvent(stop)], generation_config=self.settings(sampling, len(ids)),
+                        logits_processor=[self._check_scores],
                     )  # fmt: skip
                 results.append(out[0, len(ids) :])
             except BaseException as error:  # raised in the caller, which waits for the streamer's end

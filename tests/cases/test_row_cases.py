@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
+import re
 import resource
+import shutil
 import sys
 import time
 from collections import Counter
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from optrush.cli import app
 from optrush.config import parse_config
@@ -648,3 +652,26 @@ def test_a_monstrous_template_is_refused_soon(monster: str, tiny_home: Path, mon
     assert time.monotonic() - begun < 20 and resource.getrlimit(resource.RLIMIT_AS) == before
     assert "chat template" in caught.value.found and str(caught.value).count("\n") == 2
     assert len(str(caught.value)) < 1000 and "model.chat_template" in caught.value.do
+
+
+# --- weights that are no numbers
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("greedy", [(), ("--greedy",)])
+def test_an_answer_of_broken_weights_is_refused(
+    value: float, greedy: tuple[str, ...], call: Any, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_home / "optrush" / "tiny-1", "model")
+    weights = load_file("model/model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    weights[name][3] = value
+    save_file(weights, "model/model.safetensors", {"format": "pt"})
+    lines("asked.jsonl", [{"prompt": "A city?"}, {"prompt": "Another?"}])
+    for command in (("generate", "model", "--prompts", "asked.jsonl", "--out", "out.jsonl"), ("chat", "model")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("A city?\n"))
+        code, out, err = call(*command, "--max-tokens", "4", *greedy)
+        assert (code, "!!!" in out) == (1, False), err
+        assert len(re.findall("^(?:asked|found|do): ", err, re.MULTILINE)) == 3 and "Traceback" not in err
+        assert f"NaN or infinity among the scores of the next token; {name} holds some" in err
+    assert not Path("out.jsonl").exists()
