@@ -13,6 +13,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -675,3 +677,37 @@ def test_an_answer_of_broken_weights_is_refused(
         assert len(re.findall("^(?:asked|found|do): ", err, re.MULTILINE)) == 3 and "Traceback" not in err
         assert f"NaN or infinity among the scores of the next token; {name} holds some" in err
     assert not Path("out.jsonl").exists()
+
+
+# --- the same ids, the same mask
+
+SHIPPED = sorted(Path(find_spec("trl").submodule_search_locations[0]).glob("chat_templates/*.jinja"))  # type: ignore
+SAID = [
+    {"content": "two and two\n</think>\n\nFour."}, {"content": "<think>\ntwo and two\n</think>\n\nFour."},
+    {"content": "Four.", "reasoning_content": "two and two"}, {"content": "Four.", "reasoning": "two and two"},
+    {"content": "\n</think>\n\nFour."}, {"content": "<think>\n\n</think>\n\nFour."}, {"content": "Four."},
+    {"content": "Four.", "reasoning_content": ""}, {"content": "</think>Four."}, {"content": "two</think>"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("alike", [SHIPPED[n::4] for n in range(4)], ids=range(4))
+def test_however_a_row_writes_reasoning_the_mask_is_the_same(alike: list[Path], called: bool, tiny_home: Path) -> None:
+    lines("chat.jsonl", [{"messages": TURNS}])
+    base = open_tokens(config(tiny_home, path="chat.jsonl"), tiny_home / "optrush" / "tiny-1")
+    assert base is not None
+    compared = 0
+    for template in alike:
+        tokens, masks = chat_template.Tokens(base.tokenizer, template.read_text()), dict[tuple[int, ...], Any]()
+        for said in SAID:
+            answer = {"role": "assistant", **said, **({"tool_calls": [CALL]} if called else {})}
+            with suppress(UserError):
+                row, _ = parsed({"messages": [ASK, answer]})
+                document = tokens.document(row, "assistant", WHERE)
+                ids, mask = tuple(document.ids.tolist()), document.targets.tolist()
+                compared += ids in masks
+                shown = [
+                    base.tokenizer.decode([i for i, on in zip(ids, m) if on]) for m in (mask, masks.get(ids, mask))
+                ]
+                assert mask == masks.setdefault(ids, mask), (template.name, said, *shown)
+    assert compared >= 3

@@ -400,7 +400,8 @@ class Masker:
         salt = next(salt for n in count(0o7351) if (salt := f"9{n:o}") not in self.rendered)
         self._open, self._close = f"{salt}:", f"{salt};"
         self._marked = re.compile(f"{self._open}([0-9]+):(.*?){self._close}", re.DOTALL)
-        self._cut(split=False)
+        # A template that takes reasoning out of a content writes the `<think>` that such a content lacks, before it.
+        self._cut(split=any(_unopened(chat.messages[i].content) for i in turns))
 
     def spans(self) -> list[CharSpan]:
         """Return what is learnt of each of the turns, in order; raises DataError if it cannot be proven."""
@@ -571,6 +572,12 @@ class Masker:
 
     def _refused(self, found: str, do: str = MEND_TEMPLATE) -> DataError:
         return DataError(f"to mask the messages at {self._where}", found, do)
+
+
+def _unopened(content: str) -> bool:
+    """Return whether the first thinking mark of a content is the one that ends reasoning."""
+    first = THINKING.search(content)
+    return first is not None and first[0] == "</think>"
 
 
 def _ending(tail: str, usual: str) -> str:
