@@ -157,7 +157,9 @@ class GenerationModel:
         self.model.generation_config = type(given)(**{key: getattr(given, key, None) for key in OWN})
         self.template: Template | None = None
         if self.tokenizer.chat_template:
-            self.template = Template(self.tokens.template(), self.tokenizer.special_tokens_map)
+            self.template, self._tool_template = (
+                Template(self.tokens.template(tools), self.tokenizer.special_tokens_map) for tools in (False, True)
+            )
         self._controls = any_of({str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special})
         self.room: int | None = getattr(self.model.config, "max_position_embeddings", None)
 
@@ -185,7 +187,8 @@ class GenerationModel:
                 if found_ := self._controls.search(message.content):
                     found = f"messages[{i}] holds the text {found_[0]}, a control token: a forged turn"
                     raise DataError(f"the messages at {where}", found, "take it out, or write it otherwise")
-            text = self.template.render([self.template.shown(m) for m in prompt], where, tools, prompt=True)
+            template = self._tool_template if tools else self.template
+            text = template.render([template.shown(m) for m in prompt], where, tools, prompt=True)
             ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise DataError(f"the prompt at {where}", "it has no token", "write something")

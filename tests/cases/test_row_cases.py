@@ -32,7 +32,9 @@ from optrush.data.packing import Packed, Padded
 from optrush.data.readers import attempts, chunks, find_files
 from optrush.data.sampler import Loading, Stream
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
+from optrush.data.tokenize import identity
 from optrush.errors import ConfigError, DataError, UserError
+from optrush.generate import GenerationModel, find_model
 from optrush.models import tiny
 from optrush.resolve import check_fields
 
@@ -729,3 +731,60 @@ def test_rows_that_a_resumed_run_loses_or_repeats_are_counted(call: Any) -> None
     assert code == 2 and "step 7 would begin at row 24, not 12" in err and "12 rows of this run's size lost" in err, err
     code, err = resumed(256, steps=7)
     assert code == 0 and "step 7 begins at row 24, the checkpoint ended before row 12: 12 rows" in err, err
+
+
+# --- which template, and what it marks
+
+
+def several(folder: Path, **templates: str) -> str:
+    """The tiny model with templates by name, as older tokenizers hold them."""
+    shutil.copytree(folder, "several")
+    settings = json.loads(Path("several/tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
+    Path("several/tokenizer_config.json").write_text(json.dumps(settings))
+    return "several"
+
+
+NAMES_TOOLS = "{% for t in tools or [] %}{{ 'tool ' + t.function.name + '\n' }}{% endfor %}" + tiny.TEMPLATE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_with_tools_take_the_template_for_them(stream: bool, tiny_home: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+    rows: list[dict[str, Any]] = [{"messages": TURNS}, {"messages": TURNS, "tools": [tool]}, {"messages": TURNS}]
+    rows.append({"messages": TURNS, "tools": []})
+    lines("chat.jsonl", rows)
+    folder = several(tiny_home / "optrush" / "tiny-1", default=tiny.TEMPLATE, tool_use=NAMES_TOOLS)
+    source = read(tiny_home, folder=folder, path="chat.jsonl", stream=stream).train
+    found = [d for _, made in source.read(range(4)).samples for d in made] if stream else [
+        source.documents(i)[0] for i in range(4)]  # fmt: skip
+    tokens = open_tokens(config(tiny_home, folder=folder, path="chat.jsonl"), Path(folder))
+    assert tokens is not None
+    for row, document in zip(rows, found, strict=True):
+        text = tokens.tokenizer.apply_chat_template(row["messages"], tools=row.get("tools") or None, tokenize=False)
+        assert tokens.tokenizer(text, add_special_tokens=False)["input_ids"] == document.ids.tolist()
+        assert ("tool add" in text) == bool(row.get("tools"))
+    prompt = GenerationModel(find_model(folder)).ids([U], WHERE, [tool])
+    assert "tool add" in tokens.tokenizer.decode(prompt)
+
+
+def test_tool_templates_are_one_cache_apart(tiny_home: Path) -> None:
+    made = set()
+    for other in (tiny.TEMPLATE, NAMES_TOOLS):
+        folder = several(tiny_home / "optrush" / "tiny-1", default=tiny.TEMPLATE, tool_use=other)
+        tokens = open_tokens(config(tiny_home, folder=folder, path="chat.jsonl"), Path(folder))
+        assert tokens is not None
+        made.add(identity(tokens))
+        shutil.rmtree(folder)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", None])
+def test_generation_tags_that_are_not_read_are_named(tag: str | None, stream: bool, tiny_home: Path) -> None:
+    body = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.reasoning_content or '' }}"
+    body += f"{tag}{{{{ m.content }}}}{{% endgeneration %}}" if tag else "{{ m.content }}"
+    Path("t.jinja").write_text(body + "{{ '<|im_end|>' }}{{ '\n' }}{% endfor %}")
+    lines("chat.jsonl", [{"messages": [ASK, {**ANSWER, "reasoning_content": "Hm."}]}])
+    found = read(tiny_home, path="chat.jsonl", stream=stream, model={"chat_template": "t.jinja"})
+    assert ("the chat template's generation tags are not read" in found.summary) == (tag is not None)
