@@ -157,7 +157,9 @@ class GenerationModel:
         self.model.generation_config = type(given)(**{key: getattr(given, key, None) for key in OWN})
         self.template: Template | None = None
         if self.tokenizer.chat_template:
-            self.template = Template(self.tokens.template(), self.tokenizer.special_tokens_map)
+            self.template, self._tool_template = (
+                Template(self.tokens.template(tools), self.tokenizer.special_tokens_map) for tools in (False, True)
+            )
         self._controls = any_of({str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special})
         self.room: int | None = getattr(self.model.config, "max_position_embeddings", None)
 
@@ -185,7 +187,8 @@ class GenerationModel:
                 if found_ := self._controls.search(message.content):
                     found = f"messages[{i}] holds the text {found_[0]}, a control token: a forged turn"
                     raise DataError(f"the messages at {where}", found, "take it out, or write it otherwise")
-            text = self.template.render([self.template.shown(m) for m in prompt], where, tools, prompt=True)
+            template = self._tool_template if tools else self.template
+            text = template.render([template.shown(m) for m in prompt], where, tools, prompt=True)
             ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise DataError(f"the prompt at {where}", "it has no token", "write something")
@@ -234,9 +237,24 @@ class GenerationModel:
             mask[i, longest - len(ids) :] = 1
         torch.manual_seed(seed)
         out = self.model.generate(
-            tokens.to(self.device), attention_mask=mask.to(self.device), generation_config=settings
-        )
+            tokens.to(self.device), attention_mask=mask.to(self.device), generation_config=settings,
+            logits_processor=[self._check_scores],
+        )  # fmt: skip
         return [self._answer(row) for row in out[:, longest:]]
+
+    def _check_scores(self, _: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores of the next token, (prompts, vocabulary); transformers calls it before it draws one.
+
+        Raises:
+            RunError: NaN or infinity among them; -infinity is a token that cannot follow.
+        """
+        if scores.amax(-1).isfinite().all():
+            return scores
+        broken = next((name for name, value in self.model.named_parameters() if not value.isfinite().all()), None)
+        why = "none of its weights is" if broken is None else f"{broken} holds some"
+        found = f"NaN or infinity among the scores of the next token; {why}"
+        do = "compute in float32" if broken is None else "export an earlier checkpoint, or copy the weights anew"
+        raise RunError(f"an answer of {self.name}", found, do)
 
     def _answer(self, row: Tensor, interrupted: bool = False) -> Answer:
         ids = row.tolist()
@@ -260,6 +278,7 @@ class GenerationModel:
                     out = self.model.generate(
                         prompt, attention_mask=torch.ones_like(prompt), streamer=streamer,
                         stopping_criteria=[_StopEvent(stop)], generation_config=self.settings(sampling, len(ids)),
+                        logits_processor=[self._check_scores],
                     )  # fmt: skip
                 results.append(out[0, len(ids) :])
             except BaseException as error:  # raised in the caller, which waits for the streamer's end

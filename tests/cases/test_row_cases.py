@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
+import re
 import resource
+import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from optrush.cli import app
 from optrush.config import parse_config
@@ -26,7 +32,9 @@ from optrush.data.packing import Packed, Padded
 from optrush.data.readers import attempts, chunks, find_files
 from optrush.data.sampler import Loading, Stream
 from optrush.data.schema import Chat, Completion, Message, Pair, RowLocation, RowRules, Text, parse_row
+from optrush.data.tokenize import identity
 from optrush.errors import ConfigError, DataError, UserError
+from optrush.generate import GenerationModel, find_model
 from optrush.models import tiny
 from optrush.resolve import check_fields
 
@@ -648,3 +656,135 @@ def test_a_monstrous_template_is_refused_soon(monster: str, tiny_home: Path, mon
     assert time.monotonic() - begun < 20 and resource.getrlimit(resource.RLIMIT_AS) == before
     assert "chat template" in caught.value.found and str(caught.value).count("\n") == 2
     assert len(str(caught.value)) < 1000 and "model.chat_template" in caught.value.do
+
+
+# --- weights that are no numbers
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("greedy", [(), ("--greedy",)])
+def test_an_answer_of_broken_weights_is_refused(
+    value: float, greedy: tuple[str, ...], call: Any, tiny_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_home / "optrush" / "tiny-1", "model")
+    weights = load_file("model/model.safetensors")
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    weights[name][3] = value
+    save_file(weights, "model/model.safetensors", {"format": "pt"})
+    lines("asked.jsonl", [{"prompt": "A city?"}, {"prompt": "Another?"}])
+    for command in (("generate", "model", "--prompts", "asked.jsonl", "--out", "out.jsonl"), ("chat", "model")):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("A city?\n"))
+        code, out, err = call(*command, "--max-tokens", "4", *greedy)
+        assert (code, "!!!" in out) == (1, False), err
+        assert len(re.findall("^(?:asked|found|do): ", err, re.MULTILINE)) == 3 and "Traceback" not in err
+        assert f"NaN or infinity among the scores of the next token; {name} holds some" in err
+    assert not Path("out.jsonl").exists()
+
+
+# --- the same ids, the same mask
+
+SHIPPED = sorted(Path(find_spec("trl").submodule_search_locations[0]).glob("chat_templates/*.jinja"))  # type: ignore
+SAID = [
+    {"content": "two and two\n</think>\n\nFour."}, {"content": "<think>\ntwo and two\n</think>\n\nFour."},
+    {"content": "Four.", "reasoning_content": "two and two"}, {"content": "Four.", "reasoning": "two and two"},
+    {"content": "\n</think>\n\nFour."}, {"content": "<think>\n\n</think>\n\nFour."}, {"content": "Four."},
+    {"content": "Four.", "reasoning_content": ""}, {"content": "</think>Four."}, {"content": "two</think>"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("alike", [SHIPPED[n::4] for n in range(4)], ids=range(4))
+def test_however_a_row_writes_reasoning_the_mask_is_the_same(alike: list[Path], called: bool, tiny_home: Path) -> None:
+    lines("chat.jsonl", [{"messages": TURNS}])
+    base = open_tokens(config(tiny_home, path="chat.jsonl"), tiny_home / "optrush" / "tiny-1")
+    assert base is not None
+    compared = 0
+    for template in alike:
+        tokens, masks = chat_template.Tokens(base.tokenizer, template.read_text()), dict[tuple[int, ...], list[bool]]()
+        for said in SAID:
+            answer = {"role": "assistant", **said, **({"tool_calls": [CALL]} if called else {})}
+            with suppress(UserError):
+                row, _ = parsed({"messages": [ASK, answer]})
+                document = tokens.document(row, "assistant", WHERE)
+                ids, mask = tuple(document.ids.tolist()), document.targets.tolist()
+                compared += ids in masks
+                assert mask == masks.setdefault(ids, mask), (template.name, said)
+    assert compared >= 3
+
+
+# --- another number of rows a step, from a checkpoint
+
+
+def test_rows_that_a_resumed_run_loses_or_repeats_are_counted(call: Any) -> None:
+    lines("chat.jsonl", [{"messages": [ASK, {**ANSWER, "content": f"Oslo {n}."}]} for n in range(24)])
+    train = {"steps": 6, "log_every": 1, "save_every": 3}
+    base = {"train": train, "with": {}, "batch": {"seq": 64, "tokens": 128}, "data": {"path": "chat.jsonl"}}
+    code, _, err = call("train", run_file(**base))
+    assert code == 0, err
+
+    def resumed(tokens: int, **train_now: Any) -> tuple[int, str]:
+        run_file(**{**base, "batch": {"seq": 64, "tokens": tokens}, "train": {"log_every": 1, **train_now}})
+        code, _, err = call("train", "run.yaml", "--resume", "auto", "--allow-change", "order")
+        return code, err
+
+    code, err = resumed(256, epochs=1)
+    assert code == 2 and "step 7 would begin at row 24, not 12" in err and "12 rows of this run's size lost" in err, err
+    code, err = resumed(256, steps=7)
+    assert code == 0 and "step 7 begins at row 24, the checkpoint ended before row 12: 12 rows" in err, err
+
+
+# --- which template, and what it marks
+
+
+def several(folder: Path, **templates: str) -> str:
+    """The tiny model with templates by name, as older tokenizers hold them."""
+    shutil.copytree(folder, "several")
+    settings = json.loads(Path("several/tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": name, "template": source} for name, source in templates.items()]
+    Path("several/tokenizer_config.json").write_text(json.dumps(settings))
+    return "several"
+
+
+NAMES_TOOLS = "{% for t in tools or [] %}{{ 'tool ' + t.function.name + '\n' }}{% endfor %}" + tiny.TEMPLATE
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_rows_with_tools_take_the_template_for_them(stream: bool, tiny_home: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+    rows: list[dict[str, Any]] = [{"messages": TURNS}, {"messages": TURNS, "tools": [tool]}, {"messages": TURNS}]
+    rows.append({"messages": TURNS, "tools": []})
+    lines("chat.jsonl", rows)
+    folder = several(tiny_home / "optrush" / "tiny-1", default=tiny.TEMPLATE, tool_use=NAMES_TOOLS)
+    source = read(tiny_home, folder=folder, path="chat.jsonl", stream=stream).train
+    found = [d for _, made in source.read(range(4)).samples for d in made] if stream else [
+        source.documents(i)[0] for i in range(4)]  # fmt: skip
+    tokens = open_tokens(config(tiny_home, folder=folder, path="chat.jsonl"), Path(folder))
+    assert tokens is not None
+    for row, document in zip(rows, found, strict=True):
+        text = tokens.tokenizer.apply_chat_template(row["messages"], tools=row.get("tools") or None, tokenize=False)
+        assert tokens.tokenizer(text, add_special_tokens=False)["input_ids"] == document.ids.tolist()
+        assert ("tool add" in text) == bool(row.get("tools"))
+    prompt = GenerationModel(find_model(folder)).ids([U], WHERE, [tool])
+    assert "tool add" in tokens.tokenizer.decode(prompt)
+
+
+def test_tool_templates_are_one_cache_apart(tiny_home: Path) -> None:
+    made = set()
+    for other in (tiny.TEMPLATE, NAMES_TOOLS):
+        folder = several(tiny_home / "optrush" / "tiny-1", default=tiny.TEMPLATE, tool_use=other)
+        tokens = open_tokens(config(tiny_home, folder=folder, path="chat.jsonl"), Path(folder))
+        assert tokens is not None
+        made.add(identity(tokens))
+        shutil.rmtree(folder)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("tag", ["{% generation %}", "{%- generation -%}", None])
+def test_generation_tags_that_are_not_read_are_named(tag: str | None, stream: bool, tiny_home: Path) -> None:
+    body = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{{ m.reasoning_content or '' }}"
+    body += f"{tag}{{{{ m.content }}}}{{% endgeneration %}}" if tag else "{{ m.content }}"
+    Path("t.jinja").write_text(body + "{{ '<|im_end|>' }}{{ '\n' }}{% endfor %}")
+    lines("chat.jsonl", [{"messages": [ASK, {**ANSWER, "reasoning_content": "Hm."}]}])
+    found = read(tiny_home, path="chat.jsonl", stream=stream, model={"chat_template": "t.jinja"})
+    assert ("the chat template's generation tags are not read" in found.summary) == (tag is not None)

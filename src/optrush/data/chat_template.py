@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from itertools import count, pairwise
+from itertools import count, pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -329,6 +329,7 @@ MEND_EARLIER = (
 )
 MOST_TURNS = 1000  # if each turn needs a render of its own
 THINKING = re.compile("(</?think>)")
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class CharSpan(NamedTuple):
@@ -391,7 +392,7 @@ class Masker:
     def __init__(
         self, template: Template, marks: EndMarks, chat: Chat, turns: Sequence[int], where: RowLocation
     ) -> None:
-        self._template, self._marks, self._where = template, marks, where
+        self.template, self._marks, self._where = template, marks, where
         self._chat, self._turns = chat, turns
         template.check(chat, where)
         self._shown = [template.shown(message) for message in chat.messages]
@@ -400,7 +401,8 @@ class Masker:
         salt = next(salt for n in count(0o7351) if (salt := f"9{n:o}") not in self.rendered)
         self._open, self._close = f"{salt}:", f"{salt};"
         self._marked = re.compile(f"{self._open}([0-9]+):(.*?){self._close}", re.DOTALL)
-        self._cut(split=False)
+        # A template that takes reasoning out of a content writes the `<think>` that such a content lacks, before it.
+        self._cut(split=any(_unopened(chat.messages[i].content) for i in turns))
 
     def spans(self) -> list[CharSpan]:
         """Return what is learnt of each of the turns, in order; raises DataError if it cannot be proven."""
@@ -439,7 +441,7 @@ class Masker:
             self._leaves += _leaves(i, self._chat.messages[i], split)
 
     def _render(self, turns: Sequence[Shown], prompt: bool = False) -> str:
-        return self._template.render(turns, self._where, self._chat.tools, prompt)
+        return self.template.render(turns, self._where, self._chat.tools, prompt)
 
     def _turn_with(self, i: int, texts: Mapping[int, str], twice: bool = False) -> Shown:
         """Return turn `i` with these leaves, by number, between marks; `twice`: each of its calls made two times."""
@@ -450,7 +452,7 @@ class Masker:
             return f"{self._open}{k}:{texts[k]}{self._close}" if k in texts else text
 
         message = _changed(self._chat.messages[i], mark, self._split)
-        return self._template.shown(replace(message, calls=message.calls * 2) if twice else message)
+        return self.template.shown(replace(message, calls=message.calls * 2) if twice else message)
 
     def _with(self, texts: Mapping[int, str]) -> str:
         turns = list(self._shown)
@@ -537,7 +539,7 @@ class Masker:
 
     def _plain(self, i: int, after: int) -> tuple[str, str]:
         """Return what is written before and behind turn `i` if it is nothing but content, and so many turns follow."""
-        spoken = self._template.shown(Message("assistant", f"{self._open}0:a{self._close}"))
+        spoken = self.template.shown(Message("assistant", f"{self._open}0:a{self._close}"))
         pieces = self._marked.split(self._render([*self._shown[:i], spoken, *self._shown[i + 1 : i + 1 + after]]))
         return pieces[0], pieces[-1]
 
@@ -571,6 +573,12 @@ class Masker:
 
     def _refused(self, found: str, do: str = MEND_TEMPLATE) -> DataError:
         return DataError(f"to mask the messages at {self._where}", found, do)
+
+
+def _unopened(content: str) -> bool:
+    """Return whether the first thinking mark of a content is the one that ends reasoning."""
+    first = THINKING.search(content)
+    return first is not None and first[0] == "</think>"
 
 
 def _ending(tail: str, usual: str) -> str:
@@ -754,29 +762,52 @@ class Tokens:
         decode = self._engine.decode
         return " ... ".join(visible(decode(list(part), skip_special_tokens=False)) for part in parts)
 
-    def template(self) -> str:
-        """Return the chat template's source; raises DataError if there is none, or a monstrous one."""
-        return self._template.source
+    def template(self, tools: bool = False) -> str:
+        """Return the source of the chat template, of several that of rows with `tools` or of those without.
+
+        Raises DataError: there is none, or a monstrous one.
+        """
+        return (self._tool_template if tools else self._template).source
+
+    def tagged(self) -> bool:
+        """Return whether the chat template marks what the assistant generates; what is learnt does not depend on it."""
+        found = False
+        for tools in (False, True):
+            with suppress(DataError):
+                found |= GENERATION.search(self.template(tools)) is not None
+        return found
 
     def masker(self, chat: Chat, turns: Sequence[int], where: RowLocation) -> Masker:
         """Return the conversation under the template; raises DataError as `Masker`."""
-        return Masker(self._template, self._marks, chat, turns, where)
+        return Masker(self._tool_template if chat.tools else self._template, self._marks, chat, turns, where)
 
     @cached_property
     def _forgers(self) -> re.Pattern[str]:
         """Tokens that no message may contain: special ones, and those that the template writes around plain turns."""
         plain = (Message("system", "a"), Message("user", "b"), Message("assistant", "c"), Message("user", "d"))
         written, nowhere = "", RowLocation(Path("the template"), 0)
-        for turns in (plain, plain[1:]):
-            with suppress(DataError):  # a template may refuse a system turn
-                written += self._template.render([self._template.shown(turn) for turn in turns], nowhere)
+        for name, turns in product(("_template", "_tool_template"), (plain, plain[1:])):
+            with suppress(DataError):  # a template may refuse a system turn, and of several none may be the default
+                template = getattr(self, name)
+                written += template.render([template.shown(turn) for turn in turns], nowhere)
         marks = {token for token in self._marks.tokens if token in self._control or token in written}
         return any_of(marks - REASONING_MARKS)
 
     @cached_property
     def _template(self) -> Template:
+        return self._opened(tools=False)
+
+    @cached_property
+    def _tool_template(self) -> Template:
+        """The template of rows with tools: of several the one named `tool_use`, as transformers chooses."""
+        own = self._opened(tools=True)
+        with suppress(DataError):  # there may be no other
+            return self._template if self._template.source == own.source else own
+        return own
+
+    def _opened(self, tools: bool) -> Template:
         try:
-            source = self.tokenizer.get_chat_template(self._given)
+            source = self.tokenizer.get_chat_template(self._given, [] if tools else None)
         except ValueError as error:
             found, do = "no chat template, or several and no default", "give one: model.chat_template: FILE.jinja"
             raise DataError("training on messages", f"the tokenizer has {found}", do) from error
@@ -801,7 +832,7 @@ class Tokens:
             refuse(row, self._forgers, where)
             spans = tuple(masker.spans()) if turns else ()
             if train_on == "assistant":
-                self._template.check_steady(masker, row, turns, where)
+                masker.template.check_steady(masker, row, turns, where)
         except RecursionError as error:
             raise DataError(f"to mask the messages at {where}", "calls nested too deeply", "take them out") from error
         if unknown := {stop for span in spans for stop in span.stops} - self._control - REASONING_MARKS:

@@ -31,7 +31,7 @@ from optrush.data import readers, sample, tokenize
 from optrush.data.chat_template import Tokens
 from optrush.data.cleaning import clean_files
 from optrush.data.readers import PARQUET, TEXT, Chunk, attempts, chunks, form
-from optrush.data.schema import Document, Row, RowLocation, Text, quoted, row_rules
+from optrush.data.schema import Chat, Document, Pair, Row, RowLocation, Text, quoted, row_rules
 from optrush.data.tokenize import OTHER_KEYS, BadRow, Builder, Say, Shard, SHARD_tok, TokenizeWork, cache_root
 from optrush.errors import ConfigError, DataError
 from optrush.files import write_whole
@@ -1024,6 +1024,8 @@ class _Reading:
         if held_out is not None and held_out is not train:
             keys, rows = keys + held_out.counts.keys, rows + (0 if of else held_out.counts.rows)
         summary += describe_keys(keys, f"the {of}{rows} rows")
+        if any(isinstance(row, Chat | Pair) for _, row in self._first[0]) and self.tokens.tagged():
+            summary += "; the chat template's generation tags are not read: data.train_on decides what is learnt"
         names = sorted({name for origin in self.config.data.origins for name in readers.about(origin.path)})
         if names:
             summary += f"; not read as data: {', '.join(names)}"

@@ -367,16 +367,17 @@ def meaning(where: RowLocation, row: dict[str, Any], rules: RowRules, keys: set[
 
 def identity(tokens: Tokens) -> str:
     """Return the SHA-256 over all of a tokenizer that changes ids and masks; with the date if the template uses it."""
-    tokenizer, source = tokens.tokenizer, _template(tokens) or ""
-    today = datetime.date.today().isoformat() if "strftime_now" in source else ""
+    tokenizer, source, other = tokens.tokenizer, _template(tokens) or "", _template(tokens, tools=True) or ""
+    today = datetime.date.today().isoformat() if "strftime_now" in source + other else ""
     parts = [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, tokenizer.special_tokens_map, source, today]
+    parts += [] if other == source else [other]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
-def _template(tokens: Tokens) -> str | None:
+def _template(tokens: Tokens, tools: bool = False) -> str | None:
     """Return the chat template, with the run's date in it; None if there is none: text does not need one."""
     with suppress(DataError):
-        return tokens.template()
+        return tokens.template(tools)
     return None
 
 
@@ -463,14 +464,15 @@ class _Tokenizer:
         from tokenizers import Tokenizer
 
         self.name_or_path, self.eos_token_id = given["tokenizer"], given["eos"]
-        self.special_tokens_map, self._template = given["special"], given["template"]
+        self.special_tokens_map, self._templates = given["special"], given["templates"]
         self.backend_tokenizer = Tokenizer.from_file(given["tokenizer"])
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
 
-    def get_chat_template(self, given: str | None) -> str:
-        if self._template is None:
+    def get_chat_template(self, given: str | None, tools: list[Any] | None = None) -> str:
+        template = self._templates[tools is not None]
+        if template is None:
             raise ValueError("no template")
-        return str(self._template)
+        return str(template)
 
     def convert_ids_to_tokens(self, i: int) -> str | None:
         return self.backend_tokenizer.id_to_token(i)
@@ -500,8 +502,9 @@ def _instructions(work: TokenizeWork, folder: Path) -> dict[str, Any]:
         save_kept(rows, work.kept)
     return {
         "tokenizer": str(engine), "eos": tokenizer.eos_token_id, "special": tokenizer.special_tokens_map,
-        "template": _template(work.tokens), "kept": work.kept and str(rows), "train_on": learnt(work.config),
-        "text_rows": work.config.data.text_rows, "folder": str(folder), "rules": astuple(row_rules(work.config)),
+        "templates": [_template(work.tokens, tools) for tools in (False, True)], "kept": work.kept and str(rows),
+        "train_on": learnt(work.config), "text_rows": work.config.data.text_rows, "folder": str(folder),
+        "rules": astuple(row_rules(work.config)),
     }  # fmt: skip
 
 

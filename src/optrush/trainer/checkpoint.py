@@ -520,8 +520,11 @@ def _agreed(work: Callable[[], None]) -> None:
     agree(error)
 
 
-def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[str] = frozenset()) -> None:
+def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[str] = frozenset()) -> str | None:
     """Check that the run, as it is configured now, continues with the first row after the checkpoint.
+
+    Returns:
+        What is lost or repeated, where that is allowed; else None.
 
     Args:
         steps: of the whole run.
@@ -529,16 +532,25 @@ def check_plan(manifest: Manifest, steps: int, position: int, allow: frozenset[s
         allow: with "data" or "order" in it, samples may be lost or repeated.
 
     Raises:
-        CheckpointError: samples would be lost or repeated, or the run ends before the checkpoint.
+        CheckpointError: samples would be lost or repeated, the run ends before the checkpoint, or it would end at once
+            as the rows of all its steps lie before that position.
     """
     asked, n = f"to resume {manifest.path}", manifest.step
     if n > steps:
         found = f"this run has {steps} steps, the checkpoint is of step {n}"
         raise CheckpointError(asked, found, "raise `train.steps` or `train.epochs`")
-    if position != manifest.position and not allow & {"data", "order"}:
-        found = f"step {n + 1} would begin at row {position}, not {manifest.position}"
+    if position == manifest.position:
+        return None
+    found = f"step {n + 1} would begin at row {position}, not {manifest.position}"
+    if not allow & {"data", "order"}:
         do = "bring back `batch`, `seed` and what fills rows, or accept lost or repeated samples: --allow-change order"
         raise CheckpointError(asked, found, do)
+    rows = abs(position - manifest.position)
+    what = f"{rows} row{'s' * (rows != 1)} of this run's size {'lost' if position > manifest.position else 'repeated'}"
+    if n == steps and position > manifest.position:
+        found = f"{found}, and this run has {steps} steps: it would end at once, {what}"
+        raise CheckpointError(asked, found, "raise `train.steps` or `train.epochs`, or bring back `batch`")
+    return f"step {n + 1} begins at row {position}, the checkpoint ended before row {manifest.position}: {what}"
 
 
 def _check_fingerprints(

@@ -264,7 +264,8 @@ def build_to_fit(
             changed = partial(run_dir.data_changes, manifest.path.parent.parent, trainer.config, manifest.config)
             checkpoint.restore(trainer, manifest, trainer.fingerprints, request.allow_change, changed)
             position = trainer.stream.seek(manifest.step, manifest.position)
-            checkpoint.check_plan(manifest, plan.total, position, request.allow_change)
+            if lost := checkpoint.check_plan(manifest, plan.total, position, request.allow_change):
+                trainer.notes.append(lost)
             plan = RunPlan(trainer, plan.length, manifest.step)
         trainer.log_event = lambda what: console.say(", ".join(f"{key} {value}" for key, value in what.items()))
         refusal = refusal or preflight(trainer, plan)
