@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from bases import KINDS, edited, optrush, trained, write_base, write_run
+from bases import KINDS, SIZES, edited, optrush, trained, write_base, write_run
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from optrush.models.hf import HFModel, load
+from optrush.models.shapes import read_config_json
 
 WRITTEN = {"model.safetensors", "README.md"}
 Base = Callable[[str], Path]
@@ -184,6 +187,67 @@ def test_a_family_without_sdpa(base: Base, tmp_path: Path) -> None:
     assert started.code == 0, started.err
     refused = optrush("train", write_run(tmp_path / "sdpa", base("gemma2"), with_={"attention": {}}))
     assert refused.code == 2 and refused.lines == ["asked", "found", "do"] and "impl=masked" in refused.err
+
+
+# --- rotations that depend on a document's length
+
+
+def alone(folder: Path, rows: list[list[int]]) -> float:
+    """The loss a target by transformers, a document at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    total = 0.0
+    for ids in rows:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+    return total / sum(len(ids) - 1 for ids in rows)
+
+
+@pytest.mark.parametrize("lengths", [(80, 48), (64, 63), (65, 64, 20), (30, 128), (100, 90)])
+def test_longrope_is_chosen_document_by_document(lengths: tuple[int, ...], base: Base, tmp_path: Path) -> None:
+    """Short factors up to 64 tokens, long ones beyond, whatever the rows and micro-batches that documents are in."""
+    tokenizer = AutoTokenizer.from_pretrained(base("phi3"))
+    words = "BCDFGHJKLMNPQRUVWXYZ" * 7  # a token a letter
+    texts = [words[i : i + n - 1] for i, n in enumerate(lengths)]
+    rows = [[*tokenizer.encode(text), 2] for text in texts]
+    assert [len(ids) for ids in rows] == list(lengths)
+    right = alone(base("phi3"), rows)
+    for layout in ({"packing": {}}, {"pad": {}}, {"packing": {}, "attention": {}}):
+        for micro in (128, 256):
+            run = write_run(
+                tmp_path / f"{len(str(layout))}-{micro}", base("phi3"), [{"text": text} for text in texts],
+                batch={"seq": 128, "tokens": 256, "micro_tokens": micro}, with_=layout,
+            )  # fmt: skip
+            found = json.loads(optrush("eval", run, "--json").out)
+            assert found["documents"] == len(rows) and abs(found["loss"] - right) < 1e-5, (layout, micro)
+
+
+def test_rows_beyond_the_positions_that_a_family_has(base: Base, tmp_path: Path) -> None:
+    """By its default where config.json has none: beyond them, dynamic RoPE depends on the longest document of a row."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}
+    keys = {"max_position_embeddings": None, "rope_parameters": rope}
+    folder = edited(base("llama"), tmp_path / "base", rope_theta=None, **keys)
+    for T, code in ((2048, 0), (2176, 2)):
+        ended = optrush("eval", write_run(tmp_path / str(T), folder, batch={"seq": T, "tokens": T}))
+        assert ended.code == code, ended.err
+    assert ended.lines == ["asked", "found", "do"] and "2048 positions" in ended.err
+
+
+# --- blocks that differ from each other
+
+
+def test_operations_are_summed_block_by_block(base: Base) -> None:
+    """4 heads of 16 in the two blocks with a window, of 32 in the third; none in a block of convolutions."""
+    for folder, width in ((base("gemma4_text"), 4 * (16 + 16 + 32)), (base("llama"), 2 * 64), (base("gpt2"), 2 * 64)):
+        config = read_config_json(folder / "config.json")
+        model, _ = load(folder, config, "transformers", torch.float32, 0)
+        assert model.flops(0, 10) == 6 * 10 * width
+    lfm = {
+        "model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"], "block_ff_dim": 96,
+        "block_multiple_of": 8, "conv_L_cache": 3,
+    }  # fmt: skip
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**lfm), dtype=torch.float32)
+    assert HFModel(made).flops(0, 10) == 6 * 10 * 64
 
 
 # --- adapters, as PEFT reads them
