@@ -17,7 +17,7 @@ from bases import KINDS, SIZES, edited, optrush, trained, write_base, write_run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from optrush.models.hf import HFModel, load
+from optrush.models.hf import HFModel, _opened, load
 from optrush.models.shapes import read_config_json
 
 WRITTEN = {"model.safetensors", "README.md"}
@@ -231,6 +231,33 @@ def test_rows_beyond_the_positions_that_a_family_has(base: Base, tmp_path: Path)
         ended = optrush("eval", write_run(tmp_path / str(T), folder, batch={"seq": T, "tokens": T}))
         assert ended.code == code, ended.err
     assert ended.lines == ["asked", "found", "do"] and "2048 positions" in ended.err
+
+
+@pytest.mark.parametrize("written", [{"__float__": "Infinity"}, float("inf")])
+def test_infinity_in_config(written: object, base: Base, tmp_path: Path) -> None:
+    """As transformers 5 and 4 write it; kept where another value of the file changes."""
+    limits = {"time_step_limit": [0.0, written], "of_the_future": {"a": [written, {"__float__": "x"}]}}
+    folder = edited(base("gpt_neox"), tmp_path / "base", torch_dtype="bfloat16", **limits)
+    run = trained(tmp_path / "run", folder)
+    old, new = (json.loads((f / "config.json").read_text()) for f in (folder, run / "model"))
+    assert new == {**old, "torch_dtype": "float32"}
+    read = [AutoModelForCausalLM.from_pretrained(run / "model").config, _opened(folder, old, torch.float32).config]
+    assert all(config.time_step_limit == [0.0, float("inf")] for config in read)
+    assert all(config.of_the_future == {"a": [float("inf"), {"__float__": "x"}]} for config in read)
+
+
+def test_a_state_that_runs_on_is_what_refuses_a_model(base: Base, tmp_path: Path) -> None:
+    """Infinity is read where the family's own class checks it, and documents of a row are then found to leak."""
+    mamba = {
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    }  # fmt: skip
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    made = AutoConfig.for_model("falcon_h1", **SIZES, **mamba)
+    AutoModelForCausalLM.from_config(made, dtype=torch.float32).save_pretrained(folder)
+    assert '"__float__"' in (folder / "config.json").read_text()
+    refused = optrush("train", write_run(tmp_path / "run", folder))
+    assert refused.code == 2 and "packed documents and the same documents alone differ" in refused.err
 
 
 # --- blocks that differ from each other

@@ -11,7 +11,7 @@ Canonical names are transformers' own, except the head's: `head.weight`, `head.b
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -278,7 +278,7 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
     auto = cast(Any, AutoModelForCausalLM)
     try:  # checks that the families define themselves are of many classes, down to KeyError and AttributeError
         # A copy of all of it: transformers adds its own keys to what it is given.
-        config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(hf)))
+        config = CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(dict(hf)), object_hook=_tagged_float))
         if folder is not None:
             return _pretrained(folder, config, dtype, "eager")
         with _Undrawn():
@@ -293,6 +293,12 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
             named = [key for key, value in hf.items() if isinstance(value, str) and value in error.args]
             found = f"{named[0]} {error}, which transformers does not have" if named else found
         raise NeedsError(f"a model of type {kind!r} through transformers ({place})", found, do) from None
+
+
+def _tagged_float(mapping: dict[str, Any]) -> Any:
+    """Return the number that transformers 5 writes as {"__float__": "Infinity"}; another mapping as it is."""
+    given = mapping.get("__float__")
+    return float(given) if mapping.keys() == {"__float__"} and given in ("Infinity", "-Infinity", "NaN") else mapping
 
 
 def reason(error: Exception) -> str:
