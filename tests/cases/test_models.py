@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from optrush.models.hf import HFModel, _opened, load
 from optrush.models.shapes import read_config_json
+from optrush.technique import library
 
 WRITTEN = {"model.safetensors", "README.md"}
 Base = Callable[[str], Path]
@@ -352,3 +353,38 @@ def test_a_generation_config_that_is_no_json(base: Base, tmp_path: Path) -> None
     run = write_run(tmp_path / "run", folder, model={"chat_template": str(tmp_path / "t.jinja")})
     ended = optrush("train", run)
     assert ended.code == 2 and ended.lines == ["asked", "found", "do"] and not (tmp_path / "run" / "out").exists()
+
+
+def test_pieces_alone(base: Base, tmp_path: Path) -> None:
+    """tokenizer.model without tokenizer.json: the package that reads it is named, and not another."""
+    folder = shutil.copytree(base("llama-pieces"), tmp_path / "base")
+    (folder / "tokenizer.json").unlink()
+    refused = optrush("train", write_run(tmp_path / "run", folder))
+    assert refused.code == 2 and "tokenizer.model without tokenizer.json, which sentencepiece reads" in refused.err
+    assert ("pip install sentencepiece" in refused.err) == (library("sentencepiece") is None)
+    assert "tiktoken" not in refused.err.partition("asked:")[2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2", "phi3"])
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("torch_dtype", "nope", "torch_dtype"),
+        ("dtype", "auto", "dtype"),
+        ("id2label", 3, "config.json"),
+        ("auto_map", 3, "config.json"),
+        ("rope_scaling", {"rope_type": "yarn"}, "config.json"),
+        ("rope_theta", 0, "rope_theta"),
+        ("hidden_act", "nope", None),
+    ],
+)
+def test_a_value_that_transformers_refuses(
+    kind: str, key: str, value: object, found: str | None, base: Base, tmp_path: Path
+) -> None:
+    """The tokenizer is not blamed for config.json, which transformers reads first."""
+    folder = edited(base(kind), tmp_path / "base", **{key: value})
+    ended = optrush("eval", write_run(tmp_path / "run", folder))
+    assert ended.code == 2 or (kind, key) in {("gpt2", "hidden_act")}, "GPT-2 has another key for it"
+    if ended.code:
+        assert ended.lines[-3:] == ["asked", "found", "do"] and (found or "nope") in ended.err
+        assert "put its tokenizer.json there" not in ended.err
