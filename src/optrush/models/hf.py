@@ -382,13 +382,13 @@ def _query_widths(config: Any, blocks: list[nn.Module]) -> list[int]:
     """Return heads times head width of each block: 0 for one without attention, where others have a class of it."""
     layers = getattr(config, "per_layer_config", None) or [config] * len(blocks)
     modules = [[m for m in b.modules() if "attention" in type(m).__name__.lower()] for b in blocks]
-    widths = [next((m.head_dim for m in held if hasattr(m, "head_dim")), 0) for held in modules]
+    widths: list[Any] = [next((m.head_dim for m in held if hasattr(m, "head_dim")), 0) for held in modules]
     found = []
     for i, layer in enumerate(layers):
         heads = layer.num_attention_heads
         heads = heads[i] if isinstance(heads, list | tuple) else heads
         width = widths[i] if any(widths) else getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        found.append(heads * int(width))
+        found.append(int(heads * width))
     return found
 
 

@@ -112,8 +112,7 @@ def _build(
     trainer.applied = [*prepared.applied, *started.applied]
     trainer.fsdp_roots = [model]
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
-    if config.batch.seq > (hf.get("max_position_embeddings") or config.batch.seq):
-        made = hf["max_position_embeddings"]
+    if config.batch.seq > (made := hf.get("max_position_embeddings") or config.batch.seq):
         trainer.notes.append(f"rows of {config.batch.seq} tokens, where the model was made for {made} positions")
     if growth is not None:
         trainer.notes.append(growth.note)
