@@ -51,6 +51,14 @@ KINDS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "pad_token_id": 0},
         "GemmaTokenizerFast", ("tokenizer.model",),
     ),
+    "gemma4_text": (
+        {
+            "model_type": "gemma4_text", "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 32,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 64,
+            "pad_token_id": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 300,
+        },
+        "GemmaTokenizerFast", ("tokenizer.model",),
+    ),
 }  # fmt: skip
 
 

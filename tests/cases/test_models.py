@@ -13,9 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from bases import KINDS, edited, optrush, trained, write_base, write_run
+from bases import KINDS, SIZES, edited, optrush, trained, write_base, write_run
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from optrush.models.hf import HFModel, _opened, load
+from optrush.models.shapes import read_config_json
+from optrush.technique import library
 
 WRITTEN = {"model.safetensors", "README.md"}
 Base = Callable[[str], Path]
@@ -186,6 +190,94 @@ def test_a_family_without_sdpa(base: Base, tmp_path: Path) -> None:
     assert refused.code == 2 and refused.lines == ["asked", "found", "do"] and "impl=masked" in refused.err
 
 
+# --- rotations that depend on a document's length
+
+
+def alone(folder: Path, rows: list[list[int]]) -> float:
+    """The loss a target by transformers, a document at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    total = 0.0
+    for ids in rows:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
+    return total / sum(len(ids) - 1 for ids in rows)
+
+
+@pytest.mark.parametrize("lengths", [(80, 48), (64, 63), (65, 64, 20), (30, 128), (100, 90)])
+def test_longrope_is_chosen_document_by_document(lengths: tuple[int, ...], base: Base, tmp_path: Path) -> None:
+    """Short factors up to 64 tokens, long ones beyond, whatever the rows and micro-batches that documents are in."""
+    tokenizer = AutoTokenizer.from_pretrained(base("phi3"))
+    words = "BCDFGHJKLMNPQRUVWXYZ" * 7  # a token a letter
+    texts = [words[i : i + n - 1] for i, n in enumerate(lengths)]
+    rows = [[*tokenizer.encode(text), 2] for text in texts]
+    assert [len(ids) for ids in rows] == list(lengths)
+    right = alone(base("phi3"), rows)
+    for layout in ({"packing": {}}, {"pad": {}}, {"packing": {}, "attention": {}}):
+        for micro in (128, 256):
+            run = write_run(
+                tmp_path / f"{len(str(layout))}-{micro}", base("phi3"), [{"text": text} for text in texts],
+                batch={"seq": 128, "tokens": 256, "micro_tokens": micro}, with_=layout,
+            )  # fmt: skip
+            found = json.loads(optrush("eval", run, "--json").out)
+            assert found["documents"] == len(rows) and abs(found["loss"] - right) < 1e-5, (layout, micro)
+
+
+def test_rows_beyond_the_positions_that_a_family_has(base: Base, tmp_path: Path) -> None:
+    """By its default where config.json has none: beyond them, dynamic RoPE depends on the longest document of a row."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}
+    keys = {"max_position_embeddings": None, "rope_parameters": rope}
+    folder = edited(base("llama"), tmp_path / "base", rope_theta=None, **keys)
+    for T, code in ((2048, 0), (2176, 2)):
+        ended = optrush("eval", write_run(tmp_path / str(T), folder, batch={"seq": T, "tokens": T}))
+        assert ended.code == code, ended.err
+    assert ended.lines == ["asked", "found", "do"] and "2048 positions" in ended.err
+
+
+@pytest.mark.parametrize("written", [{"__float__": "Infinity"}, float("inf")])
+def test_infinity_in_config(written: object, base: Base, tmp_path: Path) -> None:
+    """As transformers 5 and 4 write it; kept where another value of the file changes."""
+    limits = {"time_step_limit": [0.0, written], "of_the_future": {"a": [written, {"__float__": "x"}]}}
+    folder = edited(base("gpt_neox"), tmp_path / "base", torch_dtype="bfloat16", **limits)
+    run = trained(tmp_path / "run", folder)
+    old, new = (json.loads((f / "config.json").read_text()) for f in (folder, run / "model"))
+    assert new == {**old, "torch_dtype": "float32"}
+    read = [AutoModelForCausalLM.from_pretrained(run / "model").config, _opened(folder, old, torch.float32).config]
+    assert all(config.time_step_limit == [0.0, float("inf")] for config in read)
+    assert all(config.of_the_future == {"a": [float("inf"), {"__float__": "x"}]} for config in read)
+
+
+def test_a_state_that_runs_on_is_what_refuses_a_model(base: Base, tmp_path: Path) -> None:
+    """Infinity is read where the family's own class checks it, and documents of a row are then found to leak."""
+    mamba = {
+        "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    }  # fmt: skip
+    folder = shutil.copytree(base("llama"), tmp_path / "base")
+    made = AutoConfig.for_model("falcon_h1", **SIZES, **mamba)
+    AutoModelForCausalLM.from_config(made, dtype=torch.float32).save_pretrained(folder)
+    assert '"__float__"' in (folder / "config.json").read_text()
+    refused = optrush("train", write_run(tmp_path / "run", folder))
+    assert refused.code == 2 and "packed documents and the same documents alone differ" in refused.err
+
+
+# --- blocks that differ from each other
+
+
+def test_operations_are_summed_block_by_block(base: Base) -> None:
+    """4 heads of 16 in the two blocks with a window, of 32 in the third; none in a block of convolutions."""
+    for folder, width in ((base("gemma4_text"), 4 * (16 + 16 + 32)), (base("llama"), 2 * 64), (base("gpt2"), 2 * 64)):
+        config = read_config_json(folder / "config.json")
+        model, _ = load(folder, config, "transformers", torch.float32, 0)
+        assert model.flops(0, 10) == 6 * 10 * width
+    lfm = {
+        "model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"], "block_ff_dim": 96,
+        "block_multiple_of": 8, "conv_L_cache": 3,
+    }  # fmt: skip
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**lfm), dtype=torch.float32)
+    assert HFModel(made).flops(0, 10) == 6 * 10 * 64
+
+
 # --- adapters, as PEFT reads them
 
 SAVED = {"rank": 2, "save": ["embed_tokens", "lm_head"]}
@@ -261,3 +353,38 @@ def test_a_generation_config_that_is_no_json(base: Base, tmp_path: Path) -> None
     run = write_run(tmp_path / "run", folder, model={"chat_template": str(tmp_path / "t.jinja")})
     ended = optrush("train", run)
     assert ended.code == 2 and ended.lines == ["asked", "found", "do"] and not (tmp_path / "run" / "out").exists()
+
+
+def test_pieces_alone(base: Base, tmp_path: Path) -> None:
+    """tokenizer.model without tokenizer.json: the package that reads it is named, and not another."""
+    folder = shutil.copytree(base("llama-pieces"), tmp_path / "base")
+    (folder / "tokenizer.json").unlink()
+    refused = optrush("train", write_run(tmp_path / "run", folder))
+    assert refused.code == 2 and "tokenizer.model without tokenizer.json, which sentencepiece reads" in refused.err
+    assert ("pip install sentencepiece" in refused.err) == (library("sentencepiece") is None)
+    assert "tiktoken" not in refused.err.partition("asked:")[2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gpt2", "phi3"])
+@pytest.mark.parametrize(
+    ("key", "value", "found"),
+    [
+        ("torch_dtype", "nope", "torch_dtype"),
+        ("dtype", "auto", "dtype"),
+        ("id2label", 3, "config.json"),
+        ("auto_map", 3, "config.json"),
+        ("rope_scaling", {"rope_type": "yarn"}, "config.json"),
+        ("rope_theta", 0, "rope_theta"),
+        ("hidden_act", "nope", None),
+    ],
+)
+def test_a_value_that_transformers_refuses(
+    kind: str, key: str, value: object, found: str | None, base: Base, tmp_path: Path
+) -> None:
+    """The tokenizer is not blamed for config.json, which transformers reads first."""
+    folder = edited(base(kind), tmp_path / "base", **{key: value})
+    ended = optrush("eval", write_run(tmp_path / "run", folder))
+    assert ended.code == 2 or (kind, key) in {("gpt2", "hidden_act")}, "GPT-2 has another key for it"
+    if ended.code:
+        assert ended.lines[-3:] == ["asked", "found", "do"] and (found or "nope") in ended.err
+        assert "put its tokenizer.json there" not in ended.err

@@ -30,6 +30,7 @@ from optrush.config import Config
 from optrush.data import schema
 from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.technique import library
 from optrush.tokenizer_files import copy_tokenizer
 
 if TYPE_CHECKING:
@@ -983,18 +984,48 @@ def open_tokens(config: Config, folder: Path | None, today: datetime.date | None
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """Return transformers' tokenizer of a folder. Raises NeedsError: there is none."""
+    """Return transformers' tokenizer of a folder.
+
+    Raises:
+        NeedsError: there is none, a package that reads it is missing, or config.json beside it is not read.
+    """
     from transformers import AutoTokenizer
 
+    asked = f"the tokenizer of {folder}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
-        text = " ".join(str(error).split())[:300]
-        found = text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
-        raise NeedsError(f"the tokenizer of {folder}", found, "put its tokenizer.json there") from None
+        if (wrong := _config_error(folder)) is not None:
+            raise NeedsError(f"{folder / 'config.json'}", _one_line(wrong), "correct that in config.json") from None
+        pieces = [file.name for file in folder.glob("*.model") if file.read_bytes()[:1] == b"\n"]  # a protobuf message
+        if pieces and not (folder / "tokenizer.json").is_file():
+            missing = [name for name in ("sentencepiece", "protobuf") if library(name) is None]
+            found = f"{pieces[0]} without tokenizer.json, which sentencepiece reads: "
+            found += f"not installed: {', '.join(missing)}" if missing else _one_line(error)
+            do = f"pip install {' '.join(missing)}" if missing else "download the model again"
+            raise NeedsError(asked, found, f"{do}, or put the model's tokenizer.json there") from None
+        raise NeedsError(asked, _one_line(error), "put its tokenizer.json there") from None
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     return tokenizer
+
+
+def _config_error(folder: Path) -> Exception | None:
+    """Return the error of reading config.json, which transformers reads first for a tokenizer; None: there is none."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        return None
+    try:
+        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # checks that the families define themselves are of many classes
+        return error
+    return None
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())[:300]
+    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:

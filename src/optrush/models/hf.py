@@ -11,7 +11,7 @@ Canonical names are transformers' own, except the head's: `head.weight`, `head.b
 
 from __future__ import annotations
 
-import copy
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -70,9 +70,13 @@ class HFModel(nn.Module):
         for block in self.blocks.values():
             self._own_linears(block)
             self._reroute(block)
+        for module in list(backbone.modules()):
+            if "longrope" in _rope_kinds(getattr(module, "config", None)) and hasattr(module, "original_inv_freq"):
+                _rotate_by_document(module)
         # Counted before a technique quantizes them or adds adapters.
         matrices = (p for block in self.blocks.values() for p in block.parameters() if p.ndim > 1)
         self._block_matrices = sum(p.numel() for p in matrices)
+        self._query_width = sum(_query_widths(config, list(self.blocks.values())))
         self.ties = _ties(self)
         self._buffers_on_host: dict[tuple[str, str], Tensor] = {}
 
@@ -171,10 +175,8 @@ class HFModel(nn.Module):
 
     def flops(self, tokens: int, attended: int) -> int:
         """Return training FLOPs as `ModelShape.flops` does; sliding windows count as full attention."""
-        c = self.config
-        head_width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        attention = 6 * attended * c.num_attention_heads * head_width * len(self._blocks)
-        return (6 * self.matrix_parameters - self.frozen_flops) * tokens + int(attention)
+        attention = 6 * attended * self._query_width
+        return (6 * self.matrix_parameters - self.frozen_flops) * tokens + attention
 
     def tie(self) -> None:
         """Restore every alias in `ties`."""
@@ -276,7 +278,7 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
     auto = cast(Any, AutoModelForCausalLM)
     try:  # checks that the families define themselves are of many classes, down to KeyError and AttributeError
         # A copy of all of it: transformers adds its own keys to what it is given.
-        config = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(hf)))
+        config = CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(dict(hf)), object_hook=_tagged_float))
         if folder is not None:
             return _pretrained(folder, config, dtype, "eager")
         with _Undrawn():
@@ -291,6 +293,12 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
             named = [key for key, value in hf.items() if isinstance(value, str) and value in error.args]
             found = f"{named[0]} {error}, which transformers does not have" if named else found
         raise NeedsError(f"a model of type {kind!r} through transformers ({place})", found, do) from None
+
+
+def _tagged_float(mapping: dict[str, Any]) -> Any:
+    """Return the number that transformers 5 writes as {"__float__": "Infinity"}; another mapping as it is."""
+    given = mapping.get("__float__")
+    return float(given) if mapping.keys() == {"__float__"} and given in ("Infinity", "-Infinity", "NaN") else mapping
 
 
 def reason(error: Exception) -> str:
@@ -370,11 +378,59 @@ def _alone(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
+def _query_widths(config: Any, blocks: list[nn.Module]) -> list[int]:
+    """Return heads times head width of each block: 0 for one without attention, where others have a class of it."""
+    layers = getattr(config, "per_layer_config", None) or [config] * len(blocks)
+    modules = [[m for m in b.modules() if "attention" in type(m).__name__.lower()] for b in blocks]
+    widths: list[Any] = [next((m.head_dim for m in held if hasattr(m, "head_dim")), 0) for held in modules]
+    found = []
+    for i, layer in enumerate(layers):
+        heads = layer.num_attention_heads
+        heads = heads[i] if isinstance(heads, list | tuple) else heads
+        width = widths[i] if any(widths) else getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        found.append(int(heads * width))
+    return found
+
+
 def _numbered(config: Any) -> int:
     """Return the most tokens of a row that may be numbered from the first to the last, beyond its document's end."""
+    return (getattr(config, "max_position_embeddings", None) or 0) if _rope_kinds(config) <= NUMBERED else 0
+
+
+def _rope_kinds(config: Any) -> set[str | None]:
+    """Return the RoPE types of a model, of which some families have one a kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {kind.get("rope_type") for kind in (rope, *rope.values()) if isinstance(kind, dict)}
-    return (getattr(config, "max_position_embeddings", None) or 0) if kinds <= NUMBERED else 0
+    return {kind.get("rope_type") for kind in (rope, *rope.values()) if isinstance(kind, dict)}
+
+
+def _rotate_by_document(rotary: Any) -> None:
+    """Make a longrope module select its short or long factors by each document's length, on this instance only.
+
+    transformers selects one of them for the whole batch, by its longest document. Both are computed here: positions are
+    cut to the last short one for the short factors, and one more position beyond it selects the long ones.
+    """
+    original = rotary.forward
+
+    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        given, more = rotary.config.rope_parameters, () if layer_type is None else (layer_type,)
+        given = given if layer_type is None else given[layer_type]
+        if given["rope_type"] != "longrope":
+            return original(x, position_ids, *more)
+        most = given["original_max_position_embeddings"]
+        short = original(x, position_ids.clamp(max=most - 1), *more)
+        beyond = torch.cat([position_ids, torch.full_like(position_ids[:, :1], most)], 1)
+        long = [part[:, :-1] for part in original(x, beyond, *more)]
+        chosen = (_lengths(position_ids) > most)[..., None]
+        return tuple(torch.where(chosen, b, a) for a, b in zip(short, long, strict=True))
+
+    rotary.forward = forward
+
+
+def _lengths(positions: Tensor) -> Tensor:
+    """Return the length of each token's document, by positions that restart with each document: both (B, T)."""
+    document = (positions == 0).long().cumsum(1)
+    last = positions.new_zeros(positions.shape[0], positions.shape[1] + 1)
+    return last.scatter_reduce(1, document, positions, "amax").gather(1, document) + 1
 
 
 def _logit_scale(config: Any) -> float:

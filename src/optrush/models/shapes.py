@@ -38,6 +38,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 # --- the types of values in config.json, by key: one table for every model class and every verb
 
 MOST = 2**31 - 1  # of a size, and of every whole number: ids and positions are 32 bits wide
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 MOST_BYTES, DEEPEST = 16 << 20, 32  # of a config.json
 Check = Callable[[Any], bool]
 
@@ -74,13 +75,17 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
     ),
     _NUMBER: (
         "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range",
-        "rope_theta", "partial_rotary_factor", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
+        "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
         "attn_pdrop", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping",
     ),
+    ("a positive number", lambda value: _number(value) and value > 0): ("rope_theta", "partial_rotary_factor"),
     ("true or false", lambda value: isinstance(value, bool)): (
         "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_encoder_decoder", "use_cache",
     ),
-    _TEXT: ("model_type", "hidden_act", "hidden_activation", "activation_function", "torch_dtype", "dtype"),
+    _TEXT: ("model_type", "hidden_act", "hidden_activation", "activation_function"),
+    ("a type of torch such as bfloat16", lambda value: isinstance(value, str) and value in DTYPES): (
+        "torch_dtype", "dtype",
+    ),
     ("a list of texts", _list_of(_TEXT[1])): ("architectures", "layer_types"),
     ("a mapping", lambda value: isinstance(value, dict)): ("rope_scaling", "rope_parameters"),
 }  # fmt: skip

@@ -23,7 +23,8 @@ from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
-from optrush.models.hf import load
+from optrush.models.hf import HFModel, load
+from optrush.models.source import check_positions
 from optrush.models.weights import refuse_frozen, weights_fingerprint
 from optrush.objectives import FIGURES, check_layout, dpo, next_token
 from optrush.optim.adamw import AdamW
@@ -103,14 +104,15 @@ def _build(
     tokens = open_tokens(config, prepared.folder, today)
     dtype, growth = getattr(torch, config.model.dtype), prepared.growth
     model, recipe = load(prepared.folder, hf, config.model.implementation, dtype, config.seed, growth)
+    if isinstance(model, HFModel):  # its config has the defaults of what config.json leaves out
+        check_positions(model.config.to_dict(), config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     assert isinstance(model.embedding.weight, Tensor)
     vocab = model.embedding.weight.shape[0]
     trainer = Trainer(config, env, world, hf, model, recipe)
     trainer.applied = [*prepared.applied, *started.applied]
     trainer.fsdp_roots = [model]
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
-    if config.batch.seq > (hf.get("max_position_embeddings") or config.batch.seq):
-        made = hf["max_position_embeddings"]
+    if config.batch.seq > (made := hf.get("max_position_embeddings") or config.batch.seq):
         trainer.notes.append(f"rows of {config.batch.seq} tokens, where the model was made for {made} positions")
     if growth is not None:
         trainer.notes.append(growth.note)
