@@ -26,6 +26,7 @@ from optrush.data.batch import collate
 from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
 from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError
+from optrush.files import parse_json
 from optrush.models.hf import load_plain
 from optrush.models.weights import Folder, export_weights
 from optrush.peft import io
@@ -122,7 +123,7 @@ def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None
         return
     try:
         found = (
-            {key: trainer.hf.get(key) for key in SPECIAL} if published is None else json.loads(published.read_bytes())
+            {key: trainer.hf.get(key) for key in SPECIAL} if published is None else parse_json(published.read_bytes())
         )
         ends = found.get("eos_token_id")
     except (ValueError, AttributeError) as error:

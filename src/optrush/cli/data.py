@@ -17,6 +17,7 @@ import typer
 
 from optrush.cli.options import ConfigFile, Json, Set, With, Without, read_run
 from optrush.errors import ConfigError, DataError
+from optrush.files import parse_json
 
 if TYPE_CHECKING:
     from optrush.config import Config
@@ -409,7 +410,7 @@ def _check_cleaning(folder: Path) -> None:
 
     asked = f"to check {folder}"
     try:
-        record = json.loads((folder / RECORD).read_bytes())
+        record = parse_json((folder / RECORD).read_bytes())
         data = {key: record[key] for key in ("text_rows", "bad_rows", "most_bad")}
         output, inputs, held = record["output"], record["inputs"], record["evaluation"]
         data |= {"path": [i["file"] for i in inputs], "clean": record["settings"]}

@@ -23,6 +23,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from optrush.config import Config
+from optrush.console import transformers_silenced
 from optrush.data import schema
 from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError
@@ -40,7 +41,11 @@ if TYPE_CHECKING:
 
 LONGEST_RENDER_chars = 32 * 2**20
 # What an expression of a template can raise apart from jinja's own errors.
-RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+# What rendering raises: filters check with `assert`, and Python compiles what Jinja writes.
+RENDERING = (
+    TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError,
+    SyntaxError,
+)  # fmt: skip
 MEND = "mend the row, or give another template (model.chat_template)"
 MOST_SHAPES, LONGEST_SHAPE = 1024, 512  # of conversations in memory; messages of one
 SHOWN = 4  # things left out that an error message names
@@ -632,6 +637,9 @@ class Tokens:
         except ValueError as error:
             found, do = "no chat template, or several and no default", "give one: model.chat_template: FILE.jinja"
             raise DataError("training on messages", f"the tokenizer has {found}", do) from error
+        if not isinstance(source, str):
+            found = f"the tokenizer has {source!r}, no text"
+            raise DataError("the chat template", found, "give one: model.chat_template: FILE.jinja")
         if (size := len(source.encode())) > LONGEST_TEMPLATE_bytes:
             found = f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken"
             raise DataError("the chat template", found, "give a shorter one: model.chat_template: FILE.jinja")
@@ -794,7 +802,8 @@ def open_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with transformers_silenced():
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
         text = " ".join(str(error).split())[:300]
         found = text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
