@@ -355,7 +355,7 @@ def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
         raise ConfigError(where, found, "keep data in files of their own, and name them under `data.path`")
     try:
         node = yaml.compose(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: the digits of a directive
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where
         if isinstance(error, _RefusedNode):
@@ -375,7 +375,7 @@ def parse_scalar(text: str) -> Any:
         raise ConfigError("a value of a flag", f"{text!r}, which is no UTF-8", "leave that character out")
     try:
         node = yaml.compose(text, Loader=_Loader) if len(text) <= LONGEST_YAML else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         return text
     return None if node is None else _plain(node, (), "flag", {})
 
@@ -463,6 +463,8 @@ def explain(
     problems = error.errors()
     first = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     path = _path(first["loc"])
+    if first["type"] == "extra_forbidden":  # the last part is a key of the file, whatever it looks like
+        path = (*_path(first["loc"][:-1]), first["loc"][-1])
     if first["type"] not in ("missing", "extra_forbidden"):
         while path and path not in lines and path not in flags:  # a union's branch
             path = path[:-1]

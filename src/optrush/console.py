@@ -8,6 +8,8 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from logging import CRITICAL
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -24,6 +26,22 @@ def shown(text: str) -> str:
     return "".join(
         c if c.isprintable() or c in "\n\t" + JOINERS or unicodedata.category(c) == "Zs" else "\ufffd" for c in text
     )
+
+
+@contextmanager
+def transformers_silenced() -> Iterator[None]:
+    """Turn off the progress bars and reports of transformers; what matters in them is checked and raised here."""
+    from transformers.utils import logging
+
+    shows, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity(CRITICAL)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shows:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def use_color() -> bool:

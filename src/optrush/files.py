@@ -7,6 +7,7 @@ the process there.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -97,6 +98,14 @@ def write_whole(path: Path, pieces: Iterable[Any] | str | bytes, temporary: Path
     except BaseException:
         new.unlink(missing_ok=True)
         raise
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text; ValueError for anything else, deep nesting included."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def open_to_append(path: Path) -> IO[bytes]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer,
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, Pair, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError, RunError
+from optrush.files import parse_json
 from optrush.models.hf import load_plain
 from optrush.models.source import locate
 from optrush.restore import open_run
@@ -72,7 +72,7 @@ def find_model(text: str) -> ModelSource:
     run_of = open_run(path.parent)[1] if path.name in ("model", "adapter") and (path.parent / RUN).is_file() else None
     if (path / ADAPTER).is_file():
         try:
-            facts = json.loads((path / ADAPTER).read_text("utf-8"))
+            facts = parse_json((path / ADAPTER).read_text("utf-8"))
         except (OSError, ValueError):  # UnicodeDecodeError is one
             do = "copy the adapter's folder anew"
             raise ConfigError(f"the adapter {text}", f"{ADAPTER} is no JSON", do) from None

@@ -7,12 +7,12 @@ that a machine which could not have trained the model can still export it.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from optrush.config import BatchSize, Config, Data, current_techniques, parse_config
 from optrush.errors import CheckpointError, ConfigError
+from optrush.files import parse_json
 from optrush.resolve import resolve
 from optrush.technique import Part, Technique, instantiate
 from optrush.techniques import ALL
@@ -85,7 +85,7 @@ def _best(folder: Path) -> list[Path]:
     if not file.is_file():
         return []
     try:
-        return [folder / FOLDER / f"step-{int(json.loads(file.read_bytes())['step']):06d}"]
+        return [folder / FOLDER / f"step-{int(parse_json(file.read_bytes())['step']):06d}"]
     except (ValueError, KeyError, TypeError) as error:
         do = "delete it, or choose a checkpoint: --checkpoint STEP"
         raise CheckpointError(f"{file}", f"it names no step: {error}", do) from None

@@ -12,6 +12,7 @@ import torch
 from optrush.models.shapes import read_config_json
 
 from hostile import Box, called
+from payloads import Payload, corpus, verdict
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "text for a size": ({"hidden_size": "64"}, "hidden_size"),
     "null for a size": ({"num_attention_heads": None}, "num_attention_heads"),
     "text for a number": ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+    "null for a number": ({"rms_norm_eps": None}, "rms_norm_eps"),
     "no finite number": ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
     "text for a window": ({"sliding_window": "x"}, "sliding_window"),
     "an unknown activation": ({"hidden_act": "foo"}, "hidden_act"),
@@ -127,6 +129,9 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "5,000 digits": ("seed: " + "9" * 5000, ("run.yaml:1", " characters) ... ")),
     "half a character": ('output: "a\\ud800"', ("run.yaml:1", "\\ud800", "leave that character out")),
     "a NUL in a path": ('output: "a\\0b"', ("run.yaml:1", "\\x00", "leave that character out")),
+    "a bracket in a key": ('"a[0]": 1', ("run.yaml:1: `a[0]`", "no such key")),
+    "the name of a type as a key": ("int: 1", ("run.yaml:1: `int`", "no such key")),
+    "digits in a directive": ("%YAML " + "9" * 5000 + ".1\n---\na: 1", ("run.yaml", "not YAML")),
     "a line break in a key": ('"a\\nb": 1', ("run.yaml:1: `a\\nb`", "no such key")),
 }
 
@@ -362,3 +367,23 @@ def test_files_that_are_read_whole(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"text": "ab"}]')
     (said,) = record_changes(then, record_files([str(tmp_path)], None))
     assert said == f"{tmp_path}/a.json: other content (15 bytes then, 16 now)"
+
+
+# --- the corpus: a part of it here, all of it in benchmarks/faults/security.py
+
+
+PAYLOADS = corpus()
+
+
+def test_the_corpus_is_large() -> None:
+    kinds = {payload.kind for payload in PAYLOADS}
+    assert len(PAYLOADS) >= 500 and len({(p.kind, p.name) for p in PAYLOADS}) >= len(PAYLOADS) - 5
+    assert len(kinds) == 11, kinds
+
+
+@pytest.mark.parametrize(
+    "payload", PAYLOADS[::9], ids=lambda p: f"{p.kind}-{p.name}"[:60].encode("ascii", "replace").decode()
+)
+def test_a_payload(payload: Payload, box: Box) -> None:
+    wrong = verdict(payload, box)
+    assert not wrong, wrong

@@ -27,6 +27,7 @@ import numpy as np
 from jinja2.exceptions import TemplateError
 
 from optrush.config import Config
+from optrush.console import transformers_silenced
 from optrush.data import schema
 from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, RowLocation, Text
 from optrush.errors import ConfigError, DataError, NeedsError
@@ -46,7 +47,11 @@ if TYPE_CHECKING:
 
 LONGEST_RENDER_chars = 32 * 2**20
 # What an expression of a template can raise apart from jinja's own errors.
-RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+# What rendering raises: filters check with `assert`, and Python compiles what Jinja writes.
+RENDERING = (
+    TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError,
+    SyntaxError,
+)  # fmt: skip
 MEND = "mend the row, or give another template (model.chat_template)"
 MOST_BITS = 10_000  # of an integer that a template computes
 MOST_ERROR_chars = 200  # of a template's own error that is shown
@@ -812,6 +817,9 @@ class Tokens:
         except ValueError as error:
             found, do = "no chat template, or several and no default", "give one: model.chat_template: FILE.jinja"
             raise DataError("training on messages", f"the tokenizer has {found}", do) from error
+        if not isinstance(source, str):
+            found = f"the tokenizer has {source!r}, no text"
+            raise DataError("the chat template", found, "give one: model.chat_template: FILE.jinja")
         if (size := len(source.encode())) > LONGEST_TEMPLATE_bytes:
             found = f"{size} bytes; at most {LONGEST_TEMPLATE_bytes} are taken"
             raise DataError("the chat template", found, "give a shorter one: model.chat_template: FILE.jinja")
@@ -993,7 +1001,12 @@ def open_tokenizer(folder: Path) -> Any:
 
     asked = f"the tokenizer of {folder}"
     try:
+<<<<<<< HEAD
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+=======
+        with transformers_silenced():
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+>>>>>>> 2ff4a7ce628525e63cb2dac57053ab1144556066
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
         if (wrong := _config_error(folder)) is not None:
             raise NeedsError(f"{folder / 'config.json'}", _one_line(wrong), "correct that in config.json") from None

@@ -34,7 +34,7 @@ from optrush.data.readers import PARQUET, TEXT, Chunk, attempts, chunks, form
 from optrush.data.schema import Chat, Document, Pair, Row, RowLocation, Text, quoted, row_rules
 from optrush.data.tokenize import OTHER_KEYS, BadRow, Builder, Say, Shard, SHARD_tok, TokenizeWork, cache_root
 from optrush.errors import ConfigError, DataError
-from optrush.files import write_whole
+from optrush.files import parse_json, write_whole
 from optrush.objectives import learnt
 
 TOO_LONG = ("error", "split", "drop", "truncate")
@@ -666,7 +666,7 @@ def kept_rows(
             rows, record = now()
             tokenize.save_kept(rows_file, rows)
             write_whole(record_file, json.dumps(record))
-    return tokenize.load_kept(rows_file), key, json.loads(record_file.read_text())
+    return tokenize.load_kept(rows_file), key, parse_json(record_file.read_text())
 
 
 # --- The checks of the first rows, before step 0; each error shows one row.

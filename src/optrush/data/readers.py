@@ -35,7 +35,7 @@ import numpy as np
 
 from optrush.data.schema import MEANT, RowLocation, bad_row, decode_json, kind_of, quoted
 from optrush.errors import DataError, NeedsError
-from optrush.files import write_whole
+from optrush.files import parse_json, write_whole
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 LINES, ARRAY, PARQUET = (".jsonl", ".ndjson"), ".json", ".parquet"
@@ -804,7 +804,7 @@ def mark(file: Path) -> list[int]:
 def _stored_hashes(memory: Path | None) -> dict[str, list[int | str]]:
     """Return the hashes in the cache; a damaged file of it counts as none."""
     try:
-        stored, sound = json.loads(memory.read_bytes()) if memory else {}, [int, int, int, int, str]
+        stored, sound = parse_json(memory.read_bytes()) if memory else {}, [int, int, int, int, str]
         return {key: entry for key, entry in stored.items() if [type(part) for part in entry] == sound}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

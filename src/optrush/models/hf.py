@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from optrush.console import transformers_silenced
 from optrush.data.batch import Documents
 from optrush.errors import NeedsError, UserError
 from optrush.models import weights
@@ -277,13 +278,18 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
         raise NeedsError(f"a model of type {kind!r}", found, do)
     auto = cast(Any, AutoModelForCausalLM)
     try:  # checks that the families define themselves are of many classes, down to KeyError and AttributeError
+<<<<<<< HEAD
         # A copy of all of it: transformers adds its own keys to what it is given.
         config = CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(dict(hf)), object_hook=_tagged_float))
+=======
+        with transformers_silenced():
+            config = CONFIG_MAPPING[kind].from_dict(dict(hf))
+>>>>>>> 2ff4a7ce628525e63cb2dac57053ab1144556066
         if folder is not None:
             return _pretrained(folder, config, dtype, "eager")
         with _Undrawn():
             return auto.from_config(config, dtype=dtype, attn_implementation="eager").eval()
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except Exception as error:
         place = "config.json" if folder is None else folder / "config.json"
@@ -328,19 +334,13 @@ class _Undrawn(TorchFunctionMode):
 def _pretrained(folder: Path, config: Any, dtype: torch.dtype | str, attention: str) -> Any:
     """Return transformers' model of a folder in eval mode; raise NeedsError if its weights do not fit config.json."""
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     weights.refuse_more_layers(Folder(folder), config.to_dict())  # refuses pickles, and an index to other folders
-    shows = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
+    with transformers_silenced():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=attention, local_files_only=True,
             use_safetensors=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
-    finally:
-        if shows:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     model, info = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if wrong := sorted(map(str, info.get(kind) or ())):
@@ -599,12 +599,19 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
 
     read_config_json(folder / "config.json")
     try:
-        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with transformers_silenced():
+            config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # config.json may name an attention whose code is on the hub, and has precedence over the argument.
+<<<<<<< HEAD
         attention = "eager" if sdpa_obstacle(config.to_dict()) else "sdpa"
         config._attn_implementation = attention
         model = _pretrained(folder, config, dtype or "auto", attention)
     except UserError:
+=======
+        config._attn_implementation = "sdpa"
+        model = _pretrained(folder, config, dtype or "auto", "sdpa")
+    except (UserError, MemoryError):
+>>>>>>> 2ff4a7ce628525e63cb2dac57053ab1144556066
         raise
     except Exception as error:
         raise NeedsError(f"the model {folder}", reason(error), "name a folder that transformers loads") from None

@@ -7,7 +7,7 @@ The planner needs this module on a machine without torch.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +47,8 @@ def _whole(value: object, least: int) -> bool:
     return type(value) is int and least <= value <= MOST
 
 
-def _number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # False for a NaN
 
 
 def _list_of(check: Check) -> Check:
@@ -95,7 +95,7 @@ _ROPE_TYPE_OF = {  # within rope_scaling and rope_parameters, in which some fami
     **_TYPE_OF, **dict.fromkeys(("type", "rope_type"), _TEXT), **dict.fromkeys(_ROPE_FACTORS, _NUMBER),
     **dict.fromkeys(("short_factor", "long_factor"), ("a list of numbers", _list_of(_number))),
 }  # fmt: skip
-_REQUIRED = {"num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size"}  # never null
+_REQUIRED = {"num_attention_heads", "hidden_size", "num_hidden_layers", "vocab_size", "rms_norm_eps"}  # never null
 
 
 def read_config_json(file: Path) -> dict[str, Any]:

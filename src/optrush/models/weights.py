@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from optrush.errors import CheckpointError, NeedsError
+from optrush.files import parse_json
 from optrush.kernels import nf4
 from optrush.models.decoder import Decoder, Linear
 from optrush.models.shapes import ARCHITECTURES, HF, ModelShape, native_obstacle
@@ -61,9 +62,9 @@ class Folder:
         asked, index = f"the weights in {self.folder}", self.folder / INDEX
         if index.is_file():
             try:
-                listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                listed = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
                 files = {str(name): str(file) for name, file in listed.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise NeedsError(asked, f"{INDEX} is not an index ({error})", "download the folder again") from None
             for file in set(files.values()):
                 if re.fullmatch(r"[^/\\]+\.safetensors", file) is None or not (self.folder / file).is_file():
@@ -307,7 +308,7 @@ def weights_fingerprint(folder: Path | None, seed: int) -> str:
             begins = 8 + int.from_bytes(file.read(8), "little")
             header = file.read(begins - 8)
             sha.update(header)
-            tensors = [t["data_offsets"] for name, t in json.loads(header).items() if name != "__metadata__"]
+            tensors = [t["data_offsets"] for name, t in parse_json(header).items() if name != "__metadata__"]
             edges = [at for first, end in tensors for at in (first, max(first, end - EDGE_bytes))]
             pieces = [(at, 1 << 20) for at in range(0, size, 64 << 20)] + [(begins + at, EDGE_bytes) for at in edges]
             for at, length in sorted(pieces):
@@ -583,7 +584,7 @@ class PackedFolder:
         asked = f"tensor {name} in {self.everything.folder}, packed by bitsandbytes"
         do = "quantise its unquantised checkpoint anew: --with nf4 does it while it loads"
         try:
-            state: dict[str, Any] = json.loads(bytes(self._read(mark).tolist()))
+            state: dict[str, Any] = parse_json(bytes(self._read(mark).tolist()))
             kind, blocks, nested = state["quant_type"], state["blocksize"], state.get("nested_blocksize", nf4.NESTED)
             state["rows"], state["width"] = state["shape"]
             if not math.isfinite(state.get("nested_offset", 0.0)):

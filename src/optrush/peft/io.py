@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optrush.errors import NeedsError
+from optrush.files import parse_json
 from optrush.peft.ledger import EMBEDDING, HEAD, last
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def read_config(technique: str, folder: str, wanted: Mapping[str, Any]) -> None:
         found = f"only {PICKLE}, a pickle, which could run code when read" if pickled else f"no {TENSORS} there"
         raise NeedsError(asked, found, "save it as safetensors (PEFT's save_pretrained does)")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except ValueError:
         config = None
     if not isinstance(config, dict):

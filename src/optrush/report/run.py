@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from markupsafe import Markup
 
 from optrush.config import Config, dump_config, parse_config
 from optrush.errors import ConfigError, DataError, UserError
+from optrush.files import parse_json
 from optrush.hardware import GIB
 from optrush.objectives import FIGURES, unit
 from optrush.report.page import (
@@ -102,7 +102,7 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], bool]:
     lines = path.read_bytes().split(b"\n")  # what follows the last newline is a torn line, or nothing
     for i, line in enumerate(lines):
         try:
-            value = json.loads(line) if line.strip() else None
+            value = parse_json(line) if line.strip() else None
         except ValueError:
             value = line
         if isinstance(value, dict) and number(value.get("step")) is not None:

@@ -11,6 +11,7 @@ the weights are sharded may differ from run to run. No pickle anywhere: safetens
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
@@ -137,7 +138,7 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
         CheckpointError: it is damaged, of another format, or of another checkpoint.
     """
     try:
-        body = json.loads(text)
+        body = files.parse_json(text)
     except ValueError:
         raise damaged(path, MANIFEST, "is no JSON" if text.strip() else "is empty") from None
     if not isinstance(body, dict) or "digest" not in body:
@@ -443,6 +444,21 @@ def choose(output: Path | str, resume: Literal["auto"] | Path | None) -> tuple[M
         raise CheckpointError(*answer["error"])
     manifest = None if answer["path"] is None else parse_manifest(Path(answer["path"]), answer["text"].encode())
     return manifest, [(Path(p), why) for p, why in answer["passed"]]
+
+
+def first_date(manifest: Manifest | None) -> datetime.date | None:
+    """Return the date that a run's chat template writes: that of its first start; None: there is none.
+
+    Raises:
+        CheckpointError: the manifest has something else in its place.
+    """
+    date = None if manifest is None else manifest.fingerprints.get("date")
+    if manifest is None or date is None:
+        return None
+    try:
+        return datetime.date.fromisoformat(date)
+    except ValueError:
+        raise damaged(manifest.path, MANIFEST, f"has {date!r} for a date") from None
 
 
 def _decide(output: Path, resume: Literal["auto"] | Path) -> dict[str, Any]:

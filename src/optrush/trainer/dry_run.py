@@ -6,7 +6,6 @@ allocated, and no file of the run is written. Facts first, one document for --js
 
 from __future__ import annotations
 
-import datetime
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -54,8 +53,7 @@ def dry_run(resolved: ResolvedConfig, resume: Literal["auto"] | Path | None, com
     config, env = resolved.config, resolved.env
     check_run_output(resolved, resume)
     manifest = checkpoint.choose(config.output, resume)[0] if launched()[1] == 1 else None
-    date = None if manifest is None else manifest.fingerprints.get("date")
-    today = None if date is None else datetime.date.fromisoformat(date)
+    today = checkpoint.first_date(manifest)
     tokens = open_tokens(config, resolved.folder, today)
     vocab = resolved.hf.get("vocab_size") or (0 if tokens is None else len(tokens.tokenizer))
     layout = _layout(resolved)

@@ -7,7 +7,6 @@ Read `run` first; the parts that it calls follow in the order in which it calls 
 from __future__ import annotations
 
 import copy
-import datetime
 import gc
 import glob
 import json
@@ -248,8 +247,7 @@ def build_to_fit(
     Raises:
         UserError: it does not fit, or whatever building and restoring raise.
     """
-    date = None if manifest is None else manifest.fingerprints.get("date")
-    today = None if date is None else datetime.date.fromisoformat(date)
+    today = checkpoint.first_date(manifest)
     resolved = request.resolved
     rows = min(int(n) for n in distributed.gather(str(resolved.env.micro_rows)))  # hosts may differ
     resolved = resized(resolved, rows) if rows < resolved.env.micro_rows else resolved

@@ -222,7 +222,7 @@ def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str
     keys = {key: (old["data"].get(key), value) for key, value in new["data"].items() if key not in ("cache", "workers")}
     said = [f"`data.{key}` was {a} and is {b}" for key, (a, b) in keys.items() if a != b]
     try:
-        record = json.loads((output / DATA).read_bytes())
+        record = files.parse_json((output / DATA).read_bytes())
         return "; ".join([*readers.record_changes(record, data_record(config)), *said])
     except (OSError, ValueError, KeyError, TypeError, DataError):  # of an earlier version, or damaged
         return "; ".join(said)
@@ -253,7 +253,7 @@ def _within(line: bytes, step: int) -> bool:
     if not line.endswith(b"\n"):
         return False
     try:
-        found = json.loads(line)
+        found = files.parse_json(line)
     except ValueError:
         return False
     return isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= step
@@ -332,7 +332,7 @@ def _recall(
 ) -> tuple[int | None, float | None, list[tuple[str, str]]]:
     losses = dict(_pointed(output))
     for line in (output / METRICS).read_text().splitlines():
-        found = json.loads(line)
+        found = files.parse_json(line)
         if found.get("eval_loss") is not None:
             losses[found["step"]] = found["eval_loss"]
     damaged: list[tuple[str, str]] = []
@@ -359,7 +359,7 @@ def _point(output: Path, best: Best | None) -> None:
 
 def _pointed(output: Path) -> list[tuple[int, float]]:
     try:
-        found = json.loads((output / FOLDER / POINTER).read_text())
+        found = files.parse_json((output / FOLDER / POINTER).read_text())
         return [(int(found["step"]), float(found["eval_loss"]))]
     except (OSError, ValueError, KeyError, TypeError):
         return []

@@ -166,13 +166,13 @@ class Reporter(threading.Thread):
         self.fresh = run_id
         try:
             before = json.loads(self.state_path.read_text())
-        except (OSError, ValueError):
-            before = {}
-        if before.get("name") == name:
-            if max(before["step"].values(), default=0) > done and before["course"] != digest:
+            reported = max((int(step) for step in before["step"].values()), default=0)
+            if before["name"] == name and reported > done and before["course"] != digest:
                 self.fresh = uuid.uuid4().hex
-            else:
-                self.state = before | {"course": digest}
+            elif before["name"] == name:
+                self.state |= before | {"course": digest, "sent": dict(before["sent"])}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            pass  # none, or damaged: reported anew
         self.state["done"] = done
         self.followed.set()
 
