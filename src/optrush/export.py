@@ -26,12 +26,7 @@ from optrush.data import sample as recipes
 from optrush.data.batch import collate
 from optrush.data.chat_template import Tokens, turn_ends
 from optrush.data.schema import Document
-<<<<<<< HEAD
 from optrush.errors import ConfigError, DataError, RunError, UserError
-=======
-from optrush.errors import ConfigError, DataError, NeedsError, RunError, UserError
-from optrush.files import parse_json
->>>>>>> 2ff4a7ce628525e63cb2dac57053ab1144556066
 from optrush.models.hf import load_plain
 from optrush.models.source import GENERATION, read_generation
 from optrush.models.weights import Folder, export_weights
@@ -143,19 +138,8 @@ def write_generation(trainer: Trainer, fresh: Path, source: Path | None) -> None
         if published is not None:
             shutil.copyfile(published, fresh / GENERATION)
         return
-<<<<<<< HEAD
     found = {} if published is None else read_generation(published.parent)
     ends = found.get("eos_token_id", trainer.hf.get("eos_token_id"))
-=======
-    try:
-        found = (
-            {key: trainer.hf.get(key) for key in SPECIAL} if published is None else parse_json(published.read_bytes())
-        )
-        ends = found.get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        asked = f"to add the end of a turn to {published}"
-        raise NeedsError(asked, f"no JSON object: {error}", "download the model again") from None
->>>>>>> 2ff4a7ce628525e63cb2dac57053ab1144556066
     ends = trainer.tokenizer.eos_token_id if ends is None else ends
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     changed = list(dict.fromkeys([*ends, *turn_ends(trainer.tokenizer)])) or None

@@ -412,13 +412,8 @@ def _check_cleaning(folder: Path) -> None:
 
     asked = f"to check {folder}"
     try:
-<<<<<<< HEAD
-        record = json.loads((folder / RECORD).read_bytes())
-        data = {key: record[key] for key in ("text_rows", "bad_rows", "most_bad", "columns", "roles")}
-=======
         record = parse_json((folder / RECORD).read_bytes())
-        data = {key: record[key] for key in ("text_rows", "bad_rows", "most_bad")}
->>>>>>> 2ff4a7ce628525e63cb2dac57053ab1144556066
+        data = {key: record[key] for key in ("text_rows", "bad_rows", "most_bad", "columns", "roles")}
         output, inputs, held = record["output"], record["inputs"], record["evaluation"]
         data |= {"path": [i["file"] for i in inputs], "clean": record["settings"]}
         config = _bare(data, record["model"], [], record["objective"])

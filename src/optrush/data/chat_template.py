@@ -1001,12 +1001,8 @@ def open_tokenizer(folder: Path) -> Any:
 
     asked = f"the tokenizer of {folder}"
     try:
-<<<<<<< HEAD
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-=======
         with transformers_silenced():
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
->>>>>>> 2ff4a7ce628525e63cb2dac57053ab1144556066
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
         if (wrong := _config_error(folder)) is not None:
             raise NeedsError(f"{folder / 'config.json'}", _one_line(wrong), "correct that in config.json") from None

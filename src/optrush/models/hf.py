@@ -278,13 +278,10 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
         raise NeedsError(f"a model of type {kind!r}", found, do)
     auto = cast(Any, AutoModelForCausalLM)
     try:  # checks that the families define themselves are of many classes, down to KeyError and AttributeError
-<<<<<<< HEAD
         # A copy of all of it: transformers adds its own keys to what it is given.
-        config = CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(dict(hf)), object_hook=_tagged_float))
-=======
+        given = json.loads(json.dumps(dict(hf)), object_hook=_tagged_float)
         with transformers_silenced():
-            config = CONFIG_MAPPING[kind].from_dict(dict(hf))
->>>>>>> 2ff4a7ce628525e63cb2dac57053ab1144556066
+            config = CONFIG_MAPPING[kind].from_dict(given)
         if folder is not None:
             return _pretrained(folder, config, dtype, "eager")
         with _Undrawn():
@@ -602,16 +599,10 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
         with transformers_silenced():
             config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         # config.json may name an attention whose code is on the hub, and has precedence over the argument.
-<<<<<<< HEAD
         attention = "eager" if sdpa_obstacle(config.to_dict()) else "sdpa"
         config._attn_implementation = attention
         model = _pretrained(folder, config, dtype or "auto", attention)
-    except UserError:
-=======
-        config._attn_implementation = "sdpa"
-        model = _pretrained(folder, config, dtype or "auto", "sdpa")
     except (UserError, MemoryError):
->>>>>>> 2ff4a7ce628525e63cb2dac57053ab1144556066
         raise
     except Exception as error:
         raise NeedsError(f"the model {folder}", reason(error), "name a folder that transformers loads") from None
