@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -35,12 +36,15 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the golden script's models (`tied`, `untied`) and documents (text.jsonl, chat.jsonl)."""
+    """A folder with the golden script's models (`tied`, `untied`) and documents (text.jsonl, chat.jsonl, held.jsonl)."""
     made = tmp_path_factory.mktemp("golden")
     for name in ("tied", "untied"):
         make_golden.write_model(made / name, name == "tied")
     for kind in ("text", "chat"):
         make_golden.write_documents(made / f"{kind}.jsonl", kind == "chat")
+    texts = [json.loads(line)["text"] for line in (made / "text.jsonl").read_text().splitlines()]
+    held = [{"text": text[1:] + text[:1]} for text in texts]  # as long, and none that is trained on
+    (made / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
     return made
 
 

@@ -35,7 +35,7 @@ TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
     )),
     "R5": ("SIGTERM, SIGINT, SIGUSR1, SIGHUP, Ctrl-C twice; to one rank of two", (
         f"{FAULTS}/test_kill.py::test_told_to_stop", f"{FAULTS}/test_kill.py::test_one_rank_told_to_stop",
-        f"{FAULTS}/test_kill.py::test_told_twice", f"{FAULTS}/test_ranks.py::test_a_terminal_that_closes",
+        f"{FAULTS}/test_kill.py::test_told_twice", f"{FAULTS}/test_rank_faults.py::test_a_terminal_that_closes",
     )),
     "R6": ("a full disk", (
         f"{FAULTS}/test_checkpoint.py::test_disk_full_at_every_write", f"{FAULTS}/test_kill.py::test_a_quota",
@@ -48,11 +48,11 @@ TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{FAULTS}/test_resharding.py::test_any_cutting_loads_into_any_other",
     )),
     "R10": ("losses and gradients that are not finite", (f"{FAULTS}/test_bad_updates.py",)),
-    "R12": ("out of memory on one rank of two", (f"{FAULTS}/test_ranks.py::test_out_of_memory_on_one_rank",)),
+    "R12": ("out of memory on one rank of two", (f"{FAULTS}/test_rank_faults.py::test_out_of_memory_on_one_rank",)),
     "R13": ("a worker that reads data is killed, stopped, or raises", (
         "tests/unit/test_stream.py::test_a_killed_worker_is_an_error_at_once",
         "tests/unit/test_stream.py::test_any_index_any_ranks_any_workers", f"{FAULTS}/test_tokenising.py",
-        f"{FAULTS}/test_ranks.py::test_a_stopped_data_worker", f"{FAULTS}/test_ranks.py::test_one_rank_without_a_batch",
+        f"{FAULTS}/test_rank_faults.py::test_a_stopped_data_worker", f"{FAULTS}/test_rank_faults.py::test_one_rank_without_a_batch",
     )),
     "R14": ("bad rows: first, in the middle, last", (f"{FAULTS}/test_bad_rows.py",)),
     "R15": ("another model, tokenizer, template or data at resume", (

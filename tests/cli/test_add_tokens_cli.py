@@ -49,6 +49,7 @@ def changes(base: Path) -> dict[str, Any]:
 def test_a_base_model_becomes_a_chat_model(call: Call, write: Write, here: Path, changes: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in (here / "chat.jsonl").read_text().splitlines()]
     write_rows(here / "held.jsonl", rows[:4])
+    write_rows(here / "chat.jsonl", rows[4:])
     found = call("train", write(**changes, data={"eval": "held.jsonl"}))
     assert found.code == 0, found.err
     assert "<|im_start|>, <|im_end|>: the embedding grows from 1782 rows to 1792, a multiple of 128" in found.err

@@ -40,6 +40,7 @@ def evals(lines: list[dict[str, Any]]) -> list[tuple[int, float]]:
 def test_a_run(call: Call, write: Write, here: Path) -> None:
     rows = (here / "chat.jsonl").read_text().splitlines(keepends=True)
     (here / "held.jsonl").write_text("".join(rows[:4]))
+    (here / "chat.jsonl").write_text("".join(rows[4:]))
     found = call("train", write(data={"eval": "held.jsonl"}, train={"eval_every": 0.5, "save_every": 2, "keep": 1}))
     assert found.code == 0, found.err
     assert found.out == "out\n"

@@ -121,7 +121,7 @@ def test_it_may_be_called_again(box):
 def test_another_shape_runs_as_it_is(box):
     """Fewer micro-batches or rows, and evaluation: none of them is recorded, all are right."""
     job, plain = (
-        assembled(golden_run(box, rows=4, packed=True, sets=[f"data.eval={box}/text.jsonl"])) for _ in range(2)
+        assembled(golden_run(box, rows=4, packed=True, sets=[f"data.eval={box}/held.jsonl"])) for _ in range(2)
     )
     window = windowed(job)
     batches = next(job.batches)

@@ -40,7 +40,7 @@ def test_what_a_rank_holds(box, pair, name, kind):
 
 def gathered(box, stage):
     """Whether block 0 is whole when block 1 has run, and everything is cut again after an evaluation."""
-    sets = [f"data.eval={box}/text.jsonl"]
+    sets = [f"data.eval={box}/held.jsonl"]
     job = assembled(golden_run(box, packed=True, sets=sets, fsdp={"stage": stage}))
     blocks, seen = job.model.blocks, []
     blocks["1"].register_forward_hook(lambda *_: seen.append(isinstance(blocks["0"].o.weight, DTensor)))

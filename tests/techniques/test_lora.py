@@ -506,7 +506,7 @@ def test_files_that_are_none(box, kept):
 
 
 def test_evaluation_sees_adapters(box):
-    job = learning(box, sets=[f"data.eval={box}/text.jsonl"])
+    job = learning(box, sets=[f"data.eval={box}/held.jsonl"])
     with job.adapters_disabled():
         before = evaluate(job)
     assert evaluate(job) != before

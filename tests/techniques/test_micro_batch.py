@@ -85,7 +85,7 @@ def test_rows_that_no_two_divides(box):
 
 
 def test_evaluation_is_halved_too(box):
-    sets = [f"data.eval={box}/text.jsonl"]
+    sets = [f"data.eval={box}/held.jsonl"]
     plain = evaluate(assembled(golden_run(box, rows=4, packed=True, sets=sets)))
     job = assembled(
         golden_run(box, rows=4, packed=True, sets=sets, micro_batch={}, scarce={"evaluating": True}), CLASSES

@@ -292,7 +292,7 @@ def test_whole_on_two_ranks(box, pair):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_merged_and_exported(box, tmp_path, form):
-    job = job_of(box, {**FORMS[form], **LORA}, sets=[f"data.eval={box}/text.jsonl"])
+    job = job_of(box, {**FORMS[form], **LORA}, sets=[f"data.eval={box}/held.jsonl"])
     list(steps(job, 3))
     (tmp_path / "run.yaml").write_text(dump_config(job.config))
     folder = write_model(job, tmp_path, 3, box / "untied")
@@ -304,7 +304,7 @@ def test_merged_and_exported(box, tmp_path, form):
         hidden = job.model(batch.tokens, batch.positions, batch.documents)
         assert apart(model(rows).logits, job.model.head.logits(hidden)[:1, : documents[1]]) < 1e-5
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-    again = assembled(golden_run(box, packed=True, sets=[f"model.path={folder}", f"data.eval={box}/text.jsonl"]))
+    again = assembled(golden_run(box, packed=True, sets=[f"model.path={folder}", f"data.eval={box}/held.jsonl"]))
     assert evaluate(again)[0] == pytest.approx(evaluate(job)[0], rel=1e-5)
 
 

@@ -38,7 +38,7 @@ def test_the_same_loss_and_gradients(box, reference, implementation):
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 def test_evaluation_is_packed_and_the_same(box, monkeypatch, implementation):
-    run = golden_run(box, sets=[f"data.eval={box}/text.jsonl", f"model.implementation={implementation}"])
+    run = golden_run(box, sets=[f"data.eval={box}/held.jsonl", f"model.implementation={implementation}"])
     job = assembled(run)
     assert job.evaluation.documents == 64 and job.evaluation.rows == 32
     loss, targets, _ = evaluate(job)

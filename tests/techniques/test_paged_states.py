@@ -297,7 +297,7 @@ def test_on_two_ranks(box, pair, beside):
 
 
 def test_evaluation_has_no_optimizer(box):
-    sets = [f"data.eval={box}/text.jsonl"]
+    sets = [f"data.eval={box}/held.jsonl"]
     job = assembled(golden_run(box, packed=True, sets=sets, paged_states={}), classes(), training=False)
     assert job.optimizer is None and evaluate(job)[1] > 0
 

@@ -226,7 +226,7 @@ def test_owners_act_first():
 
 def with_evaluations(box, with_, evaluating):
     """Losses, norms and weights of three steps on this rank; evaluated before each and after, or never."""
-    sets = [f"data.eval={box}/text.jsonl"]
+    sets = [f"data.eval={box}/held.jsonl"]
     job = assembled(golden_run(box, packed="packing" not in with_, sets=sets, **with_))
     found, evals = [], []
     for k in range(1, 4):
@@ -258,6 +258,6 @@ def test_evaluation_is_the_same_however_it_is_shared(box, pair, data):
 
 
 def test_the_loop_evaluates_when_it_is_due(box):
-    sets = [f"data.eval={box}/text.jsonl", "train.steps=4", "train.eval_every=2"]
+    sets = [f"data.eval={box}/held.jsonl", "train.steps=4", "train.eval_every=2"]
     lines = metrics(golden_run(box, packed=True, sets=sets))
     assert [line["step"] for line in lines if "eval_loss" in line] == [0, 2, 4]

@@ -50,7 +50,7 @@ def options(name):
 
 
 def same(box, monkeypatch, sets, **with_):
-    run = golden_run(box, packed=True, sets=[*SHORT, "train.clean=true", f"data.eval={box}/text.jsonl", *sets], **with_)
+    run = golden_run(box, packed=True, sets=[*SHORT, "train.clean=true", f"data.eval={box}/held.jsonl", *sets], **with_)
     played = []
     inner = preflight._largest_step
 
@@ -97,7 +97,7 @@ def test_dropout_draws_what_it_would_have_drawn(box, monkeypatch, tmp_path):
 
 
 def test_the_state_is_put_back(box):
-    job = assembled(golden_run(box, amp={"dtype": "fp16"}, sets=[f"data.eval={box}/text.jsonl"]))
+    job = assembled(golden_run(box, amp={"dtype": "fp16"}, sets=[f"data.eval={box}/held.jsonl"]))
     job.model.eval()
     job.state["amp"].good.fill_(5)
     inner = job.loss
@@ -157,7 +157,7 @@ def test_a_layout_that_follows_its_rows_is_as_wide_as_the_longest_document(box):
 
 @pytest.mark.parametrize(("rows", "first"), [(2, [2, 2]), (8, [8])])
 def test_gradients_of_two_micro_batches_where_they_accumulate(box, rows, first):
-    run = golden_run(box, rows=rows, packed=True, sets=[f"data.eval={box}/text.jsonl"], scarce={"rows": 99})
+    run = golden_run(box, rows=rows, packed=True, sets=[f"data.eval={box}/held.jsonl"], scarce={"rows": 99})
     job = assembled(run, CLASSES)
     assert preflight.preflight(job, plan_of(job)) is None
     assert Scarce.calls == [*first, *[rows] * (8 // rows), rows], "the largest, the first step, an evaluation"
@@ -199,7 +199,7 @@ def test_one_row_that_is_too_much(box):
 
 
 def test_an_evaluation_is_rehearsed(box):
-    sets = [f"data.eval={box}/text.jsonl"]
+    sets = [f"data.eval={box}/held.jsonl"]
     assert "out of memory" in refused(golden_run(box, packed=True, sets=sets, scarce={"evaluating": True}))[1]
 
 
