@@ -36,7 +36,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the golden script's models (`tied`, `untied`) and documents (text.jsonl, chat.jsonl, held.jsonl)."""
+    """A folder with the golden script's models (`tied`, `untied`) and documents (text, chat, held.jsonl)."""
     made = tmp_path_factory.mktemp("golden")
     for name in ("tied", "untied"):
         make_golden.write_model(made / name, name == "tied")

@@ -52,7 +52,8 @@ TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
     "R13": ("a worker that reads data is killed, stopped, or raises", (
         "tests/unit/test_stream.py::test_a_killed_worker_is_an_error_at_once",
         "tests/unit/test_stream.py::test_any_index_any_ranks_any_workers", f"{FAULTS}/test_tokenising.py",
-        f"{FAULTS}/test_rank_faults.py::test_a_stopped_data_worker", f"{FAULTS}/test_rank_faults.py::test_one_rank_without_a_batch",
+        f"{FAULTS}/test_rank_faults.py::test_a_stopped_data_worker",
+        f"{FAULTS}/test_rank_faults.py::test_one_rank_without_a_batch",
     )),
     "R14": ("bad rows: first, in the middle, last", (f"{FAULTS}/test_bad_rows.py",)),
     "R15": ("another model, tokenizer, template or data at resume", (
