@@ -33,6 +33,7 @@ def written_by() -> dict[str, Any]:
         ("docs/data.md", "| padded to the longest |"),
         ("docs/ladder.md", "| torchtitan |"),
         ("docs/plan.md", "| rows | T=8192 |"),
+        ("docs/reliability.md", "| R3 | damaged bytes"),
         ("docs/techniques/recompute.md", "longest row 20,480 -> 206,848 | + recompute |"),
     ],
 )
