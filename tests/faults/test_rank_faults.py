@@ -120,6 +120,24 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(home: Path) -> None:
     )
 
 
+def test_a_collective_that_failed_is_explained_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What names a missing rank goes up unchanged, and nothing more is asked of a store that may be that rank's."""
+    monkeypatch.setattr(peers, "LATE_S", 0.2)
+    asked: list[str] = []
+
+    class Stopped:
+        def set(self, key: str, value: str) -> None:
+            asked.append(key)
+
+    watch = peers.Watch(dist.HashStore(), Stopped(), 1, 2, 60.0)  # type: ignore[arg-type]
+    try:
+        reason = watch.explain(RuntimeError("NCCL communicator was aborted"))
+        assert isinstance(reason, RunError) and "rank 0 did not answer rank 1" in str(reason)
+        assert watch.explain(reason) is reason and not asked
+    finally:
+        watch.close()
+
+
 def test_restarted_over_the_store_of_those_before(home: Path) -> None:
     """torchrun starts its ranks again with the store in which the addresses of the dead ones are."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))

@@ -89,6 +89,7 @@ class Watch:
         self.answered, self.reads = now, 0  # when the store answered last, and how often it has
         self.hurry = threading.Event()  # read again without a pause
         self.failed_at: float | None = None  # when another rank's own failure was read
+        self.explained: tuple[BaseException, float] | None = None  # what `explain` returned, and when
         self.closing = self.broken = False
         self.ending = threading.Lock()
         self._own_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -137,6 +138,8 @@ class Watch:
                 self._leave(None)
             if missing := self._missing(self.timeout_s):
                 self._leave(missing)
+            if self.explained is not None and now - self.explained[1] > LEAVING_S:
+                self._end(self.explained[0])  # something that the training thread cleans up waits for the missing rank
             gone_since = (gone_since or now) if self._in_state("gone") or self.broken else None
             if gone_since is not None and now - gone_since > LEAVING_S:
                 self._leave(self._missing(LATE_S) or [0])
@@ -146,10 +149,13 @@ class Watch:
         if self.closing or not self.ending.acquire(blocking=False):
             return
         error = None if missing is None else self._error(missing)
-        if error is not None:
-            sys.stderr.write(f"{error}\n")
-        elif missing:
+        if error is None and missing:
             time.sleep(1.0)  # the rank that prints goes first
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if isinstance(error, RunError):
+            sys.stderr.write(f"{error}\n")
         sys.stderr.flush()
         os._exit(1)
 
@@ -175,14 +181,22 @@ class Watch:
         """Return what to raise for an error that has ended this rank's training; report it to the other ranks.
 
         Returns:
-            The error itself if it is this rank's own; RunError that names the missing rank for a collective that
-            failed; SystemExit where another rank or the launcher prints the reason.
+            The error itself if it is this rank's own, or was returned before; RunError that names the missing rank
+            for a collective that failed; SystemExit where another rank or the launcher prints the reason.
         """
         if getattr(error, "everywhere", False) or isinstance(error, KeyboardInterrupt | SystemExit):
             return error
+        if self.explained is not None and error is self.explained[0]:
+            return error  # not reported: the store may be the missing rank's, which does not answer
         if not isinstance(error, RuntimeError) or not _of_a_collective(error):
             self._report()
             return error
+        reason = self._reason()
+        self.explained = reason, time.monotonic()
+        return reason
+
+    def _reason(self) -> BaseException:
+        """Return what to raise where a collective has failed, once it is known which rank is missing."""
         if not self.ending.acquire(blocking=False):
             time.sleep(2 * LEAVING_S)  # the watch's own thread prints and ends the process
         end, enough = time.monotonic() + NAMING_S, self.reads + 2  # one of them begins after the error
