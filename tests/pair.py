@@ -98,3 +98,13 @@ def serve(pipe: Any, rank: int, port: int) -> None:
             pipe.send((True, function(*args)))
         except BaseException:
             pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+        _unwatched()
+
+
+def _unwatched() -> None:
+    """End the watch over the other rank: in a run an error ends the process, in a test it may be expected."""
+    from optrush.trainer import distributed
+
+    if distributed._watch is not None:
+        distributed._watch.close()
+        distributed._watch = None

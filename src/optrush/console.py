@@ -50,17 +50,17 @@ def use_color() -> bool:
 
 
 class _Log(Console):
-    """A console whose lines are lost while the disk that they go to is full: what is logged goes on."""
+    """A console whose lines are lost while the disk that they go to is full or the terminal has closed."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
             super().print(*objects, **options)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in LOST:
                 raise
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+LOST = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # a line of the log that cannot be written ends no run; EIO: no terminal
 err = _Log(stderr=True, highlight=False, soft_wrap=True)
 QUIET_S, EVERY_S = 2.0, 5.0  # without lines before the first; between two lines
 Item = TypeVar("Item")

@@ -14,6 +14,7 @@ import tempfile
 import traceback
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,8 @@ def fork(work: Callable[[], Any], env: dict[str, str] | None = None, log: Path |
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1
     except BaseException:
-        traceback.print_exc()
+        with log.open("a") if log is not None else nullcontext(sys.stderr) as out:  # stderr may be another by now
+            traceback.print_exc(file=out)
     finally:
         try:  # whatever happens, the child must not go on as a second pytest
             sys.stdout.flush()

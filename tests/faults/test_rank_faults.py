@@ -65,7 +65,8 @@ def refusal(config: Path) -> list[str]:
     """The lines of the one error in a run's output."""
     text = said(config)
     assert "Traceback" not in text and text.count("asked: ") == 1, text
-    return text[text.index("asked: ") :].splitlines()
+    lines = text[text.index("asked: ") :].splitlines()
+    return [line for line in lines if not line.startswith("[rank")]  # torch's own: a forked child has it loaded
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -231,10 +232,11 @@ def test_a_terminal_that_closes(home: Path) -> None:
     os.close(theirs)
     wait_for(config.with_suffix(""), 4)
     os.close(ours)
+    time.sleep(0.3)  # a step or two are logged before the signal comes
     os.killpg(pid, signal.SIGHUP)
-    assert ended(pid) == 143
+    assert ended(pid) == 143, said(config)
     saved = verify(find_checkpoints(config.with_suffix(""))[0]).step
-    assert saved in (5, 6, 7) and figures(config.with_suffix(""))[-1]["step"] == saved
+    assert 5 <= saved <= 10 and figures(config.with_suffix(""))[-1]["step"] == saved
 
 
 def test_a_hangup_that_is_ignored(home: Path) -> None:

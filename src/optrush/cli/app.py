@@ -18,7 +18,7 @@ import typer
 
 from optrush import __version__
 from optrush.cli import bench, chat, data, plan, setup, train
-from optrush.console import FULL, shown
+from optrush.console import LOST, shown
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.launch import TRACKER_THREAD
 
@@ -93,11 +93,11 @@ def main() -> None:
 
 
 def _complain(text: str) -> None:
-    """Print to standard error, unless the disk that it goes to is full."""
+    """Print to standard error, unless the disk that it goes to is full or the terminal has closed."""
     try:
         print(shown(text), file=sys.stderr, flush=True)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in LOST:
             raise
 
 
