@@ -139,6 +139,18 @@ def test_a_collective_that_failed_is_explained_once(monkeypatch: pytest.MonkeyPa
         watch.close()
 
 
+def test_a_collective_that_cannot_work_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are there and answer: the error of the library is the reason."""
+    monkeypatch.setattr(peers, "NAMING_S", 0.2)
+    store = dist.HashStore()
+    watch = peers.Watch(store, store, 1, 2, 60.0)
+    try:
+        reason = watch.explain(RuntimeError("NCCL error: invalid usage.\n Duplicate GPU detected"))
+        assert "found: rank 1: NCCL error: invalid usage. Duplicate GPU detected" in str(reason)
+    finally:
+        watch.close()
+
+
 def test_restarted_over_the_store_of_those_before(home: Path) -> None:
     """torchrun starts its ranks again with the store in which the addresses of the dead ones are."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))

@@ -36,6 +36,8 @@ NAMING_S = 3.0  # how long a failed collective waits for the name of the rank th
 LEAVING_S = 5.0  # for this process to leave by itself after another rank's failure
 COLLECTIVE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
 
+LATE = ("timed out", "timeout")  # in the error of a collective that a rank did not come to
+
 State = Literal["alive", "stopped", "gone", "unknown"]
 
 
@@ -191,11 +193,11 @@ class Watch:
         if not isinstance(error, RuntimeError) or not _of_a_collective(error):
             self._report()
             return error
-        reason = self._reason()
+        reason = self._reason(error)
         self.explained = reason, time.monotonic()
         return reason
 
-    def _reason(self) -> BaseException:
+    def _reason(self, error: RuntimeError) -> BaseException:
         """Return what to raise where a collective has failed, once it is known which rank is missing."""
         if not self.ending.acquire(blocking=False):
             time.sleep(2 * LEAVING_S)  # the watch's own thread prints and ends the process
@@ -211,6 +213,11 @@ class Watch:
         missing = self._missing(LATE_S)
         if self._gone(missing) and LAUNCHER in os.environ:
             return SystemExit(1)  # the launcher prints which signal it was
+        if not missing and not any(word in str(error).lower() for word in LATE):  # all are there: it cannot work
+            step, operation = self.under_way
+            found = f"rank {self.rank}: {' '.join(str(error).split())[:500]}"
+            do = "look at the devices and the network between the ranks; NCCL_DEBUG=INFO tells more"
+            return RunError(f"{_at(step)}{operation}, on {self.ranks} ranks", found, do)
         return self._error(missing) or SystemExit(1)
 
     def _report(self) -> None:
