@@ -56,7 +56,7 @@ def fork(work: Callable[[], Any], env: dict[str, str] | None = None, log: Path |
             os.dup2(fd, 1)
             os.dup2(fd, 2)
             sys.stdout = sys.stderr = os.fdopen(fd, "w", buffering=1)  # pytest's own write elsewhere
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
         os.environ.update(env or {})
         answer = work()
