@@ -347,8 +347,34 @@ def test_turns_as_json_text() -> None:
     assert parsed({"conversations": json.dumps(TURNS)})[0] == Chat((U, A))
     worse = json.dumps([ASK, {**ANSWER, "content": "A dog."}])
     assert isinstance(parsed({"chosen": json.dumps(TURNS), "rejected": worse}, "dpo")[0].chosen, Chat)
+    row = {"prompt": json.dumps([ASK]), "chosen": json.dumps([ANSWER]), "rejected": json.dumps(TURNS[1:] * 2)}
+    assert parsed(row, "dpo")[0].chosen == Chat((U, A), (), 1)
+    assert parsed({"prompt": json.dumps([ASK]), "completion": [ANSWER]})[0] == Chat((U, A), (), 1)
     assert "is no JSON" in refused({"messages": str(TURNS)}).found
     assert "is no JSON" in refused({"chosen": str(TURNS), "rejected": str(TURNS[:1])}, "dpo").found
+
+    assert "is no JSON" in refused({"chosen": json.dumps(TURNS)[:-9], "rejected": json.dumps(TURNS)}, "dpo").found
+    assert refused({"messages": "hello"}).found == "messages is a string, not a list"
+
+
+LISTS = ['[{"value": 3, "unit": "kg"}]', '[{"content": "a"}]', '[{"role": "admin"}]', '[{"from": "Oslo"}, 2]', "[1]", "[]",
+         '[{"value": 3, "unit"', "[{'value': 3}]", '[{"role": "user", "content": "a"}, {"b": 1}]']  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_a_text_that_holds_another_list_is_a_text(text: str) -> None:
+    assert parsed({"prompt": "Extract", "completion": text})[0] == Completion("Extract", text)
+    assert parsed({"prompt": text, "completion": "b"})[0] == Completion(text, "b")
+    assert parsed({"messages": [ASK, {**ANSWER, "content": text}]})[0].messages[1].content == text
+    both = parsed({"prompt": text, "chosen": text, "rejected": "b"}, "dpo")[0]
+    assert both == Pair(Completion(text, text), Completion(text, "b"))
+    assert parsed({"prompt": "a", "chosen": "b", "rejected": text}, "dpo")[0].rejected == Completion("a", text)
+
+
+def test_a_completion_is_never_turns_as_text() -> None:
+    text = json.dumps(TURNS)
+    assert parsed({"prompt": "Invent a chat.", "completion": text})[0] == Completion("Invent a chat.", text)
+    assert parsed({"prompt": "a", "chosen": text, "rejected": "b"}, "dpo")[0].chosen == Completion("a", text)
 
 
 # --- calls without content
@@ -359,6 +385,13 @@ def test_turns_as_json_text() -> None:
 def test_a_call_without_content_is_an_empty_content(turn: dict[str, Any]) -> None:
     found = parsed({"messages": [ASK, turn]})[0]
     assert found.messages[1].shown() == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def test_a_call_that_is_a_turns_content_is_a_call() -> None:
+    turns = [ASK, {"role": "function_call", "content": json.dumps(CALL["function"])}, {"role": "tool", "content": "2"}]
+    assert parsed({"messages": [*turns, ANSWER]})[0].messages[1] == Message("assistant", "", calls=(CALL,))
+    turns[1] = {"role": "function_call", "content": "add(1)"}
+    assert "messages[1].content: not valid JSON" in refused({"messages": [*turns, ANSWER]}).found
 
 
 # --- what the run names

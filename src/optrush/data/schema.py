@@ -501,6 +501,9 @@ def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if found.get(key) is None:
             raise _Bad(f"{quoted(other)} without {quoted(key)}")
+    answers = {key: _turn_list(found[key], key, sure=False) for key in ("chosen", "rejected")}
+    if all(isinstance(answer, list) for answer in answers.values()):  # else both are texts
+        found = {**found, **answers}
     if found["chosen"] == found["rejected"]:
         raise _Bad("chosen and rejected are the same")
     chosen, rejected = (_answer(found, key, rules, unread) for key in ("chosen", "rejected"))
@@ -525,11 +528,11 @@ def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
 
 def _answer(found: dict[str, Any], key: str, rules: RowRules, unread: set[str]) -> Chat | Completion:
     """Return the prompt with one of its answers; a conversation that begins with the prompt has it once."""
-    prompt, answer = _turn_list(found.get("prompt"), "prompt"), _turn_list(found[key], key)
+    prompt, answer = found.get("prompt"), found[key]
     if isinstance(answer, str):
         _refuse(found, ("tools",), "the row")
         return Completion("" if prompt is None else _full(prompt, "prompt"), _full(answer, key))
-    turns = _turns(answer, key, rules, unread)
+    prompt, turns = _turn_list(prompt, "prompt", sure=False), _turns(answer, key, rules, unread)
     if prompt is None:
         return Chat(turns, _tools(found))
     n, before = 0, (Message("user", prompt),) if isinstance(prompt, str) else _turns(prompt, "prompt", rules, unread)
@@ -579,17 +582,34 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def _turn_list(found: Any, name: str) -> Any:
-    """Return the turns that a text holds as JSON, as tables have them; any other value as it is."""
-    if not isinstance(found, str) or not TURNS.match(found):
+def _turn_list(found: Any, name: str, sure: bool = True) -> Any:
+    """Return the turns that a text holds as JSON, as tables have them; any other value as it is.
+
+    Args:
+        sure: the value can be nothing but turns. Else it is a text, unless it is a list of turns alone.
+    """
+    if not isinstance(found, str) or not found.lstrip().startswith("["):
         return found
     try:
-        return decode_json(found.encode())
+        turns = decode_json(found.encode())
     except ValueError as error:
-        raise _Bad(f"{name} looks like a list of turns as text, and is no JSON: {error}") from None
+        if sure or TURNS.match(found):
+            raise _Bad(f"{name} looks like a list of turns as text, and is no JSON: {error}") from None
+        return found
+    return turns if sure or (turns and all(map(_is_turn, turns))) else found
 
 
-TURNS = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:""")
+def _is_turn(found: Any) -> bool:
+    if not isinstance(found, dict):
+        return False
+    return {"from", "value"} <= found.keys() or ("role" in found and not found.keys().isdisjoint(SAID))
+
+
+SAID = ("content", "tool_calls")
+# The beginning of turns as text, also as Python prints them.
+TURNS = re.compile(
+    r"""(?s)\s*\[\s*\{\s*["'](?:role["'].*["']content|content["'].*["']role|from["'].*["']value|value["'].*["']from)["']\s*:"""
+)
 
 
 def _turns(found: Any, name: str, rules: RowRules, unread: set[str]) -> tuple[Message, ...]:
@@ -615,11 +635,12 @@ def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
             f"say which it is: `data.roles: {{{given}: assistant}}`, or mend that line",
         )
     content = found.get(content_key)
-    if given == "function_call" and said == "from":
-        value = _decoded(_string(content, f"{name}.value"), f"{name}.value")
+    if given == "function_call" and role == "assistant":
+        at = f"{name}.{content_key}"
+        value = _decoded(_string(content, at), at)
         listed = [{"function": call} for call in (value if isinstance(value, list) else [value])]
         more = _more(found, role, name, {said, content_key}, unread)
-        return Message("assistant", "", **{**more, "calls": _calls(listed, f"{name}.value", unread)})
+        return Message("assistant", "", **{**more, "calls": _calls(listed, at, unread)})
     more = _more(found, role, name, {said, content_key}, unread) if len(found) > 2 or content is None else {}
     if content is None and role == "assistant" and more.get("calls"):
         content = ""
