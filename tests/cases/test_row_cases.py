@@ -216,6 +216,61 @@ def test_the_prompt_of_a_pair_arrives() -> None:
     assert parsed(row, "dpo", {"question": "prompt"}) == (want, {"question -> prompt"})
 
 
+S = Message("system", "Be brief.")
+
+
+def test_a_system_text_makes_turns_of_the_texts_after_it() -> None:
+    row = {"system": "Be brief.", "question": U.content, "chosen": "Oslo.", "rejected": "A dog."}
+    error = refused(row, "dpo")
+    assert "'system' without 'prompt'" in error.found and "`data.columns: {question: prompt}`" in error.do
+    worse = Message("assistant", "A dog.")
+    want = Pair(Chat((S, U, A), (), 2), Chat((S, U, worse), (), 2))
+    assert parsed(row, "dpo", {"question": "prompt"}) == (want, {"question -> prompt"})
+    for nothing in ("", None):  # the rows of one table are of one kind
+        pair = Pair(Chat((U, A), (), 1), Chat((U, worse), (), 1))
+        assert parsed({**row, "system": nothing}, "dpo", {"question": "prompt"})[0] == pair
+        renamed = {"question": "prompt", "sys": "system"}
+        row_of_sys = {**{key: row[key] for key in row if key != "system"}, "sys": nothing}
+        assert parsed(row_of_sys, "dpo", renamed)[0] == pair
+    plain = Pair(Completion(U.content, "Oslo."), Completion(U.content, "A dog."))
+    assert parsed(row, "dpo", {"question": "prompt", "system": "ignore"})[0] == plain
+    assert parsed({"system": "Be brief.", "prompt": U.content, "completion": "Oslo."})[0] == Chat((S, U, A), (), 2)
+    assert parsed({"system": "Be brief.", "prompt": [ASK], "completion": [ANSWER]})[0] == Chat((S, U, A), (), 2)
+    pair = {"system": "Be brief.", "chosen": TURNS, "rejected": [ASK, {**ANSWER, "content": "A dog."}]}
+    assert parsed(pair, "dpo")[0] == want
+    turn = {"role": "system", "content": "Be long."}
+    for prompt, answer in (([turn, ASK], [ANSWER]), (U.content, [turn, *TURNS]), (None, [turn, *TURNS])):
+        row = {"system": "Be brief.", "prompt": prompt, "chosen": answer, "rejected": [*answer[:-1], ASK]}
+        assert "both 'system' and a system turn" in refused(row, "dpo").found
+
+
+@pytest.mark.parametrize("system", ["system", "developer", "persona", "system_prompt"])
+def test_the_question_is_the_prompt_and_not_the_system_text(system: str) -> None:
+    for asking in ("question", "instruction", "query", "input"):
+        row = {
+            system: "Be brief.",
+            "context": "By sea.",
+            asking: U.content,
+            "chosen": "Oslo.",
+            "rejected": "A dog.",
+        }
+        error, columns = refused(row, "dpo"), {asking: "prompt"}
+        assert f"`data.columns: {{{asking}: prompt}}`" in error.do
+        with pytest.raises(DataError) as caught:
+            parsed(row, "dpo", columns)
+        assert "`data.columns: {context: ignore}`" in caught.value.do
+        columns["context"] = "ignore"
+        if system != "system":
+            with pytest.raises(DataError) as caught:
+                parsed(row, "dpo", columns)
+            assert f"`data.columns: {{{system}: system}}`" in caught.value.do
+            columns[system] = "system"
+        assert parsed(row, "dpo", columns)[0].chosen == Chat((S, U, A), (), 2)
+    row = {system: "Be brief.", "context": "By sea.", "question": U.content, "response": "Oslo."}
+    mapping = yaml.safe_load(refused(row).do.split("`data.columns: ")[1].split("`")[0])
+    assert parsed(row, columns=mapping)[0] == Chat((S, Message("user", f"{U.content}\n\nBy sea."), A))
+
+
 def test_a_text_that_is_in_the_row_already_is_only_named() -> None:
     assert parsed({"messages": TURNS, "prompt": "A city in Norway?", "id": 3}) == (Chat((U, A)), {"prompt", "id"})
     assert parsed({"messages": TURNS, "prompt": [ASK], "context": " "}) == (Chat((U, A)), {"prompt", "context"})
@@ -357,8 +412,8 @@ def test_turns_as_json_text() -> None:
     assert refused({"messages": "hello"}).found == "messages is a string, not a list"
 
 
-LISTS = ['[{"value": 3, "unit": "kg"}]', '[{"content": "a"}]', '[{"role": "admin"}]', '[{"from": "Oslo"}, 2]', "[1]", "[]",
-         '[{"value": 3, "unit"', "[{'value': 3}]", '[{"role": "user", "content": "a"}, {"b": 1}]']  # fmt: skip
+LISTS = ['[{"value": 3, "unit": "kg"}]', '[{"content": "a"}]', '[{"role": "admin"}]', '[{"from": "Oslo"}, 2]', "[1]",
+         "[]", '[{"value": 3, "unit"', "[{'value': 3}]", '[{"role": "user", "content": "a"}, {"b": 1}]']  # fmt: skip
 
 
 @pytest.mark.parametrize("text", LISTS)

@@ -117,8 +117,8 @@ READ = {
     "text": frozenset({"text"}), "messages": frozenset({"messages", "system", "tools"}),
     "conversations": frozenset({"conversations", "system", "tools"}),
     "instruction": frozenset({"instruction", "input", "output", "system"}),
-    "completion": frozenset({"prompt", "completion", "tools"}),
-    "chosen": frozenset({"prompt", "chosen", "rejected", "tools"}),
+    "completion": frozenset({"prompt", "completion", "system", "tools"}),
+    "chosen": frozenset({"prompt", "chosen", "rejected", "system", "tools"}),
 }  # fmt: skip
 READ_OF_TURN = frozenset({"tool_calls", "tool_call_id", "name", *REASONING})
 # All keys of a row that are read.
@@ -149,11 +149,13 @@ THOUGHTS = (
 )  # fmt: skip
 # What precedes an answer, and the key that it would be in a row with an instruction, and in others.
 BEFORE = {
-    **dict.fromkeys(("system_prompt", "system_message", "system_msg", "sys_prompt", "preamble"), "system"),
+    **dict.fromkeys((
+        "system", "developer", "system_prompt", "system_message", "system_msg", "sys_prompt", "preamble", "persona",
+    ), "system"),
     **dict.fromkeys(("instruction", "question", "query", "input", "prompt", "problem", "user_prompt"), "prompt"),
     **dict.fromkeys((
-        "context", "contexts", "background", "passage", "passages", "document", "documents", "knowledge", "persona",
-        "history", "conversation_history", "system", "developer",
+        "context", "contexts", "background", "passage", "passages", "document", "documents", "knowledge", "history",
+        "conversation_history",
     ), "input"),
 }  # fmt: skip
 ASKING = ("instruction", "question", "query", "prompt", "input", "problem", "user", "human", "user_prompt", "ask")
@@ -298,7 +300,8 @@ def parse_row(
 
     text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected
     with or without prompt. Of several kinds the objective takes one: pretrain the text, any other the structured one,
-    if what is left out has nothing of its own. A null counts as no key.
+    if what is left out has nothing of its own. A null counts as no key, except `system` beside texts: it makes
+    turns of them, and the rows of one table are of one kind.
 
     Args:
         noted: gets the names of keys that are not read, turns' as `messages[].id`, and `key -> name` of those that
@@ -325,6 +328,8 @@ def _named_columns(found: dict[str, Any], rules: RowRules, noted: set[str]) -> d
     result = {key: value for key, value in found.items() if key not in rules.of_rows}
     for key, name in rules.of_rows.items():
         if found.get(key) is None:
+            if key in found and name != IGNORE:
+                result.setdefault(name, None)
             continue
         noted.add(f"{key} -> {name}")
         if name != IGNORE:
@@ -365,7 +370,10 @@ def _sign(found: dict[str, Any], objective: str) -> str:
         kinds = kinds[1:] if objective == "dpo" else kinds[:1]  # the conversation is the chosen one
     if len(kinds) > 1:
         reason = f"both {quoted(signs[0])} and {quoted(signs[-1])}; which one is meant cannot be known"
-        raise _Bad(reason, f"leave one out: `data.columns: {{{signs[-1]}: ignore}}`, or mend that line")
+        line = f"leave one out: `data.columns: {{{signs[-1]}: ignore}}`"
+        if kinds == ["instruction", "chosen"] and found.get("prompt") is None and found.get("output") is None:
+            line = "is 'instruction' the prompt? `data.columns: {instruction: prompt}`"
+        raise _Bad(reason, f"{line}, or mend that line")
     return "chosen" if kinds[0] == "rejected" else kinds[0]
 
 
@@ -373,13 +381,14 @@ def _mapping(found: dict[str, Any]) -> str:
     """Return what to do with a row of an unknown kind: the line that names its keys."""
     keys = {key.lower(): key for key in found if found[key] is not None}
     ask, answer = (next((keys[k] for k in names if k in keys), None) for names in (ASKING, ANSWERING))
-    more = next((keys[k] for k in keys if BEFORE.get(k) == "input" or (k in BEFORE and k != (ask or "").lower())), None)
     if ask is None or answer is None:
         kinds = "text; messages; instruction, output; prompt, completion; prompt, chosen, rejected"
         return f"{MEND}; or name its keys (data.columns: {{KEY: text}}) after those of a known kind: {kinds}"
     names = {ask: "instruction", answer: "output"}
-    if more is not None:
-        names[more] = "system" if BEFORE[more.lower()] == "system" else "input"
+    for key in found:
+        to = "system" if BEFORE.get(key.lower()) == "system" else "input"
+        if key.lower() in BEFORE and found[key] is not None and to not in names.values():
+            names.setdefault(key, to)
     changed = ", ".join(f"{key}: {name}" for key, name in names.items() if key != name)
     return (
         f"as a question and its answer: `data.columns: {{{changed}}}`; or name them after another kind (docs/data.md)"
@@ -391,10 +400,9 @@ def _row(found: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) ->
     if sign == "text":
         return Text(_full(found["text"], "text"))
     if sign in ("messages", "conversations"):
-        return _chat(_system(found, sign) + _turns(found[sign], sign, rules, unread), _tools(found))
+        return _chat(_with_system(found, _turns(found[sign], sign, rules, unread), sign), _tools(found))
     if sign == "instruction":
         return _alpaca(found)
-    _refuse(found, ("system",), "the row")
     if sign == "completion":
         if found.get("prompt") is None and not isinstance(found.get("label"), bool):
             raise _Bad("'completion' without 'prompt'", _mapping(found))
@@ -405,7 +413,7 @@ def _row(found: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) ->
 
 def _left(found: dict[str, Any], left: set[str], sign: str, row: Row, unread: set[str]) -> None:
     """Note the keys of a row that its kind does not read; raises _Bad for one that would change what is learnt."""
-    for key in sorted(left):
+    for key in sorted(left, key=lambda key: (key.lower() not in ASKING, key)):
         value = found[key]
         if value is None or value in ("", [], {}):
             continue
@@ -461,14 +469,12 @@ def _hint(found: dict[str, Any], objective: str) -> str:
         sign = _sign(found, objective)
     except _Bad:
         return ""
-    other = next(
-        (key for key in found if key not in READ[sign] and _column(key.lower(), sign) not in (None, key)), None
-    )
-    return (
-        ""
-        if other is None
-        else f"{MEND}; is {quoted(other)} its prompt? `data.columns: {{{other}: {_column(other.lower(), sign)}}}`"
-    )
+    columns = {key: _column(key.lower(), sign) for key in found if key not in READ[sign] and found[key] is not None}
+    for key in sorted(columns, key=lambda key: key.lower() not in ASKING):
+        to = columns[key]
+        if to is not None and found.get(to) is None:
+            return f"{MEND}; is {quoted(key)} its {to}? `data.columns: {{{key}: {to}}}`"
+    return ""
 
 
 def _inner_texts(value: Any) -> Iterator[str]:
@@ -494,7 +500,8 @@ def _alpaca(found: dict[str, Any]) -> Chat:
     given = _string(_given(found, "input", ""), "input")
     if given.strip():
         ask = f"{ask}\n\n{given}"
-    return _chat((*_system(found, ""), Message("user", ask), Message("assistant", _full(found["output"], "output"))))
+    turns = (Message("user", ask), Message("assistant", _full(found["output"], "output")))
+    return _chat(_with_system(found, turns, "instruction"))
 
 
 def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
@@ -529,12 +536,18 @@ def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
 def _answer(found: dict[str, Any], key: str, rules: RowRules, unread: set[str]) -> Chat | Completion:
     """Return the prompt with one of its answers; a conversation that begins with the prompt has it once."""
     prompt, answer = found.get("prompt"), found[key]
-    if isinstance(answer, str):
+    if isinstance(answer, str) and "system" not in found:
         _refuse(found, ("tools",), "the row")
         return Completion("" if prompt is None else _full(prompt, "prompt"), _full(answer, key))
-    prompt, turns = _turn_list(prompt, "prompt", sure=False), _turns(answer, key, rules, unread)
+    if isinstance(answer, str):  # a key `system`, whatever its value: the texts are turns
+        if prompt is None:
+            raise _Bad("a row of texts has 'system' without 'prompt'")
+        turns = (Message("assistant", _full(answer, key)),)
+        prompt = _full(prompt, "prompt")
+    else:
+        prompt, turns = _turn_list(prompt, "prompt", sure=False), _turns(answer, key, rules, unread)
     if prompt is None:
-        return Chat(turns, _tools(found))
+        return Chat(_with_system(found, turns, key), _tools(found))
     n, before = 0, (Message("user", prompt),) if isinstance(prompt, str) else _turns(prompt, "prompt", rules, unread)
     if isinstance(prompt, str):
         _full(prompt, "prompt")
@@ -543,6 +556,7 @@ def _answer(found: dict[str, Any], key: str, rules: RowRules, unread: set[str]) 
     before, turns = turns[:n] + before, turns[n:]
     if turns[: len(before) - n] == before[n:]:
         turns = turns[len(before) - n :]
+    before = _with_system(found, before, "prompt")
     return _after(Chat(before + turns, _tools(found)), len(before), key)
 
 
@@ -560,14 +574,12 @@ def _chat(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] = (),
     return Chat(messages, tools, prompt)
 
 
-def _system(found: dict[str, Any], turns: str) -> tuple[Message, ...]:
+def _with_system(found: dict[str, Any], turns: tuple[Message, ...], name: str) -> tuple[Message, ...]:
+    """Return a row's turns after its `system`, if it has one."""
     system = _string(_given(found, "system", ""), "system")
-    if not system:
-        return ()
-    first = found[turns][0] if turns and isinstance(found[turns], list) and found[turns] else {}
-    if isinstance(first, dict) and "system" in (first.get("role"), first.get("from")):
-        raise _Bad(f"both 'system' and a system turn in {turns}; which one is meant cannot be known")
-    return (Message("system", system),)
+    if system and turns[0].role == "system":
+        raise _Bad(f"both 'system' and a system turn in {name}; which one is meant cannot be known")
+    return (Message("system", system), *turns) if system else turns
 
 
 def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
