@@ -156,6 +156,27 @@ def test_a_turns_key_that_may_say_what_is_learnt_is_refused(key: str) -> None:
     assert parsed({"messages": [ASK, {**ANSWER, key: 1}]}, columns=columns)[0] == Chat((U, A))
 
 
+def test_a_turns_metadata_is_only_named() -> None:
+    for key, value in (("training_source", "web"), ("loss_note", "none"), ("skip_reason", ["a"]), ("mask", [])):
+        found, noted = parsed({"messages": [ASK, {**ANSWER, key: value}]})
+        assert found == Chat((U, A)) and noted == ({f"messages[].{key}"} if value else set())
+        parts = [{"type": "text", "text": "Oslo.", key: value}]
+        assert parsed({"messages": [ASK, {**ANSWER, "content": parts}]})[0] == Chat((U, A))
+    for mask in ("false", [[0, 5], [7, 9]], [{"start": 0, "end": 5}], 0.5):
+        assert "has 'turn_mask'" in refused({"messages": [ASK, {**ANSWER, "turn_mask": mask}]}).found
+
+
+def test_a_turns_text_under_another_key_is_only_named() -> None:
+    said = [{"from": "human", "value": "q?", "question": "q?"}, {"from": "gpt", "value": "a", "prompt": ["a", ""]}]
+    noted = {"conversations[].question", "conversations[].prompt"}
+    assert parsed({"conversations": said}) == (Chat((Message("user", "q?"), Message("assistant", "a"))), noted)
+    for text in ("one\ntwo", '"quoted"'):
+        turns = [{"role": "user", "content": [{"type": "text", "text": text}], "question": text}, ANSWER]
+        assert parsed({"messages": turns})[1] == {"messages[].question"}
+    said[0]["question"] = "another?"
+    assert "conversations[0] has 'question'" in refused({"conversations": said}).found
+
+
 def test_a_part_of_a_turn_that_is_not_to_be_learnt_is_refused() -> None:
     parts = [{"type": "text", "text": "Os"}, {"type": "text", "text": "lo.", "train": False}]
     assert "messages[1].content[1] has 'train'" in refused({"messages": [ASK, {**ANSWER, "content": parts}]}).found
@@ -395,6 +416,17 @@ def test_roles_of_single_families_and_others_by_one_line() -> None:
     assert "'messages[].speaker': role" in refused({"messages": turns}).do
     columns = {"messages[].speaker": "role", "messages[].text": "content"}
     assert parsed({"messages": turns}, columns=columns)[0] == Chat((U, A))
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_keys_of_turns_are_renamed_in_a_renamed_list(as_text: bool) -> None:
+    turns: Any = [{"speaker": "user", "content": U.content}, {"speaker": "assistant", "content": A.content}]
+    columns = {"messages[].speaker": "role", "dialog": "messages"}
+    row = {"dialog": json.dumps(turns) if as_text else turns}
+    want = {"dialog -> messages", "messages[].speaker -> role"}
+    for ordered in (columns, dict(reversed(columns.items()))):
+        assert parsed(row, columns=ordered) == (Chat((U, A)), want)
+    assert "'messages[].speaker': role" in str(refused({"messages": turns}).do)
 
 
 def test_turns_as_json_text() -> None:

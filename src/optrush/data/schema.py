@@ -336,7 +336,7 @@ def _named_columns(found: dict[str, Any], rules: RowRules, noted: set[str]) -> d
             if result.get(name) is not None:
                 raise _Bad(f"{quoted(key)} is {quoted(name)} by data.columns, and the row has {quoted(name)} too")
             result[name] = found[key]
-    for name, turns in found.items() if rules.of_turns else ():
+    for name, turns in list(result.items()) if rules.of_turns else ():
         own = {k.partition("[].")[2]: to for k, to in rules.of_turns.items() if k.startswith(f"{name}[].")}
         if own and isinstance(turns := _turn_list(turns, name), list):
             result[name] = [_named_keys(turn, own, name, noted) if isinstance(turn, dict) else turn for turn in turns]
@@ -444,11 +444,8 @@ def _understood(found: dict[str, Any], key: str, row: Row, sign: str) -> None:
     other = OTHER_ANSWER.fullmatch(name) is not None
     if not (other or name in BEFORE or name in THOUGHTS or name in TEMPLATE_SETTING):
         return
-    if name in BEFORE or name in THOUGHTS:
-        there = row_text(row)
-        texts = [text for text in _inner_texts(value) if text.strip() and text not in ROLE_NAMES]
-        if not isinstance(value, str | list | dict) or all(text.strip() in there for text in texts):
-            return
+    if (name in BEFORE or name in THOUGHTS) and _is_in(value, row_text(row)):
+        return
     to = _column(name, sign)
     ways = [f"`data.columns: {{{key}: {to}}}`"] if to and to != key and found.get(to) is None else []
     ways.append(f"leave it out: `data.columns: {{{key}: ignore}}`")
@@ -477,6 +474,11 @@ def _hint(found: dict[str, Any], objective: str) -> str:
     return ""
 
 
+def _is_in(value: Any, text: str) -> bool:
+    """Return whether a text holds all texts of a value."""
+    return all(inner.strip() in text for inner in _inner_texts(value) if inner not in ROLE_NAMES)
+
+
 def _inner_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
@@ -490,6 +492,14 @@ def _flag(value: Any) -> bool | None:
     if isinstance(value, str):
         return {"1": True, "true": True, "1.0": True, "0": False, "false": False, "0.0": False}.get(value.lower())
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
+
+
+def _may_be_mask(value: Any) -> bool:
+    """Return whether a value could say what is learnt: a boolean or a number, or several and nothing else."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return any(one is not None for one in inner) and all(one is None or _may_be_mask(one) for one in inner)
+    return isinstance(value, bool | int | float) or _flag(value) is not None
 
 
 def _alpaca(found: dict[str, Any]) -> Chat:
@@ -651,9 +661,9 @@ def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
         at = f"{name}.{content_key}"
         value = _decoded(_string(content, at), at)
         listed = [{"function": call} for call in (value if isinstance(value, list) else [value])]
-        more = _more(found, role, name, {said, content_key}, unread)
+        more = _more(found, role, name, (said, content_key), unread)
         return Message("assistant", "", **{**more, "calls": _calls(listed, at, unread)})
-    more = _more(found, role, name, {said, content_key}, unread) if len(found) > 2 or content is None else {}
+    more = _more(found, role, name, (said, content_key), unread) if len(found) > 2 or content is None else {}
     if content is None and role == "assistant" and more.get("calls"):
         content = ""
     if content_key not in found and content is None:
@@ -680,7 +690,7 @@ def _of_all(name: str) -> str:
     return name[: name.index("[")] + "[]"
 
 
-def _more(found: dict[str, Any], role: str, name: str, named: set[str], unread: set[str]) -> dict[str, Any]:
+def _more(found: dict[str, Any], role: str, name: str, named: tuple[str, str], unread: set[str]) -> dict[str, Any]:
     _refuse(found, TURN_NOT_UNDERSTOOD, name)
     if role != "assistant":
         _refuse(found, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")
@@ -689,13 +699,14 @@ def _more(found: dict[str, Any], role: str, name: str, named: set[str], unread: 
     thoughts = {_string(found[key], f"{name}.{key}") for key in REASONING if found.get(key)}
     if len(thoughts) > 1:
         raise _Bad(f"{name} has several of {', '.join(REASONING)}, which differ")
-    for key in found.keys() - READ_OF_TURN - named:
-        value = found[key]
+    for key in found.keys() - named - READ_OF_TURN:
+        value, lower = found[key], key.lower()
         if value is None or key in LEARNT:
             continue
-        lower = key.lower()
-        strange = lower in THOUGHTS or (lower in BEFORE and str(value).strip() not in str(found.get("content", "")))
-        if CONTROL.search(lower) or (strange and value):
+        strange = lower in THOUGHTS or lower in BEFORE
+        if strange:
+            strange = not _is_in(value, _content(_given(found, named[1], ""), f"{name}.{named[1]}", unread))
+        if strange or (CONTROL.search(lower) and _may_be_mask(value)):
             reason = f"{name} has {quoted(key)}, which is not read and would change what is learnt"
             do = f"mend that line, or leave the key out: `data.columns: {{'{_of_all(name)}.{key}': ignore}}`"
             raise _Bad(reason, do)
@@ -760,7 +771,7 @@ def _content(found: Any, name: str, unread: set[str]) -> str:
             shown = quoted(str(part.get("type"))) if isinstance(part, dict) else kind_of(part)
             raise _Bad(f"{name}[{i}] is {shown}, not a part of the type 'text'")
         for key in part.keys() - {"type", "text"}:
-            if part[key] is not None and CONTROL.search(key.lower()):
+            if CONTROL.search(key.lower()) and _may_be_mask(part[key]):
                 raise _Bad(f"{name}[{i}] has {quoted(key)}: a part of a turn is not learnt apart from the rest")
             if part[key] not in (None, "", [], {}):
                 unread.add(f"{_of_all(name)}.content[].{key}")
