@@ -588,6 +588,8 @@ def test_held_out_rows_that_are_trained_on_are_counted(tiny_home: Path) -> None:
         (["rows.jsonl", "rows.dev.jsonl"], "rows.dev.jsonl"),
         (["a.train.csv", "a.val.csv"], "a.val.csv"),
         (["train.txt", "eval.txt"], "eval.txt"),
+        (["rows.jsonl", "test-1.jsonl.gz", "test_00002-of-00002.jsonl.gz"], "test-1.jsonl.gz"),
+        (["data/rows/0.jsonl", "data/test/0.jsonl"], "0.jsonl"),
     ],
 )
 @pytest.mark.parametrize("how", ["ds", "ds/**/*.*"])
@@ -598,7 +600,8 @@ def test_a_held_out_split_is_not_trained_on(names: list[str], held: str, how: st
     with pytest.raises(DataError) as caught:
         find_files(how)
     assert held in caught.value.found and "train" not in caught.value.found.replace("trained", "")
-    line = yaml.safe_load(caught.value.do.split(", and data.eval")[0].split("data.path: ")[1])
+    assert caught.value.do.endswith("; a list of all files takes all")
+    line = yaml.safe_load(re.split("; |, and data.eval", caught.value.do.split("data.path: ")[1])[0])
     wanted = line if isinstance(line, list) else [line]
     assert [file for path in wanted for file in find_files(path)] and not any("test" in path for path in wanted)
 
@@ -606,7 +609,8 @@ def test_a_held_out_split_is_not_trained_on(names: list[str], held: str, how: st
 @pytest.mark.parametrize(
     "names",
     [["a.jsonl", "b.jsonl"], ["test/1.jsonl", "test/2.jsonl"], ["intro.md", "test.md"], ["contest.csv", "latest.csv"],
-     ["train-1.jsonl", "train-2.jsonl"], ["train_test.jsonl", "train.jsonl"]],
+     ["train-1.jsonl", "train-2.jsonl"], ["train_test.jsonl", "train.jsonl"], ["dev-docs.jsonl", "ops-docs.jsonl", "hr-docs.jsonl"],
+     ["test_results.csv", "sales.csv"], ["dev-docs/a.jsonl", "hr-docs/a.jsonl"], ["a-test.parquet", "b.parquet"]],
 )  # fmt: skip
 def test_other_names_are_one_corpus(names: list[str], here: Path) -> None:
     for name in names:
