@@ -609,7 +609,8 @@ def test_a_held_out_split_is_not_trained_on(names: list[str], held: str, how: st
 @pytest.mark.parametrize(
     "names",
     [["a.jsonl", "b.jsonl"], ["test/1.jsonl", "test/2.jsonl"], ["intro.md", "test.md"], ["contest.csv", "latest.csv"],
-     ["train-1.jsonl", "train-2.jsonl"], ["train_test.jsonl", "train.jsonl"], ["dev-docs.jsonl", "ops-docs.jsonl", "hr-docs.jsonl"],
+     ["train-1.jsonl", "train-2.jsonl"], ["train_test.jsonl", "train.jsonl"],
+     ["dev-docs.jsonl", "ops-docs.jsonl", "hr-docs.jsonl"],
      ["test_results.csv", "sales.csv"], ["dev-docs/a.jsonl", "hr-docs/a.jsonl"], ["a-test.parquet", "b.parquet"]],
 )  # fmt: skip
 def test_other_names_are_one_corpus(names: list[str], here: Path) -> None:

@@ -546,22 +546,21 @@ def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
 def _answer(found: dict[str, Any], key: str, rules: RowRules, unread: set[str]) -> Chat | Completion:
     """Return the prompt with one of its answers; a conversation that begins with the prompt has it once."""
     prompt, answer = found.get("prompt"), found[key]
-    if isinstance(answer, str) and "system" not in found:
+    turns: tuple[Message, ...]
+    if not isinstance(answer, str):
+        prompt, turns = _turn_list(prompt, "prompt", sure=False), _turns(answer, key, rules, unread)
+    elif "system" not in found:
         _refuse(found, ("tools",), "the row")
         return Completion("" if prompt is None else _full(prompt, "prompt"), _full(answer, key))
-    if isinstance(answer, str):  # a key `system`, whatever its value: the texts are turns
-        if prompt is None:
-            raise _Bad("a row of texts has 'system' without 'prompt'")
-        turns = (Message("assistant", _full(answer, key)),)
-        prompt = _full(prompt, "prompt")
-    else:
-        prompt, turns = _turn_list(prompt, "prompt", sure=False), _turns(answer, key, rules, unread)
+    elif prompt is None:
+        raise _Bad("a row of texts has 'system' without 'prompt'")
+    else:  # the texts are turns
+        prompt, turns = _full(prompt, "prompt"), (Message("assistant", _full(answer, key)),)
     if prompt is None:
         return Chat(_with_system(found, turns, key), _tools(found))
-    n, before = 0, (Message("user", prompt),) if isinstance(prompt, str) else _turns(prompt, "prompt", rules, unread)
-    if isinstance(prompt, str):
-        _full(prompt, "prompt")
-    if isinstance(prompt, str):  # a system turn comes before it
+    n, before = 0, _turns(prompt, "prompt", rules, unread) if isinstance(prompt, list) else ()
+    if not isinstance(prompt, list):  # a system turn comes before it
+        before = (Message("user", _full(prompt, "prompt")),)
         n = next((i for i, turn in enumerate(turns) if turn.role not in ("system", "developer")), len(turns))
     before, turns = turns[:n] + before, turns[n:]
     if turns[: len(before) - n] == before[n:]:
