@@ -244,6 +244,7 @@ def test_a_system_text_makes_turns_of_the_texts_after_it() -> None:
     row = {"system": "Be brief.", "question": U.content, "chosen": "Oslo.", "rejected": "A dog."}
     error = refused(row, "dpo")
     assert "'system' without 'prompt'" in error.found and "`data.columns: {question: prompt}`" in error.do
+    assert "`data.columns: {system: ignore}`" in refused({"system": "", "chosen": "a b", "rejected": "a c"}, "dpo").do
     worse = Message("assistant", "A dog.")
     want = Pair(Chat((S, U, A), (), 2), Chat((S, U, worse), (), 2))
     assert parsed(row, "dpo", {"question": "prompt"}) == (want, {"question -> prompt"})

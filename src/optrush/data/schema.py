@@ -471,6 +471,8 @@ def _hint(found: dict[str, Any], objective: str) -> str:
         to = columns[key]
         if to is not None and found.get(to) is None:
             return f"{MEND}; is {quoted(key)} its {to}? `data.columns: {{{key}: {to}}}`"
+    if "system" in found and found.get("prompt") is None and isinstance(found.get("chosen"), str):
+        return f"{MEND}; or read its texts alone: `data.columns: {{system: ignore}}`"
     return ""
 
 
@@ -553,7 +555,7 @@ def _answer(found: dict[str, Any], key: str, rules: RowRules, unread: set[str]) 
         _refuse(found, ("tools",), "the row")
         return Completion("" if prompt is None else _full(prompt, "prompt"), _full(answer, key))
     elif prompt is None:
-        raise _Bad("a row of texts has 'system' without 'prompt'")
+        raise _Bad("a row of texts has 'system' without 'prompt': a system turn comes before a user's")
     else:  # the texts are turns
         prompt, turns = _full(prompt, "prompt"), (Message("assistant", _full(answer, key)),)
     if prompt is None:
