@@ -29,6 +29,7 @@ ONE_SUBJECT = {
     "data/cleaning.py": "merged from several files; to be made smaller",
     "data/dataset.py": "samples, however they come to be: one chain from `data:` to documents by number",
     "data/readers.py": "merged from several files; to be made smaller",
+    "data/schema.py": "the kinds of rows, and the keys of other tools that each obeys or refuses",
     "data/tokenize.py": "merged from several files; to be made smaller",
 }
 MOST_FILES = 150

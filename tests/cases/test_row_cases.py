@@ -156,6 +156,27 @@ def test_a_turns_key_that_may_say_what_is_learnt_is_refused(key: str) -> None:
     assert parsed({"messages": [ASK, {**ANSWER, key: 1}]}, columns=columns)[0] == Chat((U, A))
 
 
+def test_a_turns_metadata_is_only_named() -> None:
+    for key, value in (("training_source", "web"), ("loss_note", "none"), ("skip_reason", ["a"]), ("mask", [])):
+        found, noted = parsed({"messages": [ASK, {**ANSWER, key: value}]})
+        assert found == Chat((U, A)) and noted == ({f"messages[].{key}"} if value else set())
+        parts = [{"type": "text", "text": "Oslo.", key: value}]
+        assert parsed({"messages": [ASK, {**ANSWER, "content": parts}]})[0] == Chat((U, A))
+    for mask in ("false", [[0, 5], [7, 9]], [{"start": 0, "end": 5}], 0.5):
+        assert "has 'turn_mask'" in refused({"messages": [ASK, {**ANSWER, "turn_mask": mask}]}).found
+
+
+def test_a_turns_text_under_another_key_is_only_named() -> None:
+    said = [{"from": "human", "value": "q?", "question": "q?"}, {"from": "gpt", "value": "a", "prompt": ["a", ""]}]
+    noted = {"conversations[].question", "conversations[].prompt"}
+    assert parsed({"conversations": said}) == (Chat((Message("user", "q?"), Message("assistant", "a"))), noted)
+    for text in ("one\ntwo", '"quoted"'):
+        turns = [{"role": "user", "content": [{"type": "text", "text": text}], "question": text}, ANSWER]
+        assert parsed({"messages": turns})[1] == {"messages[].question"}
+    said[0]["question"] = "another?"
+    assert "conversations[0] has 'question'" in refused({"conversations": said}).found
+
+
 def test_a_part_of_a_turn_that_is_not_to_be_learnt_is_refused() -> None:
     parts = [{"type": "text", "text": "Os"}, {"type": "text", "text": "lo.", "train": False}]
     assert "messages[1].content[1] has 'train'" in refused({"messages": [ASK, {**ANSWER, "content": parts}]}).found
@@ -214,6 +235,62 @@ def test_the_prompt_of_a_pair_arrives() -> None:
     row = {"question": "A city in Norway?", "chosen": "Oslo.", "rejected": "A dog."}
     want = Pair(Completion("A city in Norway?", "Oslo."), Completion("A city in Norway?", "A dog."))
     assert parsed(row, "dpo", {"question": "prompt"}) == (want, {"question -> prompt"})
+
+
+S = Message("system", "Be brief.")
+
+
+def test_a_system_text_makes_turns_of_the_texts_after_it() -> None:
+    row = {"system": "Be brief.", "question": U.content, "chosen": "Oslo.", "rejected": "A dog."}
+    error = refused(row, "dpo")
+    assert "'system' without 'prompt'" in error.found and "`data.columns: {question: prompt}`" in error.do
+    assert "`data.columns: {system: ignore}`" in refused({"system": "", "chosen": "a b", "rejected": "a c"}, "dpo").do
+    worse = Message("assistant", "A dog.")
+    want = Pair(Chat((S, U, A), (), 2), Chat((S, U, worse), (), 2))
+    assert parsed(row, "dpo", {"question": "prompt"}) == (want, {"question -> prompt"})
+    for nothing in ("", None):  # the rows of one table are of one kind
+        pair = Pair(Chat((U, A), (), 1), Chat((U, worse), (), 1))
+        assert parsed({**row, "system": nothing}, "dpo", {"question": "prompt"})[0] == pair
+        renamed = {"question": "prompt", "sys": "system"}
+        row_of_sys = {**{key: row[key] for key in row if key != "system"}, "sys": nothing}
+        assert parsed(row_of_sys, "dpo", renamed)[0] == pair
+    plain = Pair(Completion(U.content, "Oslo."), Completion(U.content, "A dog."))
+    assert parsed(row, "dpo", {"question": "prompt", "system": "ignore"})[0] == plain
+    assert parsed({"system": "Be brief.", "prompt": U.content, "completion": "Oslo."})[0] == Chat((S, U, A), (), 2)
+    assert parsed({"system": "Be brief.", "prompt": [ASK], "completion": [ANSWER]})[0] == Chat((S, U, A), (), 2)
+    pair = {"system": "Be brief.", "chosen": TURNS, "rejected": [ASK, {**ANSWER, "content": "A dog."}]}
+    assert parsed(pair, "dpo")[0] == want
+    turn = {"role": "system", "content": "Be long."}
+    for prompt, answer in (([turn, ASK], [ANSWER]), (U.content, [turn, *TURNS]), (None, [turn, *TURNS])):
+        row = {"system": "Be brief.", "prompt": prompt, "chosen": answer, "rejected": [*answer[:-1], ASK]}
+        assert "both 'system' and a system turn" in refused(row, "dpo").found
+
+
+@pytest.mark.parametrize("system", ["system", "developer", "persona", "system_prompt"])
+def test_the_question_is_the_prompt_and_not_the_system_text(system: str) -> None:
+    for asking in ("question", "instruction", "query", "input"):
+        row = {
+            system: "Be brief.",
+            "context": "By sea.",
+            asking: U.content,
+            "chosen": "Oslo.",
+            "rejected": "A dog.",
+        }
+        error, columns = refused(row, "dpo"), {asking: "prompt"}
+        assert f"`data.columns: {{{asking}: prompt}}`" in error.do
+        with pytest.raises(DataError) as caught:
+            parsed(row, "dpo", columns)
+        assert "`data.columns: {context: ignore}`" in caught.value.do
+        columns["context"] = "ignore"
+        if system != "system":
+            with pytest.raises(DataError) as caught:
+                parsed(row, "dpo", columns)
+            assert f"`data.columns: {{{system}: system}}`" in caught.value.do
+            columns[system] = "system"
+        assert parsed(row, "dpo", columns)[0].chosen == Chat((S, U, A), (), 2)
+    row = {system: "Be brief.", "context": "By sea.", "question": U.content, "response": "Oslo."}
+    mapping = yaml.safe_load(refused(row).do.split("`data.columns: ")[1].split("`")[0])
+    assert parsed(row, columns=mapping)[0] == Chat((S, Message("user", f"{U.content}\n\nBy sea."), A))
 
 
 def test_a_text_that_is_in_the_row_already_is_only_named() -> None:
@@ -342,13 +419,50 @@ def test_roles_of_single_families_and_others_by_one_line() -> None:
     assert parsed({"messages": turns}, columns=columns)[0] == Chat((U, A))
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_keys_of_turns_are_renamed_in_a_renamed_list(as_text: bool) -> None:
+    turns: Any = [{"speaker": "user", "content": U.content}, {"speaker": "assistant", "content": A.content}]
+    columns = {"messages[].speaker": "role", "dialog": "messages"}
+    row = {"dialog": json.dumps(turns) if as_text else turns}
+    want = {"dialog -> messages", "messages[].speaker -> role"}
+    for ordered in (columns, dict(reversed(columns.items()))):
+        assert parsed(row, columns=ordered) == (Chat((U, A)), want)
+    assert "'messages[].speaker': role" in str(refused({"messages": turns}).do)
+
+
 def test_turns_as_json_text() -> None:
     assert parsed({"messages": json.dumps(TURNS)})[0] == Chat((U, A))
     assert parsed({"conversations": json.dumps(TURNS)})[0] == Chat((U, A))
     worse = json.dumps([ASK, {**ANSWER, "content": "A dog."}])
     assert isinstance(parsed({"chosen": json.dumps(TURNS), "rejected": worse}, "dpo")[0].chosen, Chat)
+    row = {"prompt": json.dumps([ASK]), "chosen": json.dumps([ANSWER]), "rejected": json.dumps(TURNS[1:] * 2)}
+    assert parsed(row, "dpo")[0].chosen == Chat((U, A), (), 1)
+    assert parsed({"prompt": json.dumps([ASK]), "completion": [ANSWER]})[0] == Chat((U, A), (), 1)
     assert "is no JSON" in refused({"messages": str(TURNS)}).found
     assert "is no JSON" in refused({"chosen": str(TURNS), "rejected": str(TURNS[:1])}, "dpo").found
+
+    assert "is no JSON" in refused({"chosen": json.dumps(TURNS)[:-9], "rejected": json.dumps(TURNS)}, "dpo").found
+    assert refused({"messages": "hello"}).found == "messages is a string, not a list"
+
+
+LISTS = ['[{"value": 3, "unit": "kg"}]', '[{"content": "a"}]', '[{"role": "admin"}]', '[{"from": "Oslo"}, 2]', "[1]",
+         "[]", '[{"value": 3, "unit"', "[{'value': 3}]", '[{"role": "user", "content": "a"}, {"b": 1}]']  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_a_text_that_holds_another_list_is_a_text(text: str) -> None:
+    assert parsed({"prompt": "Extract", "completion": text})[0] == Completion("Extract", text)
+    assert parsed({"prompt": text, "completion": "b"})[0] == Completion(text, "b")
+    assert parsed({"messages": [ASK, {**ANSWER, "content": text}]})[0].messages[1].content == text
+    both = parsed({"prompt": text, "chosen": text, "rejected": "b"}, "dpo")[0]
+    assert both == Pair(Completion(text, text), Completion(text, "b"))
+    assert parsed({"prompt": "a", "chosen": "b", "rejected": text}, "dpo")[0].rejected == Completion("a", text)
+
+
+def test_a_completion_is_never_turns_as_text() -> None:
+    text = json.dumps(TURNS)
+    assert parsed({"prompt": "Invent a chat.", "completion": text})[0] == Completion("Invent a chat.", text)
+    assert parsed({"prompt": "a", "chosen": text, "rejected": "b"}, "dpo")[0].chosen == Completion("a", text)
 
 
 # --- calls without content
@@ -359,6 +473,13 @@ def test_turns_as_json_text() -> None:
 def test_a_call_without_content_is_an_empty_content(turn: dict[str, Any]) -> None:
     found = parsed({"messages": [ASK, turn]})[0]
     assert found.messages[1].shown() == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def test_a_call_that_is_a_turns_content_is_a_call() -> None:
+    turns = [ASK, {"role": "function_call", "content": json.dumps(CALL["function"])}, {"role": "tool", "content": "2"}]
+    assert parsed({"messages": [*turns, ANSWER]})[0].messages[1] == Message("assistant", "", calls=(CALL,))
+    turns[1] = {"role": "function_call", "content": "add(1)"}
+    assert "messages[1].content: not valid JSON" in refused({"messages": [*turns, ANSWER]}).found
 
 
 # --- what the run names
@@ -468,6 +589,8 @@ def test_held_out_rows_that_are_trained_on_are_counted(tiny_home: Path) -> None:
         (["rows.jsonl", "rows.dev.jsonl"], "rows.dev.jsonl"),
         (["a.train.csv", "a.val.csv"], "a.val.csv"),
         (["train.txt", "eval.txt"], "eval.txt"),
+        (["rows.jsonl", "test-1.jsonl.gz", "test_00002-of-00002.jsonl.gz"], "test-1.jsonl.gz"),
+        (["data/rows/0.jsonl", "data/test/0.jsonl"], "0.jsonl"),
     ],
 )
 @pytest.mark.parametrize("how", ["ds", "ds/**/*.*"])
@@ -478,7 +601,8 @@ def test_a_held_out_split_is_not_trained_on(names: list[str], held: str, how: st
     with pytest.raises(DataError) as caught:
         find_files(how)
     assert held in caught.value.found and "train" not in caught.value.found.replace("trained", "")
-    line = yaml.safe_load(caught.value.do.split(", and data.eval")[0].split("data.path: ")[1])
+    assert caught.value.do.endswith("; a list of all files takes all")
+    line = yaml.safe_load(re.split("; |, and data.eval", caught.value.do.split("data.path: ")[1])[0])
     wanted = line if isinstance(line, list) else [line]
     assert [file for path in wanted for file in find_files(path)] and not any("test" in path for path in wanted)
 
@@ -486,7 +610,9 @@ def test_a_held_out_split_is_not_trained_on(names: list[str], held: str, how: st
 @pytest.mark.parametrize(
     "names",
     [["a.jsonl", "b.jsonl"], ["test/1.jsonl", "test/2.jsonl"], ["intro.md", "test.md"], ["contest.csv", "latest.csv"],
-     ["train-1.jsonl", "train-2.jsonl"], ["train_test.jsonl", "train.jsonl"]],
+     ["train-1.jsonl", "train-2.jsonl"], ["train_test.jsonl", "train.jsonl"],
+     ["dev-docs.jsonl", "ops-docs.jsonl", "hr-docs.jsonl"],
+     ["test_results.csv", "sales.csv"], ["dev-docs/a.jsonl", "hr-docs/a.jsonl"], ["a-test.parquet", "b.parquet"]],
 )  # fmt: skip
 def test_other_names_are_one_corpus(names: list[str], here: Path) -> None:
     for name in names:

@@ -104,7 +104,7 @@ def test_exactly_one_kind_is_meant():
         ({"prompt": "a", "completion": 7}, "completion is a number, not a list"),
         ({"prompt": [ASK], "completion": "b"}, "prompt is a list, not a string"),
         ({"prompt": "a", "completion": "b", "label": False}, "'label': a judged answer"),
-        ({"prompt": "a", "completion": "b", "system": "s"}, "the row has 'system', which is not"),
+        ({"chosen": "a", "rejected": "b", "system": "s"}, "a row of texts has 'system' without 'prompt'"),
         ({"prompt": "a", "completion": "b", "tools": [TOOL]}, "the row has 'tools', which is not"),
         ({"prompt": [ASK], "completion": [ASK]}, "completion: no assistant turn follows the prompt"),
         ({"prompt": [ASK], "completion": [ASK, ASK, ANSWER]}, "completion: no assistant turn follows the prompt"),

@@ -565,10 +565,11 @@ ABOUT = frozenset({
     "state.json",
 })  # fmt: skip
 # Names of a data set's parts: train.jsonl, test-00000-of-00001.parquet, valid_1.json, and folders of these names.
-SPLIT = re.compile(
-    r"(?i)(?:^|[-_. ])(train|training|test|testing|valid|validation|val|dev|eval|evaluation|heldout|holdout)"
-    r"(?=$|[-_. \d])"
-)
+PARTS = "(train|training|test|testing|valid|validation|val|dev|eval|evaluation|heldout|holdout)"
+SPLIT = re.compile(rf"(?i)(?:^|[-_. ]){PARTS}(?=$|[-_. \d])")
+# The same where no file is named after training: the whole name, but for the number of a shard and what dots separate.
+# `dev-docs.jsonl` may be a file like others.
+WHOLE = re.compile(rf"(?i)(?:^|\.){PARTS}(?:[-_ ]?\d+(?:-of-\d+)?)?(?=$|\.)")
 SETTLED_ns = 2 * 10**9  # a file changed more recently could change again within one tick of its clock
 
 
@@ -657,21 +658,29 @@ def _one_split(asked: str, files: list[Path], root: Path) -> list[Path]:
 
     Plain texts are split only where one of them is named after training: `test.md` may be a page like others.
     """
-    splits: dict[str, list[Path]] = {}
-    for file in files:
-        names = [match[1].lower() for part in file.relative_to(root).parts for match in SPLIT.finditer(part)]
-        kinds = {"train" if name.startswith("train") else name for name in names}
-        splits.setdefault(kinds.pop() if len(kinds) == 1 else "", []).append(file)
+    splits = _splits(files, root, SPLIT)
+    if "train" not in splits:
+        text = all((form(file) or ("",))[0] in TEXT for file in files)
+        splits = {} if text else _splits(files, root, WHOLE)
     held_out = [file for split, some in splits.items() if split not in ("", "train") for file in some]
-    text = all((form(file) or ("",))[0] in TEXT for file in files)
-    if not held_out or len(splits) == 1 or (text and "train" not in splits):
+    if not held_out or len(splits) == 1:
         return files
     rest = splits.get("train") or [file for file in files if file not in held_out]
     line = str(rest[0]) if len(rest) == 1 else f"[{', '.join(map(str, rest))}]" if rest else "FILE"
     found = f"a data set's splits, of which {_named(held_out)} would be trained on"
     line = line if len(rest) <= NAMED else str(rest[0])
     more = f", and data.eval: {held_out[0]}" if len(held_out) == 1 else ""
-    raise DataError(asked, found, f"name what to train on: data.path: {line}{more}")
+    raise DataError(asked, found, f"name what to train on: data.path: {line}{more}; a list of all files takes all")
+
+
+def _splits(files: list[Path], root: Path, pattern: re.Pattern[str]) -> dict[str, list[Path]]:
+    """Return the files of each part of a data set by their names below a folder; "" has those of no part or several."""
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        names = [match[1].lower() for part in file.relative_to(root).parts for match in pattern.finditer(part)]
+        kinds = {"train" if name.startswith("train") else name for name in names}
+        splits.setdefault(kinds.pop() if len(kinds) == 1 else "", []).append(file)
+    return splits
 
 
 def _named(files: list[Path]) -> str:

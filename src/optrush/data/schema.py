@@ -117,8 +117,8 @@ READ = {
     "text": frozenset({"text"}), "messages": frozenset({"messages", "system", "tools"}),
     "conversations": frozenset({"conversations", "system", "tools"}),
     "instruction": frozenset({"instruction", "input", "output", "system"}),
-    "completion": frozenset({"prompt", "completion", "tools"}),
-    "chosen": frozenset({"prompt", "chosen", "rejected", "tools"}),
+    "completion": frozenset({"prompt", "completion", "system", "tools"}),
+    "chosen": frozenset({"prompt", "chosen", "rejected", "system", "tools"}),
 }  # fmt: skip
 READ_OF_TURN = frozenset({"tool_calls", "tool_call_id", "name", *REASONING})
 # All keys of a row that are read.
@@ -149,11 +149,13 @@ THOUGHTS = (
 )  # fmt: skip
 # What precedes an answer, and the key that it would be in a row with an instruction, and in others.
 BEFORE = {
-    **dict.fromkeys(("system_prompt", "system_message", "system_msg", "sys_prompt", "preamble"), "system"),
+    **dict.fromkeys((
+        "system", "developer", "system_prompt", "system_message", "system_msg", "sys_prompt", "preamble", "persona",
+    ), "system"),
     **dict.fromkeys(("instruction", "question", "query", "input", "prompt", "problem", "user_prompt"), "prompt"),
     **dict.fromkeys((
-        "context", "contexts", "background", "passage", "passages", "document", "documents", "knowledge", "persona",
-        "history", "conversation_history", "system", "developer",
+        "context", "contexts", "background", "passage", "passages", "document", "documents", "knowledge", "history",
+        "conversation_history",
     ), "input"),
 }  # fmt: skip
 ASKING = ("instruction", "question", "query", "prompt", "input", "problem", "user", "human", "user_prompt", "ask")
@@ -298,7 +300,8 @@ def parse_row(
 
     text; messages; conversations (ShareGPT); instruction, input, output (Alpaca); prompt, completion; chosen, rejected
     with or without prompt. Of several kinds the objective takes one: pretrain the text, any other the structured one,
-    if what is left out has nothing of its own. A null counts as no key.
+    if what is left out has nothing of its own. A null counts as no key, except `system` beside texts: it makes
+    turns of them, and the rows of one table are of one kind.
 
     Args:
         noted: gets the names of keys that are not read, turns' as `messages[].id`, and `key -> name` of those that
@@ -325,13 +328,15 @@ def _named_columns(found: dict[str, Any], rules: RowRules, noted: set[str]) -> d
     result = {key: value for key, value in found.items() if key not in rules.of_rows}
     for key, name in rules.of_rows.items():
         if found.get(key) is None:
+            if key in found and name != IGNORE:
+                result.setdefault(name, None)
             continue
         noted.add(f"{key} -> {name}")
         if name != IGNORE:
             if result.get(name) is not None:
                 raise _Bad(f"{quoted(key)} is {quoted(name)} by data.columns, and the row has {quoted(name)} too")
             result[name] = found[key]
-    for name, turns in found.items() if rules.of_turns else ():
+    for name, turns in list(result.items()) if rules.of_turns else ():
         own = {k.partition("[].")[2]: to for k, to in rules.of_turns.items() if k.startswith(f"{name}[].")}
         if own and isinstance(turns := _turn_list(turns, name), list):
             result[name] = [_named_keys(turn, own, name, noted) if isinstance(turn, dict) else turn for turn in turns]
@@ -365,7 +370,10 @@ def _sign(found: dict[str, Any], objective: str) -> str:
         kinds = kinds[1:] if objective == "dpo" else kinds[:1]  # the conversation is the chosen one
     if len(kinds) > 1:
         reason = f"both {quoted(signs[0])} and {quoted(signs[-1])}; which one is meant cannot be known"
-        raise _Bad(reason, f"leave one out: `data.columns: {{{signs[-1]}: ignore}}`, or mend that line")
+        line = f"leave one out: `data.columns: {{{signs[-1]}: ignore}}`"
+        if kinds == ["instruction", "chosen"] and found.get("prompt") is None and found.get("output") is None:
+            line = "is 'instruction' the prompt? `data.columns: {instruction: prompt}`"
+        raise _Bad(reason, f"{line}, or mend that line")
     return "chosen" if kinds[0] == "rejected" else kinds[0]
 
 
@@ -373,13 +381,14 @@ def _mapping(found: dict[str, Any]) -> str:
     """Return what to do with a row of an unknown kind: the line that names its keys."""
     keys = {key.lower(): key for key in found if found[key] is not None}
     ask, answer = (next((keys[k] for k in names if k in keys), None) for names in (ASKING, ANSWERING))
-    more = next((keys[k] for k in keys if BEFORE.get(k) == "input" or (k in BEFORE and k != (ask or "").lower())), None)
     if ask is None or answer is None:
         kinds = "text; messages; instruction, output; prompt, completion; prompt, chosen, rejected"
         return f"{MEND}; or name its keys (data.columns: {{KEY: text}}) after those of a known kind: {kinds}"
     names = {ask: "instruction", answer: "output"}
-    if more is not None:
-        names[more] = "system" if BEFORE[more.lower()] == "system" else "input"
+    for key in found:
+        to = "system" if BEFORE.get(key.lower()) == "system" else "input"
+        if key.lower() in BEFORE and found[key] is not None and to not in names.values():
+            names.setdefault(key, to)
     changed = ", ".join(f"{key}: {name}" for key, name in names.items() if key != name)
     return (
         f"as a question and its answer: `data.columns: {{{changed}}}`; or name them after another kind (docs/data.md)"
@@ -391,10 +400,9 @@ def _row(found: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) ->
     if sign == "text":
         return Text(_full(found["text"], "text"))
     if sign in ("messages", "conversations"):
-        return _chat(_system(found, sign) + _turns(found[sign], sign, rules, unread), _tools(found))
+        return _chat(_with_system(found, _turns(found[sign], sign, rules, unread), sign), _tools(found))
     if sign == "instruction":
         return _alpaca(found)
-    _refuse(found, ("system",), "the row")
     if sign == "completion":
         if found.get("prompt") is None and not isinstance(found.get("label"), bool):
             raise _Bad("'completion' without 'prompt'", _mapping(found))
@@ -405,7 +413,7 @@ def _row(found: dict[str, Any], sign: str, rules: RowRules, unread: set[str]) ->
 
 def _left(found: dict[str, Any], left: set[str], sign: str, row: Row, unread: set[str]) -> None:
     """Note the keys of a row that its kind does not read; raises _Bad for one that would change what is learnt."""
-    for key in sorted(left):
+    for key in sorted(left, key=lambda key: (key.lower() not in ASKING, key)):
         value = found[key]
         if value is None or value in ("", [], {}):
             continue
@@ -436,11 +444,8 @@ def _understood(found: dict[str, Any], key: str, row: Row, sign: str) -> None:
     other = OTHER_ANSWER.fullmatch(name) is not None
     if not (other or name in BEFORE or name in THOUGHTS or name in TEMPLATE_SETTING):
         return
-    if name in BEFORE or name in THOUGHTS:
-        there = row_text(row)
-        texts = [text for text in _inner_texts(value) if text.strip() and text not in ROLE_NAMES]
-        if not isinstance(value, str | list | dict) or all(text.strip() in there for text in texts):
-            return
+    if (name in BEFORE or name in THOUGHTS) and _is_in(value, row_text(row)):
+        return
     to = _column(name, sign)
     ways = [f"`data.columns: {{{key}: {to}}}`"] if to and to != key and found.get(to) is None else []
     ways.append(f"leave it out: `data.columns: {{{key}: ignore}}`")
@@ -461,14 +466,19 @@ def _hint(found: dict[str, Any], objective: str) -> str:
         sign = _sign(found, objective)
     except _Bad:
         return ""
-    other = next(
-        (key for key in found if key not in READ[sign] and _column(key.lower(), sign) not in (None, key)), None
-    )
-    return (
-        ""
-        if other is None
-        else f"{MEND}; is {quoted(other)} its prompt? `data.columns: {{{other}: {_column(other.lower(), sign)}}}`"
-    )
+    columns = {key: _column(key.lower(), sign) for key in found if key not in READ[sign] and found[key] is not None}
+    for key in sorted(columns, key=lambda key: key.lower() not in ASKING):
+        to = columns[key]
+        if to is not None and found.get(to) is None:
+            return f"{MEND}; is {quoted(key)} its {to}? `data.columns: {{{key}: {to}}}`"
+    if "system" in found and found.get("prompt") is None and isinstance(found.get("chosen"), str):
+        return f"{MEND}; or read its texts alone: `data.columns: {{system: ignore}}`"
+    return ""
+
+
+def _is_in(value: Any, text: str) -> bool:
+    """Return whether a text holds all texts of a value."""
+    return all(inner.strip() in text for inner in _inner_texts(value) if inner not in ROLE_NAMES)
 
 
 def _inner_texts(value: Any) -> Iterator[str]:
@@ -486,6 +496,14 @@ def _flag(value: Any) -> bool | None:
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
+def _may_be_mask(value: Any) -> bool:
+    """Return whether a value could say what is learnt: a boolean or a number, or several and nothing else."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return any(one is not None for one in inner) and all(one is None or _may_be_mask(one) for one in inner)
+    return isinstance(value, bool | int | float) or _flag(value) is not None
+
+
 def _alpaca(found: dict[str, Any]) -> Chat:
     _refuse(found, ("tools",), "the row")
     ask = _full(found["instruction"], "instruction")
@@ -494,13 +512,17 @@ def _alpaca(found: dict[str, Any]) -> Chat:
     given = _string(_given(found, "input", ""), "input")
     if given.strip():
         ask = f"{ask}\n\n{given}"
-    return _chat((*_system(found, ""), Message("user", ask), Message("assistant", _full(found["output"], "output"))))
+    turns = (Message("user", ask), Message("assistant", _full(found["output"], "output")))
+    return _chat(_with_system(found, turns, "instruction"))
 
 
 def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if found.get(key) is None:
             raise _Bad(f"{quoted(other)} without {quoted(key)}")
+    answers = {key: _turn_list(found[key], key, sure=False) for key in ("chosen", "rejected")}
+    if all(isinstance(answer, list) for answer in answers.values()):  # else both are texts
+        found = {**found, **answers}
     if found["chosen"] == found["rejected"]:
         raise _Bad("chosen and rejected are the same")
     chosen, rejected = (_answer(found, key, rules, unread) for key in ("chosen", "rejected"))
@@ -525,21 +547,27 @@ def _pair(found: dict[str, Any], rules: RowRules, unread: set[str]) -> Pair:
 
 def _answer(found: dict[str, Any], key: str, rules: RowRules, unread: set[str]) -> Chat | Completion:
     """Return the prompt with one of its answers; a conversation that begins with the prompt has it once."""
-    prompt, answer = _turn_list(found.get("prompt"), "prompt"), _turn_list(found[key], key)
-    if isinstance(answer, str):
+    prompt, answer = found.get("prompt"), found[key]
+    turns: tuple[Message, ...]
+    if not isinstance(answer, str):
+        prompt, turns = _turn_list(prompt, "prompt", sure=False), _turns(answer, key, rules, unread)
+    elif "system" not in found:
         _refuse(found, ("tools",), "the row")
         return Completion("" if prompt is None else _full(prompt, "prompt"), _full(answer, key))
-    turns = _turns(answer, key, rules, unread)
+    elif prompt is None:
+        raise _Bad("a row of texts has 'system' without 'prompt': a system turn comes before a user's")
+    else:  # the texts are turns
+        prompt, turns = _full(prompt, "prompt"), (Message("assistant", _full(answer, key)),)
     if prompt is None:
-        return Chat(turns, _tools(found))
-    n, before = 0, (Message("user", prompt),) if isinstance(prompt, str) else _turns(prompt, "prompt", rules, unread)
-    if isinstance(prompt, str):
-        _full(prompt, "prompt")
-    if isinstance(prompt, str):  # a system turn comes before it
+        return Chat(_with_system(found, turns, key), _tools(found))
+    n, before = 0, _turns(prompt, "prompt", rules, unread) if isinstance(prompt, list) else ()
+    if not isinstance(prompt, list):  # a system turn comes before it
+        before = (Message("user", _full(prompt, "prompt")),)
         n = next((i for i, turn in enumerate(turns) if turn.role not in ("system", "developer")), len(turns))
     before, turns = turns[:n] + before, turns[n:]
     if turns[: len(before) - n] == before[n:]:
         turns = turns[len(before) - n :]
+    before = _with_system(found, before, "prompt")
     return _after(Chat(before + turns, _tools(found)), len(before), key)
 
 
@@ -557,14 +585,12 @@ def _chat(messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...] = (),
     return Chat(messages, tools, prompt)
 
 
-def _system(found: dict[str, Any], turns: str) -> tuple[Message, ...]:
+def _with_system(found: dict[str, Any], turns: tuple[Message, ...], name: str) -> tuple[Message, ...]:
+    """Return a row's turns after its `system`, if it has one."""
     system = _string(_given(found, "system", ""), "system")
-    if not system:
-        return ()
-    first = found[turns][0] if turns and isinstance(found[turns], list) and found[turns] else {}
-    if isinstance(first, dict) and "system" in (first.get("role"), first.get("from")):
-        raise _Bad(f"both 'system' and a system turn in {turns}; which one is meant cannot be known")
-    return (Message("system", system),)
+    if system and turns[0].role == "system":
+        raise _Bad(f"both 'system' and a system turn in {name}; which one is meant cannot be known")
+    return (Message("system", system), *turns) if system else turns
 
 
 def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -579,17 +605,34 @@ def _tools(found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     return tuple(tools)
 
 
-def _turn_list(found: Any, name: str) -> Any:
-    """Return the turns that a text holds as JSON, as tables have them; any other value as it is."""
-    if not isinstance(found, str) or not TURNS.match(found):
+def _turn_list(found: Any, name: str, sure: bool = True) -> Any:
+    """Return the turns that a text holds as JSON, as tables have them; any other value as it is.
+
+    Args:
+        sure: the value can be nothing but turns. Else it is a text, unless it is a list of turns alone.
+    """
+    if not isinstance(found, str) or not found.lstrip().startswith("["):
         return found
     try:
-        return decode_json(found.encode())
+        turns = decode_json(found.encode())
     except ValueError as error:
-        raise _Bad(f"{name} looks like a list of turns as text, and is no JSON: {error}") from None
+        if sure or TURNS.match(found):
+            raise _Bad(f"{name} looks like a list of turns as text, and is no JSON: {error}") from None
+        return found
+    return turns if sure or (turns and all(map(_is_turn, turns))) else found
 
 
-TURNS = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:""")
+def _is_turn(found: Any) -> bool:
+    if not isinstance(found, dict):
+        return False
+    return {"from", "value"} <= found.keys() or ("role" in found and not found.keys().isdisjoint(SAID))
+
+
+SAID = ("content", "tool_calls")
+# The beginning of turns as text, also as Python prints them.
+TURNS = re.compile(
+    r"""(?s)\s*\[\s*\{\s*["'](?:role["'].*["']content|content["'].*["']role|from["'].*["']value|value["'].*["']from)["']\s*:"""
+)
 
 
 def _turns(found: Any, name: str, rules: RowRules, unread: set[str]) -> tuple[Message, ...]:
@@ -615,12 +658,13 @@ def _turn(found: Any, name: str, rules: RowRules, unread: set[str]) -> Message:
             f"say which it is: `data.roles: {{{given}: assistant}}`, or mend that line",
         )
     content = found.get(content_key)
-    if given == "function_call" and said == "from":
-        value = _decoded(_string(content, f"{name}.value"), f"{name}.value")
+    if given == "function_call" and role == "assistant":
+        at = f"{name}.{content_key}"
+        value = _decoded(_string(content, at), at)
         listed = [{"function": call} for call in (value if isinstance(value, list) else [value])]
-        more = _more(found, role, name, {said, content_key}, unread)
-        return Message("assistant", "", **{**more, "calls": _calls(listed, f"{name}.value", unread)})
-    more = _more(found, role, name, {said, content_key}, unread) if len(found) > 2 or content is None else {}
+        more = _more(found, role, name, (said, content_key), unread)
+        return Message("assistant", "", **{**more, "calls": _calls(listed, at, unread)})
+    more = _more(found, role, name, (said, content_key), unread) if len(found) > 2 or content is None else {}
     if content is None and role == "assistant" and more.get("calls"):
         content = ""
     if content_key not in found and content is None:
@@ -647,7 +691,7 @@ def _of_all(name: str) -> str:
     return name[: name.index("[")] + "[]"
 
 
-def _more(found: dict[str, Any], role: str, name: str, named: set[str], unread: set[str]) -> dict[str, Any]:
+def _more(found: dict[str, Any], role: str, name: str, named: tuple[str, str], unread: set[str]) -> dict[str, Any]:
     _refuse(found, TURN_NOT_UNDERSTOOD, name)
     if role != "assistant":
         _refuse(found, ("tool_calls", *REASONING), f"{name}, of the role {role!r},")
@@ -656,13 +700,14 @@ def _more(found: dict[str, Any], role: str, name: str, named: set[str], unread: 
     thoughts = {_string(found[key], f"{name}.{key}") for key in REASONING if found.get(key)}
     if len(thoughts) > 1:
         raise _Bad(f"{name} has several of {', '.join(REASONING)}, which differ")
-    for key in found.keys() - READ_OF_TURN - named:
-        value = found[key]
+    for key in found.keys() - named - READ_OF_TURN:
+        value, lower = found[key], key.lower()
         if value is None or key in LEARNT:
             continue
-        lower = key.lower()
-        strange = lower in THOUGHTS or (lower in BEFORE and str(value).strip() not in str(found.get("content", "")))
-        if CONTROL.search(lower) or (strange and value):
+        strange = lower in THOUGHTS or lower in BEFORE
+        if strange:
+            strange = not _is_in(value, _content(_given(found, named[1], ""), f"{name}.{named[1]}", unread))
+        if strange or (CONTROL.search(lower) and _may_be_mask(value)):
             reason = f"{name} has {quoted(key)}, which is not read and would change what is learnt"
             do = f"mend that line, or leave the key out: `data.columns: {{'{_of_all(name)}.{key}': ignore}}`"
             raise _Bad(reason, do)
@@ -727,7 +772,7 @@ def _content(found: Any, name: str, unread: set[str]) -> str:
             shown = quoted(str(part.get("type"))) if isinstance(part, dict) else kind_of(part)
             raise _Bad(f"{name}[{i}] is {shown}, not a part of the type 'text'")
         for key in part.keys() - {"type", "text"}:
-            if part[key] is not None and CONTROL.search(key.lower()):
+            if CONTROL.search(key.lower()) and _may_be_mask(part[key]):
                 raise _Bad(f"{name}[{i}] has {quoted(key)}: a part of a turn is not learnt apart from the rest")
             if part[key] not in (None, "", [], {}):
                 unread.add(f"{_of_all(name)}.content[].{key}")
