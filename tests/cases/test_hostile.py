@@ -167,11 +167,11 @@ def test_a_card_that_is_a_bomb(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "checkpoints", "tensorboard/x", "a/b"]
+    "name", ["report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "checkpoints", "tensorboard/x", "tracker"]
 )
 def test_a_link_out_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
     target, output = tmp_path / "target", tmp_path / "out"
-    if name == "checkpoints":
+    if name in ("checkpoints", "tracker"):
         target.mkdir()
     else:
         target.write_text("mine")
@@ -189,6 +189,30 @@ def test_links_that_stay_inside(box: Box, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     ended = called("train", box.write(output=str(tmp_path / "out")))
     assert ended.code == 0, ended
+
+
+def test_links_of_other_programs(box: Box, tmp_path: Path) -> None:
+    """A tracker keeps links to its own cache in its folder; what optrush does not write is not examined either."""
+    output = tmp_path / "out"
+    assert called("train", box.write(output=str(output), train={"steps": 1, "export": False})).code == 0
+    for name in ("tracker/wandb/offline-run/logs/debug-core.log", "notes/plan"):
+        (output / name).parent.mkdir(parents=True)
+        (output / name).symlink_to(tmp_path / "elsewhere")
+    ended = called("train", box.write(output=str(output), train={"steps": 1, "export": False}), "--resume", "auto")
+    assert ended.code == 0, ended
+
+
+@pytest.mark.parametrize("name", [".lock", "rungs/x.json", "report.html"])
+def test_a_link_out_of_the_folder_of_a_bench(name: str, tmp_path: Path) -> None:
+    from optrush.bench.runner import _check_folder
+    from optrush.errors import ConfigError
+
+    (tmp_path / "out" / "rungs").mkdir(parents=True)
+    (tmp_path / "out" / "notes").symlink_to(tmp_path)
+    _check_folder(tmp_path / "out", resume=True)
+    (tmp_path / "out" / name).symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        _check_folder(tmp_path / "out", resume=True)
 
 
 def test_links_made_while_it_writes(tmp_path: Path) -> None:

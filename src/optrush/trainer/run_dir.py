@@ -26,10 +26,11 @@ from optrush.trainer.distributed import agree, from_first
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
 # written under another name, then renamed
 _WHOLE = (RUN, METRICS, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter", "adapter.old")
+TRACKER = "tracker"  # a tracking library writes there what it likes
 DATA = "data.json"  # what the run read, to show what changed since
 KNOWN = frozenset(
     {RUN, METRICS, LOCK, FOLDER, DATA, f"{DATA}.tmp", "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
-    | {"cleaning.html", "cleaning.json", "tensorboard", "tracker", "tracker.json", "tracker.json.tmp"}
+    | {"cleaning.html", "cleaning.json", "tensorboard", TRACKER, "tracker.json", "tracker.json.tmp"}
     | {f"{name}.tmp" for name in _WHOLE}  # what a kill leaves
 )
 
@@ -57,7 +58,7 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     if clean:
         _check_clean(path, names)
         return
-    files.refuse_links(path, asked)
+    files.refuse_links(path, asked, KNOWN, {TRACKER})
     if resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
     if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
