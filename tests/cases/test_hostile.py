@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,48 @@ def test_yaml(name: str, box: Box) -> None:
     assert ended.seconds < 1 and max(map(len, ended.err.splitlines())) < 1100
 
 
+def test_many_names_of_files(tmp_path: Path) -> None:
+    """Shards by their names are read; so is what a run writes of them, however long absolute names make it."""
+    from optrush.config import dump_config, parse_config
+    from optrush.errors import ConfigError
+    from optrush.restore import open_run
+
+    names = [f"{tmp_path}/{'corpus/' * 8}shard-{i:06}.parquet" for i in range(5000)]
+    text = f"model: tiny\nobjective: pretrain\noutput: out\ndata:\n  path: {json.dumps(names)}\n"
+    assert len(text) > 350_000
+    config = parse_config(text, "run.yaml")
+    assert config.data.path == tuple(names)
+    long = config.model_copy(
+        update={"data": config.data.model_copy(update={"path": tuple(f"/{'x/' * 150}{n}" for n in names)})}
+    )
+    (tmp_path / "run.yaml").write_text(dump_config(long))
+    assert open_run(tmp_path)[1] == long
+    with pytest.raises(ConfigError, match="characters, where 1,048,576 are read"):
+        parse_config(dump_config(long), "run.yaml")
+
+
+@pytest.mark.parametrize(
+    "line", ["k{i}: 1\n", "- 1\n", "  - /corpus/of/many/shards/{i:06}.parquet\n", "- x\n\n", "'", "# x\n"]
+)
+def test_the_longest_yaml_is_read_soon(line: str) -> None:
+    from optrush.config import LONGEST_YAML, parse_yaml
+    from optrush.errors import ConfigError
+
+    text = ("" if line.startswith("k") else "a:\n") + "".join(
+        line.format(i=i) for i in range(LONGEST_YAML // len(line))
+    )
+    begun = time.process_time()
+    with suppress(ConfigError):
+        parse_yaml(text[:LONGEST_YAML], "run.yaml")
+    assert time.process_time() - begun < 4  # about 1 s
+
+
+def test_more_values_than_are_read(box: Box) -> None:
+    ended = called("train", box.write("a:\n" + "- 1\n" * 50_000))
+    refused(ended, "run.yaml:49999", "more than 50,000 values and keys", "data.path")
+    assert ended.seconds < 4  # about 1 s
+
+
 def test_flags_take_the_same_values(box: Box) -> None:
     """What is no value of YAML is a text, as a pattern of names is; a tag is refused."""
     refused(called("train", box.write(), "--set", "seed=" + "[" * 1000), "--set seed=", "`seed`", "integer")
@@ -167,7 +211,8 @@ def test_a_card_that_is_a_bomb(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "checkpoints", "tensorboard/x", "tracker"]
+    "name",
+    ["report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "checkpoints", "tensorboard/x", "tracker"],
 )
 def test_a_link_out_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
     target, output = tmp_path / "target", tmp_path / "out"
