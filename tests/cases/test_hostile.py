@@ -428,6 +428,64 @@ def test_without_a_record(box: Box, begun: Path) -> None:
     assert max(map(len, ended.err.split())) < 64 + len(str(begun))
 
 
+def test_keys_of_an_earlier_version(box: Box, begun: Path) -> None:
+    """A key that a checkpoint does not have is no change where it has its default, in a nested part too."""
+    from optrush.config import parse_config
+    from optrush.trainer.run_dir import data_changes
+
+    run = of_two(begun)
+    run["data"]["clean"] = {"items": [{"field": "text"}]}
+    config = parse_config(Path(box.write(**run)).read_text(), "run.yaml")
+    before = {"path": run["data"]["path"], "eval": run["data"]["eval"], "clean": run["data"]["clean"], "left": 1}
+    assert data_changes(begun / "out", config, {"data": before}) == ""
+    assert data_changes(begun / "out", config, {"data": {**before, "split_turns": True, "most_bad": "x"}}) == (
+        "`data.most_bad` was x and is 0.01; `data.split_turns` was True and is False; "
+        "`data.clean` was {'items': [{'field': 'text'}]} and is " + str(config.data.clean.model_dump(mode="json"))
+    )  # fmt: skip
+
+
+def test_a_file_is_hashed_once_at_the_start(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By no later start either, whatever its size; the record is written where the data changed."""
+    import hashlib
+    import os
+
+    from optrush.trainer import run_dir
+
+    hashed, digest, data, made = [], hashlib.file_digest, tmp_path / "rows.json", run_dir.readers.record_files
+    recorded: list[int] = []
+    data.write_text(json.dumps(ROWS))
+    os.utime(data, (1, 1))
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda file, name: (hashed.append(Path(file.name).name), digest(file, name))[1]
+    )
+    monkeypatch.setattr(run_dir.readers, "record_files", lambda *given: (recorded.append(1), made(*given))[1])
+    run = {"data": {"path": str(data)}, "train": {"steps": 1, "export": False}, "output": str(tmp_path / "out")}
+    ended = called("train", box.write(**run))
+    assert ended.code == 0 and hashed.count("rows.json") == 1 and recorded == [1], (ended, hashed)
+    run["train"]["steps"] = 2
+    ended = called("train", box.write(**run), "--resume", "auto")
+    assert ended.code == 0 and hashed.count("rows.json") == 1 and recorded == [1], (ended, hashed)
+    data.write_text(json.dumps(ROWS[:-1]))
+    os.utime(data, (2, 2))
+    run["train"]["steps"] = 3
+    ended = called("train", box.write(**run), "--resume", "auto", "--allow-change", "data", "--allow-change", "order")
+    assert ended.code == 0 and hashed.count("rows.json") == 2 and recorded == [1, 1], (ended, hashed)
+
+
+def test_rows_of_many_files_are_recorded_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush.data import readers
+
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n' * 4)
+    monkeypatch.setattr(readers, "MOST_RECORDED_bytes", 60)
+    first, second = then = readers.record_files([str(tmp_path)], None)
+    assert "rows" in first and "rows" not in second
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 5)  # too many bytes for its rows: those of b are recorded
+    (said,) = readers.record_changes(then, readers.record_files([str(tmp_path)], None))
+    assert said == f"{tmp_path}/a.jsonl: other content (56 bytes then, 70 now)"
+
+
 def test_files_that_are_read_whole(tmp_path: Path) -> None:
     from optrush.data.readers import record_changes, record_files
 
