@@ -419,8 +419,13 @@ def test_keys_of_a_stream_are_named_when_they_appear(tiny_home: Path) -> None:
 # --- held-out data that is trained on
 
 
-@pytest.mark.parametrize("how", ["same", "./same", "link", "copy", "glob", "folder", "list", "other format", "part"])
-@pytest.mark.parametrize("stream", [False, True])
+SAME_FILE = ("same", "./same", "link", "copy", "glob", "folder", "list")
+SAME_ROWS = ("other format", "part")  # not of a stream: its documents are not known before they are trained on
+
+
+@pytest.mark.parametrize(
+    ("how", "stream"), [*((how, True) for how in SAME_FILE), *((how, False) for how in (*SAME_FILE, *SAME_ROWS))]
+)
 def test_held_out_data_that_is_trained_on_is_refused(how: str, stream: bool, here: Path, tiny_home: Path) -> None:
     rows = [{"messages": [ASK, {**ANSWER, "content": f"Oslo {i}."}]} for i in range(12)]
     (here / "data").mkdir()
@@ -439,8 +444,6 @@ def test_held_out_data_that_is_trained_on_is_refused(how: str, stream: bool, her
         Path(held := "t.json").write_text(json.dumps(rows))
     elif how == "part":
         held = lines("part.jsonl", rows[3:6])
-    if stream and how in ("other format", "part"):
-        return  # the documents of a stream are not known before they are trained on
     with pytest.raises(DataError) as caught:
         read(tiny_home, path=path, eval=held, stream=stream)
     assert f"`data.eval: {held}`" == caught.value.asked and "memorised" in caught.value.found

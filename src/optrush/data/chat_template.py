@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 
 LONGEST_RENDER_chars = 32 * 2**20
-# What an expression of a template can raise apart from jinja's own errors.
 # What rendering raises: filters check with `assert`, and Python compiles what Jinja writes.
 RENDERING = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError,
