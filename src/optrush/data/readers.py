@@ -765,7 +765,7 @@ def record_files(paths: Iterable[str], cache: Path | None) -> list[dict[str, Any
     record, left = [], MOST_RECORDED_bytes
     for file, digest in zip(found, _digests(found, cache), strict=True):
         suffix, packing = form(file) or ("", "")
-        facts = {"path": str(file.resolve()), "bytes": file.stat().st_size, "sha256": digest}
+        facts: dict[str, Any] = {"path": str(file.resolve()), "bytes": file.stat().st_size, "sha256": digest}
         if suffix in (*LINES, *CELLS, *TEXT) and not packing and facts["bytes"] <= left:
             left -= facts["bytes"]
             sums = np.array([zlib.crc32(line) for line in file.read_bytes().rstrip(b"\n").split(b"\n")], "<u4")
