@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
@@ -40,7 +41,9 @@ _Dumper.add_representer(
 )
 
 
-LONGEST_YAML, DEEPEST_YAML = 100_000, 32  # characters; mappings and lists in each other
+# Characters; keys and values; mappings and lists in each other. The slowest text within them is read in about 2 s.
+LONGEST_YAML, MOST_VALUES, DEEPEST_YAML = 1 << 20, 50_000, 32
+ELSEWHERE = "keep data in files of their own, and name them, their folder or a pattern under `data.path`"
 
 
 class _RefusedNode(yaml.MarkedYAMLError):
@@ -52,9 +55,9 @@ class _RefusedNode(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses aliases and deep nesting while it reads, before either can take memory or the stack."""
+    """Refuses aliases, deep nesting and too many values while it reads, before they can take memory or the stack."""
 
-    depth = 0
+    depth, values, most = 0, 0, MOST_VALUES
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -63,10 +66,19 @@ class _Loader(yaml.SafeLoader):
         if self.depth == DEEPEST_YAML:
             found = f"more than {DEEPEST_YAML} mappings and lists in each other"
             raise _RefusedNode(event.start_mark, found, "write it flatter")
+        if self.values == self.most:
+            raise _RefusedNode(event.start_mark, f"more than {self.most:,} values and keys", ELSEWHERE)
+        self.values += 1
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+
+class _OwnLoader(_Loader):
+    """Reads what `dump_config` wrote, however many values it has."""
+
+    most = sys.maxsize
 
 
 class StrictModel(BaseModel):
@@ -261,14 +273,22 @@ def dump_config(config: Config) -> str:
 
 
 def parse_config(
-    text: str, where: str, sets: Iterable[str] = (), withs: Iterable[str] = (), withouts: Iterable[str] = ()
+    text: str,
+    where: str,
+    sets: Iterable[str] = (),
+    withs: Iterable[str] = (),
+    withouts: Iterable[str] = (),
+    own: bool = False,
 ) -> Config:
     """Parse YAML text with the flags laid over it, in the order --set, --with, --without.
+
+    Args:
+        own: `dump_config` wrote the text, of any length.
 
     Raises:
         ConfigError: names `where`:line (or the flag), what was found and the nearest name.
     """
-    data, lines = parse_yaml(text, where)
+    data, lines = parse_yaml(text, where, own)
     flags: dict[Keys, str] = {}
     for flag in sets:
         path = _set(data, flag)
@@ -343,18 +363,21 @@ def current_techniques(with_: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
     return techniques
 
 
-def parse_yaml(text: str, where: str) -> tuple[dict[str, Any], dict[Keys, int]]:
+def parse_yaml(text: str, where: str, own: bool = False) -> tuple[dict[str, Any], dict[Keys, int]]:
     """Return YAML text as plain values, and the line of every key.
+
+    Args:
+        own: `dump_config` wrote the text, of any length.
 
     Raises:
         ConfigError: not YAML; a key twice, an alias, a tag, a key that is no text; no mapping at the top; too long or
             too deep.
     """
-    if len(text) > LONGEST_YAML:
+    if len(text) > LONGEST_YAML and not own:
         found = f"{len(text):,} characters, where {LONGEST_YAML:,} are read"
-        raise ConfigError(where, found, "keep data in files of their own, and name them under `data.path`")
+        raise ConfigError(where, found, ELSEWHERE)
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        node = yaml.compose(text, Loader=_OwnLoader if own else _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: the digits of a directive
         mark = getattr(error, "problem_mark", None)
         place = f"{where}:{mark.line + 1}" if mark else where

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -117,14 +117,24 @@ def open_to_append(path: Path) -> IO[bytes]:
     return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o644), "ab", buffering=0)
 
 
-def refuse_links(folder: Path, asked: str) -> None:
-    """Raise ConfigError for a symbolic link in a folder that leads out of it: what is written there stays there.
+def refuse_links(folder: Path, asked: str, names: Iterable[str], foreign: Collection[str] = ()) -> None:
+    """Raise ConfigError for a symbolic link out of a folder, among the names that are written there and below them.
 
     The folder itself may be a link, and links within it may lead to each other.
+
+    Args:
+        names: files and folders of `folder`; others are not examined.
+        foreign: those of the names whose contents other programs write, which may keep links there.
     """
     own = folder.resolve()
-    for at, folders, names in os.walk(own):
-        for link in (Path(at) / name for name in (*folders, *names)):
-            if link.is_symlink() and not link.resolve().is_relative_to(own):
-                found = f"{folder / link.relative_to(own)} is a symbolic link to {os.readlink(link)}, out of the folder"
-                raise ConfigError(asked, found, "remove the link; to write elsewhere, name that folder instead")
+    for path in _below(own, names, foreign):
+        if path.is_symlink() and not path.resolve().is_relative_to(own):
+            found = f"{folder / path.relative_to(own)} is a symbolic link to {os.readlink(path)}, out of the folder"
+            raise ConfigError(asked, found, "remove the link; to write elsewhere, name that folder instead")
+
+
+def _below(folder: Path, names: Iterable[str], foreign: Collection[str]) -> Iterator[Path]:
+    for name in sorted(names):
+        yield folder / name
+        for at, folders, found in os.walk(folder / name) if name not in foreign else ():
+            yield from (Path(at) / each for each in (*folders, *found))

@@ -47,7 +47,7 @@ def open_run(place: Path) -> tuple[Path, Config]:
         text = file.read_text("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}", f"not UTF-8: {error.reason}", "restore it from a checkpoint's manifest") from None
-    config = parse_config(text, str(file))
+    config = parse_config(text, str(file), own=True)
     return folder, config.model_copy(update={"with_": current_techniques(config.with_)})
 
 

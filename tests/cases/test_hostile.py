@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +60,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("verb", ["train", "plan"])
-@pytest.mark.parametrize("name", WRONG)
+UNPLANNED = "an unknown activation"  # a plan counts bytes, and has no table of activations
+
+
+@pytest.mark.parametrize(
+    ("name", "verb"),
+    [(name, verb) for name in WRONG for verb in ("train", "plan") if (name, verb) != (UNPLANNED, "plan")],
+)
 def test_a_wrong_value_in_config_json(name: str, verb: str, box: Box) -> None:
     changes, key = WRONG[name]
-    if verb == "plan" and "foo" in changes.values():
-        return  # a plan counts bytes, and has no table of activations
     refused(called(verb, box.write(model=str(box.edited(**changes)))), "edited/config.json", key)
     assert not (box.folder / "out").exists()
 
@@ -71,6 +76,15 @@ def test_a_wrong_value_in_config_json(name: str, verb: str, box: Box) -> None:
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 5000, '{"a": ' + "9" * 5000 + "}", "\x00", '{"a": "\\ud8'])
 def test_a_config_json_that_is_none(text: str, box: Box) -> None:
     refused(called("train", box.write(model=str(box.edited(text)))), "edited/config.json", "not JSON")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]"])
+def test_a_generation_config_that_is_none(text: str, box: Box, tmp_path: Path) -> None:
+    folder = box.edited()
+    (folder / "generation_config.json").write_text(text)
+    model, data = {"path": str(folder), "chat_template": "chatml"}, {"path": str(box.folder / "chat.jsonl")}
+    config = box.write(model=model, data=data, objective="sft", output=str(tmp_path / "out"))
+    refused(called("train", config), "edited/generation_config.json", "download the model again")
 
 
 def test_a_large_or_deep_config_json(box: Box) -> None:
@@ -144,6 +158,48 @@ def test_yaml(name: str, box: Box) -> None:
     assert ended.seconds < 1 and max(map(len, ended.err.splitlines())) < 1100
 
 
+def test_many_names_of_files(tmp_path: Path) -> None:
+    """Shards by their names are read; so is what a run writes of them, however long absolute names make it."""
+    from optrush.config import dump_config, parse_config
+    from optrush.errors import ConfigError
+    from optrush.restore import open_run
+
+    names = [f"{tmp_path}/{'corpus/' * 8}shard-{i:06}.parquet" for i in range(5000)]
+    text = f"model: tiny\nobjective: pretrain\noutput: out\ndata:\n  path: {json.dumps(names)}\n"
+    assert len(text) > 350_000
+    config = parse_config(text, "run.yaml")
+    assert config.data.path == tuple(names)
+    long = config.model_copy(
+        update={"data": config.data.model_copy(update={"path": tuple(f"/{'x/' * 150}{n}" for n in names)})}
+    )
+    (tmp_path / "run.yaml").write_text(dump_config(long))
+    assert open_run(tmp_path)[1] == long
+    with pytest.raises(ConfigError, match="characters, where 1,048,576 are read"):
+        parse_config(dump_config(long), "run.yaml")
+
+
+@pytest.mark.parametrize(
+    "line", ["k{i}: 1\n", "- 1\n", "  - /corpus/of/many/shards/{i:06}.parquet\n", "- x\n\n", "'", "# x\n"]
+)
+def test_the_longest_yaml_is_read_soon(line: str) -> None:
+    from optrush.config import LONGEST_YAML, parse_yaml
+    from optrush.errors import ConfigError
+
+    text = ("" if line.startswith("k") else "a:\n") + "".join(
+        line.format(i=i) for i in range(LONGEST_YAML // len(line))
+    )
+    begun = time.process_time()
+    with suppress(ConfigError):
+        parse_yaml(text[:LONGEST_YAML], "run.yaml")
+    assert time.process_time() - begun < 4  # about 1 s
+
+
+def test_more_values_than_are_read(box: Box) -> None:
+    ended = called("train", box.write("a:\n" + "- 1\n" * 50_000))
+    refused(ended, "run.yaml:49999", "more than 50,000 values and keys", "data.path")
+    assert ended.seconds < 4  # about 1 s
+
+
 def test_flags_take_the_same_values(box: Box) -> None:
     """What is no value of YAML is a text, as a pattern of names is; a tag is refused."""
     refused(called("train", box.write(), "--set", "seed=" + "[" * 1000), "--set seed=", "`seed`", "integer")
@@ -167,11 +223,12 @@ def test_a_card_that_is_a_bomb(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "checkpoints", "tensorboard/x", "a/b"]
+    "name",
+    ["report.html.tmp", "loss.png", "metrics.jsonl", "run.yaml", ".lock", "checkpoints", "tensorboard/x", "tracker"],
 )
 def test_a_link_out_of_the_output(name: str, box: Box, tmp_path: Path) -> None:
     target, output = tmp_path / "target", tmp_path / "out"
-    if name == "checkpoints":
+    if name in ("checkpoints", "tracker"):
         target.mkdir()
     else:
         target.write_text("mine")
@@ -189,6 +246,30 @@ def test_links_that_stay_inside(box: Box, tmp_path: Path) -> None:
     (tmp_path / "out").symlink_to(tmp_path / "disk")
     ended = called("train", box.write(output=str(tmp_path / "out")))
     assert ended.code == 0, ended
+
+
+def test_links_of_other_programs(box: Box, tmp_path: Path) -> None:
+    """A tracker keeps links to its own cache in its folder; what optrush does not write is not examined either."""
+    output = tmp_path / "out"
+    assert called("train", box.write(output=str(output), train={"steps": 1, "export": False})).code == 0
+    for name in ("tracker/wandb/offline-run/logs/debug-core.log", "notes/plan"):
+        (output / name).parent.mkdir(parents=True)
+        (output / name).symlink_to(tmp_path / "elsewhere")
+    ended = called("train", box.write(output=str(output), train={"steps": 1, "export": False}), "--resume", "auto")
+    assert ended.code == 0, ended
+
+
+@pytest.mark.parametrize("name", [".lock", "rungs/x.json", "report.html"])
+def test_a_link_out_of_the_folder_of_a_bench(name: str, tmp_path: Path) -> None:
+    from optrush.bench.runner import _check_folder
+    from optrush.errors import ConfigError
+
+    (tmp_path / "out" / "rungs").mkdir(parents=True)
+    (tmp_path / "out" / "notes").symlink_to(tmp_path)
+    _check_folder(tmp_path / "out", resume=True)
+    (tmp_path / "out" / name).symlink_to(tmp_path / "target")
+    with pytest.raises(ConfigError, match="symbolic link"):
+        _check_folder(tmp_path / "out", resume=True)
 
 
 def test_links_made_while_it_writes(tmp_path: Path) -> None:
@@ -357,6 +438,64 @@ def test_without_a_record(box: Box, begun: Path) -> None:
         (begun / "out" / "data.json").write_bytes(record)
     refused(ended, "`data` was ", "... and is ")
     assert max(map(len, ended.err.split())) < 64 + len(str(begun))
+
+
+def test_keys_of_an_earlier_version(box: Box, begun: Path) -> None:
+    """A key that a checkpoint does not have is no change where it has its default, in a nested part too."""
+    from optrush.config import parse_config
+    from optrush.trainer.run_dir import data_changes
+
+    run = of_two(begun)
+    run["data"]["clean"] = {"items": [{"field": "text"}]}
+    config = parse_config(Path(box.write(**run)).read_text(), "run.yaml")
+    before = {"path": run["data"]["path"], "eval": run["data"]["eval"], "clean": run["data"]["clean"], "left": 1}
+    assert data_changes(begun / "out", config, {"data": before}) == ""
+    assert data_changes(begun / "out", config, {"data": {**before, "split_turns": True, "most_bad": "x"}}) == (
+        "`data.most_bad` was x and is 0.01; `data.split_turns` was True and is False; "
+        "`data.clean` was {'items': [{'field': 'text'}]} and is " + str(config.data.clean.model_dump(mode="json"))
+    )  # fmt: skip
+
+
+def test_a_file_is_hashed_once_at_the_start(box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By no later start either, whatever its size; the record is written where the data changed."""
+    import hashlib
+    import os
+
+    from optrush.trainer import run_dir
+
+    hashed, digest, data, made = [], hashlib.file_digest, tmp_path / "rows.json", run_dir.readers.record_files
+    recorded: list[int] = []
+    data.write_text(json.dumps(ROWS))
+    os.utime(data, (1, 1))
+    monkeypatch.setenv("OPTRUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        hashlib, "file_digest", lambda file, name: (hashed.append(Path(file.name).name), digest(file, name))[1]
+    )
+    monkeypatch.setattr(run_dir.readers, "record_files", lambda *given: (recorded.append(1), made(*given))[1])
+    run = {"data": {"path": str(data)}, "train": {"steps": 1, "export": False}, "output": str(tmp_path / "out")}
+    ended = called("train", box.write(**run))
+    assert ended.code == 0 and hashed.count("rows.json") == 1 and recorded == [1], (ended, hashed)
+    run["train"]["steps"] = 2
+    ended = called("train", box.write(**run), "--resume", "auto")
+    assert ended.code == 0 and hashed.count("rows.json") == 1 and recorded == [1], (ended, hashed)
+    data.write_text(json.dumps(ROWS[:-1]))
+    os.utime(data, (2, 2))
+    run["train"]["steps"] = 3
+    ended = called("train", box.write(**run), "--resume", "auto", "--allow-change", "data", "--allow-change", "order")
+    assert ended.code == 0 and hashed.count("rows.json") == 2 and recorded == [1, 1], (ended, hashed)
+
+
+def test_rows_of_many_files_are_recorded_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush.data import readers
+
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"text": "a"}\n' * 4)
+    monkeypatch.setattr(readers, "MOST_RECORDED_bytes", 60)
+    first, second = then = readers.record_files([str(tmp_path)], None)
+    assert "rows" in first and "rows" not in second
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 5)  # too many bytes for its rows: those of b are recorded
+    (said,) = readers.record_changes(then, readers.record_files([str(tmp_path)], None))
+    assert said == f"{tmp_path}/a.jsonl: other content (56 bytes then, 70 now)"
 
 
 def test_files_that_are_read_whole(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from optrush.cli import app
 from optrush.config import parse_config
@@ -540,8 +542,13 @@ def test_keys_of_a_stream_are_named_when_they_appear(tiny_home: Path) -> None:
 # --- held-out data that is trained on
 
 
-@pytest.mark.parametrize("how", ["same", "./same", "link", "copy", "glob", "folder", "list", "other format", "part"])
-@pytest.mark.parametrize("stream", [False, True])
+SAME_FILE = ("same", "./same", "link", "copy", "glob", "folder", "list")
+SAME_ROWS = ("other format", "part")  # not of a stream: its documents are not known before they are trained on
+
+
+@pytest.mark.parametrize(
+    ("how", "stream"), [*((how, True) for how in SAME_FILE), *((how, False) for how in (*SAME_FILE, *SAME_ROWS))]
+)
 def test_held_out_data_that_is_trained_on_is_refused(how: str, stream: bool, here: Path, tiny_home: Path) -> None:
     rows = [{"messages": [ASK, {**ANSWER, "content": f"Oslo {i}."}]} for i in range(12)]
     (here / "data").mkdir()
@@ -560,8 +567,6 @@ def test_held_out_data_that_is_trained_on_is_refused(how: str, stream: bool, her
         Path(held := "t.json").write_text(json.dumps(rows))
     elif how == "part":
         held = lines("part.jsonl", rows[3:6])
-    if stream and how in ("other format", "part"):
-        return  # the documents of a stream are not known before they are trained on
     with pytest.raises(DataError) as caught:
         read(tiny_home, path=path, eval=held, stream=stream)
     assert f"`data.eval: {held}`" == caught.value.asked and "memorised" in caught.value.found
@@ -782,6 +787,47 @@ def test_a_monstrous_template_is_refused_soon(monster: str, tiny_home: Path, mon
     assert time.monotonic() - begun < 20 and resource.getrlimit(resource.RLIMIT_AS) == before
     assert "chat template" in caught.value.found and str(caught.value).count("\n") == 2
     assert len(str(caught.value)) < 1000 and "model.chat_template" in caught.value.do
+
+
+def test_a_stop_of_the_process_is_no_fault_of_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that passes without the processor, as after Ctrl-Z, is not counted."""
+    monkeypatch.setattr(chat_template.LIMITS, "seconds", 0.2)
+    with chat_template.LIMITS:
+        time.sleep(0.5)
+    with pytest.raises(ConfigError, match="of the processor"), chat_template.LIMITS:
+        all(True for _ in range(10**9))
+
+
+@pytest.mark.parametrize("row", [Text("Stir."), Completion("Soup?", "Stir.")])
+def test_rows_without_a_template_are_not_limited(row: Any, tiny_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = chat_template.Tokens(AutoTokenizer.from_pretrained(tiny_home / "optrush" / "tiny-1"))
+    monkeypatch.setattr(chat_template.RenderLimits, "__enter__", lambda self: pytest.fail("limited"))
+    assert len(tokens.document(row, "assistant", RowLocation(Path("x"), 1)).ids) > 1
+
+
+def test_threads_render_in_turn() -> None:
+    """No limit of one of them is left after all, nor in a process that is forked while one renders."""
+    before, limits = resource.getrlimit(resource.RLIMIT_AS), chat_template.LIMITS
+
+    def render() -> None:
+        for _ in range(200):
+            with limits:
+                time.sleep(1e-5)
+
+    threads = [threading.Thread(target=render) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    render()
+    for thread in threads:
+        thread.join()
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    forked = threading.Thread(target=limits.__enter__)
+    forked.start()
+    forked.join()
+    limits.forget()  # as in the forked process, where that thread never leaves its block
+    with limits:
+        pass
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 # --- weights that are no numbers

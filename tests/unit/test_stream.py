@@ -425,3 +425,10 @@ def test_a_forked_process_does_not_end_the_workers_of_its_parent():
     with reading(items):
         assert list(items) == [*range(1, 8)]
     assert not sampler._workers
+
+
+def test_a_late_batch_whose_worker_has_ended(monkeypatch):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    monkeypatch.setattr(sampler, "_workers", [ended])
+    assert "its data workers are at work" in sampler._late(60.0)

@@ -34,7 +34,7 @@ from optrush import hardware
 from optrush.bench import ladder, record
 from optrush.bench.ladder import Ladder, Longest, Rung
 from optrush.bench.peer import Peer, worker_path
-from optrush.bench.record import RUNGS, Record, write_records
+from optrush.bench.record import RECORDS, RUNGS, Record, write_records
 from optrush.bench.results import BenchState
 from optrush.config import Config, dump_config
 from optrush.console import err
@@ -48,6 +48,7 @@ STOPPED = 143  # the exit code of a bench that a signal stopped
 COMMAND = [sys.executable, "-m", "optrush.bench.worker"]
 QUIET = {"KINETO_LOG_LEVEL": "6"}  # otherwise the profiler's log would be reported as the error of a dead process
 TAIL = 5  # lines of standard error in the report of a process without a result
+LOCK = ".lock"
 TRIES = "tries"  # folder of the results of a search for the longest row, a file a length
 FULL = 0.995  # a share of real tokens in the slots from which on the table does not show it
 
@@ -183,7 +184,7 @@ def run_ladder(
 @contextmanager
 def _lock(out: Path) -> Iterator[None]:
     """Allow one bench at a time in a folder. The kernel drops the lock when the process ends, however it ends."""
-    with (out / ".lock").open("w") as file:
+    with (out / LOCK).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -217,7 +218,7 @@ def _check_folder(out: Path, resume: bool) -> None:
         raise ConfigError(asked, found, "go on with it: --resume; or take another folder")
     if resume and not (out / RUNGS).is_dir():
         raise ConfigError(f"{asked} --resume", f"no {RUNGS}/ there: nothing to go on with", "leave --resume out")
-    refuse_links(out, asked)
+    refuse_links(out, asked, (LOCK, RUNGS, TRIES, RECORDS, "report.html", "speed.png", "memory.png"))
 
 
 def _refuse(state: BenchState, board: ProgressBoard) -> None:

@@ -57,7 +57,7 @@ def answer_bench_request() -> None:
     """Answer one request; the exit code is 0 where the answer has figures."""
 
     def answer(request: dict[str, Any], keep: Keep) -> dict[str, Any]:
-        config, baseline = (parse_config(request[key], key) for key in ("run", "baseline"))
+        config, baseline = (parse_config(request[key], key, own=True) for key in ("run", "baseline"))
         steps, documents = request["proof"]["steps"], request["proof"]["documents"]
         return measure(config, baseline, request["warmup"], steps, documents, keep)
 

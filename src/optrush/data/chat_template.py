@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import re
 import resource
 import signal
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 
 LONGEST_RENDER_chars = 32 * 2**20
-# What an expression of a template can raise apart from jinja's own errors.
 # What rendering raises: filters check with `assert`, and Python compiles what Jinja writes.
 RENDERING = (
     TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError, AssertionError,
@@ -68,43 +68,50 @@ class RenderLimits:
     """Limits the time and the memory of rendering, in which the code of a template runs, which may be anybody's.
 
     Within the block a timer's signal ends a rendering (in the main thread, the only one that receives it), and a limit
-    of the address space lets allocations fail. Blocks can be nested: the outer one sets the limit of memory, each
-    begins the time anew.
+    of the address space lets allocations fail. Time is the processor's, so that a process that is stopped and goes on
+    loses none. Both are of the whole process: what other threads compute and allocate meanwhile counts too, and their
+    allocations fail beyond the limit. So a block contains one rendering, and nothing else; threads take turns.
     """
 
     def __init__(self, seconds: float, memory_bytes: int) -> None:
         self.seconds, self.memory_bytes = seconds, memory_bytes
-        self._depth = 0
+        self._turn = threading.Lock()
         self._before: tuple[Any, int] = (None, -1)  # the signal's handler, the soft limit of the address space
 
     def __enter__(self) -> None:
-        self._depth += 1
+        self._turn.acquire()
         timed = threading.current_thread() is threading.main_thread()
-        if self._depth == 1:
-            soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-            self._before = (signal.signal(signal.SIGALRM, self._late) if timed else None, soft)
-            pages = int(Path("/proc/self/statm").read_text().split()[0])
-            most = pages * resource.getpagesize() + self.memory_bytes
-            resource.setrlimit(resource.RLIMIT_AS, (most if soft == -1 else min(soft, most), hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        self._before = (signal.signal(signal.SIGPROF, self._late) if timed else None, soft)
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            pages = int(file.read(64).split()[0])
+        most = pages * resource.getpagesize() + self.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most if soft == -1 else min(soft, most), hard))
         if timed:
-            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+            signal.setitimer(signal.ITIMER_PROF, self.seconds)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            handler, soft = self._before
-            if handler is not None:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, handler)
-            resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        handler, soft = self._before
+        if handler is not None:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, handler)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        self._turn.release()
         if isinstance(error, MemoryError):
             raise _monstrous(f"more than {self.memory_bytes >> 20} MiB of memory") from None
 
+    def forget(self) -> None:
+        """End, in a process that was forked meanwhile, the block of a thread that it does not have."""
+        if self._turn.locked():
+            resource.setrlimit(resource.RLIMIT_AS, (self._before[1], resource.getrlimit(resource.RLIMIT_AS)[1]))
+            self._turn = threading.Lock()
+
     def _late(self, *_: object) -> None:
-        raise _monstrous(f"more than {self.seconds:g} s")
+        raise _monstrous(f"more than {self.seconds:g} s of the processor")
 
 
 LIMITS = RenderLimits(seconds=10, memory_bytes=1 << 30)
+os.register_at_fork(after_in_child=LIMITS.forget)
 
 
 def _monstrous(what: str) -> ConfigError:
@@ -724,13 +731,12 @@ class Tokens:
                 `all` every token but the first. A text is always learnt whole.
         """
         drafts: list[list[_Draft] | DataError] = []  # of each row
-        with LIMITS:
-            for where, row in samples:
-                try:
-                    parts = (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
-                    drafts.append([self._draft(part, train_on, where) for part in parts])
-                except DataError as error:
-                    drafts.append(error)
+        for where, row in samples:
+            try:
+                parts = (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
+                drafts.append([self._draft(part, train_on, where) for part in parts])
+            except DataError as error:
+                drafts.append(error)
         encodings = iter(self._encode([draft for of in drafts if isinstance(of, list) for draft in of]))
         made: list[tuple[Document, ...] | DataError] = []
         for of in drafts:

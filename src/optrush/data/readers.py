@@ -728,10 +728,18 @@ def files_fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -
 
     The cache stores hashes by path, size, time of change and inode, so that an unchanged file is not read again.
     """
+    named = [files] if isinstance(files, Path) else list(files)
+    lines = (f"{form(file)} {digest}\n" for file, digest in zip(named, _digests(named, cache), strict=True))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _digests(files: Iterable[Path], cache: Path | None) -> list[str]:
+    """Return the SHA-256 of each file; a file that the cache has a hash of is not read."""
     memory = cache / "fingerprints.json" if cache else None
     known = _stored_hashes(memory)
-    whole, fresh = hashlib.sha256(), False
-    for file in [files] if isinstance(files, Path) else files:
+    found: list[str] = []
+    fresh = False
+    for file in files:
         try:
             key, now = os.path.realpath(file), mark(file)
             if known.get(key, [])[:-1] != now:
@@ -743,33 +751,36 @@ def files_fingerprint(files: Path | Iterable[Path], cache: Path | None = None) -
         except OSError as error:
             do = "check the file and its rights"
             raise DataError(f"training data from {file}", error.strerror or str(error), do) from error
-        whole.update(f"{form(file)} {known[key][-1]}\n".encode())
+        found.append(str(known[key][-1]))
     if memory and fresh:
         settled = time.time_ns() - SETTLED_ns
         kept = {key: entry for key, entry in known.items() if int(entry[1]) < settled}
         _cache_folder(memory.parent)
         write_whole(memory, json.dumps(kept), memory.with_name(f"{memory.name}.{os.getpid()}"))
-    return whole.hexdigest()
+    return found
 
 
 # --- What a run has read, row by row, so that a resumed run can say what changed.
 
-MOST_RECORDED_bytes = 64 << 20  # larger files are recorded as a whole
+MOST_RECORDED_bytes = 64 << 20  # of files that are recorded by their rows too
 
 
 def record_files(paths: Iterable[str], cache: Path | None) -> list[dict[str, Any]]:
-    """Return a record of the files that some paths name: size, and 32 bits of each row, or of the whole."""
-    return [_record_file(file) for path in paths for file in find_files(path, cache)]
+    """Return a record of the files that some paths name: size, hash, and 32 bits of each row of the first small ones.
 
-
-def _record_file(file: Path) -> dict[str, Any]:
-    suffix, packing = form(file) or ("", "")
-    facts: dict[str, Any] = {"path": str(file.resolve()), "bytes": file.stat().st_size}
-    if suffix in (*LINES, *CELLS, *TEXT) and not packing and facts["bytes"] <= MOST_RECORDED_bytes:
-        sums = np.array([zlib.crc32(line) for line in file.read_bytes().rstrip(b"\n").split(b"\n")], "<u4")
-        return {**facts, "rows": base64.b64encode(sums.tobytes()).decode()}
-    with file.open("rb") as content:
-        return {**facts, "sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+    The hashes come from the cache of `files_fingerprint`, which has read the files.
+    """
+    found = [file for path in paths for file in find_files(path, cache)]
+    record, left = [], MOST_RECORDED_bytes
+    for file, digest in zip(found, _digests(found, cache), strict=True):
+        suffix, packing = form(file) or ("", "")
+        facts: dict[str, Any] = {"path": str(file.resolve()), "bytes": file.stat().st_size, "sha256": digest}
+        if suffix in (*LINES, *CELLS, *TEXT) and not packing and facts["bytes"] <= left:
+            left -= facts["bytes"]
+            sums = np.array([zlib.crc32(line) for line in file.read_bytes().rstrip(b"\n").split(b"\n")], "<u4")
+            facts["rows"] = base64.b64encode(sums.tobytes()).decode()
+        record.append(facts)
+    return record
 
 
 def record_changes(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -779,7 +790,7 @@ def record_changes(then: Iterable[Mapping[str, Any]], now: Iterable[Mapping[str,
     changes += [f"{path} was not read before" for path in after if path not in before]
     for path in before.keys() & after.keys():
         old, new = before[path], after[path]
-        if old != new:
+        if old["sha256"] != new["sha256"]:
             rows = "rows" in old and "rows" in new
             size = f"{old['bytes']:,} bytes then, {new['bytes']:,} now"
             changes.append(f"{path}: {_row_changes(old['rows'], new['rows']) if rows else f'other content ({size})'}")

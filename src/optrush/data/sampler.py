@@ -177,7 +177,11 @@ def _wait(made: queue.SimpleQueue[Item], stopping: Callable[[], bool]) -> Item:
 def _late(seconds: float) -> str:
     """Return a line about a batch that does not come."""
     rank, ranks = launched()
-    stopped = [str(worker.pid) for worker in _workers if worker.pid and process_stat(worker.pid)[0] in "Tt"]
+    stopped: list[str] = []
+    for worker in _workers:
+        with suppress(OSError):  # it has ended meanwhile
+            if worker.pid and process_stat(worker.pid)[0] in "Tt":
+                stopped.append(str(worker.pid))
     who = f"rank {rank} has waited" if ranks > 1 else "waited"
     if not stopped:
         return f"{who} {seconds:.0f} s for the next batch; its data workers are at work, or blocked while they read"

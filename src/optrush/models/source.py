@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 import tempfile
 from functools import cache
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from optrush.config import Config, nearest
 from optrush.errors import ConfigError
+from optrush.files import parse_json
 from optrush.models.shapes import SHAPES, read_config_json
 from optrush.tokenizer_files import PATTERNS
 
@@ -91,7 +91,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_bytes())
+        found = parse_json(file.read_bytes())
     except ValueError as error:
         raise ConfigError(f"{file}", f"not JSON: {error}", "download the model again") from None
     if not isinstance(found, dict):

@@ -81,7 +81,7 @@ def load_run(folder: Path) -> RunLog:
         text = path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}", f"cannot be read: {error}", "name a run's folder") from None
-    config = parse_config(text, str(path))
+    config = parse_config(text, str(path), own=True)
     lines, torn = _lines(folder / METRICS)
     return RunLog(
         name=safe_text(folder.resolve().name),

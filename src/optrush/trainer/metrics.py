@@ -15,8 +15,10 @@ peak_bytes: rank 0's most, so far: allocated by torch on CUDA, resident set of t
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 import time
 from collections import deque
@@ -182,10 +184,10 @@ class Meter:
         with files.open_to_append(self.path) as file:
             whole = file.tell()
             try:
-                if file.write(self.unwritten.encode()) == len(self.unwritten.encode()):
-                    self.unwritten = ""
-                else:
+                if file.write(self.unwritten.encode()) < len(self.unwritten.encode()):  # up to the last free byte
                     file.truncate(whole)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self.unwritten = ""
             except OSError as error:
                 if not waiting:
                     self.say({"step": line["step"], "metrics_wait": str(error)})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 import glob
-import json
 import math
 import os
 import shutil
@@ -198,8 +197,7 @@ def claim_output(request: RunRequest, trainer: Trainer, plan: RunPlan, manifest:
     run_dir.cut_back(output / "metrics.jsonl", -1 if manifest is None else plan.done)
     files.open_to_append(output / "metrics.jsonl").close()
     files.write_whole(output / "run.yaml", dump_config(absolute(config)))
-    if record := run_dir.data_record(config):
-        files.write_whole(output / run_dir.DATA, json.dumps(record) + "\n")
+    run_dir.write_data_record(output, config, trainer.fingerprints["data"])
     if manifest is None or trainer.stream.tokenized:  # a stream does not read earlier bad rows again
         (output / QUARANTINE).unlink(missing_ok=True)
         tokenize.append_bad_rows(output / QUARANTINE, trainer.sources.refused)

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from optrush import files
-from optrush.config import Config
+from optrush.config import Config, Data
 from optrush.data import readers
 from optrush.data.tokenize import cache_root
 from optrush.errors import CheckpointError, ConfigError, DataError
@@ -26,10 +28,11 @@ from optrush.trainer.distributed import agree, from_first
 RUN, METRICS, LOCK = "run.yaml", "metrics.jsonl", ".lock"
 # written under another name, then renamed
 _WHOLE = (RUN, METRICS, "report.html", "cleaning.html", "cleaning.json", "model", "model.old", "adapter", "adapter.old")
+TRACKER = "tracker"  # a tracking library writes there what it likes
 DATA = "data.json"  # what the run read, to show what changed since
 KNOWN = frozenset(
     {RUN, METRICS, LOCK, FOLDER, DATA, f"{DATA}.tmp", "model", "adapter", "loss.png", "report.html", "quarantine.jsonl"}
-    | {"cleaning.html", "cleaning.json", "tensorboard", "tracker", "tracker.json", "tracker.json.tmp"}
+    | {"cleaning.html", "cleaning.json", "tensorboard", TRACKER, "tracker.json", "tracker.json.tmp"}
     | {f"{name}.tmp" for name in _WHOLE}  # what a kill leaves
 )
 
@@ -57,7 +60,7 @@ def check_free(output: Path | str, clean: bool, resume: Literal["auto"] | Path |
     if clean:
         _check_clean(path, names)
         return
-    files.refuse_links(path, asked)
+    files.refuse_links(path, asked, KNOWN, {TRACKER})
     if resume is None and "model" in names and not names & {RUN, METRICS}:
         raise ConfigError(asked, "a `model` lies there, which this run would replace", "take another `output`")
     if resume is None and (names & {RUN, METRICS} or find_checkpoints(path)):
@@ -205,8 +208,22 @@ def lock(output: Path | str) -> Iterator[None]:
             os.close(descriptor)
 
 
-def data_record(config: Config) -> list[dict[str, Any]]:
-    """Return the record of the files that a run trains and evaluates on; empty where there are none."""
+def write_data_record(output: Path, config: Config, fingerprint: str) -> None:
+    """Write a record of the files that a run trains and evaluates on, unless it is of the same data already.
+
+    Args:
+        fingerprint: of the data.
+    """
+    try:
+        if files.parse_json((output / DATA).read_bytes())["fingerprint"] == fingerprint:
+            return
+    except (OSError, ValueError, KeyError, TypeError):  # none yet, of an earlier version, or damaged
+        pass
+    if record := _data_record(config):
+        files.write_whole(output / DATA, json.dumps({"fingerprint": fingerprint, "files": record}) + "\n")
+
+
+def _data_record(config: Config) -> list[dict[str, Any]]:
     held_out = [config.data.eval] if isinstance(config.data.eval, str) else []
     paths = [*(origin.path for origin in config.data.origins), *held_out]
     return readers.record_files(paths, cache_root(config.data.cache))
@@ -218,12 +235,20 @@ def data_changes(output: Path, config: Config, before: Mapping[str, Any]) -> str
     Args:
         before: the configuration of the checkpoint.
     """
-    old, new = before, config.model_dump(mode="json", by_alias=True)
-    keys = {key: (old["data"].get(key), value) for key, value in new["data"].items() if key not in ("cache", "workers")}
+    given = before.get("data")
+    if not isinstance(given, Mapping):  # damaged
+        return ""
+    given = {key: value for key, value in given.items() if key in Data.model_fields}
+    try:
+        old = Data.model_validate(given).model_dump(mode="json")  # an earlier version had fewer keys: the defaults
+    except ValidationError:  # of values that are not taken any more
+        old = {**Data().model_dump(mode="json"), **given}
+    new = config.data.model_dump(mode="json")
+    keys = {key: (old[key], value) for key, value in new.items() if key not in ("cache", "workers")}
     said = [f"`data.{key}` was {a} and is {b}" for key, (a, b) in keys.items() if a != b]
     try:
         record = files.parse_json((output / DATA).read_bytes())
-        return "; ".join([*readers.record_changes(record, data_record(config)), *said])
+        return "; ".join([*readers.record_changes(record["files"], _data_record(config)), *said])
     except (OSError, ValueError, KeyError, TypeError, DataError):  # of an earlier version, or damaged
         return "; ".join(said)
 
