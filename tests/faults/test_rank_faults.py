@@ -62,11 +62,11 @@ def slow(pause_s: float = 0.1) -> Callable[[], None]:
 
 
 def refusal(config: Path) -> list[str]:
-    """The lines of the one error in a run's output."""
+    """The three lines of the one error in a run's output."""
     text = said(config)
     assert "Traceback" not in text and text.count("asked: ") == 1, text
-    lines = text[text.index("asked: ") :].splitlines()
-    return [line for line in lines if not line.startswith("[rank")]  # torch's own: a forked child has it loaded
+    # torch's own warnings in C++ may follow: a forked child has it loaded, and the level of its log is read at import.
+    return text[text.index("asked: ") :].splitlines()[:3]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
