@@ -68,7 +68,7 @@ TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{HERE}/load.py",
     )),
     "security": ("hostile configurations, models, templates and rows", (f"{HERE}/security.py",)),
-    "fuzz": ("random input, each reader for ten minutes", (f"{HERE}/fuzz.py",)),
+    "fuzz": ("random input to each reader", (f"{HERE}/fuzz.py",)),
 }  # fmt: skip
 
 
