@@ -62,6 +62,13 @@ def pair() -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="session")
+def quad() -> Iterator[Pair]:
+    """Four ranks, for meshes of two axes."""
+    with Pair(4) as four:
+        yield four
+
+
+@pytest.fixture(scope="session")
 def reference(box: Path) -> Callable[[str], tuple[float, dict[str, torch.Tensor]]]:
     """Loss and gradients of a golden case's first step by transformers, documents one at a time, under its names."""
 

@@ -1,4 +1,4 @@
-"""Two ranks (gloo) in two processes that live as long as the test session, for importing torch is dear."""
+"""Ranks (gloo) in processes that live as long as the test session, for importing torch is dear."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from types import TracebackType
 from typing import Any, Self
 
 PATIENCE_S = 120.0
-RANKS = 2
 
 
 class Pair:
-    """`pair(function, *args)` calls a module's function on both ranks and returns what each returned.
+    """`pair(function, *args)` calls a module's function on all ranks and returns what each returned.
 
-    An exception on either is raised here; the two processes are then replaced, since one may wait for the other.
+    An exception on one is raised here; the processes are then replaced, since one may wait for another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 2) -> None:
+        self.ranks = ranks
         self.processes: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -61,9 +61,9 @@ class Pair:
             port = s.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self.pipes = []
-        for rank in range(RANKS):
+        for rank in range(self.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, rank, port), daemon=True)
+            process = context.Process(target=serve, args=(theirs, rank, self.ranks, port), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -79,10 +79,10 @@ class Pair:
         self.processes = []
 
 
-def serve(pipe: Any, rank: int, port: int) -> None:
+def serve(pipe: Any, rank: int, ranks: int, port: int) -> None:
     """A rank: answers calls until its pipe closes."""
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115

@@ -6,6 +6,7 @@ rules between fields -> the model's config.json -> the config stage -> needs and
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from optrush.models.shapes import ModelShape, native_obstacle, refuse_foreign, s
 from optrush.models.source import Growth, check_positions, grow, locate, read_generation
 from optrush.planner.cost import choose_micro_batch
 from optrush.technique import (
+    SAME_ROWS,
     Edit,
     Environment,
     ModelSpec,
@@ -28,6 +30,7 @@ from optrush.technique import (
     Technique,
     in_order,
     instantiate,
+    mesh_axes,
     missing,
     refuse_unmet,
     rows_of_batch,
@@ -72,7 +75,9 @@ def resolve(
     techniques = in_order(instantiate(classes, config.with_))
     check_fields(config)
     ranks = launched()[1] if ranks is None else ranks
-    rows, micro_rows = rows_of_batch(config, ranks)
+    axes = mesh_axes(techniques, ranks)
+    each = math.prod(n for axis, n in axes.items() if axis in SAME_ROWS)
+    rows, micro_rows = rows_of_batch(config, ranks // each, each)
     folder, hf = locate(config, weights=device is None)
     if config.model.chat_template is not None and folder is not None:
         read_generation(folder)  # its end of a turn is added after the last step
@@ -100,7 +105,7 @@ def resolve(
         device, ranks, config.batch.seq, rows, micro_rows, config.optim.clip, config.model.dtype, native,
         blocks=int(hf.get("num_hidden_layers") or hf.get("n_layer") or 0), vocab=int(hf.get("vocab_size") or 0),
         shape=shape, sdpa_obstacle=None if native else sdpa_obstacle(hf),
-        spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), dpo=config.dpo,
+        spec=ModelSpec(grouped_heads=known is None or known.kv_heads < known.heads), dpo=config.dpo, axes=axes,
     )  # fmt: skip
     if automatic:
         env = dataclasses.replace(env, micro_rows=choose_micro_batch(techniques, env, hf))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -48,9 +49,11 @@ class Part(enum.Enum):
     PRECISION = "the dtype of products"
     WEIGHTS = "the dtype of weights"
     DATA = "the data-parallel axis"
+    TP = "the tensor-parallel axis"
+    CP = "the context-parallel axis"
+    PP = "the pipeline axis"
     MICRO_BATCH = "the size of micro-batches"
     OPTIMIZER = "the optimizer"
-    PARAM_SHARDING = "which rank holds which part of a matrix"
     STATES = "where the optimizer's states are kept"
     UPDATE = "when parameters are updated"
     COMPILED = "what is compiled"
@@ -68,6 +71,10 @@ class Numerics(enum.Enum):
 
 LINEARS = ("qkv", "o", "gate_up", "down")  # of a block of our decoder
 
+# Axes of the mesh. Ranks along pp, cp and tp work on the same rows; those along rep and dp have rows of their own.
+SAME_ROWS = ("pp", "cp", "tp")
+RANK_PARTS = frozenset({Part.DATA, Part.TP, Part.CP, Part.PP})  # their owners divide a run over ranks
+
 # What a technique changes in each stage, in the order of the stages. The first two run before there is a Trainer.
 STAGES = {
     "process": "environment and allocator, before torch and the process group are started",
@@ -75,13 +82,14 @@ STAGES = {
     "data": "how rows become batches",
     "model": "whole modules, on the meta device",
     "peft": "quantized bases, adapters, freezing: on the linears that `model` settled",
+    "split": "which part of the model this rank holds, over axes other than the data axes, still on the meta device",
     "loss": "the head's kernel",
     "recompute": "what is not saved for the backward pass",
     "compile": "modules and kernels, compiled in place",
     "shard": "placement of `trainer.fsdp_roots` over the data axis, still on the meta device",
     "optimizer": "the optimizer over `trainer.trained`, which has bytes now",
-    "wrap_step": "what runs a window, and what follows it",
-    "wrap_window": "the finished window",
+    "wrap_step": "what runs a window, and what follows it: here it is replaced",
+    "wrap_window": "the finished window: here it is wrapped, whoever runs it",
 }
 
 
@@ -138,6 +146,8 @@ class Environment:
     dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
     spec: ModelSpec = ModelSpec()
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)  # ranks of each axis but "dp", which has the rest
+    sharded: frozenset[str] = frozenset()  # axes over which matrices are cut
 
     # What several techniques need of the environment.
 
@@ -173,9 +183,31 @@ class Environment:
         asked, found = f"`{technique}` makes its states where the weights are", "a technique that keeps them elsewhere"
         yield Requirement(Part.STATES not in self.claimed, asked, found, do)
 
+    def needs_mesh(self, technique: str, asked: str) -> Requirement:
+        """Return the requirement of ranks that the axes of the mesh divide."""
+        many = math.prod(self.axes.values())
+        found = "one rank" if self.ranks == 1 else f"{self.ranks} ranks, in a mesh of {mesh_text(self.axes)}"
+        do = f"start it with --ranks {many} or torchrun, or leave {technique} out"
+        return Requirement(self.ranks % many == 0, asked, found, do)
+
+    @property
+    def data_ranks(self) -> int:
+        """Return the number of ranks, or groups of ranks, that read rows of their own."""
+        return self.ranks // math.prod(n for axis, n in self.axes.items() if axis in SAME_ROWS)
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Return the number of ranks that have gradients of the same weights by other tokens."""
+        return self.data_ranks * self.axes.get("cp", 1)
+
+    @property
+    def alone(self) -> str:
+        """Return what a technique for several data ranks finds where there is one."""
+        return "one rank" if self.ranks == 1 else f"one group of {self.ranks} ranks (mesh: {mesh_text(self.axes)})"
+
     @property
     def accumulation(self) -> int:
-        return self.rows // (self.micro_rows * self.ranks)
+        return self.rows // (self.micro_rows * self.data_ranks)
 
     @property
     def span(self) -> float:
@@ -225,12 +257,17 @@ class Technique:
     verified_on: ClassVar[tuple[str, ...]] = ("cpu", "gpu")  # ("cpu",) where no test in tests/gpu covers it
     claims: ClassVar[frozenset[Part]] = frozenset()
     wants: ClassVar[frozenset[Part]] = frozenset()
+    shards: ClassVar[frozenset[str]] = frozenset()  # axes of the mesh over which it cuts matrices
     searched: ClassVar[bool] = True  # False: the user decides, and a search neither adds nor removes the technique
     sample: ClassVar[Mapping[str, Any]] = {}  # options for a description, where the defaults alone are refused
 
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "proof"):
             cls.proof = f"tests/techniques/test_{cls.__module__.rpartition('.')[2]}.py"
+
+    def axes(self) -> Mapping[str, int]:
+        """Return the ranks of each axis of the mesh that these options add; "dp" has the ranks that are left."""
+        return {}
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         """Return the description of the model with what this technique changes in it."""
@@ -269,7 +306,7 @@ class Technique:
     def _unchanged(self, trainer: Trainer) -> int:
         return 0
 
-    data = model = peft = loss = recompute = compile = shard = optimizer = wrap_step = wrap_window = _unchanged
+    data = model = peft = split = loss = recompute = compile = shard = optimizer = wrap_step = wrap_window = _unchanged
 
     # In the stages: what several techniques call.
 
@@ -328,7 +365,8 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
 
     Raises:
         ConflictError: two techniques claim one part.
-        NeedsError: a part that a technique wants has no owner, or a requirement is not met.
+        NeedsError: a part that a technique wants has no owner, a requirement is not met, or the ranks do not divide by
+            the axes.
     """
     owners: dict[Part, str] = {}
     for t in techniques:
@@ -342,7 +380,8 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
     for t in techniques:
         spec = t.describe(spec)
     claimed = frozenset(owners) | ({Part.PACKED_ROWS} if env.dpo is not None else set())
-    env = dataclasses.replace(env, claimed=claimed, spec=spec)
+    axes, sharded = mesh_axes(techniques, env.ranks), frozenset(axis for t in techniques for axis in t.shards)
+    env = dataclasses.replace(env, claimed=claimed, spec=spec, axes=axes, sharded=sharded)
     for t in techniques:
         for part in t.wants - env.claimed:
             able = " or ".join(f"--with {c.name}" for c in classes if part in c.claims)
@@ -351,11 +390,32 @@ def settle(techniques: Sequence[Technique], env: Environment, classes: Sequence[
         refuse_unmet(t.needs(env))
     for t in techniques:
         env = dataclasses.replace(env, device=t.card(env.device))
-    if env.ranks > 1 and Part.DATA not in env.claimed:
+    if env.gradient_ranks > 1 and Part.DATA not in env.claimed:
         raise NeedsError(
             f"{env.ranks} ranks", "no technique shares the work between them", "add --with ddp or --with fsdp"
         )
     return env
+
+
+def mesh_axes(techniques: Sequence[Technique], ranks: int) -> dict[str, int]:
+    """Return the ranks of each axis that techniques add to the mesh, without those of one rank.
+
+    Raises:
+        NeedsError: the ranks do not divide by them.
+    """
+    axes = {axis: n for t in techniques for axis, n in t.axes().items() if n > 1}
+    many = math.prod(axes.values())
+    if ranks % many:
+        names = ", ".join(f"`{t.name}`" for t in techniques if t.axes())
+        found = "one rank" if ranks == 1 else f"{ranks} ranks"
+        do = f"start it with --ranks {many}, or a multiple of that"
+        raise NeedsError(f"{names}: a mesh of {mesh_text(axes)}", found, do)
+    return axes
+
+
+def mesh_text(axes: Mapping[str, int]) -> str:
+    """Return axes as in `tp 2 x rep 2`."""
+    return " x ".join(f"{axis} {n}" for axis, n in axes.items())
 
 
 def unmet(techniques: Sequence[Technique], env: Environment) -> Iterator[Requirement]:
@@ -375,8 +435,12 @@ def in_order(techniques: Sequence[Technique]) -> list[Technique]:
     return sorted(techniques, key=lambda t: not t.claims)
 
 
-def rows_of_batch(config: Config, ranks: int) -> tuple[int, int]:
+def rows_of_batch(config: Config, ranks: int, each: int = 1) -> tuple[int, int]:
     """(rows of a step over all ranks, rows of one micro-batch; of `auto` the least, 1), or what does not divide.
+
+    Args:
+        ranks: those that read rows of their own.
+        each: ranks that work on the rows of one of them.
 
     Raises:
         ConfigError: micro_tokens is no multiple of T, or tokens none of micro_tokens x ranks.
@@ -389,10 +453,11 @@ def rows_of_batch(config: Config, ranks: int) -> tuple[int, int]:
             f"`batch.micro_tokens: {micro}`", f"no multiple of `batch.seq: {b.seq}`", f"take {below}, for example"
         )
     if b.tokens % (micro * ranks):
+        who = "rank" if each == 1 else f"group of {each} ranks" if ranks == 1 else f"groups of {each} rank"
         near = max(1, round(b.tokens / (micro * ranks))) * micro * ranks
         raise ConfigError(
             f"`batch.tokens: {b.tokens}`",
-            f"not divisible by {micro} slots of a micro-batch x {ranks} rank{'s' * (ranks > 1)}",
+            f"not divisible by {micro} slots of a micro-batch x {ranks} {who}{'s' * (ranks > 1)}",
             f"take {near}, or another `batch.micro_tokens`",
         )
     return b.tokens // b.seq, micro // b.seq

@@ -15,6 +15,7 @@ import traceback
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from optrush.config import parse_config
 from optrush.optim.adamw import AdamW
 from optrush.trainer import distributed
 from optrush.trainer.checkpoint import Meta, save, slices
-from optrush.trainer.trainer import TrainedParam
+from optrush.trainer.trainer import TrainedParam, Trainer
 
 torch.set_num_threads(1)
 LONG = os.environ.get("OPTRUSH_FAULTS") == "long"  # as `make faults` asks: as often as the documentation says
@@ -165,7 +166,9 @@ def small_job(output: Path, how: str = "whole", keep: int = 2, dtype: torch.dtyp
         trained.append(TrainedParam(name, nn.Parameter(placed), len(shape) > 1))
     run_ = parse_config(text, "test")
     optimizer = AdamW(trained, run_.optim, fused=False)
-    return SimpleNamespace(config=run_, world=world, trained=trained, optimizer=optimizer, state={"kept": Kept()})
+    job = SimpleNamespace(config=run_, world=world, trained=trained, optimizer=optimizer, state={"kept": Kept()})
+    job.counts = partial(Trainer.counts, job)
+    return job
 
 
 def content(name: str, whole: tuple[int, ...], dtype: torch.dtype, step: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from optrush.cli import setup
 from optrush.errors import ConfigError, ConflictError, NeedsError, NoEffectError
 from optrush.resolve import resolve
-from optrush.technique import STAGES, Numerics, Part, Technique, in_order
+from optrush.technique import RANK_PARTS, STAGES, Numerics, Part, Technique, in_order
 from optrush.techniques import ALL
 from optrush.techniques.fused_adamw import FusedAdamW
 from optrush.techniques.packing import Packing
@@ -26,7 +26,7 @@ from trials import assembled, golden_run, metrics, steps, weights
 ROOT = Path(__file__).parents[2]
 NAMES = [t.name for t in ALL]
 HERE = [t.name for t in ALL if (stands := setup.standing(t, [])).runs or stands.several]  # that a CPU can run
-SHARED = [t.name for t in ALL if Part.DATA in t.claims]
+SHARED = [t.name for t in ALL if RANK_PARTS & t.claims]
 BESIDE: dict[str, dict] = {
     "nf4": {"lora": {}},
     "int8": {"lora": {}},

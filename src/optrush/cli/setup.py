@@ -359,7 +359,7 @@ def lacking(technique: Technique, device: Device, ranks: int) -> list[Requiremen
     # of the step, so that those of the machine remain.
     plain = Environment(
         device=device, ranks=ranks, seq=2048, rows=8 * ranks, micro_rows=1, clip=1.0, dtype="float32", native=True,
-        blocks=16,
+        blocks=16, axes=technique.axes(),
     )  # fmt: skip
     owners = [frozenset[Part](), *(frozenset({p}) for p in Part), frozenset(Part)]
     runs = (plain, dataclasses.replace(plain, micro_rows=8, clip=None))

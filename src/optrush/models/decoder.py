@@ -142,11 +142,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
         """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D)."""
-        B, T, _ = x.shape
         x, h = self.norm1.add_and_norm(x)
-        qkv = self.qkv(h).view(B, T, -1, self.group + 2, self.head_width)  # (B, T, K, H/K + 2, E)
+        qkv = self.qkv(h).unflatten(-1, (-1, self.group + 2, self.head_width))  # (B, T, K, H/K + 2, E)
         q, k, v = self.split_and_rope(qkv, cos, sin, self.q_norm, self.k_norm)  # (B, T, H or K, E)
-        x, h = self.norm2.add_and_norm(x, self.o(self.attention(q, k, v, documents).reshape(B, T, -1)))
+        x, h = self.norm2.add_and_norm(x, self.o(self.attention(q, k, v, documents).flatten(2)))
         return self.mlp(x, h, self.gate_up, self.down)
 
 
@@ -249,7 +248,7 @@ def frozen_flops(model: Any) -> int:
 
     A frozen weight has no gradient of its own: 4 instead of 6; an adapter's weights count 6 (docs/notation.md).
     """
-    flop = 0 if model.head.weight.requires_grad else 2 * model.head.weight.numel()
+    flop = 0 if model.head.weight is None or model.head.weight.requires_grad else 2 * model.head.weight.numel()
     for _, linear in model.linears():
         if linear.quantized is not None or not linear.weight.requires_grad:
             flop += 2 * linear.in_features * linear.out_features

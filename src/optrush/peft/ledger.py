@@ -157,7 +157,7 @@ def _learnt(env: Environment, s: ModelShape, outer: Sequence[bool], learnt: Sequ
     )
     share = (values + beside) / s.parameters
     update = "update*" if Part.OPTIMIZER in env.claimed else "update"  # or update.adapters, below
-    for name in (update, "norm", *(["reduce"] if Part.DATA in env.claimed else [])):
+    for name in (update, "norm", *(["reduce*"] if Part.DATA in env.claimed else [])):
         yield live(name, "of what is trained", times=share)
     if Part.OPTIMIZER not in env.claimed:
         largest = s.vocab * s.width if beside else max(learnt)

@@ -159,7 +159,7 @@ class Lora(LinearAdapter):
         """Return layout and parts of a frozen matrix, if the inner product multiplies by one and does nothing else."""
         (stored,) = self._stored
         if stored is not None:
-            return stored.layout, *stored.parameters()
+            return stored.layout, *stored.parts()
         if weight is None or weight.requires_grad or not self._matrix:
             return None
         # Cast outside the Function, in autograd's graph: activation offloading recognizes a parameter's copy by it.
@@ -296,7 +296,7 @@ def _low(h: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
 def _weight(linear: Linear, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return the layout of the weight, None if it is dense, and its parts."""
     if linear.quantized is not None:
-        return linear.quantized.layout, *linear.quantized.parameters()
+        return linear.quantized.layout, *linear.quantized.parts()
     return None, linear.weight.to(dtype)  # cast outside the Function, as in `Lora._base`
 
 

@@ -69,13 +69,17 @@ class QuantizedLinear(nn.Module):
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (rows, width), in the linear's own order of rows."""
-        return unpacked([*self.parameters()], self.layout, dtype, "export")
+        return unpacked(self.parts(), self.layout, dtype, "export")
+
+    def parts(self) -> list[Tensor]:
+        """Return the stored parts, each by its name: a sharding that gathers what is read finds no read of others."""
+        return [getattr(piece, name) for piece in self.children() for name in piece._parameters]
 
     def product(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         """Implement the linear's `matmul`; under autocast in its type."""
         dtype = compute_dtype(x)
         bias = None if bias is None else bias.to(dtype)
-        y: Tensor = _Product.apply(x.to(dtype), bias, self.layout, *self.parameters())  # type: ignore[no-untyped-call]
+        y: Tensor = _Product.apply(x.to(dtype), bias, self.layout, *self.parts())  # type: ignore[no-untyped-call]
         return y
 
 

@@ -345,7 +345,7 @@ def choose_micro_batch(techniques: Sequence[Technique], env: Environment, hf: Ma
     """
     possible: list[Environment] = []
     refused: NeedsError | None = None
-    for rows in micro_batch_rows(env.rows // env.ranks):
+    for rows in micro_batch_rows(env.rows // env.data_ranks):
         try:
             possible.append(settle(techniques, replace(env, micro_rows=rows)))
         except NeedsError as error:  # some techniques need a step of one micro-batch

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from optrush.models.source import locate
 from optrush.planner import search
 from optrush.planner.search import Prediction
 from optrush.resolve import resolve
-from optrush.technique import Environment, Part, Requirement, Technique, compilers, instantiate
+from optrush.technique import RANK_PARTS, Environment, Part, Requirement, Technique, compilers, instantiate
 from optrush.techniques import ALL
 
 # --- the text
@@ -148,8 +149,10 @@ def compose(request: InitRequest, file: str, classes: Sequence[type[Technique]] 
     check_data(request.data)
     check_new_output(request.output)
     own = parse_config(SMALLEST, file, withs=request.withs).with_
-    if ranks == 1 and any(Part.DATA in t.claims for t in instantiate(classes, own)):
-        ranks = max(2, len(hardware.probe())) if here else 2
+    wanted = instantiate(classes, own)
+    if ranks == 1 and any(RANK_PARTS & t.claims for t in wanted):
+        many = math.prod(n for t in wanted for n in t.axes().values())
+        ranks = max(2, many, len(hardware.probe()) // many * many if here else 2)
     tree = choose_values(request, device, ranks)
     env = resolve(Config.model_validate(tree), classes, 1, device).env
     techniques, left = _pick(request, own, env, classes, here)

@@ -284,7 +284,9 @@ class Evaluations:
         if len(claimed) != len(set(claimed)):
             return None
         one = self.problem.env
-        for micro_rows in dict.fromkeys((one.micro_rows, one.rows // one.ranks)):  # some need a step of one micro-batch
+        for micro_rows in dict.fromkeys(
+            (one.micro_rows, one.rows // one.data_ranks)
+        ):  # some need a step of one micro-batch
             with suppress(ConflictError, NeedsError):
                 env = technique.settle(in_order(members), dataclasses.replace(one, micro_rows=micro_rows))
                 return _fastest(members, env, self.problem)
@@ -300,7 +302,7 @@ def _fastest(members: Sequence[Technique], env: Environment, problem: _Problem) 
     hf = copy.deepcopy(problem.hf)
     for t in members:
         t.config(hf)
-    most, rows = room(env.device), env.rows // env.ranks
+    most, rows = room(env.device), env.rows // env.data_ranks
     rates: Rates | None = None
     best: tuple[float, Environment, Ledger] | None = None
     book: Ledger | None = None

@@ -8,6 +8,7 @@ from typing import Literal
 
 from optrush.planner.ledger import COMPILED, Rule, WorkItem, add, live
 from optrush.technique import (
+    RANK_PARTS,
     Environment,
     Numerics,
     Part,
@@ -50,7 +51,7 @@ class Compile(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         found = "a technique that shares the work of several ranks: what one graph computes, it could not overlap with"
-        met = self.scope == "blocks" or Part.DATA not in env.claimed
+        met = self.scope == "blocks" or not RANK_PARTS & env.claimed
         yield Requirement(met, "`compile:scope=model`", found, "take scope=blocks")
 
     def predict(self, env: Environment) -> Iterator[Rule]:

@@ -22,6 +22,10 @@ WARM_UP = 3  # windows before the recording: compilers, kernel choices and works
 ONE = "leave one of the two out"
 APART = (
     (Part.DATA, "a technique that sums gradients over several ranks", "take one rank, or leave cuda-graphs out"),
+    *(
+        (part, "a technique that cuts the model or its rows over several ranks", "take one rank, or leave it out")
+        for part in (Part.TP, Part.CP, Part.PP)
+    ),
     (Part.ACTIVATION_STORAGE, "a technique that moves what is kept to another memory", ONE),
     (Part.UPDATE, "a technique that updates inside the window", ONE),
     (

@@ -41,10 +41,11 @@ class Ddp(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "start it with --ranks 2 or torchrun, or leave ddp out"
-        yield Requirement(env.ranks > 1, "`ddp` shares the work of several ranks", "one rank", do)
+        found = env.alone
+        yield Requirement(env.gradient_ranks > 1, "`ddp` shares the work of several ranks", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
-        n, room = env.ranks, self.bucket_mib << 20
+        n, room = env.gradient_ranks, self.bucket_mib << 20
         yield add(Line("buckets", "gradients copied into the bucket under way", room, "byte", "backward"))
         why = "a gradient larger than a bucket is copied alone: the embedding's"
         yield like("gradients.embedding", Line("bucket of the embedding", why, 1.0, "gradient", "end"))
@@ -52,8 +53,9 @@ class Ddp(Technique):
         yield like("gradients.*", WorkItem("reduce", why, "step", unit="link", values=2 * (n - 1) / n, role="gradient"))
 
     def wrap_step(self, trainer: Trainer) -> int:
-        assert trainer.world.mesh is not None
-        buckets = Buckets(trainer.trained, trainer.world.mesh["dp"].get_group(), self.bucket_mib << 20)
+        mesh = trainer.world.flat("rep", "dp", "cp")
+        assert mesh is not None
+        buckets = Buckets(trainer.trained, mesh.get_group(), self.bucket_mib << 20)
         inner, discard = trainer.grad_sync, trainer.zero_grad
 
         @contextmanager
@@ -83,7 +85,7 @@ class Buckets:
         self.members: list[list[torch.nn.Parameter]] = []
         room = 0
         for t in reversed(trained):
-            size = t.parameter.numel() * t.parameter.element_size()
+            size = t.local.nbytes
             if size > room or self.members[-1][0].dtype != t.parameter.dtype:
                 self.members.append([])
                 room = most_bytes
@@ -112,13 +114,17 @@ class Buckets:
         import torch
         import torch.distributed as dist
 
+        from optrush.trainer.distributed import like as sharded_like
+        from optrush.trainer.distributed import local
+
         bucket = self.members[len(self.launched)]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in bucket])
+        grads = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
+        flat = torch.cat([g.reshape(-1) for g in grads])
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         at = 0
-        for p in bucket:  # the bucket becomes the gradients: nothing is copied back
-            p.grad = flat[at : at + p.numel()].view_as(p)
-            at += p.numel()
+        for p, g in zip(bucket, grads, strict=True):  # the bucket becomes the gradients: nothing is copied back
+            p.grad = sharded_like(p, flat[at : at + g.numel()].view_as(g))
+            at += g.numel()
         self.launched.append((work, flat))
 
     def finish(self) -> None:

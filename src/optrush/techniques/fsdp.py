@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from optrush.planner.ledger import Rule, WorkItem, cut, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
@@ -20,31 +22,43 @@ class Fsdp(Technique):
 
     The head is gathered once a call, however many chunks its loss has; a tied head shares its embedding's group.
     sync `last` sums gradients once a window, and holds whole gradients until then; `each` after every micro-batch.
+    With `replicate: N` the model is cut over 1/N of the ranks and held N times (hybrid sharding): gathers stay within a
+    group of neighbouring ranks, and only gradients, summed there first, cross between groups.
 
     Source: Zhao et al., https://arxiv.org/abs/2304.11277; stages as in ZeRO, https://arxiv.org/abs/1910.02054
-    Memory: 16/n bytes a parameter on n ranks; gathered: two blocks (stage 3) or the whole model (stage 2), and the
-        embedding and head; whole gradients while accumulating with sync `last`.
+    Memory: 16/n bytes a parameter on n ranks of a group; gathered: two blocks (stage 3) or the whole model (stage 2),
+        and the embedding and head; whole gradients while accumulating with sync `last`.
     Work: parameters gathered twice (stage 3) or once (stage 2) a micro-batch, gradients reduced once a sync.
     Differs from the source: gradients are summed, not averaged; the divisor is the number of targets of all ranks.
     """
 
     stage: Literal[2, 3] = 3
     sync: Literal["last", "each"] = "last"
+    replicate: Annotated[int, Field(ge=1)] = 1
 
     name = "fsdp"
     summary = "parameters, gradients and states cut over the ranks (FSDP2, ZeRO stage 2 or 3)"
     source = "https://arxiv.org/abs/2304.11277"
     numerics = Numerics.SAME_MATHS
     proof = "tests/golden/test_golden.py"
-    claims = frozenset({Part.DATA, Part.PARAM_SHARDING})
+    claims = frozenset({Part.DATA})
+    shards = frozenset({"dp"})
+
+    def axes(self) -> dict[str, int]:
+        return {"rep": self.replicate}
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "start it with --ranks 2 or torchrun, or leave fsdp out"
-        yield Requirement(env.ranks > 1, "`fsdp` cuts the model over several ranks", "one rank", do)
+        yield Requirement(env.gradient_ranks > 1, "`fsdp` cuts the model over several ranks", env.alone, do)
+        asked = f"`fsdp: replicate: {self.replicate}` cuts the model over the ranks of a group"
+        found = f"{env.gradient_ranks} ranks in {self.replicate} groups"
+        do = f"take {2 * self.replicate} ranks or another multiple of that, a smaller replicate, or ddp"
+        met = env.gradient_ranks % self.replicate == 0 and env.gradient_ranks > self.replicate
+        yield Requirement(met, asked, found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, whole blocks while they run, and what the link carries."""
-        n, L = env.ranks, env.blocks
+        n, L = env.gradient_ranks // self.replicate, env.blocks
         blocks = min(L, 2) if self.stage == 3 else L
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
         yield cut("weights.blocks", "dp", n, whole, gathered=blocks)
@@ -64,6 +78,9 @@ class Fsdp(Technique):
         yield like(
             "gradients.*", WorkItem("reduce", "gradients reduced", per, unit="link", values=share, role="gradient")
         )
+        if self.replicate > 1:
+            why, each = "a rank's share of them, summed over the groups", 2 * (1 - 1 / self.replicate) / n
+            yield like("gradients.*", WorkItem("reduce.replicas", why, per, unit="link", values=each, role="gradient"))
 
     def shard(self, trainer: Trainer) -> int:
         import torch
@@ -74,15 +91,16 @@ class Fsdp(Technique):
         if trainer.autocast:  # the gathered weights are cast once, instead of at every use
             policy = MixedPrecisionPolicy(param_dtype=trainer.precision, reduce_dtype=torch.float32)
             trainer.autocast = False
-        cut: dict[str, Any] = {"mesh": trainer.world.mesh["dp"], "mp_policy": policy}
+        cut: dict[str, Any] = {"mesh": trainer.world.shards, "mp_policy": policy}
         model = trainer.model
         for block in model.blocks.values():
             fully_shard(block, reshard_after_forward=self.stage == 3, **cut)
         if model.ties:  # one parameter must be in one group
             fully_shard([model.embedding, model.head], reshard_after_forward=False, **cut)
         else:
-            fully_shard(model.embedding, reshard_after_forward=self.stage == 3, **cut)
-            fully_shard(model.head, reshard_after_forward=False, **cut)
+            for module, again in ((model.embedding, self.stage == 3), (model.head, False)):
+                if module.weight is not None:  # a stage of a pipeline may be without
+                    fully_shard(module, reshard_after_forward=again, **cut)
         for root in trainer.fsdp_roots:
             if not isinstance(root, FSDPModule):
                 fully_shard(root, reshard_after_forward=False, **cut)

@@ -151,7 +151,7 @@ class FusedKernels(Technique):
 
         from optrush.peft.lora import make_room
 
-        sharded = Part.PARAM_SHARDING in trainer.env.claimed
+        sharded = bool(trainer.env.sharded)
         if Part.TRAINED in trainer.env.claimed:
             self.demand_triton(trainer.env.device, "fused-kernels:mlp=quack")  # its kernel copies them there
         blocks = cast("Iterable[Any]", trainer.model.blocks.values())
@@ -205,7 +205,7 @@ def _adapters(env: Environment, shape: ModelShape) -> Iterator[Rule]:
     spec, L, room = env.spec, env.blocks, 0
     padding = {"norm": spec.norm == "fused", "attention": spec.attention == "fa4", "rope": spec.rope == "fused"}
     quantized = spec.linears["down"].weight != "dense"
-    bare = Part.PARAM_SHARDING in env.claimed and not quantized  # no weight is padded
+    bare = bool(env.sharded) and not quantized  # no weight is padded
     ways: tuple[tuple[Literal["forward", "backward"], dict[str, str]], ...]
     ways = ("forward", INPUTS), ("backward", GRADIENTS)
     for name, (width, pieces) in linear_sizes(shape).items():

@@ -61,7 +61,7 @@ class Halving:
     def smaller(self) -> int | None:
         """Return the next size: at most half the rows, dividing a rank's rows of a step; None if there is none."""
         env = self.trainer.env
-        share = env.rows // env.ranks
+        share = env.rows // env.data_ranks
         return max((n for n in range(1, env.micro_rows // 2 + 1) if share % n == 0), default=None)
 
     def _gradients(self, batches: list[Batch], terms: int | Tensor) -> Tensor:

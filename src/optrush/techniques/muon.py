@@ -43,7 +43,7 @@ class Muon(Technique):
         yield from env.needs_own_matrices(self.name, "the blocks'")
         do = "take ddp instead, or another optimizer: fused-adamw"
         found = "a technique that cuts them over the ranks"
-        yield Requirement(Part.PARAM_SHARDING not in env.claimed, "`muon` makes whole matrices orthogonal", found, do)
+        yield Requirement(not env.sharded, "`muon` makes whole matrices orthogonal", found, do)
         yield env.needs_no_kahan(self.name)
 
     def predict(self, env: Environment) -> Iterator[Rule]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from optrush.errors import NeedsError
 from optrush.planner.ledger import Rule, live
-from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+from optrush.technique import RANK_PARTS, Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,12 +40,12 @@ class UpdateInBackward(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         n = env.accumulation
         asked = "`update-in-backward` steps on the gradient of one micro-batch"
-        do = f"set batch.micro_tokens to {env.rows // env.ranks * env.seq}, or batch.tokens lower"
+        do = f"set batch.micro_tokens to {env.rows // env.data_ranks * env.seq}, or batch.tokens lower"
         yield Requirement(n == 1, asked, f"{n} micro-batches a step", do)
         asked = "`update-in-backward` steps before the norm of all gradients is known"
         yield Requirement(env.clip is None, asked, f"`optim.clip: {env.clip}`", "set optim.clip to null")
         found = "a technique that sums gradients over ranks, after the backward pass or behind its back"
-        met = Part.DATA not in env.claimed
+        met = not RANK_PARTS & env.claimed
         yield Requirement(met, "`update-in-backward` on one device", found, "leave one of the two out")
 
     def predict(self, env: Environment) -> Iterator[Rule]:

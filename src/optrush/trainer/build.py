@@ -78,7 +78,7 @@ def build(
     """
     started = started or join_ranks(prepared)
     distributed.under_way("reading the data and the model")
-    world = distributed.build_mesh({}, started.device)
+    world = distributed.build_mesh(prepared.env.axes, started.device)
     error: UserError | None = None
     try:
         trainer = _build(prepared, started, world, training, data, progress, today)
@@ -108,7 +108,7 @@ def _build(
         check_positions(model.config.to_dict(), config.batch.seq, f"`batch.seq: {config.batch.seq}`")
     assert isinstance(model.embedding.weight, Tensor)
     vocab = model.embedding.weight.shape[0]
-    trainer = Trainer(config, env, world, hf, model, recipe)
+    trainer = Trainer(config, env, world, hf, model, recipe, vocab=vocab)
     trainer.applied = [*prepared.applied, *started.applied]
     trainer.fsdp_roots = [model]
     trainer.tokenizer = None if tokens is None else tokens.tokenizer
@@ -137,7 +137,7 @@ def _build(
         sources.train, trainer.layout, T=env.seq, rows=env.rows, seed=config.seed, cost=model.flops,
         most_bad=config.data.most_bad,
     )  # fmt: skip
-    for name in ("model", "peft", "loss", "recompute", "compile", "shard"):
+    for name in ("model", "peft", "split", "loss", "recompute", "compile", "shard"):
         stage(name)
         if name == "peft" and config.dpo is not None and dpo.by_adapter(config.dpo, trainer.adapters_disabled):
             assert trainer.adapters_disabled is not None
@@ -173,8 +173,8 @@ def _build(
 
 
 def _defaults(trainer: Trainer) -> None:
-    device, mesh = trainer.world.device, trainer.world.mesh
-    group = None if mesh is None else mesh["dp"].get_group()
+    device, mesh = trainer.world.device, trainer.world.flat("rep", "dp", "cp")
+    group = None if mesh is None or mesh.size() == 1 else mesh.get_group()
 
     def share(t: Tensor) -> Tensor:
         if group is not None:
@@ -183,7 +183,7 @@ def _defaults(trainer: Trainer) -> None:
 
     def total(n: int) -> int:
         flags = [trainer.stopping == 1, trainer.stopping == 2, trainer.starved]
-        n, told, failed, starved = distributed.host_sum([n, *flags])
+        n, told, failed, starved = distributed.host_sum([n * trainer.world.first, *flags])
         trainer.starved = starved > 0
         trainer.stopped = 2 if failed else 1 if told else trainer.stopped
         return n
@@ -193,6 +193,7 @@ def _defaults(trainer: Trainer) -> None:
         trainer.metrics = {name: torch.zeros((), device=device) for name in FIGURES}
         trainer.loss_from_hidden = partial(dpo.score, trainer.model.head, trainer.config.dpo, trainer.metrics)
     trainer.loss = partial(loss, trainer)
+    trainer.place = lambda batch: batch.to(device)
     trainer.forward_backward = partial(forward_backward, trainer)
     trainer.eval_loss = partial(eval_loss, trainer)
     trainer.optimizer_step = partial(optimizer_step, trainer)

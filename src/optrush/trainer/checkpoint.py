@@ -34,10 +34,10 @@ from optrush.config import nearest
 from optrush.errors import CheckpointError
 from optrush.launch import launched
 from optrush.technique import library
-from optrush.trainer.distributed import agree, from_first, gather, is_sharded
+from optrush.trainer.distributed import agree, from_first, gather
 
 if TYPE_CHECKING:
-    from optrush.trainer.trainer import TrainedParam, Trainer
+    from optrush.trainer.trainer import Trainer
 
 # --- The manifest: what was saved, under which bytes, and whether those bytes are still there.
 #
@@ -222,7 +222,7 @@ def slices(trainer: Trainer) -> list[Slice]:
     states = {} if trainer.optimizer is None else trainer.optimizer.state()
     found = []
     for t in trainer.trained:
-        local, whole, offset, first = t.local, t.full_shape, t.offset, _is_first_holder(t, trainer.world.data_rank)
+        local, whole, offset, first = t.local, t.full_shape, t.offset, trainer.counts(t)
         # Of equal copies the first rank saves one; an empty shard of something larger has no bytes to save.
         saves = first and (local.numel() > 0 or tuple(local.shape) == whole)
         found.append(Slice(f"param/{t.name}", local, whole, offset, saves))
@@ -238,16 +238,6 @@ def slices(trainer: Trainer) -> list[Slice]:
                 flat = (0,) * (len(shape) - 1)
                 found.append(Slice(name, state, (whole[0], *shape[1:]), (offset[0], *flat), saves))
     return found
-
-
-def _is_first_holder(t: TrainedParam, data_rank: int) -> bool:
-    """Return whether this rank is the first of those that hold the same box."""
-    p = t.parameter
-    if not is_sharded(p):
-        return data_rank == 0
-    where = p.device_mesh.get_coordinate()
-    assert where is not None, f"{t.name}: this rank is not on its mesh"
-    return all(c == 0 for c, how in zip(where, p.placements) if how.is_replicate())
 
 
 def overlap(a_offset: Ints, a_shape: Ints, b_offset: Ints, b_shape: Ints) -> list[tuple[int, int]] | None:
@@ -495,10 +485,12 @@ def restore(
     manifest = found if isinstance(found, Manifest) else choose(found.parent.parent, found)[0]
     assert manifest is not None, "a folder has a manifest, or choose raises"
 
+    names = _names_everywhere(trainer)
+
     def fill() -> None:
         _check_fingerprints(manifest, fingerprints, allow, data_changes)
         _check_names(manifest, "state", set(manifest.state), set(trainer.state))
-        _load(trainer, manifest)
+        _load(trainer, manifest, names)
 
     _agreed(fill)
     for name, state in trainer.state.items():
@@ -523,7 +515,8 @@ def load_parameters(trainer: Trainer, manifest: Manifest) -> None:
     Raises:
         CheckpointError: on every rank; it has other parameters, or a file cannot be read.
     """
-    _agreed(lambda: _load(trainer, manifest, "param/"))
+    names = _names_everywhere(trainer)
+    _agreed(lambda: _load(trainer, manifest, names, "param/"))
 
 
 def _agreed(work: Callable[[], None]) -> None:
@@ -606,12 +599,18 @@ def _foreign(manifest: Manifest, found: str) -> CheckpointError:
     return CheckpointError(f"to resume {manifest.path}", found, todo)
 
 
+def _names_everywhere(trainer: Trainer) -> set[str]:
+    """Return the names of what all ranks hold together: stages of a pipeline hold different parameters."""
+    held = gather(json.dumps([s.name for s in slices(trainer)]))
+    return {name for names in held for name in json.loads(names)}
+
+
 @torch.no_grad()
-def _load(trainer: Trainer, manifest: Manifest, kind: str = "") -> None:
+def _load(trainer: Trainer, manifest: Manifest, names: set[str], kind: str = "") -> None:
     """Fill the tensors whose names begin with `kind`."""
     mine = [s for s in slices(trainer) if s.name.startswith(kind)]
     saved = {name for name in manifest.tensors if name.startswith(kind)}
-    _check_names(manifest, "tensor", saved, {s.name for s in mine})
+    _check_names(manifest, "tensor", saved, {name for name in names if name.startswith(kind)})
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
         for s in mine:

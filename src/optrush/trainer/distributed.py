@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from optrush import errors
 from optrush.errors import ConfigError, RunError, UserError
 from optrush.launch import launched
+from optrush.technique import SAME_ROWS
 from optrush.trainer.peers import Watch, meet
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _meetings = itertools.count()  # store keys used so far
 SEGMENTS = "expandable_segments:True"  # what is free becomes one range: little of it is left in pieces of no use
 CHOSEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where people set torch's allocator up themselves
-MESH_ORDER = ("pp", "dp", "cp", "tp")  # outermost first: axes with more traffic are closer together
+MESH_ORDER = ("pp", "rep", "dp", "cp", "tp")  # outermost first: axes with more traffic are closer together
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,43 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None = None
 
+    def at(self, axis: str) -> int:
+        """Return this rank's place on an axis; 0 if the mesh has no such axis."""
+        return self.mesh.get_local_rank(axis) if self.mesh is not None and self.along(axis) > 1 else 0
+
+    def along(self, axis: str) -> int:
+        """Return the number of ranks of an axis; 1 if the mesh has no such axis."""
+        if self.mesh is None:
+            return 1
+        return dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape)).get(axis, 1)
+
     @property
     def data_rank(self) -> int:
-        return 0 if self.mesh is None else self.mesh.get_local_rank("dp")
+        return self.at("rep") * self.along("dp") + self.at("dp")
 
     @property
     def data_ranks(self) -> int:
-        return 1 if self.mesh is None else int(self.mesh["dp"].size())
+        return self.along("rep") * self.along("dp")
+
+    @property
+    def first(self) -> bool:
+        """Return whether this rank is the first of those that work on the same rows."""
+        return not any(self.at(axis) for axis in SAME_ROWS)
+
+    @property
+    def shards(self) -> DeviceMesh | None:
+        """Return the mesh that data sharding cuts over: "dp" and "cp" as one axis, after "rep" if there is one."""
+        one = self.flat("dp", "cp")
+        if self.mesh is None or one is None or self.along("rep") == 1:
+            return one
+        assert one.mesh_dim_names is not None, "build_mesh names every axis"
+        return self.mesh["rep", one.mesh_dim_names[0]]
+
+    def flat(self, *axes: str) -> DeviceMesh | None:
+        """Return those of the axes that the mesh has, as one axis; None in a run of one process."""
+        if self.mesh is None:
+            return None
+        return self.mesh["_".join(a for a in self.mesh.mesh_dim_names or () if a in axes)]
 
 
 TIMEOUT_S = 600.0  # the default of `train.timeout`
@@ -137,10 +168,15 @@ def build_mesh(axes: Mapping[str, int], device: torch.device) -> World:
     rank, ranks = launched()
     if ranks == 1:
         return World(0, 1, device)
-    sizes = dict(axes)
-    sizes["dp"] = ranks // math.prod(sizes.values())
-    names = [a for a in MESH_ORDER if a in sizes]
-    mesh = init_device_mesh(device.type, tuple(sizes[a] for a in names), mesh_dim_names=tuple(names))
+    made = set[str]()
+    sizes = {**axes, "dp": ranks // math.prod(axes.values())}
+    names = tuple(a for a in MESH_ORDER if a in sizes)
+    mesh = init_device_mesh(device.type, tuple(sizes[a] for a in names), mesh_dim_names=names)
+    for axes_of_sums in (("rep", "dp", "cp"), ("dp", "cp")):  # here, where all ranks are: it makes process groups
+        several = tuple(a for a in names if a in axes_of_sums)
+        if len(several) > 1 and "_".join(several) not in made:
+            made.add("_".join(several))
+            mesh[several]._flatten("_".join(several))
     return World(rank, ranks, device, mesh)
 
 
@@ -253,6 +289,13 @@ def is_gathered(module: nn.Module) -> TypeGuard[FSDPModule]:
 def local(t: Tensor) -> Tensor:
     """Return this rank's piece, sharing its storage."""
     return t.to_local() if is_sharded(t) else t
+
+
+def like(t: Tensor, piece: Tensor) -> Tensor:
+    """Return a rank's piece as a tensor that is sharded as `t` is."""
+    if not is_sharded(t):
+        return piece
+    return type(t).from_local(piece, t.device_mesh, t.placements, run_check=False, shape=t.shape, stride=t.stride())
 
 
 def gathered(t: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from optrush.launch import launched
 from optrush.objectives import check_layout
 from optrush.planner import search
 from optrush.resolve import ResolvedConfig
-from optrush.technique import Part, instantiate
+from optrush.technique import RANK_PARTS, instantiate
 from optrush.techniques import ALL
 from optrush.trainer import checkpoint, run_dir
 from optrush.trainer.distributed import World
@@ -125,7 +125,7 @@ def disk_facts(resolved: ResolvedConfig, steps: int) -> dict[str, Any]:
 
 def _total_bytes(config: Config) -> tuple[int, int] | tuple[None, None]:
     """Return the predicted bytes of all weights and all optimizer states over the ranks; None without a prediction."""
-    alone = {t.name: config.with_[t.name] for t in instantiate(ALL, config.with_) if Part.DATA not in t.claims}
+    alone = {t.name: config.with_[t.name] for t in instantiate(ALL, config.with_) if not RANK_PARTS & t.claims}
     try:
         found = search.predict(config.model_copy(update={"with_": alone}), "auto", 1)
     except UserError:

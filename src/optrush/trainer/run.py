@@ -362,9 +362,7 @@ def largest_batch(trainer: Trainer, plan: RunPlan) -> Batch:
     width = env.seq
     if rows.layout.pad_to_longest and rows.tokenized:
         width = min(width, int(rows.source.lengths().max()))
-    weight = trainer.model.embedding.weight
-    assert isinstance(weight, Tensor)
-    ids = np.random.default_rng(0).integers(weight.shape[0], size=(env.micro_rows, width), dtype=np.int32)
+    ids = np.random.default_rng(0).integers(trainer.vocab, size=(env.micro_rows, width), dtype=np.int32)
     parts = [np.array_split(row, rows.source.parts) for row in ids]
     documents = [[(0, Document(part, np.ones(len(part), bool))) for part in row] for row in parts]
     # A live stream's room for documents grows with the rows it reads.
@@ -409,9 +407,9 @@ def _out_of_memory(trainer: Trainer, failure: str) -> UserError:
     env, rows, T = trainer.env, trainer.env.micro_rows, trainer.env.seq
     ways = []
     if rows > 1 and Part.UPDATE in env.claimed:  # its owner needs a step to be one micro-batch
-        ways.append(f"take batch.tokens: {rows // 2 * env.ranks * T}, and batch.micro_tokens with it")
+        ways.append(f"take batch.tokens: {rows // 2 * env.data_ranks * T}, and batch.micro_tokens with it")
     elif rows > 1:
-        fewer = max(n for n in range(1, rows // 2 + 1) if env.rows // env.ranks % n == 0)
+        fewer = max(n for n in range(1, rows // 2 + 1) if env.rows // env.data_ranks % n == 0)
         ways.append(f"take batch.micro_tokens: {fewer * T}, or auto")
     if Part.ACTIVATION_CHECKPOINTING not in env.claimed:
         ways.append("--with recompute")

@@ -71,7 +71,7 @@ class TrainedParam:
     def is_sharded(self) -> bool:
         """Return whether this rank holds a slice only (else the whole, the same on every rank)."""
         p = self.parameter
-        return distributed.is_sharded(p) and any(how.is_shard() for how in p.placements)
+        return distributed.is_sharded(p) and not all(how.is_replicate() for how in p.placements)
 
 
 class State(Protocol):
@@ -100,6 +100,8 @@ class Trainer:
     """This rank's held-out batches, the same number on every rank; None: the run holds nothing out."""
 
     # callables
+    place: Callable[[Batch], Batch] = None  # type: ignore[assignment]
+    """A micro-batch of the host -> this rank's part of it, on the device: called by what runs a window."""
     batches: Iterator[list[Batch]] = field(default_factory=lambda: iter(()))
     """An item is all of this rank's micro-batches of one step: the same number on every rank, possibly empty ones."""
     loss_from_hidden: Callable[[Tensor, Batch], Tensor] = None  # type: ignore[assignment]
@@ -134,7 +136,7 @@ class Trainer:
     all_reduce: Callable[[Tensor], Tensor] = None  # type: ignore[assignment]
     """Sum of a device tensor over the data axes."""
     grad_norm: Callable[[], Tensor] = None  # type: ignore[assignment]
-    """() float32: the norm of all gradients as they are (scaled), over every axis a gradient is cut on."""
+    """() float32: the norm of all gradients as they are (scaled), over all axes of the mesh."""
     scale: Tensor = None  # type: ignore[assignment]  # () float32, the loss scale
     lr: Tensor = None  # type: ignore[assignment]  # () float32
     optimizer_factory: Callable[[Sequence[TrainedParam], OptimizerFactory], Optimizer] = build_optimizer
@@ -152,6 +154,7 @@ class Trainer:
     # descriptions
     fsdp_roots: list[nn.Module] = field(default_factory=list)  # modules that the loop calls, and so what is sharded
     trained: list[TrainedParam] = field(default_factory=list)
+    vocab: int = 0  # V, of the embedding, whichever rank holds it
     fingerprints: dict[str, str] = field(default_factory=dict)  # what a resumed run must find unchanged
     tokenizer: Any = None  # transformers' tokenizer; None for random tokens on a shape
     sources: Sources = None  # type: ignore[assignment]  # what was read, set aside and cleaned away
@@ -166,6 +169,19 @@ class Trainer:
     def rounding(self) -> Rounding:
         """How the optimizer rounds updated bfloat16 weights."""
         return self.env.spec.rounding
+
+    def counts(self, t: TrainedParam) -> bool:
+        """Return whether this rank is the first of those that hold the same piece of it."""
+        mesh = self.world.mesh
+        if mesh is None:
+            return True
+        copies = set(mesh.mesh_dim_names or ()) - {"pp"}  # axes along which it is the same; stages have their own
+        if distributed.is_sharded(t.parameter):
+            placed = zip(t.parameter.device_mesh.mesh_dim_names or (), t.parameter.placements, strict=True)
+            for name, how in placed:
+                if not how.is_replicate():
+                    copies -= set(name.split("_"))  # of several axes as one
+        return not any(self.world.at(axis) for axis in copies)
 
     def describe(self) -> str:
         """Return what was changed, by which technique and kernel, and what was left as it is, with the reason."""
@@ -190,7 +206,9 @@ def exhausted(error: BaseException) -> bool:
 def set_step(trainer: Trainer, step: int, steps: int) -> None:
     """Set learning rate and random state of step `step` of `steps`: functions of it, so a resumed run repeats them."""
     trainer.lr.fill_(learning_rate(trainer.config.optim, step, steps))
-    torch.manual_seed(trainer.config.seed * 1_000_003 + step * 1009 + trainer.world.data_rank)
+    # Equal along tp, whose ranks drop the same; along cp tokens differ.
+    own = trainer.world.data_rank + trainer.world.data_ranks * trainer.world.at("cp")
+    torch.manual_seed(trainer.config.seed * 1_000_003 + step * 1009 + own)
 
 
 def loss(trainer: Trainer, batch: Batch) -> Tensor:
@@ -208,7 +226,7 @@ def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor
         trainer.model.train()
     total = torch.zeros((), device=trainer.world.device)
     for i, host in enumerate(batches):
-        batch = host.to(trainer.world.device)
+        batch = trainer.place(host)
         with trainer.grad_sync(i == len(batches) - 1):
             micro = trainer.loss(batch)
             # Not in a thread of autograd's: much of a backward pass is Python, which would take turns with itself.
@@ -225,7 +243,7 @@ def eval_loss(trainer: Trainer, batches: list[Batch]) -> Tensor:
     trainer.model.eval()
     total = torch.zeros((), device=trainer.world.device)
     for batch in batches:
-        total += trainer.loss(batch.to(trainer.world.device))
+        total += trainer.loss(trainer.place(batch))
     return trainer.all_reduce(total)
 
 
@@ -247,20 +265,19 @@ def zero_grad(trainer: Trainer) -> None:
 
 @torch.no_grad()
 def grad_norm(trainer: Trainer) -> Tensor:
-    """Return the root of the summed squares: whole gradients count once, slices are summed over the mesh."""
+    """Return the root of the summed squares: of equal copies one rank counts, and all ranks' counts are summed."""
     device = trainer.world.device
-    squares = {True: torch.zeros((), device=device), False: torch.zeros((), device=device)}
-    for cut in squares:
-        grads = [t.grad for t in trainer.trained if t.is_sharded == cut and t.grad is not None and t.grad.numel()]
-        if grads and device.type == "cuda":
-            squares[cut] += torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
-        elif grads:
-            # On CPU that sum runs over a whole matrix in one float32, 1e-5 off; row by row it is exact to 1e-7.
-            rows = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in grads]
-            squares[cut] += torch.stack([r.double().square().sum() for r in rows]).sum().float()
-    if any(t.is_sharded for t in trainer.trained):
-        squares[True] = trainer.all_reduce(squares[True])
-    return (squares[True] + squares[False]).sqrt()
+    total = torch.zeros((), device=device)
+    grads = [t.grad for t in trainer.trained if t.grad is not None and t.grad.numel() and trainer.counts(t)]
+    if grads and device.type == "cuda":
+        total += torch.stack(torch._foreach_norm(grads, 2, torch.float32)).square().sum()
+    elif grads:
+        # On CPU that sum runs over a whole matrix in one float32, 1e-5 off; row by row it is exact to 1e-7.
+        rows = [torch.linalg.vector_norm(g, dim=-1, dtype=torch.float32) for g in grads]
+        total += torch.stack([r.double().square().sum() for r in rows]).sum().float()
+    if trainer.world.mesh is not None:
+        torch.distributed.all_reduce(total)
+    return total.sqrt()
 
 
 # --- The loop: when to evaluate, when to save, when to stop.
