@@ -51,12 +51,6 @@ def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None
         0 if all succeeded; else 143 if a signal stopped one cleanly, 2 if one refused its input, else the smallest
         code: a rank's own, rather than that of one that was killed afterwards.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    shared = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    shared[LAUNCHER] = str(os.getpid())
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     processes: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, _: object) -> None:
@@ -67,8 +61,8 @@ def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None
     for stop in stop_numbers():
         signal.signal(stop, forward)
     begin = partial(die_with_parent, os.getpid())
-    for rank in range(ranks):
-        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for more in rank_environments(ranks):
+        own = {**os.environ, LAUNCHER: str(os.getpid()), **more}
         command = [sys.executable, "-m", "optrush", *arguments]
         processes.append(subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=begin))
     killed = _wait(processes)
@@ -82,6 +76,16 @@ def spawn(arguments: Sequence[str], ranks: int, resume: Callable[[], str] | None
     codes = [p.returncode for p in processes]
     bad = [c if c > 0 else 128 - c for c in codes if c != 0]
     return next((c for c in (143, 2) if c in bad), min(bad, default=0))
+
+
+def rank_environments(ranks: int) -> list[dict[str, str]]:
+    """Return the variables that processes of one machine need to meet, a set for each rank."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:

@@ -24,6 +24,11 @@ YAML or a shipped name -> `find_ladder` -> Ladder (entries as written) -> `resol
         from: eager                  # default: the rung before
         without: [amp]
         set: {model.implementation: native}
+      - name: two GPUs
+        ranks: 2                       # processes of the rung, and of those after it; default 1
+        with: {ddp: {}}
+      - name: two GPUs without NVLink
+        env: {NCCL_P2P_DISABLE: "1"}   # variables of NCCL, for this rung alone
       - name: the other system         # on the load of the rung it is compared with
         from: native decoder
         peer: {trainer: {checkpointing: true}}
@@ -34,7 +39,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -86,6 +91,12 @@ def _case(text: str) -> str:
     return _printable(text)
 
 
+def _nccl(name: str) -> str:
+    if not re.fullmatch(r"NCCL_[A-Z0-9_]+", name):
+        raise ValueError("the name of a variable of NCCL, NCCL_P2P_DISABLE for example")
+    return name
+
+
 Case = Annotated[str, Field(max_length=60), AfterValidator(_case)]
 
 
@@ -97,6 +108,8 @@ class LadderEntry(StrictModel):
     with_: dict[str, Options | None] = Field(default_factory=dict, alias="with")
     without: list[str] = Field(default_factory=list)
     set_: dict[str, Any] = Field(default_factory=dict, alias="set")
+    ranks: Annotated[int, Field(ge=1)] | None = None
+    env: dict[Annotated[str, AfterValidator(_nccl)], str] = Field(default_factory=dict)
     case: Case | None = None
     peer: Annotated[dict[str, Options | None], Field(min_length=1, max_length=1)] | None = None
 
@@ -277,6 +290,8 @@ class Rung:
     config: Config
     changes: str
     case: str
+    ranks: int = 1
+    env: dict[str, str] = field(default_factory=dict)  # variables of its processes
     peer: Peer | None = None  # the system that trains the run instead of ours
 
 
@@ -303,13 +318,16 @@ def resolve_rungs(
         before = resolved[since].config if since else start
         own = _apply(ladder, before, entry, ("rungs", i), classes)
         peer = _peer(ladder, entry, i)
-        changes = differences(before, own) if since else "the baseline"
+        ranks = entry.ranks or (resolved[since].ranks if since else 1)
+        more = _launch_changes(resolved[since].ranks if since else 1, ranks, entry.env)
+        changes = ", ".join([*more, differences(before, own)]) if since else "the baseline"
+        changes = changes.removesuffix(", nothing")
         if peer is not None:
             own = own.model_copy(update={"with_": {}})
             changes = peer.title + ("" if changes == "nothing" else f", {changes}")
         name = entry.case or ladder.case
         case = case_of(own) if name is None else name.format(size=model_size(own), seq=own.batch.seq)
-        resolved[entry.name] = Rung(entry.name, "cumulative", since, own, changes, case, peer)
+        resolved[entry.name] = Rung(entry.name, "cumulative", since, own, changes, case, ranks, entry.env, peer)
         last = last if peer is not None else resolved[entry.name]
     assert last is not None, "the first rung is our own"
     if ladder.all_but_one and not cumulative_only:
@@ -317,8 +335,15 @@ def resolve_rungs(
             others = {k: v for k, v in last.config.with_.items() if k != name}
             less = last.config.model_copy(update={"with_": others})
             changes = differences(last.config, less)
-            resolved[WITHOUT + name] = Rung(WITHOUT + name, "without", last.name, less, changes, last.case)
+            resolved[WITHOUT + name] = Rung(
+                WITHOUT + name, "without", last.name, less, changes, last.case, last.ranks, last.env
+            )
     return list(resolved.values())
+
+
+def _launch_changes(before: int, ranks: int, env: Mapping[str, str]) -> list[str]:
+    counted = [] if ranks == before else [f"{before} -> {ranks} ranks"]
+    return counted + [f"{name}={value}" for name, value in env.items()]
 
 
 def _apply(

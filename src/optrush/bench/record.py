@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 import optrush
 from optrush.errors import DataError, RunError, UserError
 from optrush.files import write_whole
-from optrush.launch import die_with_parent
+from optrush.launch import die_with_parent, launched
 from optrush.technique import library, package_digest
 
 RECORDS, RUNGS = "records.jsonl", "rungs"
@@ -134,7 +134,8 @@ def answer_request(measure: Callable[[dict[str, Any], Keep], dict[str, Any]]) ->
         result = {"error": str(error)}
     except Exception as error:  # a rung may fail in any way; the ladder continues
         result = {"error": describe_error(error), "traceback": traceback.format_exc()}
-    keep(result)
+    if launched()[0] == 0 or "error" in result:  # of several ranks the first one tells the figures
+        keep(result)
     sys.exit("error" in result)
 
 

@@ -460,7 +460,7 @@ def _record(state: BenchState, rung: Rung) -> Record:
     return Record(
         ladder=state.ladder.name, rung=rung.name, case=rung.case, mode=rung.mode,
         since=since.name if since else None, changes=changes,
-        device=next((str(r["device"]) for r in results if "device" in r), "unknown"), ranks=1,
+        device=next((str(r["device"]) for r in results if "device" in r), "unknown"), ranks=rung.ranks,
         seq=config.batch.seq, micro_tokens=micro if isinstance(micro, int) else config.batch.seq,
         verdict=verdict, red=red, config={**parse_yaml(dump_config(config), "the run", own=True)[0], **peer},
         environment={**state.machine, **first.get("environment", {})}, source=state.source, command=state.command,

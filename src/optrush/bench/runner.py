@@ -38,9 +38,10 @@ from optrush.bench.record import RECORDS, RUNGS, Record, write_records
 from optrush.bench.results import BenchState
 from optrush.config import Config, dump_config
 from optrush.console import err
-from optrush.errors import ConfigError, UserError
+from optrush.errors import ConfigError, NeedsError, UserError
 from optrush.files import refuse_links, write_whole
 from optrush.hardware import GIB
+from optrush.launch import FAILED_GRACE_S, rank_environments
 from optrush.planner import calibration
 from optrush.resolve import resolve
 
@@ -100,6 +101,8 @@ def print_table(records: Sequence[Record]) -> None:
     for heading in ("tokens/s", "x since", "peak GiB", "predicted", *(("real slots",) if loose else ())):
         table.add_column(heading, justify="right")
     table.add_column("verdict")
+    if many := any(r.ranks > 1 for r in records):
+        table.add_column("ranks", justify="right")
     speeds = {r.rung: r.tokens_per_s for r in records}
     for r in records:
         before = speeds.get(r.since or "")
@@ -111,6 +114,7 @@ def print_table(records: Sequence[Record]) -> None:
             f"{r.predicted_peak_bytes / GIB:.2f}" if r.predicted_peak_bytes else "-",
             *((f"{r.fill:.1%}" if r.fill is not None else "-",) if loose else ()),
             r.verdict,
+            *((str(r.ranks),) if many else ()),
         )
     err.print(table)
     for r in records:
@@ -230,7 +234,8 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
     rungs = []
     for rung in state.rungs:
         try:
-            resolved = resolve(rung.config, ranks=1)
+            resolved = resolve(rung.config, ranks=rung.ranks)
+            _refuse_ranks(rung)
             if rung.peer is not None:
                 rung.peer.check(rung.config, resolved.env.device)
         except UserError as error:
@@ -244,13 +249,21 @@ def _refuse(state: BenchState, board: ProgressBoard) -> None:
     state.rungs = rungs
 
 
+def _refuse_ranks(rung: Rung) -> None:
+    """Raise NeedsError where the machine has fewer GPUs than the rung has ranks; processors are shared."""
+    devices = hardware.probe()
+    if rung.ranks > len(devices) and devices and devices[0].kind == "cuda":
+        found = f"this machine has {len(devices)} GPU{'s' * (len(devices) > 1)}"
+        raise NeedsError(f"`{rung.name}` on {rung.ranks} ranks", found, "run it where there are as many")
+
+
 def _predict(rung: Rung, config: Config) -> dict[str, Any]:
     """Return the plan's prediction; nulls where there is none, and for another system."""
     from optrush.planner.search import predict
 
     with suppress(UserError):
         if rung.peer is None:
-            plan = predict(config, ranks=1)
+            plan = predict(config, ranks=rung.ranks)
             return {
                 "predicted_peak_bytes": plan.peak_bytes,
                 "predicted_tokens_per_s": plan.tokens_per_s,
@@ -317,6 +330,8 @@ def _measure(state: BenchState, board: ProgressBoard) -> None:
 def _request(state: BenchState, rung: Rung) -> dict[str, Any]:
     """Return the request of a process: the rung's run, and the proof on the baseline's documents or another system."""
     request: dict[str, Any] = {"run": dump_config(rung.config), "warmup": state.ladder.warmup}
+    if rung.ranks > 1 or rung.env:
+        request |= {"ranks": rung.ranks, "env": rung.env}
     if state.ladder.longest is not None:
         request["longest"] = state.ladder.longest.model_dump(by_alias=True)
     if rung.peer is not None:
@@ -341,7 +356,7 @@ def _result(state: BenchState, rung: Rung, request: dict[str, Any], board: Progr
     def fits(seq: int) -> bool | None:
         from optrush.planner.search import predict
 
-        plan = predict(ladder.at_length(rung.config, seq), ranks=1)
+        plan = predict(ladder.at_length(rung.config, seq), ranks=rung.ranks)
         return None if plan.capacity_bytes is None else plan.fits
 
     first = _attempt(state, rung, request, span.from_)
@@ -372,42 +387,67 @@ def _file(state: BenchState, rung: Rung, repeat: int) -> str:
 
 
 def run_worker(request: Mapping[str, Any], limit_s: float, peer: Peer | None = None) -> dict[str, Any]:
-    """Return the result of a fresh process: its figures, or `error`, however the process ended.
+    """Return the result of a rung's fresh processes: its figures, or `error`, however the processes ended.
 
     Args:
+        request: with `ranks`, as many processes; rank 0 writes the figures, another rank only why it failed.
         peer: the system whose worker answers, instead of ours.
     """
-    start = time.monotonic()
-    command, environment = COMMAND, {**QUIET, **os.environ}
+    start, ranks = time.monotonic(), request.get("ranks", 1)
+    command, environment = COMMAND, {**QUIET, **os.environ, **request.get("env", {})}
     if peer is not None:
         command = [sys.executable, "-m", peer.worker]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), worker_path(peer)]))
     with tempfile.TemporaryDirectory(prefix="optrush-bench-") as name:
-        request_path, result_path, log = (Path(name) / part for part in ("request.json", "result.json", "stderr"))
+        folder = Path(name)
+        request_path = folder / "request.json"
         request_path.write_text(json.dumps({**request, "parent": os.getpid()}))
-        with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                [*command, str(request_path), str(result_path)],
-                stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True, env=environment,
-            )  # fmt: skip
-            code: int | None = None
-            try:
-                code = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
+        results = [folder / ("result.json" if rank == 0 else f"result-{rank}.json") for rank in range(ranks)]
+        logs = [folder / f"stderr-{rank}" for rank in range(ranks)]
+        environments = [environment] if ranks == 1 else [{**environment, **own} for own in rank_environments(ranks)]
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for own, result_path, log in zip(environments, results, logs, strict=True):
+                with log.open("wb") as stderr:
+                    processes.append(
+                        subprocess.Popen(
+                            [*command, str(request_path), str(result_path)],
+                            stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True, env=own,
+                        )
+                    )  # fmt: skip
+            codes = _exit_codes(processes, limit_s)
+        finally:
+            for process in processes:
                 with suppress(ProcessLookupError):  # the whole group, with a compiler's processes for example
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = time.monotonic() - start
         late = f"still running after {limit_s:g} s, and stopped (limit_s)"
-        end = late if code is None else cause_of_death(code, log.read_text("utf-8", "replace"))
-        if not result_path.exists():
+        failed = next((r for r, code in enumerate(codes) if code), 0)  # the first rank that failed, else rank 0
+        code = codes[failed]
+        end = late if code is None else cause_of_death(code, logs[failed].read_text("utf-8", "replace"))
+        answered = [json.loads(path.read_text("utf-8")) for path in results if path.exists()]
+        if wrong := [answer for answer in answered if "error" in answer]:
+            return {**wrong[0], "seconds": seconds}
+        if not results[0].exists() or (ranks > 1 and any(codes)):
             return {"error": end, "seconds": seconds}
-        result: dict[str, Any] = {**json.loads(result_path.read_text("utf-8")), "seconds": seconds}
+        result: dict[str, Any] = {**answered[0], "seconds": seconds}
         if "parts_note" in result and (code is None or code < 0):  # its other figures are complete
             result["parts_note"] = end
         return result
+
+
+def _exit_codes(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[int | None]:
+    """Return the exit code of each process, None of one that had not ended: in time, or after another had failed."""
+    until = time.monotonic() + limit_s
+    for process in processes[:1] if len(processes) == 1 else ():
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(limit_s)
+    while any(p.poll() is None for p in processes) and time.monotonic() < until:
+        if any(p.poll() for p in processes):
+            until = min(until, time.monotonic() + FAILED_GRACE_S)
+        time.sleep(0.05)
+    return [p.poll() for p in processes]
 
 
 def cause_of_death(code: int, stderr: str) -> str:

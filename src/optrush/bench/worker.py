@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import heapq
+import json
 import math
 import re
 import statistics
@@ -40,7 +41,7 @@ from optrush.planner.cost import PARTS
 from optrush.report.bench import GAPS
 from optrush.resolve import ResolvedConfig, resolve
 from optrush.technique import Part
-from optrush.trainer import dpo_reference
+from optrush.trainer import distributed, dpo_reference
 from optrush.trainer.build import build
 from optrush.trainer.metrics import Meter, resident
 from optrush.trainer.run import batches
@@ -59,7 +60,8 @@ def answer_bench_request() -> None:
     def answer(request: dict[str, Any], keep: Keep) -> dict[str, Any]:
         config, baseline = (parse_config(request[key], key, own=True) for key in ("run", "baseline"))
         steps, documents = request["proof"]["steps"], request["proof"]["documents"]
-        return measure(config, baseline, request["warmup"], steps, documents, keep)
+        with distributed.leaving():
+            return measure(config, baseline, request["warmup"], steps, documents, keep)
 
     answer_request(answer)
 
@@ -100,7 +102,7 @@ def measure(
         if trainer.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the proof may have had more micro-batches than a step of the rung
         meter = loop(trainer, plan)
-    memory = {**meter.memory(), "host_peak_bytes": resident()}
+    memory = _most({**meter.memory(), "host_peak_bytes": resident()})
     if initial is not None:  # a technique may behave differently only during the proof: its first step is repeated
         initial.restore()
         proof["again"] = proof_losses(trainer, window, 1)
@@ -130,8 +132,15 @@ def measure(
     }
     if not warmup:  # then these were first steps, which compile
         return result
-    keep({**result, "parts_note": ENDED})
+    if trainer.world.rank == 0:
+        keep({**result, "parts_note": ENDED})
     return {**result, **_profile(trainer, marks, plan, statistics.median(seconds))}
+
+
+def _most(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the largest of each number over all ranks."""
+    told = [json.loads(text) for text in distributed.gather(json.dumps(figures))]
+    return {k: max(other[k] for other in told) if isinstance(v, int | float) else v for k, v in figures.items()}
 
 
 def versions() -> dict[str, str]:
@@ -173,7 +182,7 @@ def _count_fill(steps: Iterator[list[Batch]], fills: list[float]) -> Iterator[li
 
 def _profile(trainer: Trainer, marks: RegionMarks, plan: RunPlan, step_s: float) -> dict[str, Any]:
     """Return the seconds of a step by part, or why there are none; every other figure has been measured before."""
-    steps = max(1, min(PROFILED, plan.total - 1, int(PROFILED_S / step_s)))
+    steps = max(1, min(PROFILED, plan.total - 1, int(PROFILED_S / float(distributed.from_first(str(step_s))))))
     short = RunPlan(trainer, plan.length._replace(steps=1 + steps))
     try:
         trainer.batches = batches(trainer, short)
@@ -251,14 +260,15 @@ def lay_out(trainer: Trainer, documents: Sequence[tuple[int, Document]], most: i
     Args:
         most: documents that fit in a row of the rung: with it, compiled code gets the same shapes.
     """
-    rows = trainer.env.micro_rows
+    rows, ranks = trainer.env.micro_rows, trainer.world.data_ranks
     source = DocumentList(documents, trainer.stream.source.parts)
-    stream = sampler.Stream(source, trainer.layout, T=trainer.env.seq, rows=rows, seed=0, shuffle=False)
+    stream = sampler.Stream(source, trainer.layout, T=trainer.env.seq, rows=rows * ranks, seed=0, shuffle=False)
     if trainer.stream.reference is not None:
         stream.reference = dpo_reference.passed(trainer, source, "pairs of the proof")
     plan = stream.plan(epochs=1)
     plan = plan._replace(widest=max(most, plan.widest))
-    return [b for k in range(plan.steps) for b in stream.batches(k, plan, rank=0, ranks=1, micro_rows=rows)]
+    share = {"rank": trainer.world.data_rank, "ranks": ranks, "micro_rows": rows}
+    return [b for k in range(plan.steps) for b in stream.batches(k, plan, **share)]
 
 
 @dataclass(frozen=True)
@@ -348,10 +358,11 @@ def sketch(trainer: Trainer) -> dict[str, str]:
 
 def exported_gradients(trainer: Trainer, t: TrainedParam) -> Iterator[tuple[str, Tensor]]:
     """Yield the gradient of a parameter in the names of an export, or as it is where an export has no such name."""
-    if t.grad is not None and t.name in trainer.weight_map.entries:
-        yield from trainer.weight_map.split(t.name, t.grad)
-    elif t.grad is not None:
-        yield t.name, t.grad
+    grad = t.parameter.grad if distributed.is_sharded(t.parameter) else t.grad
+    if grad is not None and t.name in trainer.weight_map.entries:
+        yield from trainer.weight_map.split(t.name, distributed.gathered(grad))
+    elif grad is not None:
+        yield t.name, distributed.gathered(grad)
 
 
 # --- the parts of a step

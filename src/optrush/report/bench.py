@@ -141,6 +141,7 @@ class RungResult:
     Attributes:
         key: the name, with the system's name if another system was measured.
         factor, peak_factor: tokens/s and peak, as multiples of the rung compared with.
+        scaling, predicted_scaling: tokens/s as a share of as many times one rank's; None on one rank.
         longest: tokens of the longest row that trained; `open` if no longer one was tried.
     """
 
@@ -170,6 +171,9 @@ class RungResult:
     factor: float | None = None
     peak_factor: float | None = None
     since_speed: float | None = None
+    ranks: int = 1
+    scaling: float | None = None
+    predicted_scaling: float | None = None
     case: str = ""
     longest: float | None = None
     open: bool = False
@@ -223,12 +227,17 @@ def read_rungs(records: Sequence[Mapping[str, Any]]) -> tuple[list[RungResult], 
     found = {place: _rung(row) for place, row in latest.items()}
     # A rung may name a case of its own, and still be compared with a rung of another case.
     elsewhere = {(p[1], r.name): r for p, r in found.items() if r.mode == "cumulative" and not r.peer}
-    compared = []
+    compared: list[RungResult] = []
     for place, rung in found.items():
         base = found.get((*place[:2], "cumulative", rung.since, "")) or elsewhere.get((place[1], rung.since))
         if base is not None and base is not rung:
             factor, peak_factor = ratio(rung.speed, base.speed), ratio(rung.peak, base.peak)
             rung = dataclasses.replace(rung, factor=factor, peak_factor=peak_factor, since_speed=base.speed)
+        alone = next((r for r in reversed(compared) if r.ranks == 1 and not r.peer and r.case == rung.case), None)
+        if rung.ranks > 1 and alone is not None:
+            shares = [ratio(rung.speed, alone.speed), ratio(rung.predicted_speed, alone.predicted_speed)]
+            measured, planned = (None if share is None else share / rung.ranks for share in shares)
+            rung = dataclasses.replace(rung, scaling=measured, predicted_scaling=planned)
         compared.append(rung)
     return compared, len(records) - len(latest)
 
@@ -253,7 +262,7 @@ def _rung(record: Mapping[str, Any]) -> RungResult:
         mfu=number(get("mfu")), targets=positive(get("targets_per_s")), fill=number(get("fill")),
         waits=number(get("data_wait")), losses=tuple(numbers(get("losses"))), proof=_proof(get("proof")),
         red=tuple(safe_text(r) for r in reasons) if isinstance(reasons, list | tuple) else (),
-        longest=positive(get("longest_seq")),
+        ranks=int(positive(get("ranks")) or 1), longest=positive(get("longest_seq")),
         open=isinstance(tries, list) and not any(isinstance(t, Mapping) and t.get("error") for t in tries),
         error=error or ("" if measured is not None else "no figure, and no reason given"),
     )  # fmt: skip
@@ -424,6 +433,7 @@ def _bench(records: Sequence[Mapping[str, Any]], shown: list[RungResult], title:
         "memory_said": "; ".join(KINDS.get(k, k) for k in kinds),
         "speed_chart": bars_svg("Tokens a second of each rung", _speed_rows(cumulative)),
         "memory_chart": bars_svg("Peak memory of each rung", _memory_rows(cumulative)),
+        "scaling_chart": _scaling_chart([r for r in shown if r.ranks > 1]),
         "gains_chart": _gains_chart([r for r in cumulative if not r.peer]),
         "predicted_said": prediction_summary([r for r in shown if not r.peer]),
         "predicted_charts": _predicted_charts([r for r in shown if not r.peer]),
@@ -509,6 +519,17 @@ def _gains_chart(shown: Sequence[RungResult]) -> Markup:
         pieces = ((begin, r.speed, r.kind),) if begin and r.speed else ()
         rows.append(_failure(r) if r.failed else BarRow(r.key, text, pieces))
     return bars_svg("Gain of each rung", rows, log=True)
+
+
+def _scaling_chart(shown: Sequence[RungResult]) -> Markup | None:
+    """Return the chart of the shares of ideal scaling; None where no rung has several ranks."""
+    rows = []
+    for r in shown:
+        text = f"{amount(r.ranks, 'rank')}, {percent(None if r.scaling is None else 100 * r.scaling)}{_note(r)}"
+        pieces = () if r.scaling is None else ((0.0, 100 * r.scaling, "base"),)
+        tick = None if r.predicted_scaling is None else 100 * r.predicted_scaling
+        rows.append(_failure(r) if r.failed else BarRow(r.key, text, pieces, predicted=tick))
+    return bars_svg("Share of ideal scaling of each rung", rows, unit=" %") if rows else None
 
 
 def _predicted_charts(shown: Sequence[RungResult]) -> list[tuple[str, Markup]]:
