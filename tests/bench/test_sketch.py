@@ -25,7 +25,7 @@ def gradients(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def job_of(gradients: dict[str, torch.Tensor | None]) -> Trainer:
-    trained = [SimpleNamespace(name=name, grad=grad) for name, grad in gradients.items()]
+    trained = [SimpleNamespace(name=name, whole_grad=grad) for name, grad in gradients.items()]
     world, env = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(device=SimpleNamespace(name="cpu"))
     return cast(Trainer, SimpleNamespace(trained=trained, world=world, env=env, weight_map=SimpleNamespace(entries={})))
 

@@ -89,7 +89,7 @@ def test_equal_bits_over_eight_steps(box, packed, with_):
     job = assembled(run)
     window = windowed(job)
     found, found_weights = played(job)
-    assert window.replay is not None and job.recorded_bytes == 1 << 20
+    assert window.replay is not None and job.outside_bytes == 1 << 20
     assert found == want, "losses, norms and skips"
     assert all(torch.equal(found_weights[name], w) for name, w in want_weights.items())
 
@@ -194,7 +194,7 @@ def test_what_a_recording_holds_counts(box):
     """Metrics count it beside what torch counts."""
     job = assembled(golden_run(box, rows=4, packed=True))
     before = Meter(job, None, 1, lambda _: None).memory()["peak_bytes"]
-    job.recorded_bytes = 1 << 40
+    job.outside_bytes = 1 << 40
     assert Meter(job, None, 1, lambda _: None).memory()["peak_bytes"] >= before + (1 << 40)
 
 

@@ -358,11 +358,11 @@ def sketch(trainer: Trainer) -> dict[str, str]:
 
 def exported_gradients(trainer: Trainer, t: TrainedParam) -> Iterator[tuple[str, Tensor]]:
     """Yield the gradient of a parameter in the names of an export, or as it is where an export has no such name."""
-    grad = t.parameter.grad if distributed.is_sharded(t.parameter) else t.grad
+    grad = t.whole_grad
     if grad is not None and t.name in trainer.weight_map.entries:
-        yield from trainer.weight_map.split(t.name, distributed.gathered(grad))
+        yield from trainer.weight_map.split(t.name, grad)
     elif grad is not None:
-        yield t.name, distributed.gathered(grad)
+        yield t.name, grad
 
 
 # --- the parts of a step

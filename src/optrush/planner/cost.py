@@ -49,6 +49,10 @@ MICRO_S, STEP_S = 2e-3, 5e-3
 
 Basis = Literal["datasheet", "calibrated"]
 ATTENTIONS = ("attention", "flash2", "masked")  # units of attention that keeps no scores
+LINKS = ("link", "copy")  # units of what crosses to other devices
+# Of the seconds of NCCL's kernels, what products and copies beside them take longer: it uses their multiprocessors and
+# memory (two H100: 8B with adapters under fsdp, against ddp; 2xh100-links).
+CONTENTION = 0.5
 SLACK = 0.03  # of a peak: the allocator's gaps
 CLOSE = 0.01  # speeds this near are equal; of those, the one that needs less memory is better
 PARTS = ("products", "attention", "head", "elementwise", "optimizer")
@@ -234,7 +238,7 @@ def efforts(ledger: Ledger, device: Device, tokens: float, rates: Rates | None =
     listed = []
     for work, times, alone, started in _each(ledger, tokens, rates):
         flop, moved = work.flop * times, work.values * ledger.bytes_per_value[work.role] * times
-        place: Literal["device", "link"] = "link" if work.unit == "link" else "device"
+        place: Literal["device", "link"] = "link" if work.unit in LINKS else "device"
         if alone and math.isfinite(alone):
             listed.append(WorkTime(work.name, flop, moved, 0.0, alone, place, work.reason))
         if started:
@@ -247,13 +251,15 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     rates = rates or device_rates(device)
     if rates is None:
         return None
-    on_device, on_host, on_link = 0.0, 0.0, 0.0
+    on_device, on_host, on_link, disturbed = 0.0, 0.0, 0.0, 0.0
     for work, _, alone, started in _each(ledger, tokens, rates):
         on_host += started
-        if work.unit == "link":
+        if work.unit in LINKS:
             on_link += alone
+            disturbed += alone * CONTENTION * (work.unit == "link")
         else:
             on_device += alone
+    on_device += min(disturbed, CONTENTION * on_device)
     offload, paging = _host_traffic(ledger, tokens, rates)
     on_device += paging.seconds
     if not on_device or math.isinf(max(on_device, on_link, offload.seconds)):
@@ -265,7 +271,7 @@ def seconds_by_part(ledger: Ledger, tokens: float, rates: Rates) -> dict[str, fl
     """Return the device's seconds of a step for each of `PARTS`, at these rates."""
     by_part = dict.fromkeys(PARTS, 0.0)
     for work, _, alone, _ in _each(ledger, tokens, rates):
-        if work.unit != "link":  # in parallel with them
+        if work.unit not in LINKS:  # in parallel with them
             by_part[_part(work)] += alone
     by_part["optimizer"] += _host_traffic(ledger, tokens, rates)[1].seconds
     return by_part
@@ -305,7 +311,7 @@ def _each(ledger: Ledger, tokens: float, rates: Rates) -> Iterator[tuple[WorkIte
     for work in ledger.work:
         if not work.gone:
             times = work.times * counts[work.per]
-            speed = rates.link_bytes_s if work.unit == "link" else rates.bytes_s
+            speed = rates.link_bytes_s if work.unit in LINKS else rates.bytes_s
             moved = work.values * ledger.bytes_per_value[work.role] * times
             alone = 0.0 if not moved else math.inf if speed is None else moved / speed
             if work.flop:

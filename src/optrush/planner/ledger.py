@@ -86,8 +86,9 @@ class WorkItem:
     reason: str
     per: Literal["token", "micro", "step"]
     flop: float = 0.0
-    # The flop; product8: of 8-bit values; flash2: FlashAttention 2; masked: attention by a mask; link: to other ranks.
-    unit: Literal["product", "product8", "attention", "flash2", "masked", "link"] = "product"
+    # The flop; product8: of 8-bit values; flash2: FlashAttention 2; masked: attention by a mask; link: to other ranks
+    # by NCCL; copy: to other ranks by copy engines.
+    unit: Literal["product", "product8", "attention", "flash2", "masked", "link", "copy"] = "product"
     values: float = 0.0  # read and written in device memory
     role: Role = "byte"
     launches: float = 0.0  # operators that the host starts, or as many as take it as long

@@ -112,7 +112,7 @@ class Window:
             self.replay, self.others = None, 0
         if self.replay is None:
             self._begin(batches, terms)
-            self.replay, self.trainer.recorded_bytes = self.record(self._run, self._forget)
+            self.replay, self.trainer.outside_bytes = self.record(self._run, self._forget)
             self.weights = self._places()
         assert self.weights == self._places(), "weights have moved since the window was recorded"
         self._fill(batches, terms)

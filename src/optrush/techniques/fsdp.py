@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from optrush.planner.ledger import Rule, WorkItem, cut, like, live
+from optrush.errors import NeedsError
+from optrush.planner.ledger import Line, Role, Rule, WorkItem, cut, like, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ class Fsdp(Technique):
     sync `last` sums gradients once a window, and holds whole gradients until then; `each` after every micro-batch.
     With `replicate: N` the model is cut over 1/N of the ranks and held N times (hybrid sharding): gathers stay within a
     group of neighbouring ranks, and only gradients, summed there first, cross between groups.
+    With gather `copies` the blocks' shards are read by the GPUs' copy engines, not by NCCL's kernels, which take
+    multiprocessors from the products (trainer/copy_gather.py). The GPUs of a group must be in one host.
 
     Source: Zhao et al., https://arxiv.org/abs/2304.11277; stages as in ZeRO, https://arxiv.org/abs/1910.02054
     Memory: 16/n bytes a parameter on n ranks of a group; gathered: two blocks (stage 3) or the whole model (stage 2),
@@ -35,6 +39,7 @@ class Fsdp(Technique):
     stage: Literal[2, 3] = 3
     sync: Literal["last", "each"] = "last"
     replicate: Annotated[int, Field(ge=1)] = 1
+    gather: Literal["nccl", "copies"] = "nccl"
 
     name = "fsdp"
     summary = "parameters, gradients and states cut over the ranks (FSDP2, ZeRO stage 2 or 3)"
@@ -50,6 +55,10 @@ class Fsdp(Technique):
     def needs(self, env: Environment) -> Iterator[Requirement]:
         do = "start it with --ranks 2 or torchrun, or leave fsdp out"
         yield Requirement(env.gradient_ranks > 1, "`fsdp` cuts the model over several ranks", env.alone, do)
+        if self.gather == "copies":
+            found, do = f"{env.device.name}, no CUDA device", "leave gather out: nccl, the default, works everywhere"
+            met = env.device.kind == "cuda"
+            yield Requirement(met, "`fsdp: gather: copies` uses the copy engines of NVIDIA GPUs", found, do)
         asked = f"`fsdp: replicate: {self.replicate}` cuts the model over the ranks of a group"
         found = f"{env.gradient_ranks} ranks in {self.replicate} groups"
         do = f"take {2 * self.replicate} ranks or another multiple of that, a smaller replicate, or ddp"
@@ -73,7 +82,21 @@ class Fsdp(Technique):
         share = (n - 1) / n
         times = 2 if self.stage == 3 else 1
         why = f"weights gathered {'twice' if times == 2 else 'once'} a micro-batch"
-        yield like("weights.*", WorkItem("gather", why, "micro", unit="link", values=times * share, role="product"))
+        quantized = any(linear.weight == "quantized" for linear in env.spec.linears.values())
+        stored: Role = "stored" if quantized else "product"
+        copies = self.gather == "copies"
+        parts: list[tuple[str, str, Role, Literal["link", "copy"]]] = [
+            ("weights.blocks", "gather.blocks", stored, "copy" if copies else "link"),
+            ("weights.[!b]*", "gather.ends", "product", "link"),
+        ]
+        moved = "gathered shards copied to where the weights are, and a shard to where it is sent from"
+        for match, name, role, unit in parts:
+            yield like(match, WorkItem(name, why, "micro", unit=unit, values=times * share, role=role))
+            again = 2.0 * times * (1 + 1 / n)
+            yield like(match, WorkItem(f"{name}.copied", moved, "micro", values=again, role=role))
+        if copies:
+            why = "two buffers of a gathered block, which the other ranks can read"
+            yield like("weights.blocks", Line("buffers.gather", why, 2.0 / L, stored, "always"))
         per: Literal["micro", "step"] = "micro" if self.sync == "each" else "step"
         yield like(
             "gradients.*", WorkItem("reduce", "gradients reduced", per, unit="link", values=share, role="gradient")
@@ -106,6 +129,8 @@ class Fsdp(Technique):
                 fully_shard(root, reshard_after_forward=False, **cut)
         found = (m for root in trainer.fsdp_roots for m in root.modules() if isinstance(m, FSDPModule))
         groups = list(dict.fromkeys(found))
+        if self.gather == "copies":
+            self._copy_by_engines(trainer)
         for m in groups:
             m.set_gradient_divide_factor(1.0)  # the contract: collectives sum
             # Not the scaled sum, which FSDP takes for this factor on NCCL: gloo has none, and with bfloat16 weights the
@@ -113,6 +138,27 @@ class Fsdp(Technique):
             m.set_force_sum_reduction_for_comms(True)
         self._slots(trainer, groups)
         return len(groups)
+
+    def _copy_by_engines(self, trainer: Trainer) -> None:
+        """Gather blocks by copies; embedding and head by NCCL: they are few, and their buffers would be large."""
+        from optrush.trainer.copy_gather import CopyGather
+
+        assert trainer.world.shards is not None
+        mesh = trainer.world.shards
+        here, group = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world.ranks)), mesh.size(mesh.ndim - 1)
+        if here < group:
+            asked, found = (
+                "`fsdp: gather: copies` reads the memory of the other GPUs",
+                f"{here} of {group} in this host",
+            )
+            raise NeedsError(asked, found, f"leave gather out, or take fsdp:replicate={trainer.world.ranks // here}")
+
+        def count(many: int) -> None:
+            trainer.outside_bytes += many
+
+        gather = CopyGather(mesh.get_group(mesh.ndim - 1), count)
+        for block in trainer.model.blocks.values():
+            block.set_custom_all_gather(gather)  # type: ignore[operator]
 
     def _slots(self, trainer: Trainer, groups: list[Any]) -> None:
         inner, discard, losses = trainer.grad_sync, trainer.zero_grad, trainer.eval_loss

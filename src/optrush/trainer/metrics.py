@@ -173,7 +173,7 @@ class Meter:
 
     def memory(self) -> dict[str, Any]:
         found = peak_memory(self.device)
-        return {**found, "peak_bytes": found["peak_bytes"] + self.trainer.recorded_bytes}
+        return {**found, "peak_bytes": found["peak_bytes"] + self.trainer.outside_bytes}
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line; while the disk is full, lines wait here for the next one, and training goes on."""

@@ -58,6 +58,12 @@ class TrainedParam:
         return None if g is None else distributed.local(g)
 
     @property
+    def whole_grad(self) -> Tensor | None:
+        """Return the whole gradient; of a sharded one every rank must ask for it."""
+        g = self.parameter.grad
+        return None if g is None else distributed.gathered(g)
+
+    @property
     def full_shape(self) -> tuple[int, ...]:
         """Return the shape of the whole parameter."""
         return tuple(self.parameter.shape)
@@ -142,7 +148,7 @@ class Trainer:
     optimizer_factory: Callable[[Sequence[TrainedParam], OptimizerFactory], Optimizer] = build_optimizer
     """Makes an optimizer over parameters, its states where they are kept; set before `optimizer`, called there."""
     optimizer: Optimizer = None  # type: ignore[assignment]
-    recorded_bytes: int = 0  # held on the device by a recorded window, not counted by torch as allocated
+    outside_bytes: int = 0  # held on the device, and not counted by torch as allocated
     precision: torch.dtype | None = None  # of products; realised by autocast, or by the owner of the data axis
     autocast: bool = False  # precision is still to be realised by autocast
     loss_is_finite: Tensor = None  # type: ignore[assignment]  # () bool, the window's loss was finite; set by forward_backward

@@ -1,0 +1,97 @@
+"""Rungs of several ranks: processes that meet, what a failed rank leaves, and what a ladder says of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optrush.bench import runner
+from optrush.bench.ladder import parse_ladder, resolve_rungs
+from optrush.config import dump_config
+from optrush.errors import ConfigError
+from optrush.report.bench import read_rungs
+
+from toy import ladder, parsed, put
+
+BATCH = {"seq": 64, "tokens": 512, "micro_tokens": 128}
+
+
+def request(ranks: int, **techniques: Any) -> dict[str, Any]:
+    baseline = parsed(batch=BATCH)
+    config = parsed(batch=BATCH, **{"with": techniques})
+    proof = {"steps": 3, "documents": 6}
+    return {"run": dump_config(config), "baseline": dump_config(baseline), "warmup": 1, "proof": proof, "ranks": ranks}
+
+
+def test_two_ranks_prove_what_one_learns() -> None:
+    alone = runner.run_worker(request(1), 120)
+    found = runner.run_worker(request(2, fsdp={}), 120)
+    assert "error" not in found, found
+    assert found["proof"]["losses"] == pytest.approx(alone["proof"]["losses"], rel=1e-5)
+    assert found["proof"]["grad_norms"] == pytest.approx(alone["proof"]["grad_norms"], rel=1e-4)
+    assert found["proof"]["gradient"]["of"] == alone["proof"]["gradient"]["of"]
+    assert found["parts_s"] and found["peak_bytes"] > 0
+
+
+FAILS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit("the second one cannot")
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_fails_ends_the_rung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker.py").write_text(FAILS)
+    monkeypatch.setattr(runner, "COMMAND", [sys.executable, str(tmp_path / "worker.py")])
+    monkeypatch.setattr(runner, "FAILED_GRACE_S", 0.5)
+    found = runner.run_worker(request(2, ddp={}), 60)
+    assert "the second one cannot" in found["error"] and found["seconds"] < 30
+
+
+def test_ranks_go_on_to_later_rungs_and_variables_do_not() -> None:
+    rungs = [
+        {"name": "one"},
+        {"name": "two", "ranks": 2, "with": {"ddp": {}}},
+        {"name": "far", "env": {"NCCL_P2P_DISABLE": "1"}},
+        {"name": "near", "from": "two", "with": {"fused-adamw": {}}},
+    ]
+    text = put(Path("ladder.yaml"), ladder(rungs, all_but_one=False))
+    found = resolve_rungs(parse_ladder(Path(text).read_text(), text, "x"), parsed(), cumulative_only=False)
+    assert [(r.ranks, r.env) for r in found] == [(1, {}), (2, {}), (2, {"NCCL_P2P_DISABLE": "1"}), (2, {})]
+    changes = ["the baseline", "1 -> 2 ranks, + ddp", "NCCL_P2P_DISABLE=1", "+ fused-adamw"]
+    assert [r.changes for r in found] == changes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [({"ranks": 0}, "ranks"), ({"env": {"PATH": "/"}}, "a variable of NCCL"), ({"env": {"NCCL_DEBUG": 1}}, "env")],
+)
+def test_what_a_rung_may_not_set(wrong: dict[str, Any], found: str) -> None:
+    text = put(Path("ladder.yaml"), ladder([{"name": "one"}, {"name": "two", **wrong}]))
+    with pytest.raises(ConfigError) as raised:
+        parse_ladder(Path(text).read_text(), text, "x")
+    assert found in str(raised.value) and "ladder.yaml:" in str(raised.value)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from optrush import hardware
+
+    text = put(Path("ladder.yaml"), ladder([{"name": "one"}, {"name": "two", "ranks": 2, "with": {"ddp": {}}}]))
+    two = resolve_rungs(parse_ladder(Path(text).read_text(), text, "x"), parsed(), cumulative_only=True)[1]
+    monkeypatch.setattr(hardware, "probe", lambda: [hardware.NAMED["h100"]])
+    with pytest.raises(runner.NeedsError, match="this machine has 1 GPU"):
+        runner._refuse_ranks(two)
+
+
+def test_the_share_of_ideal_scaling() -> None:
+    common = {"case": "x", "device": "d", "mode": "cumulative", "peer": None}
+    rows = [
+        {**common, "rung": "one", "ranks": 1, "tokens_per_s": 100.0, "predicted_tokens_per_s": 110.0},
+        {**common, "rung": "two", "ranks": 2, "tokens_per_s": 190.0, "predicted_tokens_per_s": 220.0, "since": "one"},
+    ]
+    one, two = read_rungs(rows)[0]
+    assert (one.scaling, two.scaling, two.predicted_scaling) == (None, 0.95, 1.0)
