@@ -48,6 +48,9 @@ TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{FAULTS}/test_resharding.py::test_any_cutting_loads_into_any_other",
     )),
     "R10": ("losses and gradients that are not finite", (f"{FAULTS}/test_bad_updates.py",)),
+    "R11": ("saving in the background: kill -9 at every write, a slow disk, a failing one", (
+        f"{FAULTS}/test_saving_behind.py",
+    )),
     "R12": ("out of memory on one rank of two", (f"{FAULTS}/test_rank_faults.py::test_out_of_memory_on_one_rank",)),
     "R13": ("a worker that reads data is killed, stopped, or raises", (
         "tests/unit/test_stream.py::test_a_killed_worker_is_an_error_at_once",
