@@ -34,7 +34,7 @@ from torch import Tensor
 import optrush
 from optrush import files
 from optrush.config import nearest
-from optrush.errors import CheckpointError, NeedsError, RunError
+from optrush.errors import CheckpointError, NeedsError, RunError, first_line
 from optrush.hardware import GIB, cpu
 from optrush.launch import launched
 from optrush.optim.paged import Registered
@@ -488,7 +488,7 @@ class HostCopy:
             pinned = self.device.type == "cuda" and size > 0
             self.page = Registered(self.device).page(size) if pinned else torch.empty(size, dtype=torch.uint8)
         except (RuntimeError, OSError) as error:
-            raise _no_room(size, str(error).partition("\n")[0]) from None
+            raise _no_room(size, first_line(error)) from None
 
     @torch.no_grad()
     def of(self, snapshot: Snapshot) -> Snapshot:

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from optrush import errors
-from optrush.errors import ConfigError, RunError, UserError
+from optrush.errors import ConfigError, RunError, UserError, first_line
 from optrush.launch import launched
 from optrush.trainer.peers import Watch, meet
 
@@ -104,7 +104,7 @@ def _join_group(backend: str, timeout_s: float) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
         _watch = Watch(PrefixStore(f"{name}/watch", connect(False)), reports, rank, ranks, timeout_s)
     except RuntimeError as error:
-        found = next(iter(str(error).splitlines()), "") or type(error).__name__
+        found = first_line(error)
         do = "look for another rank's error above, and at MASTER_ADDR and MASTER_PORT"
         raise RunError(f"rank {rank} of {ranks}, joining the others", found, do) from error
 

@@ -31,7 +31,7 @@ from optrush.data import sampler, tokenize
 from optrush.data.batch import Batch
 from optrush.data.sampler import ROOM, reading
 from optrush.data.schema import Document
-from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError
+from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, first_line
 from optrush.export import write_model
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers
@@ -399,7 +399,7 @@ def _state_restored(trainer: Trainer) -> Iterator[None]:
 
 
 def _allocator_message(error: BaseException) -> str:
-    text = next(iter(str(error).splitlines()), "") or type(error).__name__
+    text = first_line(error)
     text = text.partition(" Of the allocated")[0].rstrip(".")
     if torch.cuda.is_available():
         text += f"; torch had allocated up to {torch.cuda.max_memory_allocated() / GIB:.2f} GiB"
@@ -615,7 +615,7 @@ def changes(before: dict[str, Any], config: Config) -> dict[str, str]:
 def out_of_memory_in(trainer: Trainer, step: int, error: BaseException) -> RunError:
     """Return the error for a lack of memory that the preflight did not meet."""
     rows, T = trainer.env.micro_rows, trainer.env.seq
-    found = next(iter(str(error).splitlines()), "") or type(error).__name__
+    found = first_line(error)
     # The owner of UPDATE needs a step to be one micro-batch.
     halves = rows > 1 and rows % 2 == 0 and Part.UPDATE not in trainer.env.claimed
     fewer = f" --set batch.micro_tokens={rows // 2 * T}" if halves else ""
