@@ -1,4 +1,4 @@
-"""Hold a run of two processes to what it must survive: a rank that dies, a rank that stops.
+"""Hold a run of two processes to what it must survive: a launcher told to stop, a rank that dies, a rank that stops.
 
     python benchmarks/faults/ranks.py R7 [--moments 20] [--folder DIR]
 
@@ -25,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests"), str(ROOT / "tests/faults")]
 
+from optrush.trainer.checkpoint import find_checkpoints, verify  # noqa: E402
+
 from runs import configuration, figures, weights, write_data, write_model  # noqa: E402
 
 PATH = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -35,9 +37,14 @@ TIMEOUT_S = 5
 LIMIT_S = 240.0  # for a whole run: beyond it counts as hung
 
 
-def start(config: Path, launcher: str, *flags: str) -> subprocess.Popen[bytes]:
-    """Start a run on two ranks in a session of its own; its output goes next to the configuration."""
-    own = [sys.executable, "-m", "optrush", "train", str(config), "--resume", "auto", *flags]
+def start(config: Path, launcher: str, *flags: str, noting: Path | None = None) -> subprocess.Popen[bytes]:
+    """Start a run on two ranks in a session of its own; its output goes next to the configuration.
+
+    Args:
+        noting: the folder of the script that torchrun starts instead of the module.
+    """
+    what = ["-m", "optrush"] if noting is None else [str(noting / "noting.py")]
+    own = [sys.executable, *what, "train", str(config), "--resume", "auto", *flags]
     if launcher == "--ranks":
         command = [*own, "--ranks", "2"]
     else:
@@ -189,7 +196,51 @@ def a_rank_stops(folder: Path, moments: int) -> dict[str, Any]:
     return {"fault": "R8", "n": moments, "pass": passed, "figure": "; ".join(notes) or figure}
 
 
-FAULTS = {"R7": a_rank_dies, "R8": a_rank_stops}
+# What torchrun starts in the place of `-m optrush`: it notes the exit code, which torchrun keeps to itself.
+NOTING = """
+import os, runpy
+def noted(code):
+    with open(os.environ["CODES"], "a") as file:
+        file.write(f"{os.environ['RANK']} {code}\\n")
+    leave(code)
+leave, os._exit = os._exit, noted
+code = 0
+try:
+    runpy.run_module("optrush", run_name="__main__", alter_sys=True)
+except SystemExit as leaving:
+    code = leaving.code
+noted(code)
+"""
+
+
+def torchrun_is_told(folder: Path, moments: int) -> dict[str, Any]:
+    """R5: SIGTERM to torchrun: all ranks save the same step and exit with 143, and go on to the same end."""
+    home(folder)
+    (folder / "noting.py").write_text(NOTING)
+    rng, passed, steps, notes = random.Random(5), 0, list[int](), list[str]()
+    for moment in range(moments):
+        technique, output, codes = TECHNIQUES[moment % 2], folder / f"told-{moment}", folder / f"codes-{moment}"
+        config = small(folder, output, technique)
+        os.environ["CODES"] = str(codes)
+        process = start(config, "torchrun", "--set", f"train.save={('sync', 'async')[moment // 2 % 2]}", noting=folder)
+        at = rng.randrange(1, STEPS - 15)
+        wait_for(lambda at_least=at, there=output: logged(there) >= at_least, 120)
+        process.terminate()
+        finish(process)
+        found = sorted(codes.read_text().split("\n")[:-1])
+        saved = verify(find_checkpoints(output)[0]).step
+        whole = logged(output) == saved < STEPS and finish(start(config, "torchrun")) == 0 and logged(output) == STEPS
+        held = found == ["0 143", "1 143"] and whole
+        passed += held
+        steps.append(saved)
+        note = f"{technique} told at step {at}, saved {saved}, ranks and codes {found}, went on: {whole}"
+        print(f"{moment}: {note}", file=sys.stderr, flush=True)
+        notes += [] if held else [note]
+    figure = f"SIGTERM to torchrun: all ranks save steps {steps} and exit with 143"
+    return {"fault": "R5", "n": moments, "pass": passed, "figure": "; ".join(notes) or figure}
+
+
+FAULTS = {"R5": torchrun_is_told, "R7": a_rank_dies, "R8": a_rank_stops}
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Run the faults that optrush is made to survive, and print one JSON line each: `make faults`.
 
-A fault is tests of tests/faults, in their long form (OPTRUSH_FAULTS=long), or a program beside this one; each runs in
-a process of its own. `--write` keeps the lines in benchmarks/results/faults.jsonl, the source of docs/reliability.md.
+A fault is tests of tests/faults, in their long form (OPTRUSH_FAULTS=long), programs beside this one, or both, each in a
+process of its own. `--write` keeps the lines in benchmarks/results/faults.jsonl, the source of docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "faults.jsonl"
 FAULTS, HERE = "tests/faults", "benchmarks/faults"
 LIMIT_S = 1800
-# Fault: (what happens, the tests or the program that try it).
+# Fault: (what happens, the tests that try it, and the programs with their arguments).
 TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
     "R1": ("kill -9 at random moments, then the same command again", (
         f"{FAULTS}/test_kill.py::test_killed_at_random_moments", f"{FAULTS}/test_kill.py::test_killed_on_two_ranks",
@@ -33,21 +34,25 @@ TRIED: dict[str, tuple[str, tuple[str, ...]]] = {
         f"{FAULTS}/test_checkpoint.py::test_no_intact_one_never_starts_afresh",
         f"{FAULTS}/test_refusals.py::test_no_intact_one",
     )),
-    "R5": ("SIGTERM, SIGINT, SIGUSR1, SIGHUP, Ctrl-C twice; to one rank of two", (
+    "R5": ("SIGTERM, SIGINT, SIGUSR1, SIGHUP, Ctrl-C twice; to one rank of two, to torchrun", (
         f"{FAULTS}/test_kill.py::test_told_to_stop", f"{FAULTS}/test_kill.py::test_one_rank_told_to_stop",
         f"{FAULTS}/test_kill.py::test_told_twice", f"{FAULTS}/test_rank_faults.py::test_a_terminal_that_closes",
+        f"{HERE}/ranks.py R5 --moments 4",
     )),
     "R6": ("a full disk", (
         f"{FAULTS}/test_checkpoint.py::test_disk_full_at_every_write", f"{FAULTS}/test_kill.py::test_a_quota",
         f"{FAULTS}/test_kill.py::test_a_really_full_disk",
     )),
-    "R7": ("kill -9 of one rank of two", (f"{HERE}/ranks.py", "R7")),
-    "R8": ("a rank that hangs", (f"{HERE}/ranks.py", "R8")),
+    "R7": ("kill -9 of one rank of two", (f"{HERE}/ranks.py R7",)),
+    "R8": ("a rank that hangs", (f"{HERE}/ranks.py R8",)),
     "R9": ("going on with other numbers of ranks", (
         f"{FAULTS}/test_kill.py::test_on_other_ranks",
         f"{FAULTS}/test_resharding.py::test_any_cutting_loads_into_any_other",
     )),
     "R10": ("losses and gradients that are not finite", (f"{FAULTS}/test_bad_updates.py",)),
+    "R11": ("saving in the background: kill -9 at every write, a slow disk, a failing one", (
+        f"{FAULTS}/test_saving_behind.py",
+    )),
     "R12": ("out of memory on one rank of two", (f"{FAULTS}/test_rank_faults.py::test_out_of_memory_on_one_rank",)),
     "R13": ("a worker that reads data is killed, stopped, or raises", (
         "tests/unit/test_stream.py::test_a_killed_worker_is_an_error_at_once",
@@ -78,22 +83,25 @@ def lines(text: str) -> list[dict[str, Any]]:
 
 def tried(fault: str) -> dict[str, Any]:
     """Try a fault; return its line: what was tried how often (n, or the number of tests), and how often it held."""
-    _, what = TRIED[fault]
-    is_program = what[0].endswith(".py") and what[0].startswith(HERE)
-    tests = ["-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short", *what]
-    arguments = [sys.executable, *(what if is_program else tests)]
+    what = TRIED[fault][1]
+    tests = [one for one in what if not one.startswith(HERE)]
+    pytest = ["-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", "--tb=short", *tests]
+    programs = [shlex.split(one) for one in what if one.startswith(HERE)]
     env = {**os.environ, "OPTRUSH_FAULTS": "long", "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    begun = time.monotonic()
-    try:
-        done = subprocess.run(arguments, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S)
-        said, code = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as over:
-        said, code = (over.stdout or b"").decode(), -1
+    begun, said, code = time.monotonic(), "", 0
+    for arguments in ([pytest] if tests else []) + programs:
+        try:
+            done = subprocess.run(
+                [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_S
+            )
+            said, code = said + done.stdout, code or done.returncode
+        except subprocess.TimeoutExpired as over:
+            said, code = said + (over.stdout or b"").decode(), -1
     found = lines(said)
     if code:
         print(said[-4000:], file=sys.stderr)
     passed, n = sum(one["pass"] for one in found), sum(one["n"] for one in found)
-    n += not is_program and code != 0  # a test that fails prints no line
+    n += bool(tests) and code != 0  # a test that fails prints no line
     if not found:
         n, passed = (1, 0) if code else (len(what), len(what))
     figure = "; ".join(dict.fromkeys(str(one["figure"]) for one in found)) or "as asked"

@@ -219,6 +219,7 @@ class Training(StrictModel):
     log_every: Annotated[int, Field(ge=1)] = 10
     eval_every: Cadence | None = None
     save_every: Cadence | None = None
+    save: Literal["sync", "async"] = "sync"  # async: a thread writes checkpoints, from a copy in host memory
     keep: Annotated[int, Field(ge=1)] = 2
     best: bool = True  # with save_every and data.eval: keeps and exports the checkpoint with the least held-out loss
     export: bool = True  # writes model/ at the end

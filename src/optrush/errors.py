@@ -15,11 +15,31 @@ from __future__ import annotations
 LONGEST = 1000  # characters of a line
 
 
-def _line(text: str) -> str:
+def one_line(text: str, longest: int = 300) -> str:
+    """Return a text in one line, its spaces and line breaks as one space each, cut in the middle."""
+    return _cut(" ".join(text.split()), longest)
+
+
+def reason(error: BaseException) -> str:
+    """Return another library's exception in one line: its message, with its class where that alone says little."""
+    text, name = one_line(str(error)), type(error).__name__
+    whole = isinstance(error, OSError | ValueError | RuntimeError | ImportError)
+    return text if whole and text else f"{name}: {text}" if text else name
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message; its class where it has none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _cut(text: str, longest: int) -> str:
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
+
+
+def _quoted(text: str) -> str:
     """Return one line of at most LONGEST characters; what is quoted may have line breaks and be of any length."""
-    text = "\\n".join(text.splitlines())
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]} ... ({len(text):,} characters) ... {text[-half:]}"
+    return _cut("\\n".join(text.splitlines()), LONGEST)
 
 
 class UserError(Exception):
@@ -32,7 +52,7 @@ class UserError(Exception):
         self.asked, self.found, self.do = asked, found, do
 
     def __str__(self) -> str:
-        return f"asked: {_line(self.asked)}\nfound: {_line(self.found)}\ndo:    {_line(self.do)}"
+        return f"asked: {_quoted(self.asked)}\nfound: {_quoted(self.found)}\ndo:    {_quoted(self.do)}"
 
 
 class ConfigError(UserError):

@@ -25,7 +25,7 @@ from optrush.data import schema
 from optrush.data.chat_template import Template, Tokens, any_of, open_tokenizer, turn_ends
 from optrush.data.readers import read_rows
 from optrush.data.schema import Completion, Message, Pair, RowLocation, Text
-from optrush.errors import ConfigError, DataError, NeedsError, RunError
+from optrush.errors import ConfigError, DataError, NeedsError, RunError, first_line
 from optrush.files import parse_json
 from optrush.models.hf import load_plain
 from optrush.models.source import locate
@@ -336,7 +336,7 @@ def _loaded(source: ModelSource, device: torch.device) -> Any:
         try:
             model = PeftModel.from_pretrained(base, source.adapter, local_files_only=True)
         except (ValueError, TypeError, RuntimeError, KeyError, OSError, ImportError, AttributeError) as error:
-            found = next(iter(str(error).splitlines()), "") or type(error).__name__
+            found = first_line(error)
             raise NeedsError(asked, found, do) from None
         wanted = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     strange, lacking = names - wanted - set(model.state_dict()), wanted - names

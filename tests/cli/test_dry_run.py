@@ -113,6 +113,16 @@ def test_the_disk_that_the_run_then_takes(call: Call, write: Write, here: Path) 
     assert disk["needed_bytes"] == 3 * (disk["weights_bytes"] + disk["states_bytes"]) + disk["weights_bytes"]
 
 
+def test_the_copy_of_a_save_in_the_background(call: Call, write: Write, predicted: Callable[..., None]) -> None:
+    """On a CPU it is a line of the memory, as large as a checkpoint; beside a GPU it is pinned host memory."""
+    told_of = {mode: told(call, write(train={"epochs": 2, "save": mode})) for mode in ("sync", "async")}
+    one, other = ({i["name"]: i["bytes"] for i in told_of[mode]["memory"]["lines"]} for mode in ("sync", "async"))
+    disk = told_of["async"]["disk"]
+    assert other.pop("saved copy") == disk["weights_bytes"] + disk["states_bytes"] and other == one
+    predicted(host_bytes=3 << 30)
+    assert "  and 3.00 GiB of pinned host memory" in shown(call, write())
+
+
 @pytest.mark.parametrize(("save_every", "copies"), [(None, 1), (0.5, 2), (2, 3), (1000, 1)])
 def test_copies_on_the_disk(save_every: float | None, copies: int, call: Call, write: Write) -> None:
     """As many as are saved, at most `keep` and the one that is being written."""

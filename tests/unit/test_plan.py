@@ -53,6 +53,19 @@ def test_bf16_weights_as_configured():
     assert bare.a_parameter == {"weights": 2, "gradients": 2, "states": 4}
 
 
+def test_the_copy_that_a_save_in_the_background_makes():
+    """Of this rank's trained weights and their states, in pinned memory of the host: nothing of frozen weights."""
+    behind, weights = "train.save=async", 1_235_814_400
+    assert search.predict(llama(bf16={}), "h200").host_bytes == 0
+    assert search.predict(llama(behind, bf16={}), "h200").host_bytes == 6 * weights
+    assert search.predict(llama(behind, fused_adamw={}), "h200").host_bytes == 12 * weights
+    two = search.predict(llama(behind, "batch.micro_tokens=8192", bf16={}, fsdp={}), "2xh200")
+    assert two.host_bytes == pytest.approx(3 * weights, rel=1e-3)
+    lora = search.predict(llama(behind, bf16={}, lora={"rank": 16}), "h200")
+    states = sum(i.bytes for i in lora.lines if i.name == "states.adapters")
+    assert 0 < states < lora.host_bytes <= 2 * states
+
+
 def test_several_ranks_by_name():
     small = "batch.micro_tokens=8192"
     one = search.predict(llama(small, bf16={}, attention={}), "h200")

@@ -31,7 +31,7 @@ from optrush.config import Config
 from optrush.console import transformers_silenced
 from optrush.data import schema
 from optrush.data.schema import Chat, Completion, Document, Message, Pair, Row, RowLocation, Text
-from optrush.errors import ConfigError, DataError, NeedsError
+from optrush.errors import ConfigError, DataError, NeedsError, reason
 from optrush.technique import library
 from optrush.tokenizer_files import copy_tokenizer
 
@@ -1011,15 +1011,15 @@ def open_tokenizer(folder: Path) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of its files: what is wrong in them decides the class of the exception
         if (wrong := _config_error(folder)) is not None:
-            raise NeedsError(f"{folder / 'config.json'}", _one_line(wrong), "correct that in config.json") from None
+            raise NeedsError(f"{folder / 'config.json'}", reason(wrong), "correct that in config.json") from None
         pieces = [file.name for file in folder.glob("*.model") if file.read_bytes()[:1] == b"\n"]  # a protobuf message
         if pieces and not (folder / "tokenizer.json").is_file():
             missing = [name for name in ("sentencepiece", "protobuf") if library(name) is None]
             found = f"{pieces[0]} without tokenizer.json, which sentencepiece reads: "
-            found += f"not installed: {', '.join(missing)}" if missing else _one_line(error)
+            found += f"not installed: {', '.join(missing)}" if missing else reason(error)
             do = f"pip install {' '.join(missing)}" if missing else "download the model again"
             raise NeedsError(asked, found, f"{do}, or put the model's tokenizer.json there") from None
-        raise NeedsError(asked, _one_line(error), "put its tokenizer.json there") from None
+        raise NeedsError(asked, reason(error), "put its tokenizer.json there") from None
     if isinstance(tokenizer.chat_template, str):
         tokenizer.chat_template = tokenizer.chat_template.removeprefix("\ufeff")
     return tokenizer
@@ -1036,11 +1036,6 @@ def _config_error(folder: Path) -> Exception | None:
     except Exception as error:  # checks that the families define themselves are of many classes
         return error
     return None
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())[:300]
-    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def add_tokens(tokenizer: Any, tokens: tuple[str, ...]) -> tuple[str, ...]:

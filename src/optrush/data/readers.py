@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from optrush.data.schema import MEANT, RowLocation, bad_row, decode_json, kind_of, quoted
-from optrush.errors import DataError, NeedsError
+from optrush.errors import DataError, NeedsError, first_line
 from optrush.files import parse_json, write_whole
 
 PACKED = (".gz", ".bz2", ".xz", ".zst")
@@ -338,7 +338,7 @@ def _parquet_rows(chunk: Chunk) -> Rows:
                     row += 1
                     yield row, value
         except (pyarrow.ArrowException, OSError) as error:
-            raise Damaged(f"a damaged Parquet file: {_first_line(error)}") from error
+            raise Damaged(f"a damaged Parquet file: {first_line(error)}") from error
 
 
 def _parquet_chunks(path: Path, size_bytes: int) -> Iterator[Chunk]:
@@ -362,7 +362,7 @@ def _parquet(path: Path) -> Any:
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise Damaged(f"a damaged or cut off Parquet file: {_first_line(error)}") from error
+        raise Damaged(f"a damaged or cut off Parquet file: {first_line(error)}") from error
 
 
 def _batch(batch: Any, types: dict[str, Any]) -> list[dict[str, Any] | str]:
@@ -375,7 +375,7 @@ def _batch(batch: Any, types: dict[str, Any]) -> list[dict[str, Any] | str]:
         except UnicodeDecodeError as error:
             reason = f"invalid UTF-8 in {quoted(error.object[:20].decode('utf-8', 'replace'))}"
         except ValueError as error:
-            reason = _first_line(error)
+            reason = first_line(error)
     if len(batch) == 1:
         return [reason]
     return [_batch(batch.slice(i, 1), types)[0] for i in range(len(batch))]
@@ -415,10 +415,6 @@ def _in_json(type_: Any) -> bool:
 
     kinds = types.is_string, types.is_large_string, types.is_boolean, types.is_integer, types.is_floating, types.is_null
     return _is_json(type_) or any(kind(type_) for kind in kinds)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 # --- Rows of a file of any format.
@@ -714,7 +710,7 @@ def _from_hub(name: str, cache: Path | None) -> Path:
         try:
             datasets.load_dataset(repository, split=split).to_parquet(part := os.path.join(fresh, file.name))
         except Exception as error:  # of the library, and of those below it
-            found = f"{type(error).__name__}: {_first_line(error)}"
+            found = f"{type(error).__name__}: {first_line(error)}"
             raise DataError(asked, found, "check the name, the split and the network") from error
         os.replace(part, file)
     return file

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from optrush.console import transformers_silenced
 from optrush.data.batch import Documents
-from optrush.errors import NeedsError, UserError
+from optrush.errors import NeedsError, UserError, reason
 from optrush.models import weights
 from optrush.models.decoder import Decoder, Head, Linear, build_decoder, call, redo_ties
 from optrush.models.shapes import HF, native_obstacle, read_config_json, refuse_foreign, sdpa_obstacle
@@ -291,7 +291,7 @@ def _opened(folder: Path | None, hf: HF, dtype: torch.dtype) -> Any:
     except Exception as error:
         place = "config.json" if folder is None else folder / "config.json"
         do = "correct that in config.json, or choose a model of another family"
-        found = reason(error)
+        found = _reason(error)
         if isinstance(error, KeyError):  # of a table of transformers: activations, RoPE types ...
             named = [key for key, value in hf.items() if isinstance(value, str) and value in error.args]
             found = f"{named[0]} {error}, which transformers does not have" if named else found
@@ -304,13 +304,10 @@ def _tagged_float(mapping: dict[str, Any]) -> Any:
     return float(given) if mapping.keys() == {"__float__"} and given in ("Infinity", "-Infinity", "NaN") else mapping
 
 
-def reason(error: Exception) -> str:
-    """Return the exception of another library in one line of at most 300 characters."""
-    text = " ".join(str(error).split())
-    if "ignore_mismatched_sizes" in text:
+def _reason(error: Exception) -> str:
+    if "ignore_mismatched_sizes" in str(error):
         return "tensors of other shapes in its files than config.json gives them"
-    named = isinstance(error, LookupError | AttributeError | TypeError) or not text
-    return f"{type(error).__name__}: {text}"[:300] if named else text[:300]
+    return reason(error)
 
 
 class _Undrawn(TorchFunctionMode):
@@ -605,5 +602,5 @@ def load_plain(folder: Path, dtype: torch.dtype | None, device: torch.device) ->
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        raise NeedsError(f"the model {folder}", reason(error), "name a folder that transformers loads") from None
+        raise NeedsError(f"the model {folder}", _reason(error), "name a folder that transformers loads") from None
     return model.to(device)

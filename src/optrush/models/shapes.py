@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optrush.errors import ConfigError, NeedsError
+from optrush.errors import ConfigError, NeedsError, one_line
 
 HF = Mapping[str, Any]  # a config.json
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -120,23 +120,17 @@ def read_config_json(file: Path) -> dict[str, Any]:
 def _check_types(tree: Mapping[str, Any], file: Path, path: str, depth: int) -> None:
     """Check the values of a mapping and of the mappings in it."""
     for key, value in tree.items():
-        place, kind = f"{path}{key}", (_ROPE_TYPE_OF if path.startswith("rope_") else _TYPE_OF).get(key)
+        place, kind = one_line(f"{path}{key}", 120), (_ROPE_TYPE_OF if path.startswith("rope_") else _TYPE_OF).get(key)
         if kind is not None and not kind[1](value) and (value is not None or key in _REQUIRED):
-            raise ConfigError(f"{file}: {_brief(place)}", _brief(repr(value)), f"give {_brief(place)} {kind[0]}")
+            raise ConfigError(f"{file}: {place}", one_line(repr(value), 120), f"give {place} {kind[0]}")
         for part in value if isinstance(value, list) else [value]:
             if type(part) is int and abs(part) >= 2**63:
                 do = "give it a number of 64 bits"
-                raise ConfigError(f"{file}: {_brief(place)}", f"a whole number of {part.bit_length()} bits", do)
+                raise ConfigError(f"{file}: {place}", f"a whole number of {part.bit_length()} bits", do)
         if isinstance(value, dict):
             if depth == DEEPEST:
                 raise ConfigError(f"{file}", f"more than {DEEPEST} mappings in each other", "download the model again")
-            _check_types(value, file, f"{place}.", depth + 1)
-
-
-def _brief(text: str) -> str:
-    """Return a text of a file in one line of a message."""
-    text = " ".join(text.split())
-    return text if len(text) <= 120 else f"{text[:80]}... ({len(text)} characters)"
+            _check_types(value, file, f"{path}{key}.", depth + 1)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from optrush.errors import NeedsError
+from optrush.errors import NeedsError, first_line
 from optrush.models.activation_offload import ALIGNED, Lane, Pair, Streams
 from optrush.optim.adamw import LocalParam, OptimizerFactory, StateAllocator, allocate_state
 
@@ -150,7 +150,7 @@ class Paged:
                     try:
                         self.pages.append(self.outward.page(math.prod(shape) * state.itemsize))
                     except (RuntimeError, OSError) as error:
-                        raise _refusal(needed, str(error).partition("\n")[0]) from None
+                        raise _refusal(needed, first_line(error)) from None
                     self.host[-1][name] = self.pages[-1].view(state.dtype).view(shape)
                     parts = torch.split(self.host[-1][name], [states[i][name].shape[0] for i in rows])
                     for i, part in zip(rows, parts, strict=True):

@@ -348,6 +348,14 @@ def host_bytes(ledger: Ledger, tokens: float) -> tuple[float, float]:
     return totals["saved"], totals["always"]
 
 
+def saved_bytes(ledger: Ledger) -> float:
+    """Return the bytes of this rank's part of a checkpoint: trained weights, and the states of their optimizer."""
+    gradients = [line.name for line in ledger.lines if line.name.startswith("gradients.") and not line.gone]
+    trained = {name.partition(".")[2] for name in gradients}
+    names = {f"{kind}.{part}" for kind in ("weights", "states") for part in trained}
+    return sum(line_bytes(ledger, line) for line in ledger.lines if line.name in names)
+
+
 def _share(line: Line, phase: str, accumulation: int) -> float:
     """Return the share of a line that is in memory in a phase."""
     one = 1 / line.blocks

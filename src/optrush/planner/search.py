@@ -23,7 +23,7 @@ from optrush.models.shapes import HF, SHAPES, ModelShape, native_obstacle
 from optrush.planner import baseline, calibration, cost, ledger
 from optrush.planner.calibration import Calibration
 from optrush.planner.cost import CLOSE, Rates, room
-from optrush.planner.ledger import Item, Ledger
+from optrush.planner.ledger import Item, Ledger, Line
 from optrush.resolve import resolve
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, in_order, instantiate
 from optrush.techniques import ALL
@@ -103,11 +103,15 @@ def predict(
     env = dataclasses.replace(resolved.env, reach=lengths.reach)
     tokens = env.micro_rows * env.seq
     book = baseline.book(resolved.techniques, env, _shape(resolved.hf), lengths.padding)
+    copied = ledger.saved_bytes(book) if config.train.save == "async" else 0.0
+    if copied and device.kind == "cpu":  # whose memory is the host's
+        line = Line("saved copy", "of weights and states, for the thread that saves", copied, "byte", "always")
+        book, copied = dataclasses.replace(book, lines=(*book.lines, line)), 0.0
     rates, ceiling = cost.expected_and_ceiling(device, calibration.for_device(device), resolved.hf, env.span, env.seq)
     return dataclasses.replace(
         _prediction(book, env, ledger.peak_memory(book, tokens), rates),
         ceiling_s={} if ceiling is None else cost.seconds_by_part(book, tokens, ceiling),
-        host_bytes=round(sum(ledger.host_bytes(book, tokens))),
+        host_bytes=round(sum(ledger.host_bytes(book, tokens)) + copied),
     )
 
 

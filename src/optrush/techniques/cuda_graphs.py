@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from optrush.errors import NeedsError
+from optrush.errors import NeedsError, first_line
 from optrush.planner.ledger import Line, Rule, WorkItem, add, live
 from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
 
@@ -231,5 +231,5 @@ def capture(function: Callable[[], None], recording: AbstractContextManager[Any]
             first = first.__context__
         if isinstance(first, torch.OutOfMemoryError):
             raise first from None
-        found = str(first).partition("\n")[0]
+        found = first_line(first)
         raise NeedsError("`cuda-graphs` records a window", found, "leave it out: --without cuda-graphs") from error

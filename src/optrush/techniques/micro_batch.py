@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from optrush.errors import first_line
 from optrush.technique import Numerics, Part, Technique, Trainer
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Halving:
 
         if not exhausted(error) or self.smaller() is None:
             raise error
-        return next(iter(str(error).splitlines()), "") or type(error).__name__
+        return first_line(error)
 
     def _shrink(self, reason: str) -> None:
         """Use smaller micro-batches from now on; the run's configuration and a logged event record it."""

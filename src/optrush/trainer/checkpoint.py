@@ -11,14 +11,17 @@ the weights are sharded may differ from run to run. No pickle anywhere: safetens
 
 from __future__ import annotations
 
+import copy
 import datetime
 import hashlib
 import json
+import os
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,10 +34,12 @@ from torch import Tensor
 import optrush
 from optrush import files
 from optrush.config import nearest
-from optrush.errors import CheckpointError
+from optrush.errors import CheckpointError, NeedsError, RunError, first_line
+from optrush.hardware import GIB, cpu
 from optrush.launch import launched
+from optrush.optim.paged import Registered
 from optrush.technique import library
-from optrush.trainer.distributed import agree, from_first, gather
+from optrush.trainer.distributed import agree, exchange, from_first, gather, is_sharded
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
@@ -269,6 +274,20 @@ def fresh_id() -> str:
     return from_first(secrets.token_hex(8))
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a save writes: this rank's tensors or copies of them, and the manifest but for what describes the files."""
+
+    folder: Path
+    step: int
+    rank: int
+    mine: Sequence[Slice]
+    body: Mapping[str, Any]
+    keep: int
+    spared: int | None  # the checkpoint of this step is not pruned
+    copied: Callable[[], None] = lambda: None  # waits until the copies are complete
+
+
 def save(trainer: Trainer, step: int, meta: Meta, spared: int | None = None) -> Path:
     """Write and commit a checkpoint after `step` updates; every rank calls it.
 
@@ -277,25 +296,60 @@ def save(trainer: Trainer, step: int, meta: Meta, spared: int | None = None) -> 
     Raises:
         SaveFailed: on every rank, whichever rank's disk failed; the half save is gone.
     """
-    first = trainer.world.rank == 0
-    folder = Path(trainer.config.output) / FOLDER
+    return _write(_snapshot(trainer, step, meta, spared))
+
+
+def _snapshot(trainer: Trainer, step: int, meta: Meta, spared: int | None) -> Snapshot:
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "step": step,
+        "run_id": meta.run_id,
+        "position": meta.position,
+        "skipped": meta.skipped,
+        "skipped_in_a_row": meta.skipped_in_a_row,
+        "ranks": trainer.world.ranks,
+        "state": copy.deepcopy({name: state.save() for name, state in trainer.state.items()}),
+        "versions": {
+            "optrush": optrush.__version__, "torch": torch.__version__, "transformers": library("transformers"),
+        },
+        "config": trainer.config.model_dump(mode="json", by_alias=True),
+        "fingerprints": dict(meta.fingerprints),
+    }  # fmt: skip
+    folder, mine = Path(trainer.config.output) / FOLDER, [s for s in slices(trainer) if s.saves]
+    return Snapshot(folder, step, trainer.world.rank, mine, body, trainer.config.train.keep, spared)
+
+
+def _write(snapshot: Snapshot, cancelled: Callable[[], bool] = lambda: False) -> Path:
+    """Write and commit a snapshot, or raise as `save`; any thread may, for no collective is called."""
+    folder, step, first = snapshot.folder, snapshot.step, snapshot.rank == 0
     final = folder / f"step-{step:06d}"
-    half = folder / f"{final.name}.tmp-{from_first(secrets.token_hex(4))}"
-    _attempt(lambda: _begin(folder, half) if first else None, half)
-    reports = _attempt(lambda: _write_own(trainer, half), half)
-    _attempt(lambda: _commit(trainer, step, meta, reports, half, final) if first else None, half)
-    _attempt(lambda: _prune(folder, step, trainer.config.train.keep, spared) if first else None, half)
+    half = folder / f"{final.name}.tmp-{secrets.token_hex(4)}"  # rank 0's is taken
+
+    def attempt(work: Callable[[], Any], all_ranks: bool = False) -> list[Any]:
+        return _attempt(work if first or all_ranks else lambda: None, half, cancelled)
+
+    half = folder / attempt(lambda: _begin(folder, half))[0]
+    reports = attempt(lambda: _write_own(snapshot, half, cancelled), all_ranks=True)
+    attempt(lambda: _commit(snapshot, reports, half, final))
+    attempt(lambda: _prune(folder, step, snapshot.keep, snapshot.spared))
     return final
 
 
-def _attempt(work: Callable[[], Any], half: Path) -> list[Any]:
+LIMIT_S = 3600.0  # for another rank's part of a save: writing is no collective, and `train.timeout` is not its limit
+
+
+def _attempt(work: Callable[[], Any], half: Path, cancelled: Callable[[], bool]) -> list[Any]:
     """Do this rank's part of a save and return every rank's result; a failure of one is a failure of all."""
     answer: dict[str, Any]
     try:
         answer = {"came to": work()}
     except OSError as error:
         answer = {"failed": str(error)}
-    answers = [json.loads(a) for a in gather(json.dumps(answer))]
+    texts = exchange(json.dumps(answer), LIMIT_S, "save", cancelled)
+    if texts is None:
+        found = "it was given up" if cancelled() else f"a rank has not done its part within {LIMIT_S:g} s"
+        raise RunError(f"the checkpoint {half}", found, "look at the disks, and go on with: --resume auto")
+    answers = [json.loads(text) for text in texts]
     failed = [f"rank {rank}: {a['failed']}" for rank, a in enumerate(answers) if "failed" in a]
     if failed:
         if launched()[0] == 0 and half.is_dir():
@@ -305,13 +359,14 @@ def _attempt(work: Callable[[], Any], half: Path) -> list[Any]:
     return [a["came to"] for a in answers]
 
 
-def _begin(folder: Path, half: Path) -> None:
+def _begin(folder: Path, half: Path) -> str:
     for made in (folder.parent, folder):
         if not made.is_dir():
             files.make_folder(made)
             files.sync_folder(made.parent)
     remove_leftovers(folder)
     files.make_folder(half)
+    return half.name
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -321,18 +376,18 @@ def remove_leftovers(folder: Path) -> None:
             files.remove_tree(left)
 
 
-def _write_own(trainer: Trainer, half: Path) -> dict[str, Any]:
+def _write_own(snapshot: Snapshot, half: Path, cancelled: Callable[[], bool]) -> dict[str, Any]:
     """Write this rank's file, if it has something to save; return a report of its contents for rank 0."""
-    mine = [s for s in slices(trainer) if s.saves]
-    if not mine:
+    snapshot.copied()
+    if not snapshot.mine:
         return {}
-    name = f"rank-{trainer.world.rank}.safetensors"
-    sha, size = _write_tensors(half / name, [(s.name, s.local) for s in mine])
-    pieces = [[s.name, DTYPES[s.local.dtype], s.whole, s.offset, s.shape] for s in mine]
+    name = f"rank-{snapshot.rank}.safetensors"
+    sha, size = _write_tensors(half / name, [(s.name, s.local) for s in snapshot.mine], cancelled)
+    pieces = [[s.name, DTYPES[s.local.dtype], s.whole, s.offset, s.shape] for s in snapshot.mine]
     return {"file": name, "sha256": sha, "bytes": size, "pieces": pieces}
 
 
-def _write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[str, int]:
+def _write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]], cancelled: Callable[[], bool]) -> tuple[str, int]:
     """Write a safetensors file, one tensor in host memory at a time; return (sha256, size).
 
     The library's own writer needs all bytes at once and does not sync. The format is 8 bytes with the header's
@@ -350,29 +405,19 @@ def _write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[s
     def pieces() -> Iterator[bytes | memoryview]:
         yield len(head).to_bytes(8, "little") + head
         for _, t in tensors:
+            if cancelled():
+                raise OSError("it was given up")
             yield t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
 
     return files.write_new(path, pieces())
 
 
-def _commit(trainer: Trainer, step: int, meta: Meta, reports: list[Any], half: Path, final: Path) -> None:
+def _commit(snapshot: Snapshot, reports: list[Any], half: Path, final: Path) -> None:
     body: dict[str, Any] = {
-        "format": FORMAT,
-        "step": step,
-        "run_id": meta.run_id,
-        "position": meta.position,
-        "skipped": meta.skipped,
-        "skipped_in_a_row": meta.skipped_in_a_row,
-        "ranks": trainer.world.ranks,
-        "state": {name: state.save() for name, state in trainer.state.items()},
-        "versions": {
-            "optrush": optrush.__version__, "torch": torch.__version__, "transformers": library("transformers"),
-        },
-        "config": trainer.config.model_dump(mode="json", by_alias=True),
-        "fingerprints": dict(meta.fingerprints),
+        **snapshot.body,
         "files": {r["file"]: {"sha256": r["sha256"], "bytes": r["bytes"]} for r in reports if r},
         "tensors": _table(reports),
-    }  # fmt: skip
+    }
     body["digest"] = manifest_digest(body)
     text = encode_manifest(body)
     for name, file in body["files"].items():
@@ -413,6 +458,119 @@ def _prune(folder: Path, step: int, keep: int, spared: int | None) -> None:
         files.rename_file(old, old.with_name(f"{old.name}.tmp-{secrets.token_hex(4)}"))
     files.sync_folder(folder)
     remove_leftovers(folder)
+
+
+# --- Saving while the training goes on
+
+
+class HostCopy:
+    """Host memory for what this rank saves, allocated once: pinned where the tensors are on a GPU."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Allocate it, or raise NeedsError."""
+        self.device = trainer.world.device
+        size = sum(s.local.nbytes for s in slices(trainer) if s.saves)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", trainer.world.ranks))
+        memory_bytes = cpu().memory_bytes
+        if memory_bytes is not None and size > memory_bytes // here:
+            raise _no_room(size, f"it has {memory_bytes // here / GIB:.1f} GiB for each process")
+        try:
+            pinned = self.device.type == "cuda" and size > 0
+            self.page = Registered(self.device).page(size) if pinned else torch.empty(size, dtype=torch.uint8)
+        except (RuntimeError, OSError) as error:
+            raise _no_room(size, first_line(error)) from None
+
+    @torch.no_grad()
+    def of(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot with copies of its tensors; `copied` waits for those that are under way."""
+        mine, end = [], 0
+        for s in sorted(snapshot.mine, key=lambda s: -s.local.element_size()):  # so that each is aligned
+            begin, end = end, end + s.local.nbytes
+            mine.append(replace(s, local=self.page[begin:end].view(s.local.dtype).view(s.shape)))
+            mine[-1].local.copy_(s.local, non_blocking=True)  # in the order of the stream: before the next update
+        if self.device.type != "cuda":
+            return replace(snapshot, mine=mine)
+        done = torch.cuda.current_stream(self.device).record_event()
+        return replace(snapshot, mine=mine, copied=done.synchronize)
+
+
+def _no_room(size: int, found: str) -> NeedsError:
+    asked = f"`train.save: async`: {size / GIB:.1f} GiB of host memory for a copy of what is saved"
+    do = "take train.save: sync, fewer processes on this machine, or a smaller model"
+    return NeedsError(asked, f"the machine gives no more: {found}", do)
+
+
+class Saver:
+    """Saves the checkpoints of a run: in the loop, or in a thread while the loop goes on (`train.save`).
+
+    One save is under way at a time. The thread calls no collective: their order is the training's own.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Allocate the host memory of a thread's copies; every rank calls it.
+
+        Raises:
+            NeedsError: on every rank; a machine does not have as much.
+        """
+        self.trainer, self.host, refusal = trainer, None, None
+        try:
+            if trainer.config.train.save == "async":
+                self.host = HostCopy(trainer)
+        except NeedsError as error:
+            refusal = error
+        agree(refusal)
+        self.settled: Callable[[int, SaveFailed | None], None] = lambda step, failure: None
+        self.thread: threading.Thread | None = None
+        self.step, self.failure = 0, list[BaseException]()  # of the thread
+        self.cancelled = threading.Event()
+
+    def save(self, step: int, meta: Meta, spared: int | None = None) -> None:
+        """Begin a save, after the one under way. Its result goes to `settled`, of a thread's when `settle` finds it."""
+        self.settle(wait=True)
+        snapshot, failure = _snapshot(self.trainer, step, meta, spared), None
+        if self.host is None:
+            try:
+                _write(snapshot)
+            except SaveFailed as error:
+                failure = error
+            self.settled(step, failure)
+            return
+        self.step, self.failure = step, []
+        self.thread = threading.Thread(target=self._write, args=[self.host.of(snapshot)], daemon=True)
+        self.thread.start()
+
+    def _write(self, snapshot: Snapshot) -> None:
+        try:
+            _write(snapshot, self.cancelled.is_set)
+        except Exception as error:
+            self.failure.append(error)  # raised in the loop
+
+    def settle(self, wait: bool = False) -> None:
+        """Pass the result of a thread that has ended to `settled`.
+
+        Raises:
+            RunError: the save failed, and not because of the disk.
+        """
+        if self.thread is None or (self.thread.is_alive() and not wait):
+            return
+        self.thread.join()
+        self.thread, failure = None, next(iter(self.failure), None)
+        if failure is None or isinstance(failure, SaveFailed):
+            self.settled(self.step, failure)
+        elif isinstance(failure, RunError):
+            raise failure
+        else:
+            asked, found = f"the checkpoint of step {self.step}", f"{type(failure).__name__}: {failure}"
+            raise RunError(asked, found, "go on from the last checkpoint with: --resume auto") from failure
+
+    def give_up(self) -> None:
+        """Give a save up that is under way; what it has written is removed at the next start."""
+        self.cancelled.set()
+        if self.thread is not None:
+            self.thread.join(GIVING_UP_S)
+
+
+GIVING_UP_S = 5.0  # for the tensor that is being written
 
 
 # --- Resuming

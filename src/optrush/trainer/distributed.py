@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from optrush import errors
-from optrush.errors import ConfigError, RunError, UserError
+from optrush.errors import ConfigError, RunError, UserError, first_line
 from optrush.launch import launched
 from optrush.technique import SAME_ROWS
 from optrush.trainer.peers import Watch, meet
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-_meetings = itertools.count()  # store keys used so far
+_meetings: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)  # of each name: store keys used so far
 SEGMENTS = "expandable_segments:True"  # what is free becomes one range: little of it is left in pieces of no use
 CHOSEN = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # where people set torch's allocator up themselves
 MESH_ORDER = ("pp", "rep", "dp", "cp", "tp")  # outermost first: axes with more traffic are closer together
@@ -134,7 +135,7 @@ def _join_group(backend: str, timeout_s: float) -> None:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s))
         _watch = Watch(PrefixStore(f"{name}/watch", connect(False)), reports, rank, ranks, timeout_s)
     except RuntimeError as error:
-        found = next(iter(str(error).splitlines()), "") or type(error).__name__
+        found = first_line(error)
         do = "look for another rank's error above, and at MASTER_ADDR and MASTER_PORT"
         raise RunError(f"rank {rank} of {ranks}, joining the others", found, do) from error
 
@@ -213,19 +214,29 @@ def wait_for_all() -> None:
     exchange("here", math.inf)
 
 
-def exchange(text: str, limit_s: float) -> list[str] | None:
-    """Return every rank's text without a collective; None: a rank did not answer in time, it waits in a collective."""
+def exchange(
+    text: str, limit_s: float, name: str = "", cancelled: Callable[[], bool] = lambda: False
+) -> list[str] | None:
+    """Return every rank's text without a collective; None: a rank did not answer in time, it waits in a collective.
+
+    Args:
+        name: of a thread's own exchanges, which come between those of others in another order on each rank.
+        cancelled: returns whether to give up.
+    """
     if not dist.is_initialized():
         return [text]
-    store, place = dist.distributed_c10d._get_default_store(), next(_meetings)
-    everyone = [f"optrush/{place}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(everyone[dist.get_rank()], text)
+    store, place = dist.distributed_c10d._get_default_store(), next(_meetings[name])
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    everyone = [f"optrush/{name}/{place}/{r}" for r in range(ranks)]
+    store.set(everyone[rank], text)
     until, pause = time.monotonic() + limit_s, 0.001
     while not store.check(everyone):
-        if time.monotonic() > until:
+        if time.monotonic() > until or cancelled():
             return None
         time.sleep(pause)
         pause = min(0.05, 2 * pause)
+    if place:  # who is here has read the texts of the exchange before
+        store.delete_key(f"optrush/{name}/{place - 1}/{rank}")
     return [store.get(key).decode() for key in everyone]
 
 

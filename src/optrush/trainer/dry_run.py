@@ -105,7 +105,17 @@ def memory_facts(config: Config, ranks: int) -> dict[str, Any]:
     except UserError as error:
         return {"unknown": f"{error.asked}: {error.found}"}
     lines = sorted(found.lines, key=lambda item: -item.bytes)
-    own = ("peak_bytes", "memory_kind", "phase", "device", "capacity_bytes", "fits", "tokens_per_s", "basis")
+    own = (
+        "peak_bytes",
+        "memory_kind",
+        "phase",
+        "device",
+        "capacity_bytes",
+        "fits",
+        "tokens_per_s",
+        "basis",
+        "host_bytes",
+    )
     facts = {name: getattr(found, name) for name in (*own, "rates_from")}
     return facts | {"lines": [{"name": i.name, "bytes": i.bytes, "reason": i.reason} for i in lines]}
 
@@ -188,6 +198,8 @@ def _memory(m: dict[str, Any]) -> list[str]:
     if capacity is not None and not m["fits"]:
         fits += "DOES NOT FIT: smaller batch.micro_tokens or batch.seq, or a technique that saves memory"
     lines = [f"{_size(peak)} {fits}; {m['memory_kind']} of a rank on {m['device']}, peak in the phase {m['phase']}"]
+    if m["host_bytes"]:
+        lines.append(f"and {_size(m['host_bytes'])} of pinned host memory")
     big, small = m["lines"][:LINES], m["lines"][LINES:]
     if small:
         rest = sum(i["bytes"] for i in small)

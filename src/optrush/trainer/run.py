@@ -31,7 +31,7 @@ from optrush.data import sampler, tokenize
 from optrush.data.batch import Batch
 from optrush.data.sampler import ROOM, reading
 from optrush.data.schema import Document
-from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError
+from optrush.errors import CheckpointError, ConfigError, NeedsError, RunError, UserError, first_line
 from optrush.export import write_model
 from optrush.hardware import GIB
 from optrush.launch import stop_numbers
@@ -89,6 +89,7 @@ def run(request: RunRequest) -> Outcome:
         reporter = stack.enter_context(open_reporter(absolute(config)))
         manifest, passed = checkpoint.choose(output, request.resume)
         trainer, plan = build_to_fit(request, group, manifest)
+        saver = checkpoint.Saver(trainer)
         main = trainer.world.rank == 0
         on_rank0(main, output, lambda: check_disk(request, trainer, plan))
         fresh = not output.exists()
@@ -101,7 +102,7 @@ def run(request: RunRequest) -> Outcome:
             console.err.print(trainer.describe(), markup=False)
         stack.enter_context(stop_signals(trainer))
         bar = stack.enter_context(console.Bar(plan.total, plan.done)) if main else None
-        session = stack.enter_context(Session(trainer, plan, manifest, passed, reporter, bar))
+        session = stack.enter_context(Session(trainer, plan, manifest, passed, saver, reporter, bar))
         with distributed.reported(), reading(trainer.batches), session.out_of_memory_reported():
             session.evaluate_untrained()
             train(trainer, session.meter, plan, session.save)
@@ -396,7 +397,7 @@ def _state_restored(trainer: Trainer) -> Iterator[None]:
 
 
 def _allocator_message(error: BaseException) -> str:
-    text = next(iter(str(error).splitlines()), "") or type(error).__name__
+    text = first_line(error)
     text = text.partition(" Of the allocated")[0].rstrip(".")
     if torch.cuda.is_available():
         text += f"; torch had allocated up to {torch.cuda.max_memory_allocated() / GIB:.2f} GiB"
@@ -445,7 +446,7 @@ class Session:
 
     def __init__(
         self, trainer: Trainer, plan: RunPlan, manifest: checkpoint.Manifest | None, passed: list[tuple[Path, str]],
-        tracker: Reporter | None, bar: console.Bar | None,
+        saver: checkpoint.Saver, tracker: Reporter | None, bar: console.Bar | None,
     ) -> None:  # fmt: skip
         """Log what is different since the checkpoint, and begin to report.
 
@@ -454,6 +455,7 @@ class Session:
             tracker, bar: rank 0's; a tracker only where one is configured.
         """
         self.trainer, self.plan, self.bar, self.output = trainer, plan, bar, Path(trainer.config.output)
+        self.saver, saver.settled = saver, self._settled
         self.run_id = checkpoint.fresh_id() if manifest is None else manifest.run_id
         self.unsaved: dict[int, str] = {}  # steps whose checkpoint could not be saved, and why
         self.reporters = [] if tracker is None else [tracker]
@@ -466,7 +468,7 @@ class Session:
             self.meter.write({"step": manifest.step, "passed_over": over})
         if manifest is not None and (changed := changes(manifest.config, trainer.config)):
             self.meter.write({"step": manifest.step, "changed": changed})
-        trainer.set_step = partial(set_step, trainer, steps=plan.total)
+        trainer.set_step = self._begin_step
         trainer.log_event = lambda what: self.meter.write({"step": self.meter.last, **what})
         trainer.stream.report = lambda line: trainer.log_event({"data": line})
         trainer.batches = batches(trainer, plan)
@@ -488,20 +490,29 @@ class Session:
         self.meter.judged = self._evaluated
 
     def save(self, step: int) -> None:
-        """Save a checkpoint; training goes on if the disk fails, and the last good checkpoint stays."""
+        """Save a checkpoint; training goes on if the disk fails, and the last good checkpoint stays.
+
+        With `train.save: async` it goes on while a thread writes.
+        """
         skips = self.meter.skips()
         if self.meter.failure is not None:
             return  # a failed run leaves its last good checkpoint the newest
         position = self.trainer.stream.position(step)
         meta = checkpoint.Meta(self.run_id, position, *skips, self.trainer.fingerprints)
-        try:
-            checkpoint.save(self.trainer, step, meta, None if self.best is None else self.best.protected_step(step))
-        except checkpoint.SaveFailed as error:
-            self.unsaved[step] = str(error)
-            self.meter.write({"step": step, "save_failed": str(error)})
-        else:
-            if self.best is not None:
-                self.best.saved(step)
+        self.saver.settle(wait=True)  # which checkpoint is the best, and not pruned, depends on it
+        self.saver.save(step, meta, None if self.best is None else self.best.protected_step(step))
+
+    def _settled(self, step: int, failure: checkpoint.SaveFailed | None) -> None:
+        """Note what became of the save of a step."""
+        if failure is not None:
+            self.unsaved[step] = str(failure)
+            self.meter.write({"step": step, "save_failed": str(failure)})
+        if self.best is not None:
+            (self.best.saved if failure is None else self.best.not_saved)(step)
+
+    def _begin_step(self, step: int) -> None:
+        self.saver.settle()
+        set_step(self.trainer, step, self.plan.total)
 
     def _evaluated(self, step: int, loss: float) -> None:
         """Save the step with the best held-out loss so far, also where no save is due."""
@@ -528,6 +539,8 @@ class Session:
 
     def check_ended_well(self) -> None:
         """Raise RunError after updates that were not finite, or a stop whose checkpoint could not be saved."""
+        distributed.under_way("the last save", self.meter.last)
+        self.saver.settle(wait=True)
         self.meter.skips()  # waits for the flags of the last steps, so that every rank has the same failure
         if self.meter.failure is not None:
             raise self.meter.failure
@@ -560,6 +573,11 @@ class Session:
         return Outcome(0, self.output, evals if self.plan.done == 0 else evals[-1:])
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and (self.trainer.world.ranks > 1 or kind is KeyboardInterrupt):
+            self.saver.give_up()  # the others are about to end, too
+        elif kind is not None:
+            with suppress(RunError):  # one is raised already
+                self.saver.settle(wait=True)
         for reporter in self.reporters if kind is not KeyboardInterrupt else ():  # a second Ctrl-C: at once
             outcome = reporter.end()
             if reporter.options is not None or reporter.error:
@@ -595,7 +613,7 @@ def changes(before: dict[str, Any], config: Config) -> dict[str, str]:
 def out_of_memory_in(trainer: Trainer, step: int, error: BaseException) -> RunError:
     """Return the error for a lack of memory that the preflight did not meet."""
     rows, T = trainer.env.micro_rows, trainer.env.seq
-    found = next(iter(str(error).splitlines()), "") or type(error).__name__
+    found = first_line(error)
     # The owner of UPDATE needs a step to be one micro-batch.
     halves = rows > 1 and rows % 2 == 0 and Part.UPDATE not in trainer.env.claimed
     fewer = f" --set batch.micro_tokens={rows // 2 * T}" if halves else ""

@@ -306,27 +306,33 @@ class BestCheckpoint:
 
     def __init__(self, output: Path, best: Best | None = None) -> None:
         self.output, self.best = output, best
-        self.waiting: Best | None = None  # evaluated, not saved yet
+        self.waiting: dict[int, Best] = {}  # by step: evaluated, not saved yet
 
     def is_best(self, step: int, loss: float) -> bool:
         """Return whether this is the best loss so far; rank 0 decides, for the last bit may differ."""
-        better = math.isfinite(loss) and (self.best is None or loss < self.best.eval_loss)
-        self.waiting = Best(step, loss) if from_first(json.dumps(better)) == "true" else None
-        return self.waiting is not None
+        known = [*([] if self.best is None else [self.best]), *self.waiting.values()]
+        better = math.isfinite(loss) and all(loss < best.eval_loss for best in known)
+        better = from_first(json.dumps(better)) == "true"
+        if better:
+            self.waiting[step] = Best(step, loss)
+        return better
 
     def protected_step(self, step: int) -> int | None:
         """Return the checkpoint that is not pruned when that of `step` is saved."""
-        if self.waiting is not None and self.waiting.step == step:
+        if step in self.waiting:
             return step
         return None if self.best is None else self.best.step
 
     def saved(self, step: int) -> None:
         """Note that the checkpoint of `step` is saved."""
-        if self.waiting is None or self.waiting.step != step:
-            return
-        self.best, self.waiting = self.waiting, None
-        if launched()[0] == 0:
-            _point(self.output, self.best)
+        if step in self.waiting:
+            self.best = self.waiting.pop(step)
+            if launched()[0] == 0:
+                _point(self.output, self.best)
+
+    def not_saved(self, step: int) -> None:
+        """Note that the checkpoint of `step` could not be saved."""
+        self.waiting.pop(step, None)
 
 
 def comparable(config: Config, fingerprints: Mapping[str, str], before: Manifest) -> bool:

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 from optrush import files
 from optrush.config import LOGIN, Config, TrackerConfig, refuse_secrets, scrubbed
-from optrush.errors import ConfigError, NeedsError, UserError
+from optrush.errors import ConfigError, NeedsError, UserError, one_line
 from optrush.launch import TRACKER_THREAD, launched
 from optrush.technique import library
 from optrush.trainer import distributed
@@ -139,7 +139,7 @@ class Reporter(threading.Thread):
         try:
             self.tracker = open_tracker(self.options, self.output)
         except Exception as error:  # of the library's import
-            found = one_line(error)
+            found = _described(error)
         else:
             self.start()
             if self.ready.wait(ANSWER_S) and not self.refusal:
@@ -208,7 +208,7 @@ class Reporter(threading.Thread):
         try:
             self.tracker.answer()
         except Exception as error:
-            self.refusal = one_line(error)
+            self.refusal = _described(error)
             return
         finally:
             self.ready.set()
@@ -254,7 +254,7 @@ class Reporter(threading.Thread):
         return True
 
     def _failed(self, error: Exception) -> Literal[False]:
-        text = one_line(error)
+        text = _described(error)
         self.trouble, self.error = self.trouble if self.error else text, text
         return False
 
@@ -304,7 +304,7 @@ class Reporter(threading.Thread):
         except Exception as error:
             if path.exists():
                 self._failed(error)
-                self.refused[path.name] = one_line(error)
+                self.refused[path.name] = _described(error)
             else:
                 self.gone.append(path.name)
             return False
@@ -340,9 +340,9 @@ def content_digest(path: Path) -> str:
     return sums.hexdigest()[:16]
 
 
-def one_line(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """Return a library's exception as one line without secrets."""
-    return scrubbed(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+    return one_line(scrubbed(f"{type(error).__name__}: {error}"))
 
 
 def open_tracker(options: TrackerConfig | None, output: Path) -> ReportClient:
