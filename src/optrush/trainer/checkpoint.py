@@ -39,7 +39,7 @@ from optrush.hardware import GIB, cpu
 from optrush.launch import launched
 from optrush.optim.paged import Registered
 from optrush.technique import library
-from optrush.trainer.distributed import agree, exchange, from_first, gather, is_sharded
+from optrush.trainer.distributed import agree, exchange, from_first, gather
 
 if TYPE_CHECKING:
     from optrush.trainer.trainer import Trainer
