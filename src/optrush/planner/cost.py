@@ -51,7 +51,7 @@ Basis = Literal["datasheet", "calibrated"]
 ATTENTIONS = ("attention", "flash2", "masked")  # units of attention that keeps no scores
 LINKS = ("link", "copy")  # units of what crosses to other devices
 # Of the seconds of NCCL's kernels, what products and copies beside them take longer: it uses their multiprocessors and
-# memory (two H100: 8B with adapters under fsdp, against ddp; 2xh100-links).
+# memory (two H100, 8B with adapters under fsdp against ddp: benchmarks/results/2xh100-links.jsonl).
 CONTENTION = 0.5
 SLACK = 0.03  # of a peak: the allocator's gaps
 CLOSE = 0.01  # speeds this near are equal; of those, the one that needs less memory is better

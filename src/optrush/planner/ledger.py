@@ -76,6 +76,7 @@ class Line:
     blocks_on_device: float = math.inf  # number of blocks whose part is on the device; the others are on the host
     cut: Mapping[str, int] = field(default_factory=dict)  # axis -> ranks
     gathered: int = 0  # parts that are whole at a time, of a line that is cut
+    gathered_in: tuple[str, ...] = ()  # beginnings of the phases in which they are; none: all but the update
 
 
 @dataclass(frozen=True)
@@ -136,14 +137,18 @@ def freeze_rule(match: str, reason: str) -> Rule:
     return Rule(Kind.FREEZE, reason, match)
 
 
-def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0) -> Rule:
-    """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole at a time."""
-    return Rule(Kind.CUT, reason, match, changes={"cut": {axis: ranks}, "gathered": gathered})
+def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0, during: tuple[str, ...] = ()) -> Rule:
+    """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole at a time.
+
+    Args:
+        during: beginnings of the phases in which they are whole; none: all but the update.
+    """
+    return Rule(Kind.CUT, reason, match, changes={"cut": {axis: ranks}, "gathered": gathered, "gathered_in": during})
 
 
 def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> Rule:
     """Change fields of what matches, combined with their old values by `_EDITS`."""
-    assert changes.keys() <= _EDITS.keys() - {"cut", "gathered"}, changes
+    assert changes.keys() <= _EDITS.keys() - {"cut", "gathered", "gathered_in"}, changes
     return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable)
 
 
@@ -151,7 +156,7 @@ def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> R
 _EDITS: Mapping[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("gone", "recomputed", "freed_on_update", "gathered"), max),
     **dict.fromkeys(("most_tokens", "blocks_on_device"), min),
-    **dict.fromkeys(("unit", "live", "role"), lambda _, new: new),
+    **dict.fromkeys(("unit", "live", "role", "gathered_in"), lambda _, new: new),
     "times": operator.mul,
     "cut": operator.or_,
 }
@@ -328,7 +333,10 @@ def line_bytes(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
 def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float, float]:
     """Return the bytes of a line in a phase: this rank's share, and what is gathered whole in addition."""
     bytes_ = line_bytes(ledger, line, tokens) * _share(line, phase, ledger.accumulation)
-    in_use = bytes_ > 0 and phase.startswith("backward") if line.live == "gradient" else phase != "update"
+    if line.live == "gradient":
+        in_use = bytes_ > 0 and phase.startswith("backward")
+    else:
+        in_use = phase.startswith(line.gathered_in) if line.gathered_in else phase != "update"
     if not (line.gathered and in_use):
         return bytes_, 0.0
     used = min(ledger.width(line), ledger.bytes_per_value["product"])

@@ -55,7 +55,7 @@ class Amp(Technique):
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield retype({"product": 2, "cast": 2, "narrowing": 2}, "products and what they save take 2 bytes a value")
         yield live("tied.sum", "the cast gradient is added in place", gone=True)
-        if self.stream == "half":
+        if self.stream == "half" or "dp" in env.sharded:  # whose owner casts what enters a block
             yield retype({"residual": 2, "widening": 2}, "what flows between blocks, too; norms widen it")
             yield live("saved.middle.wide", "the stream is as narrow as the products", gone=True)
 

@@ -70,8 +70,16 @@ class Fsdp(Technique):
         n, L = env.gradient_ranks // self.replicate, env.blocks
         blocks = min(L, 2) if self.stage == 3 else L
         whole = "a block's weights are whole while it runs, and the next block's ahead of it"
-        yield cut("weights.blocks", "dp", n, whole, gathered=blocks)
-        yield cut("weights.[!b]*", "dp", n, "embedding and head are whole while they are used", gathered=1)
+        freed = self.stage == 3  # after the forward pass, and again after the backward pass
+        during = ("forward", "backward") if freed else ()
+        yield cut("weights.blocks", "dp", n, whole, gathered=blocks, during=during)
+        ends = "embedding and head are whole while they are used"
+        yield cut("weights.[!be]*", "dp", n, ends, gathered=1)
+        tied = env.shape is None or env.shape.tied
+        during = ("forward", "backward, embedding") if freed and not tied else ()
+        yield cut("weights.embedding", "dp", n, ends, gathered=1, during=during)
+        why = "the head's shards as they arrive, before they are copied to where it is whole"
+        yield like("weights.[!b]*", Line("gather.arriving", why, 1.0 if tied else 0.5, "product", "forward"))
         yield cut("states.*", "dp", n, "a rank updates its share")
         if env.accumulation == 1 or self.sync == "each":
             yield cut("gradients.*", "dp", n, "reduced as soon as a block has made them", gathered=1)
