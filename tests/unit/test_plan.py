@@ -107,7 +107,7 @@ def test_work_by_item():
     alone = sum(e.seconds for e in found.work if e.where == "device")
     assert tokens / alone == pytest.approx(found.tokens_per_s, rel=0.03)
     two = search.predict(llama("batch.micro_tokens=8192", bf16={}, fsdp={}), "2xh200")
-    assert {e.name for e in two.work if e.where == "link"} == {"gather", "reduce"}
+    assert {e.name for e in two.work if e.where == "link"} == {"gather.blocks", "gather.ends", "reduce"}
 
 
 @pytest.mark.parametrize(
