@@ -250,7 +250,7 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     on_device, on_host, on_link = 0.0, 0.0, 0.0
     for work, _, alone, started in _each(ledger, tokens, rates):
         on_host += started
-        if work.unit == "link":
+        if work.unit == "link" and not work.awaited:
             on_link += alone
         else:
             on_device += alone

@@ -75,7 +75,7 @@ class Line:
     recomputed: float = 0.0  # share of the blocks that keep it only while they run again
     blocks_on_device: float = math.inf  # number of blocks whose part is on the device; the others are on the host
     cut: Mapping[str, int] = field(default_factory=dict)  # axis -> ranks
-    gathered: int = 0  # parts that are whole at a time, of a line that is cut
+    gathered: int = 0  # parts that are whole along "dp" at a time, of a line that is cut
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class WorkItem:
     launches: float = 0.0  # operators that the host starts, or as many as take it as long
     padding: float = 0.0  # share of the slots that hold no token
     fusable: bool = False
+    awaited: bool = False  # of a link: products wait for it, where others run beside it
     # what rules change
     gone: bool = False
     times: float = 1.0
@@ -136,7 +137,7 @@ def freeze_rule(match: str, reason: str) -> Rule:
 
 
 def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0) -> Rule:
-    """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole at a time."""
+    """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole along dp at once."""
     return Rule(Kind.CUT, reason, match, changes={"cut": {axis: ranks}, "gathered": gathered})
 
 
@@ -331,7 +332,8 @@ def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float
     if not (line.gathered and in_use):
         return bytes_, 0.0
     used = min(ledger.width(line), ledger.bytes_per_value["product"])
-    return bytes_, used * line.values * min(line.gathered, line.blocks) / line.blocks
+    others = math.prod(n for axis, n in line.cut.items() if axis != "dp")
+    return bytes_, used * line.values * min(line.gathered, line.blocks) / line.blocks / others
 
 
 def host_bytes(ledger: Ledger, tokens: float) -> tuple[float, float]:
