@@ -78,6 +78,7 @@ class TensorParallel(Technique):
         yield Requirement(env.dpo is None, "`tensor` sums losses", found, do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield a rank's shares, and the stream's way over the link, for which the products wait."""
         n, L, D = self.size, env.blocks, 0 if env.shape is None else env.shape.width
 
         def share(match: str, why: str) -> Rule:
