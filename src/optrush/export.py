@@ -161,8 +161,8 @@ def published_tensors(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     changed = {name: m for name, m in model.linears() if m.quantized is not None or m.adapter is not None}
     for name, linear in changed.items():
         with _gathered(model, name):
-            weight = linear.dequantized(torch.float32).detach()
-            bias: Tensor | None = None if linear.bias is None else linear.bias.detach().float()
+            weight = gathered(linear.dequantized(torch.float32).detach())
+            bias: Tensor | None = None if linear.bias is None else gathered(linear.bias.detach()).float()
             if linear.adapter is not None:
                 weight, bias = linear.adapter.merge(weight, bias)
             to = torch.device("cpu") if first else weight.device

@@ -32,7 +32,7 @@ ONE_SUBJECT = {
     "data/schema.py": "the kinds of rows, and the keys of other tools that each obeys or refuses",
     "data/tokenize.py": "merged from several files; to be made smaller",
 }
-MOST_FILES = 150
+MOST_FILES = 175  # one a technique, and of a technique with kernels or modules of its own one more
 MOST_MODULES_IN_PACKAGE = 14  # directly in src/optrush, without __init__ and __main__
 MOST_SHARED_NAMES = 40  # public functions and classes whose name two modules or more define
 
@@ -336,7 +336,8 @@ def test_no_technique_is_named(name: str) -> None:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         and node.body and isinstance(node.body[0], ast.Expr)
     }  # fmt: skip
-    ordinary = {"attention", "compile", "micro-batch", "packing", "recompute"}  # words, and names of stages and methods
+    # Words, and names of stages and methods.
+    ordinary = {"attention", "compile", "context", "micro-batch", "packing", "pipeline", "recompute", "tensor"}
     names = {t.name for t in ALL} - ordinary | {t.__name__ for t in ALL}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:

@@ -248,7 +248,7 @@ def test_evaluation_changes_no_bit_of_training(box, pair, with_):
         assert evals[0] != evals[-1], "it sees the weights as trained"
 
 
-@pytest.mark.parametrize("data", [{}, {"ddp": {}}, {"fsdp": {}}, {"fsdp": {"stage": 2}}], ids=str)
+@pytest.mark.parametrize("data", [{}, {"ddp": {}}, {"fsdp": {}}, {"fsdp": {"stage": 2}}, {"tensor": {}}], ids=str)
 def test_evaluation_is_the_same_however_it_is_shared(box, pair, data):
     args = (box, data, True)
     base = with_evaluations(box, {}, True)[2]

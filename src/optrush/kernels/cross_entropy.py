@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import torch
@@ -85,6 +85,41 @@ class Chunked(_Kernel):
         return chunked_cross_entropy(*args, chunk=self.chunk, inner=self._inner, **kwargs)
 
 
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The rows of the vocabulary that this rank's part of a head holds: as many on each rank of the group."""
+
+    group: torch.distributed.ProcessGroup
+    first: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcrossRanks(_Kernel):
+    """A head cut by rows of the vocabulary: each rank has the logits of its own, and gradients of its own weight.
+
+    Of each row two numbers cross the ranks, its maximum and then its sum of exponentials with its label's logit; the
+    ranks' gradients of the hidden states are to be summed by the caller. Not compiled: the collectives stay in Python.
+    """
+
+    part: VocabularyPart
+    chunk: int | None = None  # None: all rows at once
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+        inner = partial(chunk_loss_across, self.part)
+        weight = weight.to_local() if isinstance(weight, torch.distributed.tensor.DTensor) else weight
+        return chunked_cross_entropy(
+            hidden, weight, labels, chunk=self.chunk or max(1, len(hidden)), inner=inner, whole=False, **kwargs
+        )
+
+
+def across_ranks(kernel: LossKernel, part: VocabularyPart) -> AcrossRanks:
+    """Return a loss as the kernel's, for a head cut by rows of the vocabulary; NeedsError: a package has none."""
+    if isinstance(kernel, Package):
+        asked, found = f"{kernel.function.__name__}'s loss kernel", "a vocabulary that is cut over ranks"
+        raise NeedsError(asked, found, "take fused-loss:impl=chunked")
+    return AcrossRanks(part=part, chunk=kernel.chunk if isinstance(kernel, Chunked) else None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Package(_Kernel):
     """A package's sum with its gradients in training; evaluation, which needs no gradients, as `Chunked`."""
@@ -147,6 +182,7 @@ def cross_entropy(
 def chunked_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, scale: float = 1.0,
     softcap: float | None = None, reduce: Reduce = "sum", chunk: int = 2048, inner: ChunkLoss | None = None,
+    whole: bool = True,
 ) -> Tensor:  # fmt: skip
     """Compute `cross_entropy` with at most (chunk, V) logits at once; arguments, shapes and errors as there.
 
@@ -158,9 +194,10 @@ def chunked_cross_entropy(
     Args:
         chunk: most rows at a time; chunks are of equal size, so that no small last chunk costs a shape of its own.
         inner: replaces `chunk_loss`, e.g. by torch.compile of it.
+        whole: False where `inner` alone knows the whole vocabulary, and makes the losses without gradients, too.
     """
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    settings = _Settings(scale, softcap, chunk, inner or chunk_loss, compute_dtype(hidden))
+    settings = _Settings(scale, softcap, chunk, inner or chunk_loss, compute_dtype(hidden), whole)
     if learns and reduce == "sum":
         total: Tensor = _Summed.apply(hidden, weight, bias, labels, settings)  # type: ignore[no-untyped-call]
         return total
@@ -196,6 +233,32 @@ def chunk_loss(
     return losses, gradient.to(hidden.dtype)
 
 
+def chunk_loss_across(
+    part: VocabularyPart, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factors: Tensor,
+    scale: float, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute `chunk_loss` of a vocabulary that is cut over ranks: whole losses, the gradient of this rank's logits."""
+    learnt = labels != IGNORE
+    z = F.linear(hidden.masked_fill(~learnt[:, None], 0), weight, bias)  # (n, V / ranks)
+    y = widen(z) * scale
+    slope: Tensor | float = scale
+    if softcap is not None:
+        t = torch.tanh(y / softcap)
+        y, slope = t * softcap, (1 - t * t) * scale
+    most = y.amax(-1)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=part.group)
+    own = labels - part.first
+    here = learnt & (own >= 0) & (own < len(weight))
+    own = own.where(here, 0)[:, None]
+    e = torch.exp(y - most[:, None])
+    sums = torch.stack((e.sum(-1), torch.where(here, (y - most[:, None]).gather(1, own).squeeze(1), 0)))
+    torch.distributed.all_reduce(sums, group=part.group)
+    losses = torch.where(learnt, sums[0].log() - sums[1], 0)
+    hit = (torch.arange(len(weight), device=labels.device) == own) & here[:, None]
+    gradient = (e / sums[0][:, None] - hit.to(y.dtype)) * torch.where(learnt, factors, 0)[:, None] * slope
+    return losses, gradient.to(hidden.dtype)
+
+
 def _losses(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float, softcap: float | None
 ) -> Tensor:
@@ -216,6 +279,12 @@ class _Settings(NamedTuple):
     chunk: int
     inner: ChunkLoss
     dtype: torch.dtype  # of the products
+    whole: bool = True  # the weight has the whole vocabulary
+
+    def losses(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
+        if self.whole:
+            return _losses(hidden, weight, bias, labels, self.scale, self.softcap)
+        return self.inner(hidden, weight, bias, labels, labels.to(hidden.dtype), self.scale, self.softcap)[0]
 
 
 class _Summed(torch.autograd.Function):
@@ -252,7 +321,7 @@ class _ByToken(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for first, last in _chunks(len(hidden), settings.chunk):
                 h = hidden[first:last].to(dtype)
-                out[first:last] = _losses(h, w, b, labels[first:last], settings.scale, settings.softcap)
+                out[first:last] = settings.losses(h, w, b, labels[first:last])
         return out
 
     @staticmethod

@@ -12,7 +12,8 @@ The padding id is an ordinary token: transformers gives its embedding row no gra
 is trained like any other, since padding is never a target and never read.
 
 Built on the meta device and without buffers, so allocating memory loses nothing. Techniques change it through its slots
-(`block_call`, `block.split_and_rope`, `block.attention`, `block.mlp`, `norm.impl`, `linear.matmul`, `head.nll`).
+(`block_call`, `block.split_and_rope`, `block.attention`, `block.mlp`, `norm.impl`, `linear.matmul`,
+`head.enter`, `head.nll`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The default of the `block_call` slot."""
     return function(*args, **kwargs)
+
+
+def unchanged(hidden: Tensor) -> Tensor:
+    """The default of the `head.enter` slot."""
+    return hidden
 
 
 class Linear(nn.Linear):
@@ -162,11 +168,12 @@ class Head(nn.Module):
         self.scale = 1.0
         self.softcap: float | None = None
         self.nll: LossKernel = Whole()
+        self.enter: Callable[[Tensor], Tensor] = unchanged
 
     def forward(self, hidden: Tensor, labels: Tensor, reduce: Reduce = "sum") -> Tensor:
-        """hidden (B, T, D), labels (B, T) -> float32 () or, by token, (B, T)."""
+        """hidden (B, T, D), or what `enter` makes that of; labels (B, T) -> float32 () or, by token, (B, T)."""
         losses = self.nll(
-            hidden.flatten(0, 1), self.weight, labels.flatten(), bias=self.bias, scale=self.scale,
+            self.enter(hidden).flatten(0, 1), self.weight, labels.flatten(), bias=self.bias, scale=self.scale,
             softcap=self.softcap, reduce=reduce,
         )  # fmt: skip
         return losses if reduce == "sum" else losses.view(labels.shape)

@@ -56,6 +56,8 @@ class LinearAdapter(nn.Module, ABC):
     """
 
     room = Padding()
+    split: tuple[int, int, int] | None = None  # dimension of the weight, this rank, ranks: the linear is cut over ranks
+    unsplittable: str | None = None  # why the linear of this adapter cannot be cut
 
     def __init__(self, linear: Linear, modules: Sequence[str], names: Collection[str], switch: AdapterToggle) -> None:
         """modules: Hugging Face's, one a piece; names: the last parts of the chosen ones."""
@@ -96,9 +98,20 @@ class LinearAdapter(nn.Module, ABC):
     def settings(self) -> dict[str, Any]:
         """Return the adapter's fields of PEFT's adapter_config.json."""
 
+    def part(self, t: Tensor, along: int, dim: int) -> Tensor:
+        """Return what this rank's part of the linear needs of a whole parameter.
+
+        Args:
+            along: the dimension of the linear's weight that dimension `dim` of the parameter lies along.
+        """
+        if self.split is None or self.split[0] != along:
+            return t
+        _, rank, ranks = self.split
+        return t.chunk(ranks, dim)[rank]
+
     def apart(self, t: Tensor) -> list[Tensor]:
         """(chosen rows, ...) -> for each chosen piece (groups, its rows, ...)."""
-        return list(torch.split(t.view(self.groups, -1, *t.shape[1:]), self.chosen_sizes, 1))
+        return list(torch.split(t.view(-1, sum(self.chosen_sizes), *t.shape[1:]), self.chosen_sizes, 1))
 
     def together(self, parts: Sequence[Tensor]) -> Tensor:
         """For each chosen piece (groups x its rows, ...) -> (chosen rows, ...)."""
@@ -116,7 +129,7 @@ class LinearAdapter(nn.Module, ABC):
             return t
         mine, parts = iter(self.apart(t)), []
         for n, yes in zip(self.sizes, self.chosen, strict=True):
-            parts.append(next(mine) if yes else t.new_ones(self.groups, n))
+            parts.append(next(mine) if yes else t.new_ones(len(t) // sum(self.chosen_sizes), n))
         return torch.cat(parts, 1).flatten()
 
 
@@ -134,9 +147,9 @@ class Ia3(LinearAdapter):
 
     def adapted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.feedforward:
-            return self.inner((x * self.scale).to(x.dtype), weight, bias)
+            return self.inner((x * self.part(self.scale, 1, 0)).to(x.dtype), weight, bias)
         y = self.inner(x, weight, bias)
-        return (y * self.spread(self.scale)).to(y.dtype)
+        return (y * self.spread(self.part(self.scale, 0, 0))).to(y.dtype)
 
     @torch.no_grad()
     def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -125,6 +125,10 @@ class Lora(LinearAdapter):
         self.a = nn.Parameter(torch.empty(n * settings.rank, self.width, **at))  # (n r, D)
         self.b = nn.Parameter(torch.empty(self.chosen_rows, settings.rank, **at))  # (chosen rows, r)
         self.magnitude = nn.Parameter(torch.empty(self.chosen_rows, **at)) if settings.dora else None
+        if settings.dora:
+            self.unsplittable = "dora=true, which measures whole rows of the weight"
+        elif settings.dropout:
+            self.unsplittable = f"dropout={settings.dropout:g}, which would be drawn alike for each rank's columns"
         self._dense, stored = linear.dequantized, linear.quantized
         # Decided here, because torch 2.11 compiles no comparison of methods; in a tuple, so that the module stays the
         # linear's submodule.
@@ -142,8 +146,10 @@ class Lora(LinearAdapter):
             return out.view(*x.shape[:-1], -1)
         y = self.inner(x, weight, None if self.s.dora else bias)
         low = F.dropout(x.to(y.dtype), self.s.dropout, self.training) if self.s.dropout else x.to(y.dtype)
-        h = F.linear(low, self.a.to(y.dtype)).flatten(0, -2)  # (N, n r)
-        out = torch.addmm(y.flatten(0, -2), h, self.up(y.dtype).t(), alpha=self.s.scaling)  # (N, rows)
+        h = F.linear(low, self.part(self.a, 1, 1).to(y.dtype)).flatten(0, -2)  # (N, n r)
+        out = torch.addmm(
+            y.flatten(0, -2), h, self.up(self.part(self.b, 0, 0).to(y.dtype)).t(), alpha=self.s.scaling
+        )  # (N, rows)
         if self.magnitude is not None:
             dense = self._dense(y.dtype) if weight is None else weight.to(y.dtype)
             out = (out * self.spread(self.magnitude / self.pick(self.lengths(dense)))).to(y.dtype)
@@ -153,7 +159,8 @@ class Lora(LinearAdapter):
     def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         if self.s.dora or self.s.dropout:
             return None
-        return self.a.to(dtype), (self.up(self.b.dtype) * self.s.scaling).to(dtype)  # rounded once
+        a, b = self.part(self.a, 1, 1), self.part(self.b, 0, 0)
+        return a.to(dtype), (self.up(b) * self.s.scaling).to(dtype)  # rounded once
 
     def _base(self, weight: Tensor | None, dtype: torch.dtype) -> tuple[Any, ...] | None:
         """Return layout and parts of a frozen matrix, if the inner product multiplies by one and does nothing else."""
@@ -165,9 +172,9 @@ class Lora(LinearAdapter):
         # Cast outside the Function, in autograd's graph: activation offloading recognizes a parameter's copy by it.
         return None, weight.to(dtype)
 
-    def up(self, dtype: torch.dtype) -> Tensor:
+    def up(self, b: Tensor) -> Tensor:
         """Return B as a matrix from all of A x to all rows: (rows, n r)."""
-        b, r, n = self.b.to(dtype), self.s.rank, len(self.hf)
+        r, n = self.s.rank, len(self.hf)
         if len(self.sizes) == 1:
             return b
         parts, j, laid = self.apart(b), 0, []
@@ -176,7 +183,7 @@ class Lora(LinearAdapter):
                 laid.append(F.pad(parts[j], (j * r, (n - 1 - j) * r)))
                 j += 1
             else:
-                laid.append(b.new_zeros(self.groups, rows, n * r))
+                laid.append(b.new_zeros(parts[0].shape[0], rows, n * r))
         return torch.cat(laid, 1).flatten(0, 1)
 
     @torch.no_grad()
@@ -184,7 +191,7 @@ class Lora(LinearAdapter):
         """Return the length of each row of W + s B A for a weight (rows, D): (rows,) float32 at least."""
         wide, s = torch.promote_types(dense.dtype, torch.float32), self.s.scaling
         with torch.autocast(dense.device.type, enabled=False):
-            a, up = self.a.to(wide), self.up(wide)
+            a, up = self.a.to(wide), self.up(self.b.to(wide))
             crossed = (dense @ self.a.to(dense.dtype).t()).to(wide)  # (rows, n r)
             squares: Tensor = torch.linalg.vector_norm(dense, dim=1, dtype=wide).square()
             longer: Tensor = (up * (2 * s * crossed + s * s * (up @ (a @ a.t())))).sum(1)
@@ -192,7 +199,7 @@ class Lora(LinearAdapter):
 
     @torch.no_grad()
     def merge(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        total = weight + self.s.scaling * (self.up(torch.float32) @ self.a.float())
+        total = weight + self.s.scaling * (self.up(self.b.float()) @ self.a.float())
         if self.magnitude is not None:
             total *= self.spread(self.magnitude.float() / self.pick(self.lengths(weight)))[:, None]
         return total, bias

@@ -254,7 +254,7 @@ def step_seconds(ledger: Ledger, device: Device, tokens: float, rates: Rates | N
     on_device, on_host, on_link, disturbed = 0.0, 0.0, 0.0, 0.0
     for work, _, alone, started in _each(ledger, tokens, rates):
         on_host += started
-        if work.unit in LINKS:
+        if work.unit in LINKS and not work.awaited:
             on_link += alone
             disturbed += alone * CONTENTION * (work.unit == "link")
         else:

@@ -75,7 +75,7 @@ class Line:
     recomputed: float = 0.0  # share of the blocks that keep it only while they run again
     blocks_on_device: float = math.inf  # number of blocks whose part is on the device; the others are on the host
     cut: Mapping[str, int] = field(default_factory=dict)  # axis -> ranks
-    gathered: int = 0  # parts that are whole at a time, of a line that is cut
+    gathered: int = 0  # parts that are whole along "dp" at a time, of a line that is cut
     gathered_in: tuple[str, ...] = ()  # beginnings of the phases in which they are; none: all but the update
 
 
@@ -95,6 +95,7 @@ class WorkItem:
     launches: float = 0.0  # operators that the host starts, or as many as take it as long
     padding: float = 0.0  # share of the slots that hold no token
     fusable: bool = False
+    awaited: bool = False  # of a link: products wait for it, where others run beside it
     # what rules change
     gone: bool = False
     times: float = 1.0
@@ -138,7 +139,7 @@ def freeze_rule(match: str, reason: str) -> Rule:
 
 
 def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0, during: tuple[str, ...] = ()) -> Rule:
-    """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole at a time.
+    """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole along dp at once.
 
     Args:
         during: beginnings of the phases in which they are whole; none: all but the update.
@@ -156,7 +157,8 @@ def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> R
 _EDITS: Mapping[str, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(("gone", "recomputed", "freed_on_update", "gathered"), max),
     **dict.fromkeys(("most_tokens", "blocks_on_device"), min),
-    **dict.fromkeys(("unit", "live", "role", "gathered_in"), lambda _, new: new),
+    **dict.fromkeys(("unit", "live", "role"), lambda _, new: new),
+    "gathered_in": lambda old, new: new or old,
     "times": operator.mul,
     "cut": operator.or_,
 }
@@ -340,7 +342,8 @@ def _there(ledger: Ledger, line: Line, tokens: float, phase: str) -> tuple[float
     if not (line.gathered and in_use):
         return bytes_, 0.0
     used = min(ledger.width(line), ledger.bytes_per_value["product"])
-    return bytes_, used * line.values * min(line.gathered, line.blocks) / line.blocks
+    others = math.prod(n for axis, n in line.cut.items() if axis != "dp")
+    return bytes_, used * line.values * min(line.gathered, line.blocks) / line.blocks / others
 
 
 def host_bytes(ledger: Ledger, tokens: float) -> tuple[float, float]:

@@ -32,6 +32,7 @@ from optrush.techniques.paged_states import PagedStates
 from optrush.techniques.recompute import Recompute
 from optrush.techniques.selective_recompute import SelectiveRecompute
 from optrush.techniques.sort_by_length import SortByLength
+from optrush.techniques.tensor import TensorParallel
 from optrush.techniques.update_in_backward import UpdateInBackward
 from optrush.techniques.wrap import Wrap
 
@@ -63,6 +64,7 @@ ALL: tuple[type[Technique], ...] = (
     PagedStates,
     UpdateInBackward,
     CudaGraphs,
+    TensorParallel,
     Ddp,
     Fsdp,
     MicroBatch,

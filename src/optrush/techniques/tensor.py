@@ -1,0 +1,177 @@
+"""Tensor parallelism: the matrices of blocks, embedding and head are cut over ranks that work on the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from optrush.planner.ledger import Rule, WorkItem, add, cut, live
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique, Trainer
+
+if TYPE_CHECKING:
+    import torch
+
+    from optrush.data.batch import Batch
+    from optrush.models.shapes import ModelShape
+    from optrush.models.tensor_parallel import Axis
+
+ELSE = "leave tensor out"
+
+
+@dataclass(frozen=True)
+class TensorParallel(Technique):
+    """Gives each of `size` ranks whole heads, a share of the feed-forward width and a share of the vocabulary.
+
+    sequence: between the products each rank holds T / size tokens of the stream, so norms are shared out, too.
+
+    Source: Shoeybi et al., https://arxiv.org/abs/1909.08053; sequence: Korthikanti et al.,
+        https://arxiv.org/abs/2205.05198
+    Memory: weights, gradients and states of matrices / size; heads, gate and up, logits / size; with sequence also the
+        stream and what norms keep; what enters qkv and gate_up is kept whole.
+    Work: matrix FLOPs / size; a gather and a reduce-scatter around attention and around the feed-forward part, in both
+        passes: 8 B T D (n-1)/n values a block over the link, for which the products wait.
+    Differs from the source: the gathered stream is kept for the backward pass, not gathered again; adapters are whole
+        on every rank.
+    """
+
+    size: Annotated[int, Field(ge=2)] = 2
+    sequence: bool = True
+
+    name = "tensor"
+    summary = "tensor parallelism: matrices cut over ranks that share rows, the stream along T"
+    source = "https://arxiv.org/abs/1909.08053"
+    numerics = Numerics.SAME_MATHS
+    verified_on = ("cpu",)
+    claims = frozenset({Part.TP})
+    shards = frozenset({"tp"})
+    searched = False
+
+    def axes(self) -> dict[str, int]:
+        return {"tp": self.size}
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        n, s = self.size, env.shape
+        yield env.needs_mesh(self.name, f"`tensor: size: {n}` cuts the model over {n} ranks")
+        found = "the model runs through transformers"
+        yield Requirement(env.native, "`tensor` cuts our own decoder", found, ELSE)
+        uneven = "" if s is None else next((f"{many:,} {what}" for what, many in _sizes(s) if many % n), "")
+        asked = f"`tensor: size: {n}` gives each rank as much"
+        yield Requirement(not uneven, asked, uneven, f"take a size that divides, or {ELSE}")
+        asked, found = "`tensor` with sequence cuts rows over ranks", f"`batch.seq: {env.seq}`, no multiple of {n}"
+        met, do = not self.sequence or env.seq % n == 0, f"take a multiple of {n}, or sequence: false"
+        yield Requirement(met, asked, found, do)
+        snug = Part.ROW_WIDTH in env.claimed and Part.COMPILED not in env.claimed
+        found, do = "a technique that gives micro-batches widths of their own", "take packing, or sequence: false"
+        yield Requirement(not (self.sequence and snug), asked, found, do)
+        linears = env.spec.linears.values()
+        asked = "`tensor` cuts dense matrices"
+        found, do = "weights in fewer bits, in blocks that no cut respects", f"leave the quantization out, or {ELSE}"
+        yield Requirement(all(linear.weight == "dense" for linear in linears), asked, found, do)
+        found, do = "products in float8, scaled by the maximum of a whole matrix", f"take amp or bf16, or {ELSE}"
+        yield Requirement(all(linear.matmul != "float8" for linear in linears), asked, found, do)
+        found = "fused-kernels:mlp=quack, which multiplies by whole matrices"
+        yield Requirement(env.spec.mlp != "quack", asked, found, f"take mlp=triton, or {ELSE}")
+        found, do = "an objective that compares pairs", f"take ddp or fsdp for it, and {ELSE}"
+        yield Requirement(env.dpo is None, "`tensor` sums losses", found, do)
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield a rank's shares, and the stream's way over the link, for which the products wait."""
+        n, L, D = self.size, env.blocks, 0 if env.shape is None else env.shape.width
+
+        def share(match: str, why: str) -> Rule:
+            return cut(match, "tp", n, why)
+
+        tied = env.shape is not None and env.shape.tied
+        for kind in ("weights", "gradients", "states"):  # of the baseline: adapters are whole on every rank
+            for part in ("blocks", "embedding", *(() if tied else ("head",))):
+                yield share(f"{kind}.{part}", "a rank holds its rows or columns")
+        yield share("casts.*", "a rank's rows or columns")
+        yield share("update.loop", "of a rank's rows")
+        yield share("tied.*", "a rank's rows of the vocabulary")
+        for line in ("heads", "spread", "scores*", "attended"):
+            yield share(f"saved.{line}", "a rank's own heads")
+        for line in ("gate_up", "gated", "product"):
+            yield share(f"saved.{line}", "a rank's share of the width")
+        yield share("working.*", "a rank's heads, and its share of the width")
+        yield share("feed.gradients", "a rank's share of the width")
+        yield share("head.[lcg]*", "a rank's share of the vocabulary")
+        if self.sequence:
+            why = "a rank's share of the tokens"
+            for line in (
+                "input",
+                "saved.middle*",
+                "saved.widened",
+                "saved.normalised",
+                "head.input",
+                "stream gradient",
+            ):
+                yield share(line, why)
+        yield live("forward.[!l]*", "of a rank's rows or columns", times=1 / n)
+        yield live("backward.[!l]*", "of a rank's rows or columns", times=1 / n)
+        yield live("head.[!l]*", "of a rank's share of the vocabulary", times=1 / n)
+        yield live("update*", "a rank updates its share", times=1 / n)
+        yield live("norm", "of a rank's share", times=1 / n)
+        again = Part.ACTIVATION_CHECKPOINTING in env.claimed
+        for way, times in (("forward", 1 + again), ("backward", 1)):
+            values = (4 * L * times + 2) * D * (n - 1) / n
+            why = "the stream gathered and summed around both parts of a block" + ", and again" * (times - 1)
+            yield add(WorkItem(f"{way}.links", why, "token", unit="link", values=values, role="product", awaited=True))
+
+    def split(self, trainer: Trainer) -> int:
+        from optrush.models.decoder import Decoder
+        from optrush.models.tensor_parallel import split_model
+
+        assert isinstance(trainer.model, Decoder), "needs admits no other"
+        return split_model(trainer.model, self._axis(trainer))
+
+    def loss(self, trainer: Trainer) -> int:
+        """Make the loss of whatever kernel was chosen one of a cut vocabulary: the owner of the head comes first."""
+        from optrush.kernels.cross_entropy import across_ranks
+        from optrush.models.decoder import Decoder
+        from optrush.models.tensor_parallel import vocabulary
+
+        model = trainer.model
+        assert isinstance(model, Decoder), "needs admits no other"
+        model.head.nll = across_ranks(model.head.nll, vocabulary(model, self._axis(trainer)))
+        return 1
+
+    def wrap_window(self, trainer: Trainer) -> int:
+        """Sum the gradients of what is whole on every rank, whoever made them, once a window."""
+        import torch
+        import torch.distributed as dist
+
+        from optrush.models.decoder import Decoder
+        from optrush.models.tensor_parallel import partial_gradients
+
+        axis, model, inner = self._axis(trainer), trainer.model, trainer.forward_backward
+        assert isinstance(model, Decoder), "needs admits no other"
+        names = partial_gradients(model, axis)
+        partial = [t for t in trainer.trained if t.name in names]
+
+        def forward_backward(batches: list[Batch], terms: int | torch.Tensor) -> torch.Tensor:
+            mean = inner(batches, terms)
+            grads = [t.grad for t in partial if t.grad is not None]
+            if grads:
+                flat = torch.cat([g.reshape(-1).float() for g in grads])  # of norms: small, and summed unrounded
+                dist.all_reduce(flat, group=axis.group)
+                for g, total in zip(grads, torch.split(flat, [g.numel() for g in grads]), strict=True):
+                    g.copy_(total.view_as(g))
+            return mean
+
+        trainer.forward_backward = forward_backward
+        return len(partial)
+
+    def _axis(self, trainer: Trainer) -> Axis:
+        from optrush.models.tensor_parallel import Axis
+
+        assert trainer.world.mesh is not None, "needs admits no run of one process"
+        return Axis(trainer.world.mesh["tp"], self.sequence)
+
+
+def _sizes(s: ModelShape) -> tuple[tuple[str, int], ...]:
+    """Return what is cut, and how much of it there is."""
+    heads, pairs, words = "key/value heads", "gate/up pairs", "words of the vocabulary"
+    return (heads, s.kv_heads), (pairs, s.ff_width), (words, s.vocab)
