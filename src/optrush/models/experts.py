@@ -191,6 +191,8 @@ class Experts(nn.Module):
             product = (product * weights.flatten()[order][:, None]).to(dtype)
             y = grouped_matmul(product, self.down.to(dtype).mT, ends)
             out: Tensor = _Gather.apply(y, order, inverse, e.active)  # type: ignore[no-untyped-call]
+            # A part of the graph that no backward pass goes through would keep what recomputation made for it.
+            probabilities = probabilities if e.balance else probabilities.detach()
             return out.view(h.shape), _load(chosen, probabilities, filled)
 
 

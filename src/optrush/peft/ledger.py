@@ -132,7 +132,7 @@ def predict_frozen(
         if Part.HEAD in env.claimed:
             yield live("head.gradient", "the head has none", gone=True)
     yield live("backward.[qogd]*", "the weights' gradients are not made", times=0.5)
-    yield live("saved.normalised", "only the norms' own gradients read it", gone=True)
+    yield live("saved.normalised*", "only the norms' own gradients read it", gone=True)
     if env.shape is not None:
         yield from _inputs(env, env.shape, keep)
         yield from _learnt(env, env.shape, list(trained.values()), learnt)

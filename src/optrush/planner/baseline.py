@@ -104,6 +104,10 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     yield saved("normed", "what enters the products after the norms, 2 D", 2 * D, "product")
     if not native:
         yield saved("normed again", "autocast copies it for each product that reads it, 3 D", 3 * D, "cast", True)
+    if s.qk_norm:
+        yield saved("entering heads", "what enters the norms of queries and keys, (H + K) E", q + kv, "residual", True)
+        yield saved("widened heads", "float32 copies inside these norms, (H + K) E", q + kv, "widening", True)
+        yield saved("normalised heads", "before these norms' weights, (H + K) E", q + kv, "residual", True)
     yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "product")
     yield saved("spread", "keys and values repeated for each query head, 2 (H - K) E", 2 * (q - kv), "product")
     yield saved("scores.held", "probabilities, H T, in float32", s.heads * T, "wide")
@@ -117,6 +121,8 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
         share, k = len(s.experts.layers) / s.layers, s.experts.active
         yield saved("routed", "rows of a token's experts, k D", share * k * D, "product", side="feed")
         yield saved("weighed", "the activation before its expert's weight, k F", F, "product", side="feed")
+        why = "a float32 copy of what enters the router, D"
+        yield saved("entering router", why, share * 2 * D, "widening", side="feed")
         why = "logits, probabilities and places of a token's experts, 2 N + 6 k"
         yield saved("router", why, share * (2 * s.experts.count + 6 * k), "wide", side="feed")
         why = "rows of a token's experts in flight, 2 k D"
