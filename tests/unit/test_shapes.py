@@ -131,8 +131,8 @@ def test_windows(given, window):
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({"model_type": "ernie4_5_moe", "moe_num_experts": 8}, "moe_num_experts = 8"),
-        ({"model_type": "deepseek_v3", "n_routed_experts": 64}, "n_routed_experts = 64"),
+        ({"num_experts": 8}, "num_experts = 8"),
+        ({"n_routed_experts": 64}, "n_routed_experts = 64"),
         ({"model_type": "qwen2_moe"}, "qwen2_moe"),
         ({"vision_config": {"a": 1}}, "vision_config"),
         ({"text_config": {"a": 1}}, "text_config"),
@@ -147,6 +147,8 @@ def test_foreign_kinds(given, found):
 
 
 def test_dense_models_pass():
+    assert ModelShape.read({**TINY, "num_experts": 1}).experts is None
+    assert ModelShape.read({**TINY, "model_type": "qwen3_moe", "num_experts": 0}).experts is None
     refuse_foreign({**TINY, "num_experts": None, "vision_config": None, "architectures": ["GPT2LMHeadModel"]})
 
 

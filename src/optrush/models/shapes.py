@@ -52,6 +52,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
+
 # --- the types of values in config.json, by key: one table for every model class and every verb
 
 MOST = 2**31 - 1  # of a size, and of every whole number: ids and positions are 32 bits wide
@@ -340,8 +342,8 @@ def _rope(hf: HF) -> RopeShape:
 
 def _experts(hf: HF, full: HF) -> ExpertsShape | None:
     """Read the experts of a family that has them, in layers `decoder_sparse_step` apart but for `mlp_only_layers`."""
-    key = next((key for given in (hf, full) for key in EXPERTS if given.get(key) is not None), None)
-    if key is None:
+    key = next((key for given in (hf, full) for key in EXPERTS if given.get(key) is not None), "")
+    if full["model_type"] not in MIXTURES or not full[key]:
         return None
     count, active = _size(full, key), _size(full, "num_experts_per_tok")
     if active > count:
@@ -424,9 +426,8 @@ def refuse_foreign(hf: HF) -> None:
     asked = f"to train a model of type {kind!r}"
     dense = "choose a text-only causal language model (architecture ...ForCausalLM)"
     found = next((f"{key} = {hf[key]}" for key in EXPERTS if hf.get(key) not in (None, 0, 1)), None)
-    if (found is not None or "moe" in kind) and kind not in ARCHITECTURES:
-        known = ", ".join(name for name, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
-        do = f"choose a dense model, or one of type {known}"
+    if (found is not None or "moe" in kind) and kind not in MIXTURES:
+        do = f"choose a dense model, or one of type {', '.join(MIXTURES)}"
         raise NeedsError(asked, f"a mixture of experts ({found or kind}) that our decoder does not have", do)
     for key in ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config"):
         if hf.get(key) not in (None, {}):
