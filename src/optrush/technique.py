@@ -175,6 +175,11 @@ class Environment:
         do = "take --with bf16:rounding=stochastic, or --with fused-adamw"
         return Requirement(self.spec.rounding != "kahan", f"`{technique}` has no place for remainders", found, do)
 
+    def needs_dense(self, asked: str) -> Requirement:
+        """Return the requirement of a model without experts."""
+        met, do = self.shape is None or self.shape.experts is None, "leave it out, or take a dense model"
+        return Requirement(met, asked, "a model with experts, whose matrices it does not reach", do)
+
     def needs_own_matrices(self, technique: str, whose: str) -> Iterator[Requirement]:
         """Yield the requirements of an optimizer that steps whole matrices of the model itself."""
         asked, do = f"`{technique}` updates {whose} own matrices", "take --with fused-adamw or --with adam8bit instead"

@@ -13,16 +13,26 @@ from optrush.errors import CheckpointError, NeedsError
 from optrush.models.hf import load
 from optrush.models.weights import export_weights
 
-from parity_models import FAMILIES, compare_alone, compare_export, compare_step, materialise, packed, reference, save
+from parity_models import (
+    EXPERTS,
+    FAMILIES,
+    compare_alone,
+    compare_export,
+    compare_step,
+    materialise,
+    packed,
+    reference,
+    save,
+)
 
 
 def written(tmp_path_factory, name):
     """(transformers model, folder, config.json) of one family."""
-    folder, model = tmp_path_factory.mktemp(name), reference(FAMILIES[name])
+    folder, model = tmp_path_factory.mktemp(name), reference({**FAMILIES, **EXPERTS}[name])
     return model, folder, save(model, folder)
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=[*FAMILIES, *EXPERTS])
 def family(request, tmp_path_factory):
     return written(tmp_path_factory, request.param)
 
@@ -60,9 +70,12 @@ def test_parameters_are_counted(family):
     ours, _ = load(None, hf, "native", torch.float32, 0)
     count = sum(p.numel() for p in theirs.parameters())
     assert ours.shape.parameters == count == sum(p.numel() for p in ours.parameters())
-    matrices = sum(m.weight.numel() for m in theirs.modules() if isinstance(m, torch.nn.Linear))
-    assert ours.shape.matrix_parameters == matrices
-    assert sum(m.weight.numel() for _, m in ours.linears()) == matrices - theirs.lm_head.weight.numel()
+    linears = sum(m.weight.numel() for m in theirs.modules() if isinstance(m, torch.nn.Linear))
+    assert sum(m.weight.numel() for _, m in ours.linears()) == linears - theirs.lm_head.weight.numel()
+    parts = [(name, p.numel()) for name, p in theirs.named_parameters() if ".experts." in name or "mlp.gate.w" in name]
+    active = sum(n * (hf["num_experts_per_tok"] if ".experts." in name else 8) // 8 for name, n in parts)
+    assert ours.shape.block_matrices == linears - theirs.lm_head.weight.numel() + sum(n for _, n in parts)
+    assert ours.shape.matrix_parameters == linears + active
 
 
 def test_packed_rows_equal_documents_alone(family):

@@ -31,6 +31,8 @@ CASES = [
     ("qwen2.5-0.5b", "native", ("amp", "fused-adamw"), 4, 1024, 1),
     ("qwen2.5-0.5b", "transformers", ("bf16", *SDPA, "recompute"), 2, 1024, 2),
     ("qwen2.5-0.5b", "native", (*SDPA, "packing"), 2, 1024, 1),
+    ("qwen3-30b-a3b", "native", ("bf16", *SDPA, "fused-loss"), 2, 1024, 1),
+    ("qwen3-30b-a3b", "native", ("bf16", *SDPA, "fused-loss", "fused-kernels", "recompute"), 8, 2048, 1),
 ]
 SMALL_HEAD = "fused-loss:chunk=128"
 BACKWARD = [  # the peak is a block's backward pass, or the embedding's

@@ -20,6 +20,7 @@ TINY = {
         ("llama-3.2-3b", 3_212_749_824, 2_818_572_288, 394_002_432),
         ("llama-3.1-8b", 8_030_261_248, 6_979_321_856, 525_336_576),
         ("qwen2.5-0.5b", 494_032_768, 357_826_560, 136_134_656),
+        ("qwen3-30b-a3b", 30_532_122_624, 2_730_491_904, 311_164_928),  # in blocks: of the experts that a token takes
     ],
 )
 def test_published_sizes(name, parameters, in_blocks, in_head):
@@ -132,7 +133,7 @@ def test_windows(given, window):
     [
         ({"num_experts": 8}, "num_experts = 8"),
         ({"n_routed_experts": 64}, "n_routed_experts = 64"),
-        ({"model_type": "mixtral"}, "mixtral"),
+        ({"model_type": "qwen2_moe"}, "qwen2_moe"),
         ({"vision_config": {"a": 1}}, "vision_config"),
         ({"text_config": {"a": 1}}, "text_config"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
@@ -146,6 +147,8 @@ def test_foreign_kinds(given, found):
 
 
 def test_dense_models_pass():
+    assert ModelShape.read({**TINY, "num_experts": 1}).experts is None
+    assert ModelShape.read({**TINY, "model_type": "qwen3_moe", "num_experts": 0}).experts is None
     refuse_foreign({**TINY, "num_experts": None, "vision_config": None, "architectures": ["GPT2LMHeadModel"]})
 
 

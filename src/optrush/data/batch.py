@@ -28,6 +28,7 @@ class Documents(NamedTuple):
     ids: Tensor  # (B, T) int32: number of the document within its row
     longest: int  # on the host: the longest document, rounded up to a power of two, at most T
     single: bool  # on the host: every row begins one document and nothing but padding follows it
+    filled: Tensor | None = None  # (B, T) bool: the slots that hold a token; None: all of them
 
 
 class RowCounts(NamedTuple):
@@ -76,7 +77,10 @@ class Batch:
         extra = {name: t[first:last] for name, t in self.extra.items()}
         return Batch(
             self.tokens[first:last], labels, self.positions[first:last],
-            self.documents._replace(starts=fixed, ids=self.documents.ids[first:last]),
+            self.documents._replace(
+                starts=fixed, ids=self.documents.ids[first:last],
+                filled=None if self.documents.filled is None else self.documents.filled[first:last],
+            ),
             _terms(learnt, extra), learnt, sum(r.tokens for r in held), sum(r.attended for r in held),
             tuple(s for r in held for s in r.samples), held, extra,
         )  # fmt: skip
@@ -92,7 +96,9 @@ class Batch:
         return self._each(lambda t: t.pin_memory())
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        documents = self.documents._replace(starts=move(self.documents.starts), ids=move(self.documents.ids))
+        d = self.documents
+        filled = None if d.filled is None else move(d.filled)
+        documents = d._replace(starts=move(d.starts), ids=move(d.ids), filled=filled)
         moved: dict[str, Any] = {name: move(getattr(self, name)) for name in ("tokens", "labels", "positions")}
         return replace(self, documents=documents, extra={n: move(t) for n, t in self.extra.items()}, **moved)
 
@@ -149,12 +155,13 @@ def collate(
     starts = np.full(most + 1, B * T, np.int32)
     starts[0] = 0
     starts[1 : len(lengths) + 1] = np.cumsum(lengths)
+    filled = np.arange(T) < np.array([[c.tokens] for c in counts])
     learnt = int((labels != IGNORE).sum())
     extra = _pairs([c.samples for c in counts], most // max(1, B) // parts, reference) if parts > 1 else {}
     bucket = min(T, max(SHORTEST, 1 << (longest - 1).bit_length()))
     return Batch(
         torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions),
-        Documents(torch.from_numpy(starts), torch.from_numpy(ids), bucket, single),
+        Documents(torch.from_numpy(starts), torch.from_numpy(ids), bucket, single, torch.from_numpy(filled)),
         _terms(learnt, extra), learnt, sum(c.tokens for c in counts), sum(c.attended for c in counts),
         tuple(s for c in counts for s in c.samples), tuple(counts), extra,
     )  # fmt: skip

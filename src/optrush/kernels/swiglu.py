@@ -38,8 +38,14 @@ def gated_mlp(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tens
 
 def mlp_fused_activation(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:
     """Implement `Mlp` with one kernel each way; `down` may be any module, and saves its input."""
-    out: Tensor = x + down(_Gated.apply(gate_up(h)))  # type: ignore[no-untyped-call]
+    out: Tensor = x + down(fused_activation(gate_up(h)))
     return out
+
+
+def fused_activation(pairs: Tensor) -> Tensor:
+    """pairs (..., 2 F) -> silu(gate) * up (..., F), in one kernel each way, saving the pairs only."""
+    product: Tensor = _Gated.apply(pairs)  # type: ignore[no-untyped-call]
+    return product
 
 
 def mlp_fused_down(x: Tensor, h: Tensor, gate_up: nn.Module, down: nn.Module) -> Tensor:

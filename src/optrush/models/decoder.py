@@ -1,4 +1,4 @@
-"""One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3.
+"""One decoder for the Llama-shaped families: llama, mistral, qwen2, qwen3, and with experts mixtral, olmoe, qwen3_moe.
 
 Legend, used everywhere: B rows, T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head
 width, V vocabulary, L layers.
@@ -12,8 +12,8 @@ The padding id is an ordinary token: transformers gives its embedding row no gra
 is trained like any other, since padding is never a target and never read.
 
 Built on the meta device and without buffers, so allocating memory loses nothing. Techniques change it through its slots
-(`block_call`, `block.split_and_rope`, `block.attention`, `block.mlp`, `norm.impl`, `linear.matmul`,
-`head.enter`, `head.nll`).
+(`block_call`, `block.split_and_rope`, `block.attention`, `block.mlp`, `norm.impl`, `linear.matmul`, `head.enter`,
+`head.nll`, `experts.activation`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from optrush.data.batch import Documents
 from optrush.errors import NeedsError
 from optrush.kernels import attention, rms_norm, rope, swiglu, widen
 from optrush.kernels.cross_entropy import LossKernel, Reduce, Whole
+from optrush.models.experts import Experts
 from optrush.models.shapes import HF, ModelShape, RopeShape
 
 if TYPE_CHECKING:
@@ -106,6 +107,14 @@ class RMSNorm(nn.Module):
         return self.impl(x, branch, self.weight, self.eps)
 
 
+class WholeNorm(RMSNorm):
+    """A norm over all heads of a token at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., n, E) -> (..., n, E)."""
+        return super().forward(x.flatten(-2)).view(x.shape)
+
+
 def frequencies(rope: RopeShape, head_width: int) -> Tensor:
     """Return (E/2,) float32 radians a position, on the CPU. Source: arXiv:2104.09864; 'llama3' from Llama 3.1's code:
     waves longer than the original context are slowed by `factor`, short ones kept, those between mixed."""
@@ -124,9 +133,12 @@ def frequencies(rope: RopeShape, head_width: int) -> Tensor:
 
 
 class Block(nn.Module):
-    """One layer: attention and a gated feed-forward, each behind a norm and added to the residual."""
+    """One layer: attention and a gated feed-forward, each behind a norm and added to the residual.
 
-    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
+    A layer with experts has `experts` in place of `gate_up` and `down`.
+    """
+
+    def __init__(self, shape: ModelShape, layer: int, *, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         s = shape
         at: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -134,24 +146,33 @@ class Block(nn.Module):
         qkv: Pieces = (("q", s.heads // s.kv_heads * E), ("k", E), ("v", E))
         self.norm1 = RMSNorm(D, s.norm_eps, **at)
         self.qkv = Linear(D, qkv, groups=s.kv_heads, bias=s.qkv_bias, **at)
-        self.q_norm = RMSNorm(E, s.norm_eps, **at) if s.qk_norm else None
-        self.k_norm = RMSNorm(E, s.norm_eps, **at) if s.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if s.qk_norm:
+            norm, widths = (WholeNorm, (s.heads * E, s.kv_heads * E)) if s.whole_qk_norm else (RMSNorm, (E, E))
+            self.q_norm, self.k_norm = (norm(width, s.norm_eps, **at) for width in widths)
         self.o = Linear(s.heads * E, (("o", D),), bias=s.o_bias, **at)
         self.norm2 = RMSNorm(D, s.norm_eps, **at)
-        self.gate_up = Linear(D, (("gate", 1), ("up", 1)), groups=F_, bias=s.mlp_bias, **at)
-        self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
+        self.experts = None
+        if s.experts is not None and layer in s.experts.layers:
+            self.experts = Experts(s, **at)
+        else:
+            self.gate_up = Linear(D, (("gate", 1), ("up", 1)), groups=F_, bias=s.mlp_bias, **at)
+            self.down = Linear(F_, (("down", D),), bias=s.mlp_bias, **at)
         self.head_width = E
         self.group = s.heads // s.kv_heads  # query heads of one key/value head
         self.split_and_rope: rope.SplitAndRotate = rope.split_and_rotate
         self.attention: attention.Attend = attention.masked
         self.mlp: swiglu.Mlp = swiglu.gated_mlp
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor:
-        """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D)."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents) -> Tensor | tuple[Tensor, Tensor]:
+        """x (B, T, D), cos and sin (B, T, 1, E) -> (B, T, D), and with experts their load (`Experts.forward`)."""
         x, h = self.norm1.add_and_norm(x)
         qkv = self.qkv(h).unflatten(-1, (-1, self.group + 2, self.head_width))  # (B, T, K, H/K + 2, E)
         q, k, v = self.split_and_rope(qkv, cos, sin, self.q_norm, self.k_norm)  # (B, T, H or K, E)
         x, h = self.norm2.add_and_norm(x, self.o(self.attention(q, k, v, documents).flatten(2)))
+        if self.experts is not None:
+            y, load = self.experts(h, documents.filled)
+            return x + y, load
         return self.mlp(x, h, self.gate_up, self.down)
 
 
@@ -195,12 +216,13 @@ class Decoder(nn.Module):
         at: dict[str, Any] = {"device": device, "dtype": dtype}
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab, shape.width, **at)
-        self.blocks = nn.ModuleDict({str(i): Block(shape, **at) for i in range(shape.layers)})
+        self.blocks = nn.ModuleDict({str(i): Block(shape, i, **at) for i in range(shape.layers)})
         self.norm = RMSNorm(shape.width, shape.norm_eps, **at)
         weight = self.embedding.weight
         self.head = Head(weight if shape.tied else nn.Parameter(torch.empty(shape.vocab, shape.width, **at)))
         self.ties: tuple[tuple[str, str], ...] = (("head.weight", "embedding.weight"),) if shape.tied else ()
         self.block_call: Callable[..., Any] = call
+        self.load: Tensor | None = None  # of the last forward pass, of the layers with experts: (L, 2, N)
         # Kept once a device, outside the parameters and buffers: computed on the host as the published models do (a
         # device's own pow differs in the last bit), and copying it every step would stop a graph capture.
         self._frequencies: dict[torch.device, Tensor] = {}
@@ -209,8 +231,14 @@ class Decoder(nn.Module):
         """tokens and positions (B, T) -> hidden states after the last norm (B, T, D)."""
         x = self.embedding(tokens)
         cos, sin = self.angles(positions, x.dtype)
+        loads = []
         for block in self.blocks.values():
             x = self.block_call(block, x, cos, sin, documents)
+            if block.experts is not None:
+                x, load = x
+                loads.append(load)
+        if loads:
+            self.load = torch.stack(loads)
         hidden: Tensor = self.norm(x)
         return hidden
 
@@ -256,6 +284,10 @@ def frozen_flops(model: Any) -> int:
     A frozen weight has no gradient of its own: 4 instead of 6; an adapter's weights count 6 (docs/notation.md).
     """
     flop = 0 if model.head.weight is None or model.head.weight.requires_grad else 2 * model.head.weight.numel()
+    for experts in (m for m in model.modules() if isinstance(m, Experts)):
+        active = experts.shape.active / experts.shape.count
+        for weight, share in ((experts.router, 1.0), (experts.gate_up, active), (experts.down, active)):
+            flop += 0 if weight.requires_grad else round(2 * weight.numel() * share)
     for _, linear in model.linears():
         if linear.quantized is not None or not linear.weight.requires_grad:
             flop += 2 * linear.in_features * linear.out_features

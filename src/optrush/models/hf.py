@@ -26,7 +26,7 @@ from optrush.data.batch import Documents
 from optrush.errors import NeedsError, UserError, reason
 from optrush.models import weights
 from optrush.models.decoder import Decoder, Head, Linear, build_decoder, call, redo_ties
-from optrush.models.shapes import HF, native_obstacle, read_config_json, refuse_foreign, sdpa_obstacle
+from optrush.models.shapes import ARCHITECTURES, HF, native_obstacle, read_config_json, refuse_foreign, sdpa_obstacle
 from optrush.models.weights import Folder, Memory, WeightEntry, WeightMap, WeightSource
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class HFModel(nn.Module):
 
 def unsupported(config: Any, found: str) -> NeedsError:
     """Return the error that refuses a model."""
-    do = "choose a model of another family; llama, mistral, qwen2 and qwen3 have a decoder here"
+    do = f"choose a model of another family; {', '.join(ARCHITECTURES)} have a decoder here"
     return NeedsError(f"a model of type {config.model_type!r} through transformers", found, do)
 
 
@@ -568,7 +568,8 @@ def load(
     if stored is not None:
         weights.refuse_more_layers(stored, hf)
     model = build_decoder(hf, dtype)
-    entries = weights.native_entries(model)
+    files = () if stored is None else (stored if isinstance(stored, Folder) else stored.everything).files
+    entries = weights.native_entries(model, files)
     if stored is None:
         drawn = weights.random_init(hf, seed, weights.native_constants(entries))
         return model, WeightMap(entries, weights.widened(drawn, model, entries, growth), growth=growth)

@@ -1,7 +1,7 @@
 """Read the sizes of a model from a Hugging Face config.json; count its parameters and FLOPs. Pure Python.
 
-Legend: T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head width, V vocabulary, L layers.
-The planner needs this module on a machine without torch.
+Legend: T tokens a row, D width, F feed-forward width, H heads, K key/value heads, E head width, V vocabulary, L layers,
+N experts. The planner needs this module on a machine without torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of their number
 # Defaults of keys that config.json leaves out (transformers' configuration classes, versions 5.17 to 5.23).
 _QWEN = {
     "num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28
@@ -33,7 +37,22 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "sliding_window": 4096},
     "qwen2": {**_QWEN, "head_dim": None},
     "qwen3": {**_QWEN, "head_dim": 128},
-}
+    "mixtral": {
+        "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6, "num_local_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+    },
+    "olmoe": {
+        "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01,
+    },
+    "qwen3_moe": {
+        "num_key_value_heads": 4, "head_dim": None, "max_position_embeddings": 32768, "sliding_window": 4096,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "router_aux_loss_coef": 0.001,
+    },
+}  # fmt: skip
+
+MIXTURES = tuple(family for family, full in _DEFAULTS.items() if "num_experts_per_tok" in full)
 
 # --- the types of values in config.json, by key: one table for every model class and every verb
 
@@ -67,20 +86,22 @@ _TYPES: dict[tuple[str, Check], tuple[str, ...]] = {
         "intermediate_size", "num_attention_heads", "num_key_value_heads", "ffn_dim",  # one a layer in some families
     ),
     ("a whole number below 2**31", lambda value: _whole(value, -1)): (
-        "max_window_layers", "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "bos_token_id",
-        "pad_token_id",
+        "max_window_layers", *EXPERTS, "num_experts_per_tok", "decoder_sparse_step", "moe_intermediate_size",
+        "bos_token_id", "pad_token_id",
     ),
     ("a whole number or a list of them", lambda v: _whole(v, -1) or _list_of(lambda i: _whole(i, -1))(v)): (
-        "eos_token_id",
+        "eos_token_id", "mlp_only_layers",
     ),
     _NUMBER: (
         "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "initializer_range",
         "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",
         "attn_pdrop", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping",
+        "router_aux_loss_coef", "router_jitter_noise", "clip_qkv",
     ),
     ("a positive number", lambda value: _number(value) and value > 0): ("rope_theta", "partial_rotary_factor"),
     ("true or false", lambda value: isinstance(value, bool)): (
         "tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "is_encoder_decoder", "use_cache",
+        "norm_topk_prob", "output_router_logits",
     ),
     _TEXT: ("model_type", "hidden_act", "hidden_activation", "activation_function"),
     ("a type of torch such as bfloat16", lambda value: isinstance(value, str) and value in DTYPES): (
@@ -146,8 +167,23 @@ class RopeShape:
 
 
 @dataclass(frozen=True)
+class ExpertsShape:
+    """The routed experts that some layers have in place of one feed-forward part, and how a token chooses among them.
+
+    The probability of an expert is the softmax of all router logits; a token takes the `active` most probable ones.
+    """
+
+    layers: tuple[int, ...]  # that have experts; the others are dense
+    count: int  # N
+    active: int  # k, of a token
+    ff_width: int  # F of one expert
+    normalised: bool  # the weights of a token's experts sum to 1
+    balance: float  # factor of the load-balancing loss; 0: the model is trained without
+
+
+@dataclass(frozen=True)
 class ModelShape:
-    """The sizes of one dense decoder of a family that our own decoder represents."""
+    """The sizes of one decoder of a family that our own decoder represents."""
 
     family: str
     layers: int
@@ -165,6 +201,8 @@ class ModelShape:
     norm_eps: float
     rope: RopeShape
     window: int | None  # a sliding window that some layer uses; None: every layer attends to all earlier tokens
+    whole_qk_norm: bool = False  # one norm over all heads of a token, instead of one over each head
+    experts: ExpertsShape | None = None
 
     @classmethod
     def read(cls, hf: HF) -> ModelShape:
@@ -176,7 +214,7 @@ class ModelShape:
         """
         refuse_foreign(hf)
         if (obstacle := native_obstacle(hf)) is not None:
-            do = "set `implementation: transformers`, or choose a llama, mistral, qwen2 or qwen3 model "
+            do = f"set `implementation: transformers`, or choose a model of type {', '.join(ARCHITECTURES)} "
             do += f"with a RoPE type among {', '.join(ROPE_KINDS)}"
             raise NeedsError(f"a model of type {hf.get('model_type')!r} in our own decoder", obstacle, do)
         family = str(hf["model_type"])
@@ -189,30 +227,58 @@ class ModelShape:
             found += f"head_dim {full['head_dim']}"
             do = "heads must be a multiple of key/value heads, head_dim even, and hidden_size a multiple of heads"
             raise ConfigError(f"a {family} model from config.json", found, do)
-        bias = bool(hf.get("attention_bias", False)) and family in ("llama", "qwen3")
+        bias = bool(hf.get("attention_bias", False)) and family in ("llama", "qwen3", "olmoe", "qwen3_moe")
+        experts = _experts(hf, full)
+        ff_width = experts.ff_width if experts and family != "qwen3_moe" else _size(hf, "intermediate_size")
         return cls(
             family=family, layers=_size(hf, "num_hidden_layers"), width=width, heads=heads, kv_heads=int(kv_heads),
-            head_width=int(head_width), ff_width=_size(hf, "intermediate_size"), vocab=_size(hf, "vocab_size"),
+            head_width=int(head_width), ff_width=ff_width, vocab=_size(hf, "vocab_size"),
             tied=bool(hf.get("tie_word_embeddings", False)), qkv_bias=bias or family == "qwen2", o_bias=bias,
-            mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama", qk_norm=family == "qwen3",
-            norm_eps=float(hf.get("rms_norm_eps", 1e-6)), rope=_rope(full), window=_window(full),
+            mlp_bias=bool(hf.get("mlp_bias", False)) and family == "llama",
+            qk_norm=family in ("qwen3", "qwen3_moe", "olmoe"),
+            norm_eps=float(full.get("rms_norm_eps", 1e-6)), rope=_rope(full), window=_window(full),
+            whole_qk_norm=family == "olmoe", experts=experts,
         )  # fmt: skip
 
     @property
+    def active_width(self) -> float:
+        """The feed-forward width that a token passes, a mean over the layers: F, or k F of its experts."""
+        e = self.experts
+        if e is None:
+            return self.ff_width
+        return (len(e.layers) * e.active * e.ff_width + (self.layers - len(e.layers)) * self.ff_width) / self.layers
+
+    @property
     def matrix_parameters(self) -> int:
-        """Number of weights in matrix products: N_mm = N_lin + D V; the input embedding is a lookup."""
-        D, E = self.width, self.head_width
-        block = D * self.heads * E + 2 * D * self.kv_heads * E + self.heads * E * D + 3 * D * self.ff_width
-        return self.layers * block + D * self.vocab
+        """Number of weights in a token's matrix products: N_mm = N_lin + D V; the input embedding is a lookup.
+
+        Of experts those that a token is routed to, and the router.
+        """
+        return self._matrices(False) + self.width * self.vocab
+
+    @property
+    def block_matrices(self) -> int:
+        """Number of weights of all matrices of the blocks, experts that a token does not reach too."""
+        return self._matrices(True)
+
+    def _matrices(self, every: bool) -> int:
+        D, E, e = self.width, self.head_width, self.experts
+        attention = D * self.heads * E + 2 * D * self.kv_heads * E + self.heads * E * D
+        if e is None:
+            return self.layers * (attention + 3 * D * self.ff_width)
+        sparse, dense = len(e.layers), self.layers - len(e.layers)
+        experts = 3 * D * e.ff_width * (e.count if every else e.active) + D * e.count
+        return self.layers * attention + sparse * experts + dense * 3 * D * self.ff_width
 
     @property
     def parameters(self) -> int:
         """Number of all parameters, a tied head counted once."""
         D, E, F = self.width, self.head_width, self.ff_width
-        qkv = (self.heads + 2 * self.kv_heads) * E
-        small = 2 * D + (2 * E if self.qk_norm else 0)
-        small += (qkv if self.qkv_bias else 0) + (D if self.o_bias else 0) + (2 * F + D if self.mlp_bias else 0)
-        return self.matrix_parameters + self.layers * small + D + (0 if self.tied else self.vocab * D)
+        q, kv = self.heads * E, self.kv_heads * E
+        small = 2 * D + (0 if not self.qk_norm else q + kv if self.whole_qk_norm else 2 * E)
+        small += (q + 2 * kv if self.qkv_bias else 0) + (D if self.o_bias else 0) + (2 * F + D if self.mlp_bias else 0)
+        outer = self.vocab * D * (1 if self.tied else 2)
+        return self.block_matrices + self.layers * small + D + outer
 
     def flops(self, tokens: int, attended: int) -> int:
         """Return the FLOPs of a step's forward and backward pass: 6 N_mm a token, and causal attention.
@@ -268,12 +334,33 @@ def _rope(hf: HF) -> RopeShape:
     return RopeShape(kind, theta, **factors, original_max=int(original or hf["max_position_embeddings"]))
 
 
+def _experts(hf: HF, full: HF) -> ExpertsShape | None:
+    """Read the experts of a family that has them, in layers `decoder_sparse_step` apart but for `mlp_only_layers`."""
+    key = next((key for given in (hf, full) for key in EXPERTS if given.get(key) is not None), "")
+    if full["model_type"] not in MIXTURES or not full[key]:
+        return None
+    count, active = _size(full, key), _size(full, "num_experts_per_tok")
+    if active > count:
+        found = f"{key} {count}, num_experts_per_tok {active}"
+        raise ConfigError("experts from config.json", found, "give num_experts_per_tok at most the number of experts")
+    step, dense = full.get("decoder_sparse_step") or 1, set(full.get("mlp_only_layers") or ())
+    layers = range(_size(full, "num_hidden_layers"))
+    width = "moe_intermediate_size" if "moe_intermediate_size" in full else "intermediate_size"
+    return ExpertsShape(
+        layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0), count=count, active=active,
+        ff_width=_size(full, width), normalised=bool(full.get("norm_topk_prob", False)),
+        balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") else 0.0,
+    )  # fmt: skip
+
+
 def _window(full: HF) -> int | None:
     family, window = full["model_type"], full.get("sliding_window")
     if family == "llama" or window is None:
         return None
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return int(window)
+    if family == "qwen3_moe":
+        return int(window) if full.get("use_sliding_window", False) else None
     kinds = full.get("layer_types")
     if kinds is None:
         slides = int(full["max_window_layers"]) < int(full["num_hidden_layers"])
@@ -306,6 +393,9 @@ def native_obstacle(hf: HF) -> str | None:
         return f"hidden_act {hf['hidden_act']!r}, where our decoder has silu"
     if hf.get("attention_dropout"):
         return f"attention_dropout {hf['attention_dropout']}, which our decoder does not have"
+    for key in ("clip_qkv", "router_jitter_noise"):
+        if hf.get(key):
+            return f"{key} {hf[key]}, which our decoder does not have"
     odd = sorted(set(hf.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
     return f"layer types {', '.join(map(repr, odd))}" if odd else None
 
@@ -325,14 +415,14 @@ def sdpa_obstacle(hf: HF) -> str | None:
 
 
 def refuse_foreign(hf: HF) -> None:
-    """Raise NeedsError for what is not one dense, unquantized, text-only causal language model."""
+    """Raise NeedsError for what is not one unquantized, text-only causal language model, or has foreign experts."""
     kind = str(hf.get("model_type", ""))
     asked = f"to train a model of type {kind!r}"
-    dense = "choose a dense text-only causal language model (architecture ...ForCausalLM)"
-    experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    found = next((f"{key} = {hf[key]}" for key in experts if hf.get(key) not in (None, 0, 1)), None)
-    if found is not None or "moe" in kind or kind == "mixtral":
-        raise NeedsError(asked, f"a mixture of experts ({found or kind}), which is not supported", dense)
+    dense = "choose a text-only causal language model (architecture ...ForCausalLM)"
+    found = next((f"{key} = {hf[key]}" for key in EXPERTS if hf.get(key) not in (None, 0, 1)), None)
+    if (found is not None or "moe" in kind) and kind not in MIXTURES:
+        do = f"choose a dense model, or one of type {', '.join(MIXTURES)}"
+        raise NeedsError(asked, f"a mixture of experts ({found or kind}) that our decoder does not have", do)
     for key in ("vision_config", "audio_config", "speech_config", "image_token_id", "text_config"):
         if hf.get(key) not in (None, {}):
             raise NeedsError(asked, f"a model of more than text ({key} in config.json)", dense)
@@ -382,5 +472,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
         "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_sliding_window": False,
         "vocab_size": 151936,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "bos_token_id": 151643, "decoder_sparse_step": 1, "dtype": "bfloat16", "eos_token_id": 151643, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
+        "max_position_embeddings": 32768, "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
     },
 }  # fmt: skip

@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,6 +29,7 @@ from optrush.errors import CheckpointError, NeedsError
 from optrush.files import parse_json
 from optrush.kernels import nf4
 from optrush.models.decoder import Decoder, Linear
+from optrush.models.experts import Experts
 from optrush.models.shapes import ARCHITECTURES, HF, ModelShape, native_obstacle
 
 if TYPE_CHECKING:
@@ -186,6 +187,65 @@ class WeightEntry:
         for name, rows in self.pieces:
             yield name, ((self.groups * rows, *self.shape[1:]) if self.shape else ())
 
+    def rows(self, source: WeightSource, first: int, last: int, device: torch.device) -> Tensor:
+        """Return rows [first, last) of the parameter."""
+        if len(self.pieces) == 1:
+            return source.rows(self.pieces[0][0], first, last, self.shape, device)
+        rows = sum(n for _, n in self.pieces)
+        g0, g1 = first // rows, -(-last // rows)  # the groups that cover [first, last)
+        parts = []
+        for (name, shape), (_, n) in zip(self.hf_shapes(), self.pieces, strict=True):
+            values = source.rows(name, g0 * n, g1 * n, shape, device)
+            parts.append(values.reshape(g1 - g0, n, *shape[1:]))
+        return torch.cat(parts, 1).flatten(0, 1)[first - g0 * rows : last - g0 * rows]
+
+    def split(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the Hugging Face tensors of the whole parameter."""
+        if len(self.pieces) == 1:
+            yield self.pieces[0][0], full
+            return
+        parts = torch.split(full.reshape(self.groups, -1, *self.shape[1:]), [n for _, n in self.pieces], 1)
+        for (hf, _), part in zip(self.pieces, parts, strict=True):
+            yield hf, part.clone(memory_format=torch.contiguous_format).flatten(0, 1)  # storage of its own
+
+
+@dataclass(frozen=True)
+class ExpertsEntry(WeightEntry):
+    """The layout of a matrix of every expert, (N, rows, width).
+
+    Each expert's matrix is as a `WeightEntry` describes it, `{}` in its names the number of the expert. Or, `stacked`,
+    one tensor has them all, in each matrix the rows of a piece behind those of the piece before.
+    """
+
+    stacked: bool = False
+
+    def hf_shapes(self) -> Iterator[tuple[str, Shape]]:
+        if self.stacked:
+            yield self.pieces[0][0], self.shape
+            return
+        for number in range(self.shape[0]):
+            yield from self._matrix(number).hf_shapes()
+
+    def _matrix(self, number: int) -> WeightEntry:
+        pieces = tuple((name.format(number), rows) for name, rows in self.pieces)
+        return WeightEntry(self.shape[1:], pieces, self.groups)
+
+    def rows(self, source: WeightSource, first: int, last: int, device: torch.device) -> Tensor:
+        if not self.stacked:
+            rows = self.shape[1]
+            return torch.stack([self._matrix(n).rows(source, 0, rows, device) for n in range(first, last)])
+        values = source.rows(self.pieces[0][0], first, last, self.shape, device)
+        return values.reshape(last - first, -1, self.groups, self.shape[2]).transpose(1, 2).flatten(1, 2)
+
+    def split(self, full: Tensor) -> Iterator[tuple[str, Tensor]]:
+        N, rows, width = self.shape
+        if self.stacked:
+            apart = full.reshape(N, self.groups, -1, width).transpose(1, 2)
+            yield self.pieces[0][0], apart.reshape(N, rows, width)
+            return
+        for number in range(N):
+            yield from self._matrix(number).split(full[number])
+
 
 @dataclass(frozen=True)
 class WeightMap:
@@ -224,32 +284,16 @@ class WeightMap:
         if local.numel() == 0:
             return
         with torch.no_grad():
-            values = self._rows(entry, offset[0], ends[0], local.device)
+            values = entry.rows(self.source, offset[0], ends[0], local.device)
             for dim in range(1, len(whole)):
                 values = values.narrow(dim, offset[dim], local.shape[dim])
             local.copy_(values)
-
-    def _rows(self, entry: WeightEntry, first: int, last: int, device: torch.device) -> Tensor:
-        if len(entry.pieces) == 1:
-            return self.source.rows(entry.pieces[0][0], first, last, entry.shape, device)
-        rows = sum(n for _, n in entry.pieces)
-        g0, g1 = first // rows, -(-last // rows)  # the groups that cover [first, last)
-        parts = []
-        for (name, shape), (_, n) in zip(entry.hf_shapes(), entry.pieces, strict=True):
-            values = self.source.rows(name, g0 * n, g1 * n, shape, device)
-            parts.append(values.reshape(g1 - g0, n, *shape[1:]))
-        return torch.cat(parts, 1).flatten(0, 1)[first - g0 * rows : last - g0 * rows]
 
     def split(self, name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the Hugging Face tensors of a whole parameter: the inverse of `fill`."""
         entry = self.entries[name]
         assert tuple(full.shape) == entry.shape, f"{name}: {tuple(full.shape)} is not {entry.shape}"
-        if len(entry.pieces) == 1:
-            yield entry.pieces[0][0], full
-            return
-        parts = torch.split(full.reshape(entry.groups, -1, *entry.shape[1:]), [n for _, n in entry.pieces], 1)
-        for (hf, _), part in zip(entry.pieces, parts, strict=True):
-            yield hf, part.clone(memory_format=torch.contiguous_format).flatten(0, 1)  # storage of its own
+        yield from entry.split(full)
 
     def stored(self, name: str, full: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of `split` under the names of the base's file."""
@@ -275,12 +319,29 @@ _BLOCK_NAMES = {
 _OUTER_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
-def native_entries(model: Decoder) -> dict[str, WeightEntry]:
-    """Return the entry of every parameter of a decoder, in the order of its named_parameters."""
+# Of experts: the module, the names of gate, up and down in it, and the same where one tensor has all experts.
+_EXPERTS = ("mlp", "experts.{}.gate_proj.weight", "experts.{}.up_proj.weight", "experts.{}.down_proj.weight")
+_EXPERTS_OF = {
+    "mixtral": ("block_sparse_moe", "experts.{}.w1.weight", "experts.{}.w3.weight", "experts.{}.w2.weight"),
+}  # fmt: skip
+_STACKED = ("mlp", "experts.gate_up_proj", "experts.down_proj")
+
+
+def native_entries(model: Decoder, stored: Collection[str] = ()) -> dict[str, WeightEntry]:
+    """Return the entry of every parameter of a decoder, in the order of its named_parameters.
+
+    Args:
+        stored: names of the base's tensors, which show the layout of experts; without a base one tensor has all.
+    """
     entries: dict[str, WeightEntry] = {}
     for name, parameter in model.named_parameters():
         owner, _, kind = name.rpartition(".")
         shape, module = tuple(parameter.shape), model.get_submodule(owner)
+        if isinstance(module, Experts):
+            entries[name] = _experts_entry(
+                f"model.layers.{owner.split('.')[1]}", kind, shape, model.shape.family, stored
+            )
+            continue
         if owner in _OUTER_NAMES:
             names = [f"{_OUTER_NAMES[owner]}.{kind}"]
         else:
@@ -291,6 +352,24 @@ def native_entries(model: Decoder) -> dict[str, WeightEntry]:
             rows, groups = [n for _, n in module.output_splits], module.groups
         entries[name] = WeightEntry(shape, tuple(zip(names, rows, strict=True)), groups)
     return entries
+
+
+def _experts_entry(layer: str, kind: str, shape: Shape, family: str, stored: Collection[str]) -> WeightEntry:
+    """Return the entry of one of the parameters of a layer's experts."""
+    module, gate_up, down = _STACKED
+    stacked = not stored or f"{layer}.{module}.{gate_up}" in stored
+    if not stacked:
+        module, *each = _EXPERTS_OF.get(family, _EXPERTS)
+    if kind == "router":
+        return WeightEntry(shape, ((f"{layer}.{module}.gate.weight", shape[0]),))
+    groups = shape[1] // 2 if kind == "gate_up" else 1
+    if stacked:
+        names = {"gate_up": gate_up, "down": down}[kind]
+        return ExpertsEntry(shape, ((f"{layer}.{module}.{names}", shape[1] // groups),), groups, True)
+    pieces = [(f"{layer}.{module}.{name}", 1) for name in each[:2]]
+    if kind == "down":
+        pieces = [(f"{layer}.{module}.{each[2]}", shape[1])]
+    return ExpertsEntry(shape, tuple(pieces), groups)
 
 
 def weights_fingerprint(folder: Path | None, seed: int) -> str:

@@ -77,12 +77,27 @@ def whole(technique: str, save: Sequence[str], known: Collection[str], tied: boo
     yield Requirement(not tied or len(alone) != 1, asked, found, f"name both, {EMBEDDING} and {HEAD}, or neither")
 
 
+def require_targets(technique: str, env: Environment, targets: str | Sequence[str]) -> Requirement:
+    """Require that our decoder has the linears that `targets` names; of experts there are none to adapt."""
+    if env.shape is None or env.shape.experts is None:
+        return require_names(technique, "targets", targets, LINEARS)
+    wrong = next((name for name in chosen(targets, SETS["attention"]) if name in SETS["mlp"]), None)
+    if wrong is None:
+        return require_names(technique, "targets", targets, SETS["attention"])
+    found = f"{wrong} is a matrix of every expert, and experts have no adapters here"
+    return Requirement(False, f"`{technique}:targets={targets}`", found, "take targets=attention, or a dense model")
+
+
 def linear_sizes(shape: ModelShape) -> dict[str, tuple[int, dict[str, int]]]:
-    """Return (width, rows of each piece) of a block's linears."""
+    """Return (width, rows of each piece) of a block's linears; a model with experts has those of its attention."""
     s, q, kv = shape, shape.heads * shape.head_width, shape.kv_heads * shape.head_width
-    return {
+    attention = {
         "qkv": (s.width, {"q_proj": q, "k_proj": kv, "v_proj": kv}),
         "o": (q, {"o_proj": s.width}),
+    }
+    if s.experts is not None:
+        return attention
+    return attention | {
         "gate_up": (s.width, {"gate_proj": s.ff_width, "up_proj": s.ff_width}),
         "down": (s.ff_width, {"down_proj": s.width}),
     }
@@ -117,7 +132,7 @@ def predict_frozen(
         if Part.HEAD in env.claimed:
             yield live("head.gradient", "the head has none", gone=True)
     yield live("backward.[qogd]*", "the weights' gradients are not made", times=0.5)
-    yield live("saved.normalised", "only the norms' own gradients read it", gone=True)
+    yield live("saved.normalised*", "only the norms' own gradients read it", gone=True)
     if env.shape is not None:
         yield from _inputs(env, env.shape, keep)
         yield from _learnt(env, env.shape, list(trained.values()), learnt)
@@ -127,6 +142,8 @@ def predict_frozen(
 def _inputs(env: Environment, shape: ModelShape, keep: Collection[str]) -> Iterator[Rule]:
     """Yield that a frozen product does not save its input; an adapter may."""
     yield live("saved.normed", "no frozen product keeps what enters it", gone=True)
+    if shape.experts is not None:
+        yield live("saved.routed", "no frozen product keeps what enters it", gone=True)
     if "down" not in keep:
         yield live("saved.product", "no frozen product keeps what enters it", gone=True)
     if "o" not in keep and Part.ATTENTION not in env.claimed:  # kernels save their output

@@ -68,7 +68,7 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
     head = 0 if s.tied else s.vocab * s.width
     embedding = s.vocab * s.width
     blocks = s.parameters - embedding - head - s.width
-    matrices = s.matrix_parameters - s.vocab * s.width
+    matrices = s.block_matrices
     parts = (("blocks", blocks, s.layers), ("embedding", embedding, 1), ("head", head, 1), ("norm", s.width, 1))
     # The gradient of a tied weight begins at the head and ends at the embedding (`_rest`).
     end: ComputedIn = "throughout" if s.tied else "after"
@@ -90,7 +90,7 @@ def _parameters(s: ModelShape) -> Iterator[Line]:
 
 
 def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
-    D, F, q, kv = s.width, s.ff_width, s.heads * s.head_width, s.kv_heads * s.head_width
+    D, F, q, kv = s.width, s.active_width, s.heads * s.head_width, s.kv_heads * s.head_width
 
     def saved(name: str, reason: str, values: float, role: Role, fusable: bool = False, side: Side = "") -> Line:
         values *= s.layers
@@ -104,6 +104,10 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     yield saved("normed", "what enters the products after the norms, 2 D", 2 * D, "product")
     if not native:
         yield saved("normed again", "autocast copies it for each product that reads it, 3 D", 3 * D, "cast", True)
+    if s.qk_norm:
+        yield saved("entering heads", "what enters the norms of queries and keys, (H + K) E", q + kv, "residual", True)
+        yield saved("widened heads", "float32 copies inside these norms, (H + K) E", q + kv, "widening", True)
+        yield saved("normalised heads", "before these norms' weights, (H + K) E", q + kv, "residual", True)
     yield saved("heads", "queries, keys and values, (H + 2 K) E", q + 2 * kv, "product")
     yield saved("spread", "keys and values repeated for each query head, 2 (H - K) E", 2 * (q - kv), "product")
     yield saved("scores.held", "probabilities, H T, in float32", s.heads * T, "wide")
@@ -112,6 +116,18 @@ def _block(s: ModelShape, T: int, native: bool, cuda: bool) -> Iterator[Line]:
     yield saved("gate_up", "gate and up, 2 F", 2 * F, "product", side="feed")
     yield saved("gated", "the gate after its activation, F", F, "product", True, "feed")
     yield saved("product", "what enters the down product, F", F, "product", side="feed")
+
+    if s.experts is not None:
+        share, k = len(s.experts.layers) / s.layers, s.experts.active
+        yield saved("routed", "rows of a token's experts, k D", share * k * D, "product", side="feed")
+        yield saved("weighed", "the activation before its expert's weight, k F", F, "product", side="feed")
+        why = "a float32 copy of what enters the router, D"
+        yield saved("entering router", why, share * 2 * D, "widening", side="feed")
+        why = "logits, probabilities and places of a token's experts, 2 N + 6 k"
+        yield saved("router", why, share * (2 * s.experts.count + 6 * k), "wide", side="feed")
+        why = "rows of a token's experts in flight, 2 k D"
+        yield Line("working.rows", why, 2 * share * k * D, "product", "forward", True)
+        yield Line("feed.rows", why, 2 * share * k * D, "product", "backward", True, side="feed")
 
     def working(name: str, reason: str, values: float, role: Role, live: Live, side: Side = "") -> Line:
         return Line(f"working.{name}", reason, values, role, live, True, fusable=True, side=side)
@@ -148,7 +164,8 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
     values = s.vocab * s.width if s.tied else 0
     yield Line("tied.embedding", "the embedding's own gradient, V D, beside the head's", values, "gradient", "end")
     yield Line("tied.sum", "and their sum, where it is not made in place, V D", values, "gradient", "end")
-    largest = max(s.vocab * s.width, s.width * 2 * s.ff_width)
+    experts = 1 if s.experts is None else s.experts.count
+    largest = max(s.vocab * s.width, experts * s.width * 2 * (s.experts or s).ff_width)
     yield Line("update.loop", "two temporaries of the largest parameter", 2 * largest, "weight", "update")
     yield Line("angles", "cosines and sines, 2 E", 2 * s.head_width, "residual", "always", True)
     yield Line("stream gradient", "the gradient that enters the embedding, D", s.width, "residual", "end", True)
@@ -160,7 +177,7 @@ def _rest(s: ModelShape, cuda: bool) -> Iterator[Line]:
 
 
 def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkItem]:
-    D, F, V, L = s.width, s.ff_width, s.vocab, s.layers
+    D, F, V, L = s.width, s.active_width, s.vocab, s.layers
     q, kv = s.heads * s.head_width, s.kv_heads * s.head_width
     scores = s.heads * T * L
 
@@ -182,11 +199,18 @@ def _work(s: ModelShape, T: int, native: bool, padding: float) -> Iterator[WorkI
     yield moved("backward.elementwise", "norms, rotation, gating", L * (10 * D + 2 * (q + kv) + 6 * F))
     yield moved("backward.eager", "the same one operator at a time", L * 150 * D, "plain", True)
     yield WorkItem("backward.launches", "about 90 operators a block", "micro", launches=90 * L, fusable=True)
+    if s.experts is not None:
+        sparse, k, N = len(s.experts.layers), s.experts.active, s.experts.count
+        yield WorkItem("forward.router", "2 a weight of the routers", "token", 2 * sparse * D * N)
+        yield WorkItem("backward.router", "4 a weight of the routers", "token", 4 * sparse * D * N)
+        why = "rows put in the order of experts, and their sums"
+        yield moved("forward.rows", why, sparse * 4 * k * D)
+        yield moved("backward.rows", why, sparse * 4 * k * D)
     yield WorkItem("head.products", "6 a weight of the head", "token", 6 * D * V)
     yield moved("head.moved", "logits, their softmax and their gradients", 4 * V, "wide")
     yield moved("head.eager", "the same one operator at a time", 6 * V, "wide", True)
     why = "weights read, their copies written"
-    yield WorkItem("casts", why, "micro", values=1.5 * s.matrix_parameters, role="cast")
+    yield WorkItem("casts", why, "micro", values=1.5 * (s.block_matrices + D * V), role="cast")
     why = "weights, gradients, states: read and written"
     yield WorkItem("update", why, "step", values=7 * s.parameters, role="weight")
     why, launches = "the same one operator at a time", 14 * (L * 9 + 2)

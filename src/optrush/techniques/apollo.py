@@ -40,6 +40,7 @@ class Apollo(Technique):
     searched = False  # another path of the weights, and another learning rate
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield env.needs_dense("`apollo`")
         yield from env.needs_own_matrices(self.name, "the model's")
         yield env.needs_no_kahan(self.name)
 

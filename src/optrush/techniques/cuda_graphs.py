@@ -58,6 +58,7 @@ class CudaGraphs(Technique):
     searched = False  # no gain where it was measured: the host is ahead of large steps anyway
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield env.needs_dense("`cuda-graphs`")
         yield env.needs_gpu(self.name)
         do = "take model.implementation: native, or leave cuda-graphs out"
         found = "the model runs through transformers, whose code may read the device"

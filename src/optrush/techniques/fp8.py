@@ -44,6 +44,7 @@ class Fp8(Technique):
         return spec.with_linears(self._chosen, matmul="float8")
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield env.needs_dense("`fp8`")
         found = "the model runs through transformers"
         yield Requirement(env.native, "`fp8` changes our own linears", found, "take model.implementation: native")
         if env.device.kind != "cuda":

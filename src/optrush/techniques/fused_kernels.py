@@ -72,6 +72,7 @@ class FusedKernels(Technique):
             asked = "`fused-kernels:rope=true` rotates queries and keys as the product makes them"
             yield Requirement(not normed, asked, "the model norms each of them first", "take rope=false")
         if self.mlp == "quack":
+            yield env.needs_dense("`fused-kernels:mlp=quack` (mlp=triton takes experts)")
             asked, do = "fused-kernels:mlp=quack", "take mlp=triton"
             yield env.needs_gpu(asked, (9, 0))
             yield Requirement(env.device.capability == (9, 0), f"`{asked}` needs Hopper", env.device.name, do)
@@ -98,11 +99,12 @@ class FusedKernels(Technique):
     def _activation(self, env: Environment) -> Iterator[Rule]:
         why = "recomputed from gate and up where the backward pass needs it"
         frozen = Part.TRAINED in env.claimed  # and an adapter of `down` may need its input
-        recomputed = self.mlp == "quack" if frozen else not (Part.LINEARS in env.claimed or _rerun(env))
+        routed = env.shape is not None and env.shape.experts is not None  # their weights multiply the activation
+        recomputed = self.mlp == "quack" if frozen or routed else not (Part.LINEARS in env.claimed or _rerun(env))
         adapted = {name for name, linear in env.spec.linears.items() if linear.adapter_rows}
         if recomputed:
             yield live("saved.product", why, gone=True)
-        if recomputed or (frozen and adapted and "down" not in adapted):  # then it was not kept
+        if not routed and (recomputed or (frozen and adapted and "down" not in adapted)):  # then it was not kept
             product = Line("feed.product", why, 1.0 / env.blocks, "product", "backward", True, side="feed")
             yield like("saved.product", product)
         yield live("saved.gated", why, gone=True)
@@ -136,8 +138,12 @@ class FusedKernels(Technique):
             _set_quack(blocks)
         elif self.mlp == "triton":
             demand_compilers(self.name, trainer.env.device)
-            matrices = [_plain(block.down) and not _rerun(trainer.env) for block in blocks]
-            for block, matrix in zip(blocks, matrices, strict=True):
+            dense = [block for block in blocks if block.experts is None]
+            for block in blocks:
+                if block.experts is not None:
+                    block.experts.activation = swiglu.fused_activation
+            matrices = [_plain(block.down) and not _rerun(trainer.env) for block in dense]
+            for block, matrix in zip(dense, matrices, strict=True):
                 block.mlp = swiglu.mlp_fused_down if matrix else swiglu.mlp_fused_activation
             if not all(matrices):
                 trainer.notes.append("fused-kernels: `down` is more than a matrix or runs again, so its input is kept")

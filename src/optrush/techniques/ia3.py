@@ -51,6 +51,7 @@ class Ia3(Technique):
         return replace(spec.with_linears(linears, adapter="other"), adapters_removable=self.init is None)
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield env.needs_dense("`ia3`")
         if env.native:
             yield ledger.require_names(self.name, "targets", self._targets(ledger.LINEARS), ledger.LINEARS)
             yield from self._apart(ledger.PIECES.values(), self._targets(ledger.LINEARS))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from optrush.peft import ledger
 from optrush.planner.ledger import Rule
-from optrush.technique import Environment, ModelSpec, Numerics, Part, Technique, Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,9 @@ class Int8(Technique):
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return spec.with_linears(weight="quantized")
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield env.needs_dense("`int8`")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 1 + (4 / env.shape.width if env.shape else 0))

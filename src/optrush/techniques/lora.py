@@ -62,7 +62,7 @@ class Lora(Technique):
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
         if env.native:  # the linears of others are known once the model is built
-            yield ledger.require_names(self.name, "targets", self.targets, ledger.LINEARS)
+            yield ledger.require_targets(self.name, env, self.targets)
             tied = env.shape is not None and env.shape.tied
             yield from ledger.whole(self.name, self.save, ledger.WHOLE, tied)
         found = "a technique that records the step: nobody has proved that a replay draws anew"
@@ -137,7 +137,11 @@ class Lora(Technique):
         from optrush.peft.lora import Settings
 
         model, recipe = trainer.model, trainer.weight_map
-        names = ledger.chosen(self.targets, adapted.known(model, recipe))
+        known = adapted.known(model, recipe)
+        if trainer.env.shape is not None and trainer.env.shape.experts is not None:
+            known = [name for name in known if name in ledger.SETS["attention"]]
+            trainer.notes.append("lora: the experts and their routers stay frozen, without adapters")
+        names = ledger.chosen(self.targets, known)
         adapted.check_targets(self.name, model, recipe, self.targets, self.save)
         trained = adapted.freeze_base(model, recipe, self.save, trainer.precision)
         settings = Settings(self.rank, self.alpha, self.dropout, self.rslora, self.dora)

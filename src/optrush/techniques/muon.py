@@ -40,6 +40,7 @@ class Muon(Technique):
     searched = False  # another path of the weights
 
     def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield env.needs_dense("`muon`")
         yield from env.needs_own_matrices(self.name, "the blocks'")
         do = "take ddp instead, or another optimizer: fused-adamw"
         found = "a technique that cuts them over the ranks"

@@ -9,7 +9,7 @@ from typing import Any
 from optrush.errors import ConfigError
 from optrush.peft import ledger
 from optrush.planner.ledger import Rule
-from optrush.technique import Environment, ModelSpec, Numerics, Part, Technique, Trainer
+from optrush.technique import Environment, ModelSpec, Numerics, Part, Requirement, Technique, Trainer
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class Nf4(Technique):
 
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return spec.with_linears(weight="quantized")
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        yield env.needs_dense("`nf4`")
 
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)

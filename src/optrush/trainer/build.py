@@ -23,6 +23,7 @@ from optrush.data.chat_template import Tokens, open_tokens
 from optrush.data.dataset import Sources, read_sources
 from optrush.errors import ConfigError, NeedsError, NoEffectError, UserError
 from optrush.models.decoder import frozen_flops
+from optrush.models.experts import LOAD_FIGURES
 from optrush.models.hf import HFModel, load
 from optrush.models.source import check_positions
 from optrush.models.weights import refuse_frozen, weights_fingerprint
@@ -192,6 +193,8 @@ def _defaults(trainer: Trainer) -> None:
     if trainer.config.dpo is not None:
         trainer.metrics = {name: torch.zeros((), device=device) for name in FIGURES}
         trainer.loss_from_hidden = partial(dpo.score, trainer.model.head, trainer.config.dpo, trainer.metrics)
+    if trainer.env.shape is not None and trainer.env.shape.experts is not None:
+        trainer.metrics.update((name, torch.zeros((), device=device)) for name in LOAD_FIGURES)
     trainer.loss = partial(loss, trainer)
     trainer.place = lambda batch: batch.to(device)
     trainer.forward_backward = partial(forward_backward, trainer)

@@ -22,6 +22,7 @@ from optrush.data.dataset import Sources
 from optrush.data.packing import Padded, RowLayout
 from optrush.data.sampler import Evaluation, Loading, NoBatch, Stream
 from optrush.kernels.adamw import Rounding
+from optrush.models.experts import balance_loss, load_figures
 from optrush.models.weights import WeightMap
 from optrush.optim.adamw import Optimizer, OptimizerFactory, build_optimizer
 from optrush.optim.schedule import learning_rate
@@ -218,7 +219,18 @@ def set_step(trainer: Trainer, step: int, steps: int) -> None:
 
 
 def loss(trainer: Trainer, batch: Batch) -> Tensor:
-    return trainer.loss_from_hidden(trainer.model(batch.tokens, batch.positions, batch.documents), batch)
+    hidden = trainer.model(batch.tokens, batch.positions, batch.documents)
+    total = trainer.loss_from_hidden(hidden, batch)
+    shape = trainer.env.shape
+    if shape is None or shape.experts is None:
+        return total
+    load = trainer.model.load
+    assert isinstance(load, Tensor)
+    for name, value in load_figures(load.detach()).items():
+        trainer.metrics[name] += value * batch.n_terms
+    if not (shape.experts.balance and torch.is_grad_enabled()):
+        return total
+    return total + shape.experts.balance * batch.n_terms * balance_loss(load, shape.experts.active)
 
 
 def forward_backward(trainer: Trainer, batches: list[Batch], terms: int | Tensor) -> Tensor:

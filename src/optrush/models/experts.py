@@ -1,0 +1,229 @@
+"""Route each token to a few of many feed-forward parts, and multiply each of those by the tokens routed to it.
+
+    route       the published routers: which experts a token takes, and with what weights; in float32
+    Experts     the module that takes the place of a dense feed-forward part
+    grouped_matmul  the product of each group of rows with its own matrix
+
+Rows are sorted by expert, so that each product is one matrix by one run of rows. Sorting and its inverse are
+permutations with exact gradients: no sum depends on the order in which a device adds. The weight of an expert
+multiplies what enters its down product, F values instead of D, which no bias follows.
+
+Isolation. A token's result depends on that token alone: on the CPU every product has a multiple of `TILE` rows, so that
+the number of other tokens at an expert changes no bit of it.
+
+Source: Shazeer et al. 2017 (arXiv:1701.06538); the load-balancing loss is Fedus et al. 2021 (arXiv:2101.03961), as
+transformers computes it over all layers at once.
+Differs from transformers: router logits are float32 where products are narrower, and so are weights and their sums; the
+loss leaves out padding.
+
+Legend: S tokens, N experts, k of a token, F their feed-forward width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from optrush.kernels import compute_dtype, widen
+from optrush.models.shapes import ModelShape
+
+TILE = 16  # rows; with fewer, a library may take another kernel for a product, which rounds differently
+
+# --- the grouped product
+
+
+@torch.library.custom_op("optrush::grouped_matmul", mutates_args=())
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x (rows, C) in groups, weight (N, C, R), ends (N,) int32 of the groups -> (rows, R).
+
+    On CUDA in bfloat16 torch's grouped product, to which `ends` stays on the device. Else one product a group, which
+    reads `ends` on the host.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        out: Tensor = torch._grouped_mm(x, weight, offs=ends)
+        return out
+    return _group_by_group(x, weight, ends)
+
+
+@grouped_matmul.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("optrush::grouped_matmul_weight", mutates_args=())
+def _weight_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """x (rows, C), gradient (rows, R) of the product -> gradient of the weight (N, C, R)."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        out: Tensor = torch._grouped_mm(x.t(), grad, offs=ends)
+        return out
+    found, first = x.new_zeros(len(ends), x.shape[1], grad.shape[1]), 0
+    for group, last in enumerate(ends.tolist()):
+        if last > first:
+            found[group] = x[first:last].t() @ grad[first:last]
+        first = last
+    return found
+
+
+@_weight_gradient.register_fake
+def _(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
+
+
+def _group_by_group(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Compute the reference of `grouped_matmul`: plain products of groups padded to whole tiles."""
+    out, first = x.new_empty(x.shape[0], weight.shape[2]), 0
+    for group, last in enumerate(ends.tolist()):
+        if last > first:
+            padded = F.pad(x[first:last], (0, 0, 0, (first - last) % TILE))
+            out[first:last] = (padded @ weight[group])[: last - first]
+        first = last
+    return out
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, ends = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)  # a frozen weight reads no input
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, ends = ctx.saved_tensors
+    grad = grad.contiguous()
+    d_x = grouped_matmul(grad, weight.mT, ends) if ctx.needs_input_grad[0] else None
+    d_weight = _weight_gradient(x, grad, ends) if ctx.needs_input_grad[1] else None
+    return d_x, d_weight, None
+
+
+grouped_matmul.register_autograd(_gradients, setup_context=_keep)
+
+
+# --- which experts a token takes
+
+
+def route(logits: Tensor, active: int, normalised: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weights (S, k) and numbers (S, k) of each token's experts, and all probabilities (S, N).
+
+    Args:
+        logits: (S, N) float32.
+    """
+    probabilities = torch.softmax(logits, -1)
+    weights, chosen = torch.topk(probabilities, active, dim=-1)
+    if normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen, probabilities
+
+
+class _Scatter(torch.autograd.Function):
+    """Rows of the tokens in the order of their experts: x (S, D) -> (S k, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.k = k
+        return x[order // k]
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return _sums(incoming[0], inverse, ctx.k), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """The sums of the k rows of each token, out of the order of their experts: y (S k, D) -> (S, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return _sums(y, inverse, k)
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return incoming[0][order // ctx.k], None, None, None
+
+
+def _sums(y: Tensor, inverse: Tensor, k: int) -> Tensor:
+    wide = torch.promote_types(y.dtype, torch.float32)
+    return y[inverse].view(-1, k, y.shape[1]).sum(1, dtype=wide).to(y.dtype)
+
+
+def gate_pairs(pairs: Tensor) -> Tensor:
+    """pairs (rows, 2 F), gate and up in turn -> silu(gate) * up (rows, F)."""
+    gate, up = pairs.view(*pairs.shape[:-1], -1, 2).unbind(-1)
+    return F.silu(gate) * up
+
+
+class Experts(nn.Module):
+    """Routed experts: the sum of `down(weight * silu(gate) * up)` over a token's experts.
+
+    Rows of gate and up alternate, as in the dense part. Slots: `activation`, pairs (rows, 2 F) -> (rows, F).
+    """
+
+    def __init__(self, shape: ModelShape, *, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        assert shape.experts is not None
+        self.shape = e = shape.experts
+        at: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.router = nn.Parameter(torch.empty(e.count, shape.width, **at))
+        self.gate_up = nn.Parameter(torch.empty(e.count, 2 * e.ff_width, shape.width, **at))
+        self.down = nn.Parameter(torch.empty(e.count, shape.width, e.ff_width, **at))
+        self.activation: Callable[[Tensor], Tensor] = gate_pairs
+
+    def forward(self, h: Tensor, filled: Tensor | None) -> tuple[Tensor, Tensor]:
+        """h (B, T, D), filled (B, T) bool -> (B, T, D), and over the filled tokens (2, N) float32: how many an expert
+        has, and the sum of its probabilities."""
+        e, x, dtype = self.shape, h.flatten(0, 1), compute_dtype(h)
+        with torch.autocast(h.device.type, enabled=False):
+            logits = F.linear(widen(x), widen(self.router))
+            weights, chosen, probabilities = route(logits, e.active, e.normalised)
+            flat = chosen.flatten()
+            ordered, order = torch.sort(flat, stable=True)
+            inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+            numbers = torch.arange(e.count, device=order.device)
+            ends = torch.searchsorted(ordered, numbers, right=True).int()
+            rows: Tensor = _Scatter.apply(x.to(dtype), order, inverse, e.active)  # type: ignore[no-untyped-call]
+            product = self.activation(grouped_matmul(rows, self.gate_up.to(dtype).mT, ends))
+            product = (product * weights.flatten()[order][:, None]).to(dtype)
+            y = grouped_matmul(product, self.down.to(dtype).mT, ends)
+            out: Tensor = _Gather.apply(y, order, inverse, e.active)  # type: ignore[no-untyped-call]
+            # A part of the graph that no backward pass goes through would keep what recomputation made for it.
+            probabilities = probabilities if e.balance else probabilities.detach()
+            return out.view(h.shape), _load(chosen, probabilities, filled)
+
+
+def _load(chosen: Tensor, probabilities: Tensor, filled: Tensor | None) -> Tensor:
+    """Return (2, N) float32 over the filled tokens: the number of tokens at each expert, its sum of probabilities."""
+    S, k = chosen.shape
+    here = probabilities.new_ones(S) if filled is None else filled.flatten().to(probabilities.dtype)
+    counts = probabilities.new_zeros(probabilities.shape[1])
+    counts = counts.scatter_add(0, chosen.flatten(), here[:, None].expand(S, k).flatten())
+    return torch.stack((counts, here @ probabilities))
+
+
+# --- balance
+
+
+def balance_loss(load: Tensor, active: int) -> Tensor:
+    """Return the load-balancing loss () of the loads (L, 2, N) of all layers: k where all experts are alike.
+
+    N times the sum over experts of the share of tokens that an expert has and its mean probability.
+    """
+    counts, probabilities = load.sum(0).unbind()
+    tokens = (counts.sum() / active).clamp_min(1.0)  # of all layers
+    return load.shape[2] * (counts * probabilities).sum() / tokens.square()
+
+
+LOAD_FIGURES = ("expert_busiest", "expert_entropy")  # names of metrics.jsonl
+
+
+def load_figures(load: Tensor) -> dict[str, Tensor]:
+    """Return metrics of the loads (L, 2, N), means over the layers: the share of the busiest expert, and the entropy of
+    the shares as a part of the largest (1: all experts have as many tokens)."""
+    shares = load[:, 0] / load[:, 0].sum(-1, keepdim=True).clamp_min(1.0)
+    entropy = torch.special.entr(shares).sum(-1).mean() / math.log(max(2, load.shape[2]))
+    return dict(zip(LOAD_FIGURES, (shares.amax(-1).mean(), entropy), strict=True))

@@ -1,0 +1,314 @@
+"""Experts of our own decoder against transformers': routing at its edges, balance, files, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from optrush import export
+from optrush.errors import ConfigError, NeedsError
+from optrush.models.experts import TILE, balance_loss, grouped_matmul, load_figures
+from optrush.models.hf import load
+from optrush.models.shapes import ModelShape
+from optrush.peft import io
+from optrush.resolve import resolve
+
+from golden import make_golden
+from isolation import alone, disturbed
+from parity_models import EXPERTS, compare_step, materialise, packed, reference, save
+from trials import assembled, first_gradients, golden_run, metrics, micro, steps
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks
+
+MOE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def opened(theirs: Any, folder: Path, stacked: bool = False) -> tuple[Any, Any, dict[str, Any]]:
+    """Ours from what transformers writes; stacked: from a folder with one tensor of all experts."""
+    hf = save(theirs, folder)
+    if stacked:
+        save_file({name: t.clone() for name, t in theirs.state_dict().items()}, folder / "model.safetensors")
+    ours, recipe = load(folder, hf, None, torch.float32, 0)
+    return materialise(ours, recipe), recipe, hf
+
+
+# --- products and routing
+
+
+def test_grouped_products() -> None:
+    """Groups of no row, one, and more than a tile; values and both gradients."""
+    ends = torch.tensor([0, 1, 1, TILE + 8, TILE + 8 + TILE], dtype=torch.int32)
+    x = torch.randn(int(ends[-1]), 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 6, 4, dtype=torch.float64, requires_grad=True)
+    group = torch.searchsorted(ends, torch.arange(len(x)), right=True)
+    want = torch.einsum("sc,scr->sr", x, weight[group])
+    torch.testing.assert_close(grouped_matmul(x, weight, ends), want)
+    assert torch.autograd.gradcheck(lambda x, w: grouped_matmul(x, w, ends), (x, weight), fast_mode=True)
+    one = grouped_matmul(x.float(), weight.float(), ends)
+    for first, last in ((0, 1), (1, 3), (2, 20)):  # a row's result is that of the row, whatever others there are
+        part = torch.stack([(group[first:last] < n).sum() for n in range(1, 6)]).int()
+        assert torch.equal(grouped_matmul(x[first:last].float(), weight.float(), part), one[first:last])
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("case", ["ties", "one", "none", "scattered"])
+def test_routing_at_its_edges(name: str, case: str, tmp_path: Path) -> None:
+    """All experts equally probable; all tokens at the same ones; one expert that nobody takes; large logits."""
+    theirs = reference(EXPERTS[name])
+    for block in theirs.model.layers:
+        if (gate := getattr(block.mlp, "gate", None)) is None:
+            continue
+        with torch.no_grad():
+            if case == "ties":
+                gate.weight.zero_()
+            elif case == "scattered":
+                gate.weight.mul_(10)
+    if case in ("one", "none"):  # by the first value of the stream, which is large and the same for all tokens
+        with torch.no_grad():
+            theirs.model.embed_tokens.weight[:, 0] = 40.0
+            for block in theirs.model.layers:
+                block.self_attn.o_proj.weight[0] = 0.0
+                block.post_attention_layernorm.weight[0] = 1.0
+                if hasattr(block.mlp, "gate"):
+                    block.mlp.gate.weight[:, 0] = 0.0
+                    block.mlp.gate.weight[1 if case == "none" else [2, 4, 6], 0] = -9.0 if case == "none" else 9.0
+                    block.mlp.experts.down_proj.data[:, 0] = 0.0
+                else:
+                    block.mlp.down_proj.weight[0] = 0.0
+    ours, recipe, _ = opened(theirs, tmp_path)
+    batch = packed([[5, 7, 3], [19, 1]], 20, 61)
+    ours(batch.tokens, batch.positions, batch.documents)
+    counts = ours.load[:, 0]
+    k = EXPERTS[name]["num_experts_per_tok"]
+    assert (counts.sum(-1) == 35 * k).all(), "padding is not counted"
+    if case == "none":
+        assert (counts[:, 1] == 0).all()
+    if case == "one":
+        assert (counts[:, [2, 4, 6]].sum(-1) == 35 * min(k, 3)).all()
+    compare_step(ours, recipe, theirs, padding=True, every=False)
+
+
+def test_experts_that_a_token_cannot_have() -> None:
+    with pytest.raises(ConfigError, match="num_experts_per_tok 9"):
+        ModelShape.read({**EXPERTS["mixtral"], "num_experts_per_tok": 9})
+    for key, value in (("clip_qkv", 8.0), ("router_jitter_noise", 0.1)):
+        with pytest.raises(NeedsError, match=key):
+            ModelShape.read({**EXPERTS["olmoe"], key: value})
+
+
+# --- balance
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_balance_is_transformers_own(name: str, tmp_path: Path) -> None:
+    """The loss over all layers and its gradient, of rows without padding and of one with."""
+    theirs = reference({**EXPERTS[name], "output_router_logits": True})
+    ours, _, hf = opened(theirs, tmp_path)
+    shape = ModelShape.read(hf).experts
+    assert shape is not None and shape.balance == theirs.config.router_aux_loss_coef > 0
+    assert ModelShape.read({**hf, "output_router_logits": False}).experts.balance == 0
+    for lengths in ([[12], [12]], [[12], [7]]):
+        batch = packed(lengths, 12, 61)
+        out = theirs(input_ids=batch.tokens, attention_mask=batch.documents.filled.long(), use_cache=False)
+        ours(batch.tokens, batch.positions, batch.documents)
+        mine = balance_loss(ours.load, shape.active)
+        torch.testing.assert_close(mine, out.aux_loss, rtol=1e-6, atol=0)
+        theirs.zero_grad()
+        ours.zero_grad()
+        out.aux_loss.backward()
+        mine.backward()
+        want = theirs.model.layers[0].mlp.gate.weight.grad
+        torch.testing.assert_close(ours.blocks["0"].experts.router.grad, want, rtol=1e-4, atol=1e-6)
+        assert want.abs().max() > 1e-4
+
+
+def test_figures_of_a_load() -> None:
+    even, one = torch.full((4,), 5.0), torch.tensor([0.0, 20.0, 0.0, 0.0])
+    busiest, entropy = load_figures(torch.stack([torch.stack((c, c)) for c in (even, one)])).values()
+    assert (busiest.item(), entropy.item()) == pytest.approx(((0.25 + 1.0) / 2, (1.0 + 0.0) / 2))
+
+
+# --- files
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_an_export_has_the_layout_of_its_base(name: str, stacked: bool, tmp_path: Path) -> None:
+    theirs = reference(EXPERTS[name])
+    ours, recipe, hf = opened(theirs, tmp_path / "base", stacked)
+    named = ((n, p.data) for n, p in ours.named_parameters())
+    export.export_weights(tmp_path / "out", named, recipe, hf)
+    base, out = (load_file(tmp_path / folder / "model.safetensors") for folder in ("base", "out"))
+    assert any(".experts.0." in key for key in base) != stacked
+    assert base.keys() == out.keys() and all(torch.equal(base[key], out[key]) for key in base)
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("base", "out"))
+    ids = torch.arange(12)[None]
+    assert torch.equal(one(ids).logits, two(ids).logits)
+
+
+def test_draws_of_a_shape_are_those_of_transformers_layout() -> None:
+    hf = {**EXPERTS["mixtral"], "architectures": ["MixtralForCausalLM"]}
+    model, recipe = load(None, hf, "native", torch.float32, 3)
+    materialise(model, recipe)
+    gate_up = model.blocks["0"].experts.gate_up
+    assert gate_up.std().item() == pytest.approx(0.02, rel=0.1)
+    ((name, stacked),) = recipe.split("blocks.0.experts.gate_up", gate_up.data)
+    assert name == "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(stacked[:, :40], gate_up[:, ::2]) and torch.equal(stacked[:, 40:], gate_up[:, 1::2])
+    local = torch.empty(2, 3, 4)
+    recipe.fill("blocks.0.experts.gate_up", local, (5, 2, 1))
+    assert torch.equal(local, gate_up[5:7, 2:5, 1:5])
+
+
+# --- whole runs
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the golden tests', whose `untied` has experts, and `balanced` their loss of balance too."""
+    made = tmp_path_factory.mktemp("moe")
+    make_golden.write_model(made / "untied", False, **MOE)
+    shutil.copytree(made / "untied", made / "balanced")
+    config = json.loads((made / "balanced" / "config.json").read_text())
+    text = json.dumps({**config, "output_router_logits": True, "router_aux_loss_coef": 0.5})
+    (made / "balanced" / "config.json").write_text(text)
+    make_golden.write_documents(made / "text.jsonl", False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def golden(moe: Path) -> dict[str, list[float]]:
+    return make_golden.golden(moe / "untied", moe / "text.jsonl", False)
+
+
+WAYS: list[dict[str, Any]] = [
+    {}, {"attention": {}}, {"fused_kernels": {}}, {"recompute": {}}, {"selective_recompute": {"ops": "attention"}},
+    {"fused_adamw": {}, "fused_loss": {"chunk": 5}},
+]  # fmt: skip
+
+
+def agrees(lines: list[dict[str, Any]], golden: dict[str, list[float]]) -> None:
+    lines = [line for line in lines if "loss" in line]
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in lines] == pytest.approx(golden[key], rel=1e-5)
+    assert all(1 / 6 < line["expert_busiest"] < 0.6 and 0.5 < line["expert_entropy"] < 1 for line in lines)
+
+
+@pytest.mark.parametrize("with_", WAYS, ids=str)
+def test_a_run_is_the_one_of_transformers(moe: Path, golden: dict[str, list[float]], with_: dict[str, Any]) -> None:
+    agrees(metrics(golden_run(moe, packed="attention" not in with_, **with_)), golden)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+def test_a_compiled_run(moe: Path, golden: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more))
+    torch._dynamo.reset()
+    agrees(metrics(golden_run(moe, packed=True, compile={})), golden)
+    torch._dynamo.reset()
+
+
+def on_ranks(moe: Path, with_: dict[str, Any]) -> list[dict[str, Any]]:
+    return metrics(golden_run(moe, packed=True, **with_))
+
+
+@pytest.mark.parametrize("with_", [{"ddp": {}}, {"fsdp": {}}], ids=str)
+def test_two_ranks(moe: Path, golden: dict[str, list[float]], pair: Any, with_: dict[str, Any]) -> None:
+    agrees(pair(on_ranks, moe, with_)[0], golden)
+
+
+def test_documents_do_not_see_each_other(moe: Path) -> None:
+    trainer = assembled(golden_run(moe, rows=4, packed=True))
+    batch = micro(trainer)
+    assert alone(trainer, batch) <= 1e-5
+    before, after, _ = disturbed(trainer, batch)
+    assert torch.equal(before, after)
+
+
+def test_the_loss_has_the_balance(moe: Path) -> None:
+    """As many times as transformers adds it to a batch's mean; not in an evaluation."""
+    plain, balanced = (
+        assembled(golden_run(moe, rows=8, packed=True, sets=[f"model.path={moe / name}"]))
+        for name in ("untied", "balanced")
+    )
+    batch = micro(balanced)
+    extra = (balanced.loss(batch) - plain.loss(batch)) / batch.n_terms
+    torch.testing.assert_close(extra, 0.5 * balance_loss(balanced.model.load, 2), rtol=1e-4, atol=0)
+    with torch.no_grad():
+        assert torch.equal(balanced.loss(batch), plain.loss(batch))
+    assert first_gradients(balanced)[0] > first_gradients(plain)[0]
+
+
+def test_a_stopped_run_goes_on_to_the_bit(moe: Path, tmp_path: Path) -> None:
+    from optrush.trainer.checkpoint import find_checkpoints
+    from optrush.trainer.run import RunRequest, run
+
+    finals = []
+    for stop in (None, 3):
+        config = golden_run(moe, packed=True, sets=[f"output={tmp_path / str(stop)}", "train.save_every=3"])
+        prepared = resolve(config)
+        if stop is not None:
+            assert run(RunRequest(prepared)).code == 0
+            newest = sorted(find_checkpoints(Path(config.output)))
+            for checkpoint in newest[1:]:
+                shutil.rmtree(checkpoint.folder if hasattr(checkpoint, "folder") else checkpoint)
+            shutil.rmtree(Path(config.output) / "model")
+        assert run(RunRequest(prepared, resume="auto" if stop else None)).code == 0
+        finals.append(load_file(Path(config.output) / "model" / "model.safetensors"))
+    assert all(torch.equal(finals[0][name], finals[1][name]) for name in finals[0])
+
+
+# --- adapters
+
+
+def test_adapters_of_the_attention(moe: Path, tmp_path: Path) -> None:
+    """Trained, written in PEFT's format, and loaded there onto the base: the same logits."""
+    config = golden_run(moe, packed=True, lora={"rank": 2})
+    trainer = assembled(config)
+    list(steps(trainer, 2))
+    assert {t.name.split(".")[2] for t in trainer.trained} == {"qkv", "o"}
+    assert any("experts" in note for note in trainer.notes)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    values = export.trained_parameters(trainer)
+    io.save_adapter(folder, trainer.model, trainer.weight_map, values, str(moe / "untied"))
+    adapted = load_file(folder / "adapter_model.safetensors")
+    assert not any("expert" in key for key in adapted)
+    base = AutoModelForCausalLM.from_pretrained(moe / "untied", dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, folder).eval()
+    batch = packed([[12]], 12, 61, single=True)
+    hidden = trainer.model(batch.tokens, batch.positions, batch.documents)
+    with torch.no_grad():
+        want = theirs(input_ids=batch.tokens, use_cache=False).logits
+    torch.testing.assert_close(trainer.model.head.logits(hidden), want, rtol=1e-5, atol=1e-5)
+    full = 6 * trainer.env.shape.matrix_parameters
+    assert trainer.model.frozen_flops > 0.3 * full, "frozen experts have no gradient"
+
+
+@pytest.mark.parametrize(
+    ("with_", "found"),
+    [
+        ({"lora": {"targets": "mlp"}}, "gate_proj is a matrix of every expert"),
+        ({"lora": {"targets": ("q_proj", "down_proj")}}, "down_proj is a matrix of every expert"),
+        ({"lora": {}, "nf4": {}}, "`nf4`"),
+        ({"lora": {}, "int8": {}}, "`int8`"),
+        ({"ia3": {}}, "`ia3`"),
+        ({"fp8": {}}, "`fp8`"),
+        ({"muon": {}}, "`muon`"),
+        ({"apollo": {}}, "`apollo`"),
+        ({"fused_kernels": {"mlp": "quack"}}, "mlp=quack"),
+        ({"selective_recompute": {}}, "selective-recompute"),
+    ],
+    ids=str,
+)
+def test_what_experts_do_not_have_is_refused(moe: Path, with_: dict[str, Any], found: str) -> None:
+    with pytest.raises(NeedsError, match=found):
+        resolve(golden_run(moe, packed=True, **with_))
