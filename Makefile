@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
+READERS ?= $(VENV)-readers
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test lint faults clean
+.PHONY: demo test lint faults readers clean
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/demo.py demo
@@ -25,6 +26,17 @@ lint: $(VENV)/.dev
 
 faults: $(VENV)/.dev  # about an hour; benchmarks/faults/run.py R7 tries one
 	$(BIN)/python benchmarks/faults/run.py --write
+
+readers: $(VENV)/.base $(READERS)/.installed  # what is exported, read by transformers 4.57 and llama.cpp's converter
+	$(BIN)/python benchmarks/readers/run.py $(READERS)/bin/python
+
+# torch and numpy are those of $(VENV); the rest, which must be older, comes before them on the path
+$(READERS)/.installed: benchmarks/readers/requirements.txt $(VENV)/.base
+	$(PYTHON) -m venv $(READERS)
+	$(READERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$($(READERS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth
+	touch $@
 
 $(VENV)/.base: pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
