@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from meshes import MeshCase, follows, prove, saved, train
@@ -10,7 +13,7 @@ from optrush.errors import NeedsError
 from optrush.resolve import resolve
 from optrush.techniques import ALL
 
-from trials import apart, assembled, first_gradients, furthest, golden_run
+from trials import apart, assembled, first_gradients, furthest, golden_run, published
 
 TP = {"tensor": {}}
 WHOLE = {"tensor": {"sequence": False}}
@@ -48,6 +51,22 @@ def test_in_sixteen_bits_it_is_as_near(box, pair, quad, reference, with_):
     many = 4 if "fsdp" in with_ else 2
     case = MeshCase(many, TP | {"selective-recompute": {"ops": "attention"}} | with_, base=base, close=0.1)
     prove(box, quad if many == 4 else pair, case, reference)
+
+
+def traced(box, case):
+    """The first step compiled, by a compiler that makes the graphs and writes no code for them."""
+    real = torch.compile
+    with mock.patch("torch.compile", lambda f, options=None, **more: real(f, backend="aot_eager", **more)):
+        job = assembled(golden_run(box, rows=case.rows, packed=True, **case.with_))
+        return published(job)[1]
+
+
+def test_compiled_blocks_leave_the_embedding_its_gradient(box, quad, reference):
+    """A collective's result that is still on its way would lose the hooks of sharding: a gradient of exactly 0."""
+    case = MeshCase(4, TP | {"fsdp": {}, "compile": {}})
+    want = reference("untied")[1]
+    for grads in quad(traced, box, case):
+        assert furthest(grads, want) < 1e-5
 
 
 # What a rank holds.
