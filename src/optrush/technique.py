@@ -206,6 +206,11 @@ class Environment:
         return self.data_ranks * self.axes.get("cp", 1)
 
     @property
+    def slots(self) -> int:
+        """Return the tokens of a micro-batch that one rank computes."""
+        return self.micro_rows * self.seq // self.axes.get("cp", 1)
+
+    @property
     def alone(self) -> str:
         """Return what a technique for several data ranks finds where there is one."""
         return "one rank" if self.ranks == 1 else f"one group of {self.ranks} ranks (mesh: {mesh_text(self.axes)})"

@@ -30,6 +30,7 @@ SHARED = [t.name for t in ALL if RANK_PARTS & t.claims]
 BESIDE: dict[str, dict] = {
     "nf4": {"lora": {}},
     "int8": {"lora": {}},
+    "context": {"ddp": {}},
 }  # what a technique cannot be without
 OTHERS = (
     {"amp": {"dtype": "fp16"}},

@@ -217,11 +217,49 @@ def _isolated(
     inner: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, visible: Tensor
 ) -> Tensor:
     """Run `inner` on finite values only; set outputs that read a value that is not finite to NaN."""
-    bad = ~(_finite(q) & _finite(k) & _finite(v))  # (B, T)
+    first = k.shape[1] - q.shape[1]  # the queries are those of the last keys
+    bad = ~(_finite(k) & _finite(v)) | F.pad(~_finite(q), (first, 0))  # of every key, (B, T)
     hole = bad[:, :, None, None]
-    out = inner(q.masked_fill(hole, 0), k.masked_fill(hole, 0), v.masked_fill(hole, 0), visible)
-    tainted = (visible & bad[:, None, :]).any(-1)  # (B, T)
+    out = inner(q.masked_fill(hole[:, first:], 0), k.masked_fill(hole, 0), v.masked_fill(hole, 0), visible)
+    tainted = (visible & bad[:, None, :]).any(-1)  # of every query
     return out.masked_fill(tainted[:, :, None, None], float("nan"))
+
+
+# --- Of some queries of each row: (q (B, t, H, E), k (B, s, K, E), v, documents of the whole rows) -> (B, t, H, E).
+#
+# The queries are the last t of the row's first s tokens.
+
+AttendFrom = Attend
+
+
+def visible_from(q: Tensor, k: Tensor, documents: Documents) -> Tensor:
+    """Return (B, t, s) bool, as `visible_tokens` of those queries and keys."""
+    s, first = k.shape[1], k.shape[1] - q.shape[1]
+    ids = documents.ids
+    return (ids[:, first:s, None] == ids[:, None, :s]).tril(first)
+
+
+def masked_from(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Compute `masked` of some queries."""
+    return _isolated(_masked, q, k, v, visible_from(q, k, documents))
+
+
+def sdpa_from(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Compute `sdpa` of some queries, always with a mask."""
+    return _isolated(_sdpa, q, k, v, visible_from(q, k, documents))
+
+
+def varlen_from(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Compute `varlen` of some queries; raises as it."""
+    _demand_cuda("variable-length attention", q)
+    from optrush.kernels.attention_varlen import GROUPS, attend_from
+
+    if not GROUPS:
+        k, v = repeat_heads(k, q.shape[2]), repeat_heads(v, q.shape[2])
+    return attend_from(q, k, v, documents)
+
+
+FROM: dict[str, AttendFrom] = {"masked": masked_from, "sdpa": sdpa_from, "varlen": varlen_from}
 
 
 def _finite(x: Tensor) -> Tensor:

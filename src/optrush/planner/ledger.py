@@ -78,6 +78,15 @@ class Line:
     gathered: int = 0  # parts that are whole along "dp" at a time, of a line that is cut
     gathered_in: tuple[str, ...] = ()  # beginnings of the phases in which they are; none: all but the update
 
+    @property
+    def by_token(self) -> bool:
+        return self.per_token
+
+    @property
+    def bend(self) -> float:
+        """Return the tokens of a micro-batch, of all ranks that share it, from which on the line grows no more."""
+        return self.most_tokens * math.prod(self.cut.values())
+
 
 @dataclass(frozen=True)
 class WorkItem:
@@ -100,6 +109,10 @@ class WorkItem:
     gone: bool = False
     times: float = 1.0
 
+    @property
+    def by_token(self) -> bool:
+        return self.per == "token"
+
 
 Entry = Line | WorkItem
 Kind = enum.IntEnum("Kind", "ADD RETYPE FREEZE CUT LIVE")  # of rules, in the order in which they are applied
@@ -116,6 +129,7 @@ class Rule:
     bytes_per_value: Mapping[Role, float] = field(default_factory=dict)
     changes: Mapping[str, Any] = field(default_factory=dict)
     fusable: bool = False  # of what matches, only what is fusable
+    by_token: bool = False  # of what matches, only what is counted by tokens
 
 
 def add(*entries: Entry) -> Rule:
@@ -138,19 +152,23 @@ def freeze_rule(match: str, reason: str) -> Rule:
     return Rule(Kind.FREEZE, reason, match)
 
 
-def cut(match: str, axis: str, ranks: int, reason: str, gathered: int = 0, during: tuple[str, ...] = ()) -> Rule:
+def cut(
+    match: str, axis: str, ranks: int, reason: str, gathered: int = 0, during: tuple[str, ...] = (), *,
+    by_token: bool = False,
+) -> Rule:  # fmt: skip
     """Divide what matches over the ranks of an axis; of its `blocks` parts, `gathered` are whole along dp at once.
 
     Args:
         during: beginnings of the phases in which they are whole; none: all but the update.
     """
-    return Rule(Kind.CUT, reason, match, changes={"cut": {axis: ranks}, "gathered": gathered, "gathered_in": during})
+    changes = {"cut": {axis: ranks}, "gathered": gathered, "gathered_in": during}
+    return Rule(Kind.CUT, reason, match, changes=changes, by_token=by_token)
 
 
-def live(match: str, reason: str, *, fusable: bool = False, **changes: Any) -> Rule:
+def live(match: str, reason: str, *, fusable: bool = False, by_token: bool = False, **changes: Any) -> Rule:
     """Change fields of what matches, combined with their old values by `_EDITS`."""
     assert changes.keys() <= _EDITS.keys() - {"cut", "gathered", "gathered_in"}, changes
-    return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable)
+    return Rule(Kind.LIVE, reason, match, changes=changes, fusable=fusable, by_token=by_token)
 
 
 # How the old value of a field and a rule's are combined. Rules of one kind commute, so that their order never matters.
@@ -191,7 +209,7 @@ class Ledger:
                 elif line.most_tokens == math.inf:
                     each += share
                 else:
-                    chunks[line.most_tokens] = chunks.get(line.most_tokens, 0.0) + share
+                    chunks[line.bend] = chunks.get(line.bend, 0.0) + share
             forms[phase] = (once, each, chunks)
         return forms
 
@@ -241,6 +259,8 @@ def _matches(rule: Rule, entry: Entry) -> bool:
     if rule.kind is Kind.FREEZE:
         return _named(entry.name, f"gradients.{rule.match}") or _named(entry.name, f"states.{rule.match}")
     if rule.kind is Kind.CUT and not isinstance(entry, Line):
+        return False
+    if rule.by_token and not entry.by_token:
         return False
     return (entry.fusable or not rule.fusable) and _named(entry.name, rule.match)
 
@@ -307,7 +327,7 @@ def largest(ledger: Ledger, room: float, unit: int) -> int:
 
     In each phase the bytes are linear in the tokens, with a bend where a chunk is full, so that this is solved exactly.
     """
-    bends = sorted({line.most_tokens for line in ledger.lines if math.isfinite(line.most_tokens)})
+    bends = sorted({line.bend for line in ledger.lines if math.isfinite(line.bend)})
     tokens = min(_solved(ledger, room, phase, [0.0, *bends]) for phase in PHASES)
     return int(tokens // unit) * unit
 
@@ -328,7 +348,7 @@ def _bytes(ledger: Ledger, tokens: float, phase: str) -> float:
 
 def line_bytes(ledger: Ledger, line: Line, tokens: float = 0.0) -> float:
     """Return the bytes of a line while all of it is in memory, without what is gathered."""
-    count = min(tokens, line.most_tokens) if line.per_token else 1.0
+    count = min(tokens, line.bend) if line.per_token else 1.0
     return ledger.width(line) * line.values * count / math.prod(line.cut.values())
 
 

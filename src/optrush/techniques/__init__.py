@@ -10,6 +10,7 @@ from optrush.techniques.apollo import Apollo
 from optrush.techniques.attention import Attention
 from optrush.techniques.bf16 import Bf16
 from optrush.techniques.compile import Compile
+from optrush.techniques.context import Context
 from optrush.techniques.cuda_graphs import CudaGraphs
 from optrush.techniques.ddp import Ddp
 from optrush.techniques.fp8 import Fp8
@@ -67,6 +68,7 @@ ALL: tuple[type[Technique], ...] = (
     TensorParallel,
     Ddp,
     Fsdp,
+    Context,
     MicroBatch,
     MemoryCap,
 )

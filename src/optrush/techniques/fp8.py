@@ -55,7 +55,7 @@ class Fp8(Technique):
         asked, compiled = "`fp8` is fast where its rounding is fused", Part.COMPILED in env.claimed
         found = "nobody compiles: each operand would be read and written several times more to be rounded"
         yield Requirement(compiled, asked, found, "add --with compile")
-        slots, do = env.micro_rows * env.seq, f"take a batch.seq that is a multiple of {MULTIPLE}"
+        slots, do = env.slots, f"take a batch.seq that is a multiple of {MULTIPLE * env.axes.get('cp', 1)}"
         yield Requirement(slots % MULTIPLE == 0, f"`fp8` sums over multiples of {MULTIPLE} slots", f"{slots} slots", do)
 
     def predict(self, env: Environment) -> Iterator[Rule]:

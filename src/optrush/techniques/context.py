@@ -1,0 +1,194 @@
+"""Context parallelism: ranks share the tokens of a row, so that longer rows fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from optrush.planner.ledger import Line, Role, Rule, WorkItem, add, cut, live
+from optrush.technique import Environment, Numerics, Part, Requirement, Technique
+
+if TYPE_CHECKING:
+    from optrush.data.batch import Batch
+    from optrush.trainer.trainer import Trainer
+
+FROM = ("masked", "sdpa", "varlen")  # kernels that know where some queries of a row begin (kernels/attention.py)
+MULTIPLE = 8  # of the head width that flash attention takes
+
+
+@dataclass(frozen=True)
+class Context(Technique):
+    """Cuts every micro-batch's rows where the model is entered; attention alone exchanges anything.
+
+    ulysses: exchanges tokens for heads around the attention kernel, which sees whole rows of fewer heads.
+    gather: gathers keys and values of whole rows, with a kernel that knows where its queries begin.
+    ring: passes keys and values from rank to rank, for rows of one document; nothing is whole on any rank.
+
+    Source: Jacobs et al., https://arxiv.org/abs/2309.14509 (ulysses); Llama 3, https://arxiv.org/abs/2407.21783
+        (gather); Liu et al., https://arxiv.org/abs/2310.01889 (ring)
+    Memory: all that grows with the tokens / n; gather: keys and values of whole rows besides, 2*K*E a token and block.
+    Work: / n. Over the link, for each of a rank's tokens and each block, forward and again backward: ulysses
+        2*(H+K)*E*(n-1)/n values, gather 2*K*E*(n-1), ring as much, and its gradients in float32.
+    Differs from the source: documents of packed rows are isolated; under gather and ring a rank has a chunk from each
+        end of a row, so that causal work is even; ring needs no masks. Weights are shared by ddp or fsdp, over these
+        ranks too.
+    """
+
+    size: Annotated[int, Field(ge=2)] = 2
+    kind: Literal["ulysses", "gather", "ring"] = "ulysses"
+
+    name = "context"
+    summary = "context parallelism: ranks share the tokens of a row (ulysses, gathered keys, ring)"
+    source = "https://arxiv.org/abs/2309.14509"
+    numerics = Numerics.SAME_MATHS
+    verified_on = ("cpu",)
+    claims = frozenset({Part.CP})
+    searched = False  # for rows that do not fit otherwise
+
+    def axes(self) -> dict[str, int]:
+        return {"cp": self.size}
+
+    def needs(self, env: Environment) -> Iterator[Requirement]:
+        n, each = self.size, self.size if self.kind == "ulysses" else 2 * self.size
+        yield env.needs_mesh(self.name, f"`context: size: {n}` shares the tokens of a row")
+        found, do = f"`batch.seq: {env.seq}`", f"take a multiple of {each}"
+        yield Requirement(env.seq % each == 0, f"`context` cuts rows into {each} equal chunks", found, do)
+        found, do = (
+            "the model runs through transformers, whose attention sees a rank's tokens alone",
+            "take another model",
+        )
+        yield Requirement(env.native, "`context` exchanges heads or keys in our own decoder", found, do)
+        routed = env.shape is not None and env.shape.experts is not None
+        asked = "`context` shares the tokens of blocks without experts"
+        yield Requirement(not routed, asked, "experts, whose load is counted over whole rows", "leave context out")
+        found = "pairs, whose losses are of whole documents"
+        yield Requirement(env.dpo is None, "`context` sums losses token by token", found, "leave context out")
+        fixed = Part.ROW_WIDTH not in env.claimed or Part.COMPILED in env.claimed
+        found, do = "a technique that gives each micro-batch its own width", "take packing in its place"
+        yield Requirement(fixed, "`context` cuts rows of one width", found, do)
+        yield from {"ulysses": self._ulysses, "gather": self._gather, "ring": self._ring}[self.kind](env)
+
+    def _ulysses(self, env: Environment) -> Iterator[Requirement]:
+        if env.shape is None:
+            return
+        tp, n = env.axes.get("tp", 1), self.size
+        heads, keys = env.shape.heads // tp, env.shape.kv_heads // tp
+        met = heads % n == 0 and (keys % n == 0 or n % keys == 0)
+        found = f"{heads} query heads, {keys} of keys and values" + (f", on each of {tp} ranks" if tp > 1 else "")
+        asked = f"`context: size: {n}` gives each rank its heads"
+        yield Requirement(met, asked, found, "take a size that divides them, or kind: gather")
+
+    def _gather(self, env: Environment) -> Iterator[Requirement]:
+        asked, found = (
+            "`context:kind=gather` attends from some queries of a row",
+            f"attention:impl={env.spec.attention}",
+        )
+        do = f"take one of {', '.join(FROM)}, or kind=ulysses"
+        yield Requirement(env.spec.attention in FROM, asked, found, do)
+
+    def _ring(self, env: Environment) -> Iterator[Requirement]:
+        asked = "`context:kind=ring`"
+        met, found = Part.PACKED_ROWS not in env.claimed, "a technique puts several documents into a row"
+        yield Requirement(met, f"{asked} needs rows of one document", found, "take kind=gather or ulysses")
+        met, found = Part.ATTENTION not in env.claimed, "a technique that chooses another kernel"
+        yield Requirement(met, f"{asked} computes attention itself", found, "leave attention out, or take kind=ulysses")
+        met, found = Part.COMPILED not in env.claimed, "a technique that compiles a block as one graph"
+        yield Requirement(met, f"{asked} sends and receives inside of a block", found, "take kind=ulysses or gather")
+        if env.device.kind == "cuda":
+            yield env.needs_half(f"{asked} needs products in bf16 or fp16", "take kind=ulysses")
+        width = env.shape.head_width if env.shape is not None else 0
+        do = "take kind=ulysses or gather"
+        yield Requirement(width % MULTIPLE == 0, f"{asked} needs heads of a multiple of {MULTIPLE}", f"{width}", do)
+
+    def predict(self, env: Environment) -> Iterator[Rule]:
+        """Yield shares of all that grows with the tokens, what is whole besides, and what the link carries.
+
+        Values are for each token of all n ranks, of which one rank has the n-th part.
+        """
+        n = self.size
+        why = f"a rank has 1/{n} of the tokens"
+        yield cut("*", "cp", n, why, by_token=True)
+        yield live("*", why, by_token=True, times=1 / n)
+        if env.shape is None:
+            return
+        s = env.shape
+        q, kv = s.heads * s.head_width, s.kv_heads * s.head_width
+        if self.kind == "ulysses":
+            keys = max(kv, n * s.head_width)
+            each = 2 * (q + keys)
+            yield add(
+                Line("exchange", "heads sent and received, 2 (2 H + 2 K) E", 2 * each, "product", "backward", True)
+            )
+            if keys > kv:
+                why, values = "keys and values repeated for more ranks, 2 (n - K) E", 2 * (keys - kv) * env.blocks
+                yield add(Line("saved.repeated", why, values, "product", "saved", True, env.blocks))
+            yield from _exchange(env, "heads to other ranks, and back", each * (n - 1) / n)
+        elif self.kind == "gather":
+            yield from self._whole_rows(env, q, kv)
+            yield from _exchange(env, "keys and values of the other ranks", 2 * kv * (n - 1))
+        else:
+            older = env.device.capability >= (9, 0)
+            yield live("*.scores*.held", "the kernel keeps no scores", gone=True)
+            yield live("*.scores*.moved", "scores stay on the chip", gone=True)
+            yield live("saved.spread", "heads are repeated while they are read", gone=True)
+            why, unit = "the half behind the diagonal is skipped", "flash2" if older else "attention"
+            yield live("*.scores", why, times=0.5, unit=unit)
+            why = "keys and values here and under way, and their gradients, 8 K E"
+            yield add(Line("ring", why, 8 * kv, "wide", "backward", True))
+            yield from _exchange(env, "keys and values to the next rank", 2 * kv * (n - 1))
+            why = "and their gradients, home again"
+            yield add(_link("backward.exchange.gradients", why, 2 * kv * n * env.blocks, "wide"))
+
+    def _whole_rows(self, env: Environment, q: int, kv: int) -> Iterator[Rule]:
+        n, L = self.size, env.blocks
+
+        def saved(name: str, why: str, values: float) -> Rule:
+            return add(Line(f"saved.{name}", why, values * L, "product", "saved", True, L))
+
+        yield saved("whole keys", "keys and values of the other ranks, 2 K E (n - 1)", 2 * kv * (n - 1))
+        if env.spec.attention in ("masked", "sdpa") and q > kv:
+            why = "and repeated for each query head, 2 (H - K) E (n - 1)"
+            yield saved("whole spread", why, 2 * (q - kv) * (n - 1))
+        if env.spec.attention == "sdpa" and Part.PACKED_ROWS not in env.claimed:
+            yield saved("whole mask", "the mask of a rank's queries, T a slot", env.seq)
+
+    def split(self, trainer: Trainer) -> int:
+        from optrush.kernels import attention, context_parallel
+        from optrush.models.decoder import Block
+
+        world = trainer.world
+        assert world.mesh is not None
+        group = world.mesh["cp"].get_group()
+        share = context_parallel.Share(group, self.size, world.at("cp"), both_ends=self.kind != "ulysses")
+        for block in trainer.model.blocks.values():
+            assert isinstance(block, Block)
+            if self.kind == "ulysses":
+                block.attention = context_parallel.ulysses(block.attention, share)
+            elif self.kind == "gather":
+                chosen = attention.FROM[trainer.env.spec.attention]
+                block.attention = context_parallel.gather(chosen, share)
+            else:
+                block.attention = context_parallel.ring(share)
+        if self.kind == "ring":
+            trainer.model.supports_packing = False  # so that evaluation does not pack either
+            trainer.notes.append("context: evaluation takes one document a row, a ring cannot isolate several")
+        inner, part = trainer.place, share.cut
+
+        def place(batch: Batch) -> Batch:
+            tokens, labels, positions = (part(t) for t in (batch.tokens, batch.labels, batch.positions))
+            return inner(replace(batch, tokens=tokens, labels=labels, positions=positions))
+
+        trainer.place = place
+        return len(trainer.model.blocks)
+
+
+def _exchange(env: Environment, why: str, values: float) -> Iterator[Rule]:
+    """Yield what every block sends for each token, forward and backward."""
+    yield add(_link("forward.exchange", why, values * env.blocks), _link("backward.exchange", why, values * env.blocks))
+
+
+def _link(name: str, why: str, values: float, role: Role = "product") -> WorkItem:
+    return WorkItem(name, why, "token", unit="link", values=values, role=role)
