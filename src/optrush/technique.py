@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_type_hints
@@ -400,8 +400,13 @@ def rows_of_batch(config: Config, ranks: int) -> tuple[int, int]:
 
 def library(name: str) -> str | None:
     """Version of an installed distribution, or None; does not import it."""
+    return _version(name, metadata.version)
+
+
+@cache  # a search asks hundreds of times, and a distribution's metadata is a file
+def _version(name: str, read: Callable[[str], str]) -> str | None:
     try:
-        return metadata.version(name)
+        return read(name)
     except metadata.PackageNotFoundError:
         return None
 
