@@ -137,6 +137,7 @@ class Environment:
     sdpa_obstacle: str | None = None  # why a model through transformers cannot run sdpa
     dpo: Dpo | None = None  # of an objective that compares pairs: rows of two documents, losses token by token
     spec: ModelSpec = ModelSpec()
+    scarce: bool = False  # nothing that a search always tries fits
     reach: float = 1.0  # a token's document as a share of T, on average: known to the plan, which estimates it
 
     # What several techniques need of the environment.
@@ -226,6 +227,7 @@ class Technique:
     claims: ClassVar[frozenset[Part]] = frozenset()
     wants: ClassVar[frozenset[Part]] = frozenset()
     searched: ClassVar[bool] = True  # False: the user decides, and a search neither adds nor removes the technique
+    last_resort: ClassVar[bool] = False  # a search tries it where nothing else fits
     sample: ClassVar[Mapping[str, Any]] = {}  # options for a description, where the defaults alone are refused
 
     def __init_subclass__(cls) -> None:
@@ -248,6 +250,10 @@ class Technique:
         """Yield rules on the ledger's lines and work, each with its reason. May not import torch."""
         yield from ()
 
+    def quality(self, env: Environment) -> str:
+        """Return what it costs in quality, in a few words; empty: nothing."""
+        return ""
+
     def packages(self) -> tuple[tuple[str, str], ...]:
         """Return (distribution, extra of optrush that installs it) of each package that these options call."""
         return ()
@@ -255,7 +261,7 @@ class Technique:
     @classmethod
     def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
         """Yield options that a search should try on this device: the defaults, unless others may win."""
-        if cls.searched:
+        if cls.searched or (cls.last_resort and env.scarce):
             yield {}
 
     # The stages: each returns how many things it changed.

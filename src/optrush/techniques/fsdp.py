@@ -42,6 +42,11 @@ class Fsdp(Technique):
         do = "start it with --ranks 2 or torchrun, or leave fsdp out"
         yield Requirement(env.ranks > 1, "`fsdp` cuts the model over several ranks", "one rank", do)
 
+    @classmethod
+    def variants(cls, env: Environment) -> Iterator[dict[str, Any]]:
+        yield {}
+        yield {"stage": 2}
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         """Yield shares of everything, whole blocks while they run, and what the link carries."""
         n, L = env.ranks, env.blocks

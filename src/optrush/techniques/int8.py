@@ -34,6 +34,9 @@ class Int8(Technique):
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return spec.with_linears(weight="quantized")
 
+    def quality(self, env: Environment) -> str:
+        return "8-bit base"
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 1 + (4 / env.shape.width if env.shape else 0))
 

@@ -42,6 +42,9 @@ class Nf4(Technique):
     def describe(self, spec: ModelSpec) -> ModelSpec:
         return spec.with_linears(weight="quantized")
 
+    def quality(self, env: Environment) -> str:
+        return "4-bit base"
+
     def predict(self, env: Environment) -> Iterator[Rule]:
         yield from ledger.predict_quantized(env, 0.5 + 1 / 64 + 4 / (64 * 256) if self.double else 0.5 + 4 / 64)
 
